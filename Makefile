@@ -1,0 +1,28 @@
+# Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench-stall clean
+
+RUN := .venv/bin/python
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: .venv/installed ## crawl and search real documentation into a real vLLM, streaming and not; prints and draws it
+	$(RUN) examples/demo.py
+
+test: .venv/installed check ## types, style and all tests
+	$(RUN) -m pytest
+
+check: .venv/installed ## types and style
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench-stall: .venv/installed ## the event loop's worst stall while a crawl and a search run
+	$(RUN) bench/loop_stall.py
+
+clean: ## remove what the targets made
+	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.venv/installed: pyproject.toml scripts/install.sh
+	scripts/install.sh

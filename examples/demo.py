@@ -1,0 +1,250 @@
+"""The main job on real parts: a crawl and a DiskANN search stream into a vLLM on CPU, and the same without streaming.
+
+Run it with `make demo`. Without options it serves streamrag's own documentation on loopback, indexes it, and makes a
+small Llama with random weights, whose answers are noise: what it shows is when things happen.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from demo_site import MEDIAN_LATENCY_S, build_site
+from rich.console import Console
+from rich.table import Table
+
+from streamrag import Borrowed, Pipeline, SamplingParams, StretchedSource, VectorSource, VllmBackend, WebSource
+from streamrag.cli.view import print_sources, print_timings, watch
+from streamrag.core import Source
+from streamrag.errors import StreamRagError
+from streamrag.plot import QueryRow, draw_timeline
+from streamrag.sources.index import build_index
+from streamrag.telemetry import Answer, Answered, ContextChanged, Event
+from streamrag.testing import make_tiny_llama
+
+ROOT = Path(__file__).resolve().parent.parent
+QUESTIONS = (
+    "How do I stop a query early, and what is freed?",
+    "Why does the question stand last in the prompt?",
+    "What happens when a page never ends or is too large?",
+    "When does streaming the context not help?",
+    "How does a search refine its result in stages?",
+)
+STAGE_GAPS_S = (0.4, 0.5, 0.6, 0.7, 0.8)
+"""Seconds before each stage of the stretched search, as if the index lay on a slow or remote disk."""
+
+MODEL = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "vocab_size": 4096, "max_model_len": 8192}
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One question asked both ways."""
+
+    question: str
+    streaming: list[Event]
+    waiting: list[Event]
+
+    @property
+    def answers(self) -> tuple[Answer, Answer]:
+        ends = (self.streaming[-1], self.waiting[-1])
+        assert isinstance(ends[0], Answered)
+        assert isinstance(ends[1], Answered)
+        return ends[0].answer, ends[1].answer
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="PATH", help="a real model for vLLM; its answers are no noise")
+    parser.add_argument("--url", metavar="URL", help="a real site to crawl")
+    parser.add_argument("--index", metavar="FOLDER", help="a real index, made by `streamrag index build`")
+    parser.add_argument("--ask", action="append", metavar="QUESTION", help="instead of the demo's; may be repeated")
+    parser.add_argument("--queries", type=int, default=5, metavar="N", help="pairs of queries in each mode (5)")
+    parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="length of an answer (24)")
+    parser.add_argument("--out", type=Path, default=ROOT / ".demo", metavar="FOLDER", help="where to put what is made")
+    return parser.parse_args()
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Make the site, the index and the model that were not given, unless an earlier run made the same ones."""
+    out: Path = arguments.out
+    docs = ROOT / "docs"
+    texts = [path.read_text() for path in sorted(docs.glob("*.md"))]
+    made_from = hashlib.sha256("\0".join([*texts, json.dumps(MODEL)]).encode()).hexdigest()
+    stamp = out / "made-from"
+    if not stamp.exists() or stamp.read_text() != made_from:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        num_pages = build_site(docs, out / "site")
+        console.print(f"made a site of {num_pages} pages from the documentation")
+        with console.status("building a DiskANN index of the same pages"):
+            summary = build_index(out / "site", out / "index")
+        console.print(f"made an index of {summary.num_passages} passages in {summary.duration_s:.1f} s")
+        with console.status("making a small Llama with random weights"):
+            make_tiny_llama(out / "model", corpus=texts, **MODEL)
+        console.print("made a small Llama with random weights: it writes noise")
+        stamp.write_text(made_from)
+    else:
+        console.print(f"using the site, the index and the model that an earlier run left in {out.name}/")
+
+
+@asynccontextmanager
+async def serve(site: Path) -> AsyncIterator[str]:
+    """The address of the site, served from a process of its own."""
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, str(Path(__file__).with_name("demo_site.py")), str(site), stdout=asyncio.subprocess.PIPE
+    )
+    assert server.stdout
+    try:
+        port = int(await server.stdout.readline())
+        yield f"http://127.0.0.1:{port}/index.html"
+    finally:
+        server.terminate()
+        await server.wait()
+
+
+async def ask_both_ways(
+    name: str, source: Source, backend: VllmBackend, questions: list[str], params: SamplingParams
+) -> list[Pair]:
+    """Each question streaming and not, on an empty prefix cache; who goes first alternates. Shows the first one."""
+    console.rule(f"[bold]{name}", align="left")
+    pairs = []
+    async with Pipeline(source, Borrowed(backend)) as pipeline:
+        for number, question in enumerate(questions):
+            events: dict[bool, list[Event]] = {}
+            for overlap in (True, False) if number % 2 == 0 else (False, True):
+                await backend.reset_prefix_cache()
+                stream = pipeline.events(question, params=params, overlap=overlap)
+                if number == 0 and overlap:
+                    kept: list[Event] = []
+                    answer = await watch(_keeping(stream, kept), console)
+                    print_sources(answer, console)
+                    print_timings(answer, console)
+                    events[overlap] = kept
+                else:
+                    with console.status(f"{question} ({'streaming' if overlap else 'not streaming'})"):
+                        events[overlap] = [event async for event in stream]
+            pair = Pair(question, events[True], events[False])
+            pairs.append(pair)
+            streaming, waiting = (answer.timings.ttft_after_retrieval_s for answer in pair.answers)
+            console.print(
+                f"{number + 1}. {question}\n   first token after retrieval: streaming {streaming:.2f} s, "
+                f"not streaming {waiting:.2f} s",
+            )
+    return pairs
+
+
+async def _keeping(events: AsyncIterator[Event], kept: list[Event]) -> AsyncIterator[Event]:
+    async for event in events:
+        kept.append(event)
+        yield event
+
+
+def print_table(groups: dict[str, list[Pair]]) -> None:
+    """Medians of the paired queries."""
+    table = Table(title="Medians of paired queries, seconds", title_justify="left")
+    for heading in ("", "ttft_s", "not streaming", "ratio", "ttft_after_retrieval_s", "not streaming", "ratio"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, pairs in groups.items():
+        cells = []
+        for measure in ("ttft_s", "ttft_after_retrieval_s"):
+            both = [[getattr(answer.timings, measure) for answer in pair.answers] for pair in pairs]
+            streaming, waiting = (statistics.median(column) for column in zip(*both, strict=True))
+            ratio = statistics.median(waiting / streaming for streaming, waiting in both)
+            cells += [f"{streaming:.2f}", f"{waiting:.2f}", f"{ratio:.2f}x"]
+        table.add_row(name, *cells)
+    console.print(table)
+    for name, pairs in groups.items():
+        same = [pair for pair in pairs if len({answer.sources for answer in pair.answers}) == 1]
+        num_equal = sum(len({answer.token_ids for answer in pair.answers}) == 1 for pair in same)
+        num_updates = [sum(isinstance(event, ContextChanged) for event in pair.streaming) - 1 for pair in pairs]
+        num_tokens = statistics.median(pair.answers[0].num_prompt_tokens for pair in pairs)
+        num_invalidated = sum(pair.answers[0].num_invalidated for pair in pairs)
+        console.print(
+            f"{name}: prompts of {num_tokens:.0f} tokens (median), {min(num_updates)}-{max(num_updates)} changes of "
+            f"context, {num_invalidated} tokens invalidated in all; retrieval brought the same context both ways in "
+            f"{len(same)} of {len(pairs)} pairs, and the answers have the same tokens in {num_equal} of those {len(same)}",
+            soft_wrap=True,
+        )
+
+
+def save(out: Path, groups: dict[str, list[Pair]]) -> None:
+    """The timeline picture, and the numbers behind it."""
+    rows = [
+        (
+            name,
+            [
+                QueryRow(f"{number + 1} {arm}", events)
+                for number, pair in enumerate(pairs)
+                for arm, events in (("not streaming", pair.waiting), ("streaming", pair.streaming))
+            ],
+        )
+        for name, pairs in groups.items()
+    ]
+    draw_timeline(out / "timeline.png", rows, title="From the query to the answer, with and without streaming")
+    results = {
+        name: [
+            {"question": pair.question, "arm": arm, **asdict(answer.timings), "num_prompt_tokens": answer.num_prompt_tokens}
+            for pair in pairs
+            for arm, answer in zip(("streaming", "not streaming"), pair.answers, strict=True)
+        ]
+        for name, pairs in groups.items()
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=2))
+    console.print(f"timeline: {out / 'timeline.png'}\nnumbers:  {out / 'results.json'}", soft_wrap=True)
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    out: Path = arguments.out
+    prepare(arguments)
+    questions = [*(arguments.ask or QUESTIONS)]
+    questions = (questions * arguments.queries)[: arguments.queries]
+    params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.model is None)
+    index = arguments.index or out / "index"
+    groups: dict[str, list[Pair]] = {}
+    async with AsyncExitStack() as stack:
+        backend = VllmBackend(arguments.model or out / "model", max_model_len=MODEL["max_model_len"])
+        stack.push_async_callback(backend.aclose)
+        with console.status("starting") as status:
+            await backend.start(status.update)
+        url = arguments.url
+        if url is None:
+            url = await stack.enter_async_context(serve(out / "site"))
+            console.print(f"serving the site at {url}, with a median latency of {MEDIAN_LATENCY_S} s a page")
+        crawl = WebSource([url], max_pages=12, max_page_chars=1500, allow_private=arguments.url is None)
+        stretched = StretchedSource(VectorSource(index, k=12), STAGE_GAPS_S)
+        schedule = ", ".join(f"{gap:g}" for gap in STAGE_GAPS_S)
+        for name, source in (
+            ("crawl (append)", crawl),
+            (f"search (update), stages stretched to {schedule} s apart", stretched),
+            ("search (update), as fast as it is", VectorSource(index, k=12)),
+        ):
+            groups[name] = await ask_both_ways(name, source, backend, questions, params)
+    console.rule("[bold]what came of it", align="left")
+    print_table(groups)
+    save(out, groups)
+    if arguments.model is None:
+        console.print("The model has random weights: its answers are noise. --model, --url and --index take real ones.")
+
+
+def main() -> int:
+    try:
+        asyncio.run(run(parse_arguments()))
+    except StreamRagError as error:
+        console.print(f"[red]{type(error).__name__}:[/] {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

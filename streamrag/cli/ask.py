@@ -1,0 +1,149 @@
+"""`streamrag ask`: one question, from the web or from an index, answered in the terminal."""
+
+import argparse
+import asyncio
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from streamrag.cli.view import print_sources, print_timings, watch
+from streamrag.core import Backend, SamplingParams, Source
+from streamrag.errors import ConfigurationError
+from streamrag.pipeline import Pipeline
+from streamrag.query import QueryOptions
+from streamrag.telemetry import Answer
+
+__all__ = ["add_parser"]
+
+EPILOG = """\
+examples:
+  streamrag ask "How do I cancel a task group?" --url https://anyio.readthedocs.io --model ./Llama-3.1-8B-Instruct
+  streamrag ask "What changed in 2.0?" --index ./docs-index --model ./Llama-3.1-8B-Instruct
+  streamrag ask "Who wrote this?" --url http://127.0.0.1:8000 --allow-private \\
+      --server http://127.0.0.1:8001/v1 --model my-model
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command to the program's parser."""
+    parser = commands.add_parser(
+        "ask",
+        help="answer one question from the web or from an index",
+        description="Answers a question. What is retrieved streams into the model while retrieval still runs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("question")
+    source = parser.add_argument_group("where to look (one of)").add_mutually_exclusive_group(required=True)
+    source.add_argument("--url", action="append", metavar="URL", help="crawl from here; may be given more than once")
+    source.add_argument("--index", metavar="FOLDER", help="search an index made by `streamrag index build`")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", required=True, help="path or name of a model for vLLM, or its name at --server")
+    model.add_argument("--server", metavar="URL", help="use an OpenAI-compatible server instead of an embedded vLLM")
+    model.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer, for exact prompts with --server")
+    model.add_argument("--api-key", metavar="KEY", help="for --server")
+    model.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
+    crawl = parser.add_argument_group("crawling")
+    crawl.add_argument("--depth", type=int, default=2, metavar="N", help="links to follow from a start page (2)")
+    crawl.add_argument("--max-pages", type=int, default=20, metavar="N", help="most pages to fetch (20)")
+    crawl.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds for the whole crawl (30)")
+    crawl.add_argument("--any-host", action="store_true", help="follow links to other hosts too")
+    crawl.add_argument("--allow-private", action="store_true", help="allow private and loopback addresses")
+    crawl.add_argument("--cdp-url", metavar="URL", help="render pages in the browser at this CDP address")
+    search = parser.add_argument_group("searching")
+    search.add_argument("-k", type=int, default=5, metavar="N", help="passages in the context (5)")
+    answer = parser.add_argument_group("answer")
+    answer.add_argument("--system", metavar="TEXT", help="replaces the system text")
+    answer.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of answer (256)")
+    answer.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
+    answer.add_argument("--max-context-tokens", type=int, metavar="N", help="most tokens of context")
+    answer.add_argument("--deadline", type=float, metavar="S", help="seconds until the query is given up")
+    answer.add_argument("--no-overlap", action="store_true", help="retrieve everything first, then ask")
+    answer.add_argument("--json", action="store_true", help="print the result as JSON instead")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer the question; progress goes to stderr, the answer alone to stdout."""
+    asyncio.run(_ask(arguments))
+    return 0
+
+
+async def _ask(arguments: argparse.Namespace) -> None:
+    progress = Console(stderr=True, highlight=False)
+    output = Console(highlight=False, quiet=arguments.json)
+    options = QueryOptions(
+        params=SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature),
+    )
+    if arguments.system is not None:
+        options["system"] = arguments.system
+    if arguments.max_context_tokens is not None:
+        options["max_context_tokens"] = arguments.max_context_tokens
+    if arguments.deadline is not None:
+        options["deadline_s"] = arguments.deadline
+    with progress.status("starting") as status:
+        pipeline = Pipeline(
+            _make_source(arguments),
+            _make_backend(arguments),
+            overlap=not arguments.no_overlap,
+            on_progress=lambda line: status.update(line),
+        )
+        await pipeline.start()
+    try:
+        async with pipeline.events(arguments.question, **options) as events:
+            answer = await watch(events, progress, answer_to=output)
+    finally:
+        await pipeline.aclose()
+    if arguments.json:
+        print(json.dumps(_as_json(answer), indent=2, ensure_ascii=False))
+    else:
+        print_sources(answer, progress)
+        print_timings(answer, progress)
+
+
+def _make_source(arguments: argparse.Namespace) -> Source:
+    if arguments.index is not None:
+        from streamrag.sources.vector import VectorSource
+
+        return VectorSource(arguments.index, k=arguments.k)
+    from streamrag.sources.web import WebSource
+
+    return WebSource(
+        arguments.url,
+        max_depth=arguments.depth,
+        max_pages=arguments.max_pages,
+        crawl_timeout_s=arguments.timeout,
+        same_host=not arguments.any_host,
+        allow_private=arguments.allow_private,
+        cdp_url=arguments.cdp_url,
+    )
+
+
+def _make_backend(arguments: argparse.Namespace) -> Backend:
+    if arguments.server is not None:
+        from streamrag.backends.openai import OpenAIBackend
+
+        return OpenAIBackend(
+            arguments.server,
+            arguments.model,
+            tokenizer=arguments.tokenizer,
+            api_key=arguments.api_key,
+            max_model_len=arguments.max_model_len,
+        )
+    for option in ("tokenizer", "api_key"):
+        if getattr(arguments, option) is not None:
+            raise ConfigurationError(f"--{option.replace('_', '-')} is for --server, which was not given")
+    from streamrag.backends.vllm import VllmBackend
+
+    return VllmBackend(arguments.model, max_model_len=arguments.max_model_len)
+
+
+def _as_json(answer: Answer) -> dict[str, Any]:
+    error = answer.source_error
+    return {
+        **asdict(answer),
+        "has_context": answer.has_context,
+        "source_error": None if error is None else str(error),
+    }

@@ -1,0 +1,57 @@
+"""`streamrag index build`: a folder of documents becomes an index to search."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command to the program's parser."""
+    index = commands.add_parser("index", help="make an index of documents", description="Works on vector indexes.")
+    verbs = index.add_subparsers(metavar="VERB", required=True)
+    build = verbs.add_parser(
+        "build",
+        help="make an index from a folder of text, Markdown and HTML",
+        description=(
+            "Splits every text, Markdown and HTML file below FOLDER into passages, embeds them, and writes a DiskANN "
+            "index with the passages beside it."
+        ),
+    )
+    build.add_argument("folder", type=Path, metavar="FOLDER")
+    build.add_argument("--out", type=Path, required=True, metavar="INDEX", help="folder to make")
+    build.add_argument(
+        "--embedder", default="all-MiniLM-L6-v2", metavar="NAME", help="sentence-transformers model (%(default)s)"
+    )
+    build.add_argument("--force", action="store_true", help="replace the index that is there")
+    build.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Build the index with a progress bar on stderr."""
+    from streamrag.sources.index import build_index
+
+    console = Console(stderr=True, highlight=False)
+    with Progress(
+        TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+    ) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(num_done: int, num_total: int, what: str) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=num_total)
+            progress.update(tasks[what], completed=num_done, total=num_total)
+
+        summary = build_index(
+            arguments.folder, arguments.out, embedder=arguments.embedder, force=arguments.force, on_progress=show
+        )
+    console.print(
+        f"{arguments.out}: {summary.num_passages} passages of {summary.num_documents} documents, "
+        f"{summary.dimension} dimensions, {summary.size_bytes / 2**20:.1f} MiB, in {summary.duration_s:.1f} s"
+    )
+    for path, reason in summary.skipped:
+        console.print(f"  skipped {path}: {reason}", markup=False)
+    return 0

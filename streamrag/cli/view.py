@@ -1,0 +1,121 @@
+"""A query as a person watches it in a terminal: what arrives, how far prefill is, and the answer."""
+
+from collections.abc import AsyncIterable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from streamrag.telemetry import (
+    Answer,
+    Answered,
+    ChunkArrived,
+    ChunksLeftOut,
+    ContextChanged,
+    ContextComplete,
+    Event,
+    PrefillProgressed,
+    RetrievalStarted,
+    SourceFailed,
+    SourceSkipped,
+    TokensGenerated,
+)
+
+__all__ = ["print_sources", "print_timings", "watch"]
+
+
+async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Console | None = None) -> Answer:
+    """Show a query's events as they come, and return its answer.
+
+    Progress goes to `console`; the answer's text goes to `answer_to` (the same one unless given), so that it can be
+    redirected alone.
+    """
+    bar = Progress(
+        TextColumn("         [dim]prefill"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("[dim]tokens"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    answer: Answer | None = None
+    output = answer_to or console
+    with bar:
+        prefill = bar.add_task("prefill", total=None)
+        async for event in events:
+            match event:
+                case ContextChanged():
+                    bar.update(prefill, total=event.num_tokens, completed=event.num_shared)
+                case PrefillProgressed():
+                    bar.update(prefill, completed=event.num_tokens)
+                case TokensGenerated():
+                    if bar.live.is_started:
+                        bar.stop()
+                        console.print(_line(event.at_s, "[bold]answer"))
+                    output.out(event.text, end="", highlight=False)
+                case Answered():
+                    answer = event.answer
+                    output.print()
+            line = _describe(event)
+            if line:
+                console.print(line, soft_wrap=True)
+    assert answer is not None, "every event stream ends with Answered, or raises"
+    return answer
+
+
+def _line(at_s: float, text: str) -> str:
+    return f"[dim]{at_s:7.2f} s[/] {text}"
+
+
+def _describe(event: Event) -> str | None:
+    match event:
+        case RetrievalStarted():
+            return _line(event.at_s, f"retrieving for {escape(repr(event.query))}")
+        case ChunkArrived():
+            chunk = event.chunk
+            title = f"{escape(chunk.title[:60])}  " if chunk.title else ""
+            return _line(event.at_s, f"[cyan]+[/] {title}[dim]{escape(chunk.source)}#{chunk.passage}")
+        case SourceSkipped():
+            return _line(event.at_s, f"[yellow]-[/] [dim]{escape(event.source)}: {escape(event.reason)}")
+        case SourceFailed():
+            return _line(event.at_s, f"[red]retrieval failed:[/] {escape(str(event.error))}")
+        case ContextChanged():
+            changed = f", {event.num_invalidated} invalidated" if event.num_invalidated else ""
+            return _line(
+                event.at_s,
+                f"  [dim]context of {event.num_chunks} chunks, {event.num_tokens} tokens: "
+                f"{event.num_shared} shared with the last{changed}",
+            )
+        case ChunksLeftOut():
+            names = ", ".join(f"{chunk.source}#{chunk.passage}" for chunk in event.chunks)
+            return _line(
+                event.at_s,
+                f"[yellow]left out[/] of the budget of {event.max_context_tokens} tokens: {escape(names)}",
+            )
+        case ContextComplete() if event.num_chunks == 0:
+            return _line(event.at_s, "[yellow]nothing was found: the answer has no context")
+        case ContextComplete():
+            return _line(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} tokens")
+    return None
+
+
+def print_sources(answer: Answer, console: Console) -> None:
+    """The passages that the model was given, by their numbers in the prompt."""
+    if not answer.has_context:
+        console.print("[yellow]This answer had no context: nothing was found.")
+    for citation in answer.sources:
+        score = "" if citation.score is None else f"  [dim]{citation.score:.3f}[/]"
+        title = f"{escape(citation.title)}  " if citation.title else ""
+        console.print(f"[{citation.number}] {title}[dim]{escape(citation.source)}[/]{score}", soft_wrap=True)
+
+
+def print_timings(answer: Answer, console: Console) -> None:
+    """When retrieval ended and the first token came."""
+    timings = answer.timings
+    console.print(
+        f"[dim]retrieval {timings.retrieval_s:.2f} s, ttft_s {timings.ttft_s:.2f}, "
+        f"ttft_after_retrieval_s {timings.ttft_after_retrieval_s:.2f}, total {timings.total_s:.2f} s; "
+        f"{answer.num_prompt_tokens} prompt tokens, {answer.num_invalidated} invalidated on the way, "
+        f"{len(answer.token_ids)} generated"
+    )

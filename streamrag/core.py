@@ -1,0 +1,281 @@
+"""The values that travel through a query, and the protocols at the seams.
+
+    query ──Source──▶ Append | Update | Skipped ──Mode──▶ Prompt ──Backend──▶ Prefilled | AnswerChunk
+
+Every value here is immutable. A program that brings its own retrieval implements `Source`; one that brings its own
+engine implements `Backend`; one that orders contexts in its own way implements `Mode`.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from streamrag.errors import ConfigurationError
+
+__all__ = [
+    "AnswerChunk",
+    "Append",
+    "Backend",
+    "BackendEvent",
+    "Chunk",
+    "Hint",
+    "Mode",
+    "ModelInfo",
+    "Prefilled",
+    "Progress",
+    "Prompt",
+    "SamplingParams",
+    "Skipped",
+    "Source",
+    "SourceEvent",
+    "Startable",
+    "Tokenizer",
+    "Turn",
+    "Update",
+    "common_prefix_len",
+    "plain_chat",
+]
+
+# ---------------------------------------------------------------------------------------------- what sources yield
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A passage of retrieved text, and where it came from.
+
+    Two chunks with the same `source` and `passage` are the same place; two equal chunks are also the same text.
+    """
+
+    text: str
+    source: str
+    """URL, or path of the document."""
+    title: str = ""
+    passage: int = 0
+    """Number of the passage within its document, from 0."""
+    score: float | None = None
+    """The retriever's own score; larger is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a retriever expects still to come. Schedulers may use it, correctness never depends on it."""
+
+    num_chunks: int | None = None
+    """Chunk events still to come after this one."""
+    end_s: float | None = None
+    """Seconds from this event until retrieval is expected to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """The context grows by one chunk, behind what it holds already."""
+
+    chunk: Chunk
+    hint: Hint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The context is replaced by these chunks, in prompt order."""
+
+    chunks: tuple[Chunk, ...]
+    hint: Hint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Something that retrieval could not use: an unreachable page, a wrong type, a limit that was met."""
+
+    source: str
+    reason: str
+
+
+SourceEvent: TypeAlias = Append | Update | Skipped
+
+
+# -------------------------------------------------------------------------------------------- what backends consume
+
+
+def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of leading items that `a` and `b` share: their LCP. Fast for long sequences of one type.
+
+    >>> common_prefix_len((1, 2, 3, 4), (1, 2, 7, 4))
+    2
+    """
+    # Invariant: a[:shared] == b[:shared], and they differ before `end` unless they share all of it.
+    shared, end = 0, min(len(a), len(b))
+    while shared < end:
+        middle = (shared + end + 1) // 2
+        if a[shared:middle] == b[shared:middle]:
+            shared = middle
+        else:
+            end = middle - 1
+    return shared
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids for the model. Until `is_complete`, more will follow: compute its KV, but sample nothing."""
+
+    token_ids: tuple[int, ...]
+    num_shared: int
+    """Leading tokens equal to those of the query's previous prompt: their LCP. 0 for the first."""
+    is_complete: bool
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.num_shared <= len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample the answer. The defaults are greedy.
+
+    Raises ConfigurationError for a value that no engine accepts.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 considers all tokens."""
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Passed to the engine as it is, for parameters that streamrag does not name."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "over 0 and at most 1"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+        }
+        for name, (is_valid, remedy) in checks.items():
+            if not is_valid:
+                raise ConfigurationError(f"SamplingParams: {name}={getattr(self, name)!r} must be {remedy}")
+
+
+# ---------------------------------------------------------------------------------------------- what backends yield
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The backend has computed the KV of at least this many leading tokens of the query's newest prompt."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerChunk:
+    """New text of the answer, with the tokens it was decoded from.
+
+    `text` may be empty while a character is incomplete. `finish_reason` is set on the last chunk only.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+
+
+BackendEvent: TypeAlias = Prefilled | AnswerChunk
+
+
+# ------------------------------------------------------------------------------------------------------- the seams
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    text: str
+
+
+def plain_chat(turns: Sequence[Turn]) -> str:
+    """A conversation for models that have no chat template.
+
+    >>> plain_chat([Turn("system", "Be brief."), Turn("user", "Hello!")])
+    'Be brief.\\n\\nUser: Hello!\\n\\nAssistant:'
+    """
+    blocks = [turn.text if turn.role == "system" else f"{turn.role.title()}: {turn.text}" for turn in turns]
+    return "\n\n".join((*blocks, "Assistant:"))
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back, for one model. Called from worker threads, one call at a time."""
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """Token ids of `text`, nothing added around them.
+
+        Without `allow_special`, look-alikes of special tokens are tokenised as the text they are.
+        """
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+
+    def render_chat(self, turns: Sequence[Turn]) -> str:
+        """`turns` in the model's chat template, up to where the answer begins.
+
+        A model without a template gets `plain_chat`, behind its beginning-of-text token if it wants one.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a pipeline must know of the model behind a backend."""
+
+    name: str
+    tokenizer: Tokenizer
+    max_model_len: int
+    """Most tokens of prompt and answer together."""
+    is_exact: bool = True
+    """Whether the tokens that are sent are the tokens that the model sees."""
+
+
+class Source(Protocol):
+    """A retriever."""
+
+    def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+        """Chunk events as they arrive; the context is complete when the iterator ends.
+
+        :raises SourceError: when retrieval fails.
+        """
+
+
+class Mode(Protocol):
+    """How chunk events become a context."""
+
+    def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
+        """The new context, in prompt order, given the old one and the next event. A pure function."""
+
+
+class Backend(Protocol):
+    """Where tokens come from."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model; available once the backend has started."""
+
+    def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        """Prefill each prompt as it comes; sample the answer to the complete one, which is the last.
+
+        `prompts` is read at once, whatever is being computed. Closing the iterator aborts the request.
+
+        :raises BackendError: when the engine fails.
+        """
+
+
+Progress: TypeAlias = Callable[[str], None]
+"""Called with one line for a person whenever starting something reaches a new step."""
+
+
+@runtime_checkable
+class Startable(Protocol):
+    """A source or backend that holds processes, connections or memory."""
+
+    async def start(self, progress: Progress) -> None:
+        """Acquire them; return when queries can be served. Must free what it took if it raises."""
+
+    async def aclose(self) -> None:
+        """Free them. Does nothing when not started."""

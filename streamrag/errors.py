@@ -1,0 +1,139 @@
+"""The exceptions of streamrag; each message names the value that was wrong, and the remedy.
+
+    StreamRagError
+    ├── ConfigurationError            a value that cannot work; the message names it and the remedy
+    │   ├── MissingDependencyError    an optional part is not installed; the message has the install line
+    │   ├── UnsupportedVersionError   an installed package has a version that streamrag does not run on
+    │   ├── ModelError                the model cannot be loaded
+    │   └── VectorIndexError          a vector index cannot be used
+    │       ├── IndexMissingError     there is none at this path
+    │       ├── IndexCorruptError     its files are damaged or incomplete
+    │       ├── IndexMismatchError    it was made with another embedder or dimension
+    │       └── IndexExistsError      building would overwrite it
+    ├── PipelineClosedError           a query on a pipeline that has been closed
+    ├── TooManyQueriesError           refused: the pipeline is full
+    ├── DeadlineExceededError         the query's deadline passed
+    ├── PromptTooLongError            the question does not fit the model's length
+    ├── SourceError                   retrieval failed
+    │   ├── UnreachableError          no start address could be fetched
+    │   ├── UnsafeUrlError            an address that is not allowed to be fetched
+    │   └── WorkerError               a worker process died or did not answer in time
+    └── BackendError                  the engine or server failed
+        ├── EngineDeadError           the embedded engine is gone
+        └── ServerError               an OpenAI-compatible server refused or broke off
+
+`except StreamRagError` catches them all.
+"""
+
+__all__ = [
+    "BackendError",
+    "ConfigurationError",
+    "DeadlineExceededError",
+    "EngineDeadError",
+    "IndexCorruptError",
+    "IndexExistsError",
+    "IndexMismatchError",
+    "IndexMissingError",
+    "MissingDependencyError",
+    "ModelError",
+    "PipelineClosedError",
+    "PromptTooLongError",
+    "ServerError",
+    "SourceError",
+    "StreamRagError",
+    "TooManyQueriesError",
+    "UnreachableError",
+    "UnsafeUrlError",
+    "UnsupportedVersionError",
+    "VectorIndexError",
+    "WorkerError",
+]
+
+
+class StreamRagError(Exception):
+    """Everything that streamrag raises on purpose."""
+
+
+class ConfigurationError(StreamRagError, ValueError):
+    """A value that cannot work; the message names it and the remedy."""
+
+
+class MissingDependencyError(ConfigurationError):
+    """An optional part is not installed."""
+
+    def __init__(self, package: str, install: str) -> None:
+        super().__init__(f"{package} is not installed. Install it with:  {install}")
+        self.package = package
+        self.install = install
+
+
+class UnsupportedVersionError(ConfigurationError):
+    """An installed package has a version that streamrag does not run on."""
+
+
+class ModelError(ConfigurationError):
+    """The model cannot be loaded."""
+
+
+class VectorIndexError(ConfigurationError):
+    """A vector index cannot be used."""
+
+
+class IndexMissingError(VectorIndexError):
+    """There is no index at this path."""
+
+
+class IndexCorruptError(VectorIndexError):
+    """The files of an index are damaged or incomplete."""
+
+
+class IndexMismatchError(VectorIndexError):
+    """The index was made with another embedder or dimension."""
+
+
+class IndexExistsError(VectorIndexError):
+    """Building would overwrite an index."""
+
+
+class PipelineClosedError(StreamRagError):
+    """A query on a pipeline that has been closed."""
+
+
+class TooManyQueriesError(StreamRagError):
+    """Refused: as many queries as the pipeline allows are running."""
+
+
+class DeadlineExceededError(StreamRagError, TimeoutError):
+    """The query's deadline passed before its answer was complete."""
+
+
+class PromptTooLongError(StreamRagError, ValueError):
+    """System text, history and question alone do not fit the model's length."""
+
+
+class SourceError(StreamRagError):
+    """Retrieval failed."""
+
+
+class UnreachableError(SourceError):
+    """No start address could be fetched."""
+
+
+class UnsafeUrlError(SourceError, ValueError):
+    """An address that is not allowed to be fetched."""
+
+
+class WorkerError(SourceError):
+    """A worker process died, or did not answer in time."""
+
+
+class BackendError(StreamRagError):
+    """The engine or server failed."""
+
+
+class EngineDeadError(BackendError):
+    """The embedded engine is gone."""
+
+
+class ServerError(BackendError):
+    """An OpenAI-compatible server refused the request or broke off."""

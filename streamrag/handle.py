@@ -1,0 +1,163 @@
+"""What a caller holds while a query runs: an async iterator that owns the query's task.
+
+The task never refers to the handle, so a handle that is dropped is collected, and stops its query.
+"""
+
+import asyncio
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Generic, Self, TypeAlias, TypeVar
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from streamrag.core import AnswerChunk
+from streamrag.errors import StreamRagError
+from streamrag.telemetry import Answer, Answered, Event, TokensGenerated
+
+__all__ = ["AnswerStream", "EventStream"]
+
+MAX_UNREAD_EVENTS = 4096
+"""A caller that does not read holds up its own query beyond this many events, and nobody else's."""
+
+T = TypeVar("T")
+
+Emit: TypeAlias = Callable[[Event], Awaitable[None]]
+StartQuery: TypeAlias = Callable[[Emit], "asyncio.Task[Answer]"]
+
+
+async def ended(task: "asyncio.Task[Any]") -> None:
+    """Return when `task` has ended, whatever happens to the caller meanwhile; its outcome counts as retrieved."""
+    interruption: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            interruption = error
+    if not task.cancelled():
+        task.exception()
+    if interruption is not None:
+        raise interruption
+
+
+class QueryHandle(AsyncIterator[T], Generic[T]):
+    """Iterate it for the items of a running query; the query starts with the first one asked for.
+
+    As an async context manager it also stops the query when the block is left, in whatever way. After a bare loop that
+    was left early, the query is stopped when the handle is collected, with a ResourceWarning.
+    """
+
+    def __init__(self, start: StartQuery) -> None:
+        self._start_query = start
+        self._task: asyncio.Task[Answer] | None = None
+        self._answer: Answer | None = None
+        self._events: MemoryObjectReceiveStream[Event] | None = None
+
+    @property
+    def result(self) -> Answer:
+        """The whole answer, once the query has ended; raises what the query raised.
+
+        Raises StreamRagError while it is still running.
+        """
+        if self._answer is not None:
+            return self._answer
+        if self._task is None or not self._task.done():
+            raise StreamRagError("the result is there once the stream has ended: iterate it to its end first")
+        if self._task.cancelled():
+            raise StreamRagError("there is no result: the query was stopped before its end")
+        return self._task.result()
+
+    async def aclose(self) -> None:
+        """Stop the query, if it still runs, and return when nothing of it is left."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        self._close_events()
+        await ended(self._task)
+
+    def _started(self) -> MemoryObjectReceiveStream[Event]:
+        if self._events is None:
+            send, self._events = anyio.create_memory_object_stream[Event](MAX_UNREAD_EVENTS)
+
+            async def emit(event: Event) -> None:
+                with suppress(anyio.BrokenResourceError):  # the caller has left; the task's cancellation is on its way
+                    await send.send(event)
+
+            try:
+                self._task = self._start_query(emit)
+            except BaseException:
+                send.close()
+                self._close_events()
+                self._events = None
+                raise
+            self._task.add_done_callback(lambda _: send.close())
+        return self._events
+
+    def _close_events(self) -> None:
+        if self._events is not None:
+            self._events.close()
+
+    async def _next_event(self) -> Event:
+        events = self._started()
+        assert self._task is not None
+        try:
+            event = await events.receive()
+        except (anyio.EndOfStream, anyio.ClosedResourceError):
+            if self._task.done() and not self._task.cancelled():
+                self._task.result()  # raises what the query raised
+            raise StopAsyncIteration from None
+        except BaseException:  # cancelled: leave nothing running behind the caller's back
+            await self.aclose()
+            raise
+        if isinstance(event, Answered):
+            self._answer = event.answer
+        return event
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __aenter__(self) -> Self:
+        self._started()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        task = getattr(self, "_task", None)
+        if task is None:
+            return
+        self._close_events()
+        loop = task.get_loop()
+        if task.done() or loop.is_closed():
+            return
+        loop.call_soon_threadsafe(task.cancel)
+        warnings.warn(
+            f"{type(self).__name__} was dropped while its query was running, and stops it now; "
+            "use `async with pipeline.stream(query) as stream:` to leave a loop early",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
+
+
+class AnswerStream(QueryHandle[AnswerChunk]):
+    """The answer's chunks as they are generated."""
+
+    async def __anext__(self) -> AnswerChunk:
+        while True:
+            event = await self._next_event()
+            if isinstance(event, TokensGenerated):
+                return AnswerChunk(event.text, event.token_ids, event.finish_reason)
+
+
+class EventStream(QueryHandle[Event]):
+    """Everything that happens in the query, in order; `Answered` is the last."""
+
+    async def __anext__(self) -> Event:
+        return await self._next_event()

@@ -1,0 +1,165 @@
+"""A context, its question and the model's chat template become token ids.
+
+    | head: template, system text, history, `before_context` | passage 1 | passage 2 | ... | tail: question, template |
+    |<------------------- partial prompt: head and passages ---------------------------->|
+
+Every part is tokenised by itself. So an added passage never changes the ids before it, and the ids of a streamed prompt
+are those of the same context assembled in one go.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
+from streamrag.errors import ConfigurationError, PromptTooLongError
+
+__all__ = ["AssembledPrompt", "PromptAssembler", "PromptTemplate"]
+
+_PLACEHOLDER = re.compile(r"@@streamrag-(\d+)@@")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """The words around the context. The model's chat template is put around all of it.
+
+    Raises ConfigurationError when a part names a placeholder that it does not have.
+    """
+
+    system: str = (
+        "Answer the question from the documents below, and cite them by their numbers in brackets. "
+        "If they do not hold the answer, say so."
+    )
+    before_context: str = "Documents:\n\n"
+    passage: str = "[{number}] {title} ({source})\n{text}\n\n"
+    """Formatted for each chunk, with `number` (from 1), `title`, `source` and `text`."""
+    no_context: str = "(no documents were found)\n\n"
+    """Stands in for the passages when there are none."""
+    after_context: str = "Question: {question}"
+    """Formatted with `question`. It stands last, so that nothing before it waits for retrieval to end."""
+
+    def __post_init__(self) -> None:
+        for name, values in (
+            ("passage", {"number": 1, "title": "", "source": "", "text": ""}),
+            ("after_context", {"question": ""}),
+        ):
+            needed = list(values)[-1]
+            try:
+                formatted = getattr(self, name).format(**{**values, needed: "@@needed@@"})
+            except (KeyError, IndexError, ValueError, AttributeError) as error:
+                raise ConfigurationError(
+                    f"PromptTemplate.{name}={getattr(self, name)!r} cannot be formatted ({error!r}); "
+                    f"it may use {', '.join('{' + key + '}' for key in values)}, and {{{{ and }}}} for braces"
+                ) from error
+            if "@@needed@@" not in formatted:
+                raise ConfigurationError(f"PromptTemplate.{name}={getattr(self, name)!r} must use {{{needed}}}")
+
+    def format_passage(self, number: int, chunk: Chunk) -> str:
+        """The text of one chunk as the model reads it."""
+        title = chunk.title or chunk.source.rsplit("/", 1)[-1]
+        return self.passage.format(number=number, title=title, source=chunk.source, text=chunk.text)
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledPrompt:
+    """A prompt, and what became of each chunk."""
+
+    prompt: Prompt
+    included: tuple[Chunk, ...]
+    left_out: tuple[Chunk, ...]
+    num_invalidated: int
+    """Tokens of the previous prompt that this one does not share."""
+
+
+class PromptAssembler:
+    """Turns the successive contexts of one query into prompts. Blocking; not for two threads at once.
+
+    `max_context_tokens` bounds the passages; None leaves them all that the model's length has room for beside the
+    rest of the prompt and `max_tokens` of answer.
+
+    Raises PromptTooLongError when that is less than nothing, ConfigurationError for a chat template that cannot be
+    split.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: PromptTemplate,
+        question: str,
+        *,
+        max_model_len: int,
+        max_tokens: int,
+        max_context_tokens: int | None = None,
+        history: Sequence[Turn] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._passages: dict[tuple[int, Chunk], list[int]] = {}
+        self._previous: tuple[int, ...] = ()
+        self._head, self._tail = self._split(question, history)
+        self._no_context = tokenizer.encode(template.no_context)
+        num_fixed = len(self._head) + len(self._tail) + len(self._no_context)
+        room = max_model_len - num_fixed - max_tokens
+        if room < 0:
+            raise PromptTooLongError(
+                f"system text, history and question take {num_fixed} tokens, and max_tokens={max_tokens} of answer do "
+                f"not fit beside them into the model's length of {max_model_len}: shorten them, or lower max_tokens"
+            )
+        self.max_context_tokens = room if max_context_tokens is None else min(max_context_tokens, room)
+
+    def assemble(self, chunks: Sequence[Chunk], *, is_complete: bool) -> AssembledPrompt:
+        """The prompt for `chunks` in this order; what does not fit the budget is left out, the earlier going first."""
+        ids = list(self._head)
+        included: list[Chunk] = []
+        left_out: list[Chunk] = []
+        room = self.max_context_tokens
+        for chunk in chunks:
+            passage = self._encode_passage(len(included) + 1, chunk)
+            if len(passage) > room:
+                left_out.append(chunk)
+                continue
+            room -= len(passage)
+            ids += passage
+            included.append(chunk)
+        if is_complete:
+            ids += self._tail if included else self._no_context + self._tail
+        token_ids = tuple(ids)
+        num_shared = common_prefix_len(self._previous, token_ids)
+        num_invalidated = len(self._previous) - num_shared
+        self._previous = token_ids
+        prompt = Prompt(token_ids, num_shared, is_complete)
+        return AssembledPrompt(prompt, tuple(included), tuple(left_out), num_invalidated)
+
+    def _encode_passage(self, number: int, chunk: Chunk) -> list[int]:
+        key = (number, chunk)
+        if key not in self._passages:
+            self._passages[key] = self._tokenizer.encode(self._template.format_passage(number, chunk))
+        return self._passages[key]
+
+    def _split(self, question: str, history: Sequence[Turn]) -> tuple[list[int], list[int]]:
+        """Token ids before and after the context.
+
+        The chat template is rendered once, with a placeholder for each text that is not its own; those texts are
+        tokenised apart from it, as text, so that nothing in them can pass for a token of the template.
+        """
+        texts = [turn.text for turn in history]
+        roles = [turn.role for turn in history]
+        if self._template.system:
+            texts.insert(0, self._template.system)
+            roles.insert(0, "system")
+        turns = [Turn(role, f"@@streamrag-{i}@@") for i, role in enumerate((*roles, "user"))]
+        rendered = self._tokenizer.render_chat(turns)
+        pieces: list[Any] = _PLACEHOLDER.split(rendered)  # template, "0", template, "1", ..., template
+        if pieces[1::2] != [str(i) for i in range(len(turns))]:
+            raise ConfigurationError(
+                "the model's chat template does not repeat each message once, as it is and in order, "
+                f"so it cannot be filled while retrieval runs; it made: {rendered!r}"
+            )
+        head: list[int] = []
+        for template_text, text in zip(pieces[::2], (*texts, self._template.before_context), strict=False):
+            head += self._tokenizer.encode(template_text, allow_special=True)
+            head += self._tokenizer.encode(text)
+        tail = self._tokenizer.encode(self._template.after_context.format(question=question))
+        tail += self._tokenizer.encode(pieces[-1], allow_special=True)
+        return head, tail

@@ -1,0 +1,219 @@
+"""A source, a mode and a backend become one thing that answers queries."""
+
+import asyncio
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal, Self, Unpack
+
+import anyio
+
+from streamrag.clock import Clock, monotonic
+from streamrag.core import Backend, BackendEvent, Mode, ModelInfo, Progress, Prompt, SamplingParams, Source, Startable
+from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
+from streamrag.handle import AnswerStream, Emit, EventStream, ended
+from streamrag.modes import PromptTemplate, UpdateMode
+from streamrag.query import Query, QueryOptions, QueryRun
+from streamrag.telemetry import Answer
+
+__all__ = ["Borrowed", "Pipeline"]
+
+
+class Pipeline:
+    """Answers queries from a source with a backend, and owns both.
+
+    Entering it starts the engine and the workers, leaving it stops them. Without `async with` it starts on the first
+    query, and `aclose()` stops it.
+
+    - `mode` folds chunk events into a context; the default follows the source.
+    - `overlap=False` retrieves everything before the model hears of it: the baseline of every measurement.
+    - `max_concurrent_queries` run at once; past it a query waits, or with `when_full="refuse"` raises
+      TooManyQueriesError.
+    - `on_source_error="answer"` answers from what had arrived when the source failed.
+    - `on_progress` is called with a line for a person at each step of starting.
+
+    Raises ConfigurationError for values that cannot work.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        backend: Backend,
+        *,
+        mode: Mode | None = None,
+        template: PromptTemplate | None = None,
+        overlap: bool = True,
+        max_concurrent_queries: int = 64,
+        when_full: Literal["wait", "refuse"] = "wait",
+        on_source_error: Literal["raise", "answer"] = "raise",
+        on_progress: Progress | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        if max_concurrent_queries < 1:
+            raise ConfigurationError(f"max_concurrent_queries={max_concurrent_queries!r} must be at least 1")
+        if when_full not in ("wait", "refuse"):
+            raise ConfigurationError(f"when_full={when_full!r} must be 'wait' or 'refuse'")
+        if on_source_error not in ("raise", "answer"):
+            raise ConfigurationError(f"on_source_error={on_source_error!r} must be 'raise' or 'answer'")
+        self.source = source
+        self.backend = backend
+        self.overlap = overlap
+        self.max_concurrent_queries = max_concurrent_queries
+        self._mode = mode or UpdateMode()
+        self._template = template or PromptTemplate()
+        self._refuses = when_full == "refuse"
+        self._answers_despite_source_error = on_source_error == "answer"
+        self._on_progress = on_progress or (lambda line: None)
+        self._clock = clock
+        self._admission = anyio.CapacityLimiter(max_concurrent_queries)
+        self._tokenizing = anyio.CapacityLimiter(1)  # tokenizers are not for two threads at once
+        self._starting: asyncio.Task[None] | None = None
+        self._parts = AsyncExitStack()
+        self._queries: set[asyncio.Task[Answer]] = set()
+        self._is_closed = False
+
+    @property
+    def num_queries(self) -> int:
+        """Queries that are waiting or running."""
+        return sum(not task.done() for task in self._queries)
+
+    def stream(self, query: str, **options: Unpack[QueryOptions]) -> AnswerStream:
+        """The answer to `query`, chunk by chunk; `options` are those of `QueryOptions`.
+
+        Raises, when iterated, SourceError, BackendError, PromptTooLongError, DeadlineExceededError,
+        TooManyQueriesError and PipelineClosedError.
+        """
+        asked = self._query(query, options)
+        return AnswerStream(lambda emit: self._start_query(asked, emit))
+
+    def events(self, query: str, **options: Unpack[QueryOptions]) -> EventStream:
+        """Everything that happens while `query` is answered. Options and errors as in `stream`."""
+        asked = self._query(query, options)
+        return EventStream(lambda emit: self._start_query(asked, emit))
+
+    async def start(self) -> None:
+        """Start the engine and the workers, unless they are. Queries that come meanwhile wait for it.
+
+        Raises ConfigurationError and BackendError; nothing is left running then, and the next call tries again.
+        """
+        if self._is_closed:
+            raise PipelineClosedError("this pipeline has been closed: make a new one")
+        if self._starting is None or (self._starting.done() and not _succeeded(self._starting)):
+            self._starting = asyncio.create_task(self._start_parts(), name="streamrag start")
+        await asyncio.shield(self._starting)
+
+    async def aclose(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new queries, let the running ones go on for up to `drain_s` seconds, abort them, stop all parts."""
+        self._is_closed = True
+        with anyio.CancelScope(shield=True):
+            if self._queries and drain_s > 0:
+                await asyncio.wait(self._queries, timeout=drain_s)
+            for task in [*self._queries, *([self._starting] if self._starting else [])]:
+                task.cancel()
+                await ended(task)
+            await self._parts.aclose()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        starting = getattr(self, "_starting", None)  # not there when __init__ raised
+        if starting is not None and not self._is_closed and (not starting.done() or _succeeded(starting)):
+            warnings.warn(
+                "a Pipeline was dropped without being closed: its engine and workers may still run; "
+                "use `async with Pipeline(...)`, or `await pipeline.aclose()`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+    def _query(self, text: str, options: QueryOptions) -> Query:
+        template = options.get("template") or self._template
+        system = options.get("system")
+        return Query(
+            text,
+            template if system is None else replace(template, system=system),
+            tuple(options.get("history", ())),
+            options.get("params") or SamplingParams(),
+            options.get("max_context_tokens"),
+            options.get("deadline_s"),
+            options.get("overlap", self.overlap),
+        )
+
+    def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":
+        if self._is_closed:
+            raise PipelineClosedError("this pipeline has been closed: make a new one, or ask before leaving its block")
+        if self._refuses and self.num_queries >= self.max_concurrent_queries:
+            raise TooManyQueriesError(
+                f"{self.num_queries} queries are running, and max_concurrent_queries={self.max_concurrent_queries}: "
+                'try again later, raise it, or let queries wait with when_full="wait"'
+            )
+        run = QueryRun(
+            query,
+            source=self.source,
+            backend=self.backend,
+            mode=self._mode,
+            answers_despite_source_error=self._answers_despite_source_error,
+            tokenizing=self._tokenizing,
+            clock=self._clock,
+            emit=emit,
+        )
+        task = asyncio.create_task(self._run_query(run), name=f"streamrag query {query.text[:40]!r}")
+        self._queries.add(task)
+        task.add_done_callback(self._queries.discard)
+        return task
+
+    async def _run_query(self, run: QueryRun) -> Answer:
+        return await run.run(self.start, self._admission)
+
+    async def _start_parts(self) -> None:
+        """Start both parts at once; if one fails, stop the other."""
+        async with AsyncExitStack() as parts:
+            starts = []
+            for part in (self.source, self.backend):
+                if isinstance(part, Startable):
+                    parts.push_async_callback(part.aclose)
+                    starts.append(asyncio.create_task(part.start(self._on_progress)))
+            try:
+                await asyncio.gather(*starts)
+            finally:
+                for start in starts:
+                    start.cancel()
+                    await ended(start)
+            self._parts = parts.pop_all()
+
+
+class Borrowed:
+    """A backend that somebody else starts and closes: for several pipelines over one engine.
+
+    await backend.start(print)
+    async with Pipeline(wiki, Borrowed(backend)) as wiki_pipeline, Pipeline(web, Borrowed(backend)) as web_pipeline:
+        ...
+    await backend.aclose()
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._backend.model
+
+    def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        return self._backend.generate(prompts, params)
+
+
+def _succeeded(task: "asyncio.Task[None]") -> bool:
+    return not task.cancelled() and task.exception() is None

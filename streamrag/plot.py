@@ -1,0 +1,91 @@
+"""Pictures of what happened. Needs matplotlib: `pip install 'streamrag[plot]'`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrag.errors import MissingDependencyError
+from streamrag.telemetry import Answered, ChunkArrived, ContextChanged, Event, PrefillProgressed, TokensGenerated
+
+__all__ = ["QueryRow", "draw_timeline", "prefill_spans"]
+
+RETRIEVAL, PREFILL, DECODE = "#8fb8de", "#f4a259", "#5b8e7d"
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRow:
+    """One row of a timeline: a label, and the events of a query that ran to its end."""
+
+    label: str
+    events: Sequence[Event]
+
+
+def prefill_spans(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """When the backend had prompt tokens to prefill, as (start, end) in seconds from the query.
+
+    From each prompt that went to it until it reported progress on it, or until the first token of the answer.
+    """
+    spans: list[tuple[float, float]] = []
+    start_s: float | None = None
+    for event in events:
+        if isinstance(event, ContextChanged):
+            start_s = event.at_s if start_s is None else start_s
+        elif start_s is not None and isinstance(event, PrefillProgressed | TokensGenerated):
+            spans.append((start_s, event.at_s))
+            start_s = None
+    return spans
+
+
+def draw_timeline(path: Path, groups: Sequence[tuple[str, Sequence[QueryRow]]], *, title: str) -> None:
+    """Write a picture with one row a query: retrieval with its chunks, prefill, decode; one panel a group.
+
+    Raises MissingDependencyError without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise MissingDependencyError("matplotlib", "pip install 'streamrag[plot]'") from None
+    heights = [len(rows) for _, rows in groups]
+    figure = Figure(figsize=(11, 1.6 + 0.34 * sum(heights) + 0.75 * len(groups)), layout="constrained", dpi=120)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+    for panel, (name, rows) in zip(panels[:, 0], groups, strict=True):
+        panel.set_title(name, loc="left", fontsize=10)
+        for y, row in enumerate(rows):
+            _draw_row(panel, y, row)
+        panel.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
+        panel.set_ylim(len(rows) - 0.4, -0.6)
+        panel.spines[["top", "right", "left"]].set_visible(False)
+        panel.tick_params(axis="y", length=0)
+        panel.grid(axis="x", color="#dddddd", linewidth=0.6)
+        panel.set_axisbelow(True)
+    panels[-1, 0].set_xlabel("seconds from the query")
+    panels[-1, 0].set_xlim(left=0)
+    legend: list[Any] = [
+        Patch(color=RETRIEVAL, label="retrieval (a tick for each chunk)"),
+        Patch(color=PREFILL, label="prefill"),
+        Patch(color=DECODE, label="decode"),
+    ]
+    figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def _draw_row(panel: Any, y: int, row: QueryRow) -> None:
+    answered = row.events[-1]
+    assert isinstance(answered, Answered)
+    timings = answered.answer.timings
+    panel.barh(y - 0.2, timings.retrieval_s, height=0.34, color=RETRIEVAL)
+    ticks = sorted({event.at_s for event in row.events if isinstance(event, ChunkArrived)})
+    panel.vlines(ticks, y - 0.37, y - 0.03, color="#35618e", linewidth=0.9)
+    for start_s, end_s in prefill_spans(row.events):
+        panel.barh(y + 0.17, end_s - start_s, left=start_s, height=0.34, color=PREFILL)
+    panel.barh(y + 0.17, timings.total_s - timings.ttft_s, left=timings.ttft_s, height=0.34, color=DECODE)
+    panel.annotate(
+        f" first token {timings.ttft_after_retrieval_s:.2f} s after retrieval",
+        (timings.total_s, y),
+        va="center",
+        fontsize=7,
+        color="#444444",
+    )

@@ -1,0 +1,286 @@
+"""One query's life: what it was asked with, and the run that takes it from retrieval to its last token."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypedDict, TypeVar
+
+import anyio
+
+from streamrag.clock import Clock
+from streamrag.core import (
+    AnswerChunk,
+    Append,
+    Backend,
+    Chunk,
+    Mode,
+    Prompt,
+    SamplingParams,
+    Skipped,
+    Source,
+    Turn,
+    Update,
+)
+from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError, SourceError, StreamRagError
+from streamrag.modes import AssembledPrompt, PromptAssembler, PromptTemplate
+from streamrag.telemetry import (
+    Answer,
+    Answered,
+    ChunkArrived,
+    ChunksLeftOut,
+    Citation,
+    ContextChanged,
+    ContextComplete,
+    Event,
+    PrefillProgressed,
+    RetrievalStarted,
+    SourceFailed,
+    SourceSkipped,
+    Timings,
+    TokensGenerated,
+)
+
+__all__ = ["Query", "QueryOptions", "QueryRun"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A question with its options, checked; see `QueryOptions`.
+
+    Raises ConfigurationError for values that cannot work.
+    """
+
+    text: str
+    template: PromptTemplate = field(default_factory=PromptTemplate)
+    history: tuple[Turn, ...] = ()
+    params: SamplingParams = field(default_factory=SamplingParams)
+    max_context_tokens: int | None = None
+    deadline_s: float | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise ConfigurationError("the query is empty: ask something")
+        if self.deadline_s is not None and self.deadline_s <= 0:
+            raise ConfigurationError(f"deadline_s={self.deadline_s!r} must be positive, or None to wait for ever")
+        if self.max_context_tokens is not None and self.max_context_tokens < 0:
+            raise ConfigurationError(f"max_context_tokens={self.max_context_tokens!r} must be at least 0, or None")
+
+
+class QueryOptions(TypedDict, total=False):
+    """What a caller may say about one query, beside its text."""
+
+    system: str
+    """Replaces the template's system text."""
+    template: PromptTemplate
+    history: Sequence[Turn]
+    """Earlier turns of the conversation, oldest first."""
+    params: SamplingParams
+    max_context_tokens: int
+    """Most tokens of context; the default takes what the model's length leaves."""
+    deadline_s: float
+    """Most seconds from submission to the last token; the default waits for ever."""
+    overlap: bool
+    """Whether to prefill while retrieval runs; the default is the pipeline's."""
+
+
+class QueryRun:
+    """Runs one query once. What happens goes to `emit`, in order; the end is the answer, or an error.
+
+    With `query.overlap` every change of the context goes to the backend while retrieval is still at work; without it
+    only the complete prompt does. The final prompt, and so the answer, is the same.
+    """
+
+    def __init__(
+        self,
+        query: Query,
+        *,
+        source: Source,
+        backend: Backend,
+        mode: Mode,
+        answers_despite_source_error: bool,
+        tokenizing: anyio.CapacityLimiter,
+        clock: Clock,
+        emit: Callable[[Event], Awaitable[None]],
+    ) -> None:
+        self._query = query
+        self._source = source
+        self._backend = backend
+        self._mode = mode
+        self._answers_despite_source_error = answers_despite_source_error
+        self._tokenizing = tokenizing
+        self._clock = clock
+        self._emit = emit
+        self._submitted_s = clock()
+        self._first_chunk_s: float | None = None
+        self._retrieval_s = 0.0
+        self._source_error: SourceError | None = None
+        self._num_invalidated = 0
+        self._left_out: tuple[Chunk, ...] = ()
+
+    async def run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
+        """The answer, once the pipeline has `started` and `admission` has let the query in.
+
+        Raises DeadlineExceededError, SourceError, BackendError and PromptTooLongError.
+        """
+        try:
+            async with asyncio.timeout(self._query.deadline_s) as deadline:
+                await started()
+                async with admission:
+                    return await self._run_admitted()
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceededError(
+                f"the query's deadline of {self._query.deadline_s:g} s passed "
+                + ("while generating" if self._retrieval_s else "while retrieving")
+                + ": raise deadline_s, or give the source a shorter timeout of its own"
+            ) from error
+
+    async def _run_admitted(self) -> Answer:
+        queued_s = self._now()
+        await self._emit(RetrievalStarted(queued_s, self._query.text))
+        first_token_s: float | None = None
+        chunks: list[AnswerChunk] = []
+        last: list[AssembledPrompt] = []
+        async with (
+            aclosing(self._prompts(last)) as prompts,
+            _closing(self._backend.generate(prompts, self._query.params)) as events,
+        ):
+            async for event in events:
+                at_s = self._now()
+                if not isinstance(event, AnswerChunk):
+                    await self._emit(PrefillProgressed(at_s, event.num_tokens))
+                    continue
+                if first_token_s is None and event.token_ids:
+                    first_token_s = at_s
+                chunks.append(event)
+                await self._emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
+        if not chunks or chunks[-1].finish_reason is None:
+            raise BackendError(f"{type(self._backend).__name__} ended without finishing its answer")
+        total_s = self._now()
+        first_token_s = total_s if first_token_s is None else first_token_s
+        timings = Timings(
+            queued_s=queued_s,
+            first_chunk_s=self._first_chunk_s,
+            retrieval_s=self._retrieval_s,
+            ttft_s=first_token_s,
+            ttft_after_retrieval_s=first_token_s - self._retrieval_s,
+            total_s=total_s,
+        )
+        answer = self._answer(chunks, last[-1], timings)
+        await self._emit(Answered(total_s, answer))
+        return answer
+
+    async def _prompts(self, assembled: list[AssembledPrompt]) -> AsyncGenerator[Prompt, None]:
+        """Pulled by the backend: retrieves, and yields a prompt for each state of the context. Keeps the last one."""
+        query = self._query
+        assembler = await self._in_thread(
+            partial(
+                PromptAssembler,
+                self._backend.model.tokenizer,
+                query.template,
+                query.text,
+                max_model_len=self._backend.model.max_model_len,
+                max_tokens=query.params.max_tokens,
+                max_context_tokens=query.max_context_tokens,
+                history=query.history,
+            )
+        )
+        chunks: tuple[Chunk, ...] = ()
+        async with aclosing(self._retrieve()) as events:
+            async for event in events:
+                new = event.chunks if isinstance(event, Update) else (event.chunk,)
+                at_s = self._now()
+                for chunk in new:
+                    if chunk not in chunks:
+                        await self._emit(ChunkArrived(at_s, chunk))
+                chunks = self._mode.fold(chunks, event)
+                if self._first_chunk_s is None and chunks:
+                    self._first_chunk_s = at_s
+                if query.overlap:
+                    step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=False))
+                    await self._report(step, assembler.max_context_tokens)
+                    yield step.prompt
+        self._retrieval_s = self._now()
+        step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=True))
+        await self._report(step, assembler.max_context_tokens)
+        await self._emit(ContextComplete(self._now(), len(step.included), len(step.prompt.token_ids)))
+        assembled.append(step)
+        yield step.prompt
+
+    async def _retrieve(self) -> AsyncGenerator[Append | Update, None]:
+        """The source's chunk events; what it skipped is reported, and its failure is raised or noted."""
+        try:
+            async with _closing(self._source.stream(self._query.text)) as events:
+                async for event in events:
+                    if isinstance(event, Skipped):
+                        await self._emit(SourceSkipped(self._now(), event.source, event.reason))
+                    else:
+                        yield event
+        except SourceError as error:
+            await self._note_or_raise(error)
+        except StreamRagError:
+            raise
+        except Exception as error:  # a source is anybody's code; whatever it raises is a failed retrieval
+            failure = SourceError(f"{type(self._source).__name__} failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            await self._note_or_raise(failure)
+
+    async def _note_or_raise(self, failure: SourceError) -> None:
+        if not self._answers_despite_source_error:
+            raise failure
+        self._source_error = failure
+        await self._emit(SourceFailed(self._now(), failure))
+
+    async def _report(self, step: AssembledPrompt, max_context_tokens: int) -> None:
+        at_s = self._now()
+        self._num_invalidated += step.num_invalidated
+        num_tokens = len(step.prompt.token_ids)
+        await self._emit(
+            ContextChanged(at_s, len(step.included), num_tokens, step.prompt.num_shared, step.num_invalidated)
+        )
+        new = tuple(chunk for chunk in step.left_out if chunk not in self._left_out)
+        self._left_out = step.left_out
+        if new:
+            await self._emit(ChunksLeftOut(at_s, new, max_context_tokens))
+
+    def _answer(self, chunks: list[AnswerChunk], last: AssembledPrompt, timings: Timings) -> Answer:
+        finish_reason = chunks[-1].finish_reason
+        assert finish_reason is not None
+        return Answer(
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+            finish_reason=finish_reason,
+            sources=tuple(
+                Citation(number, chunk.source, chunk.title, chunk.passage, chunk.text, chunk.score)
+                for number, chunk in enumerate(last.included, start=1)
+            ),
+            left_out=last.left_out,
+            num_prompt_tokens=len(last.prompt.token_ids),
+            num_invalidated=self._num_invalidated,
+            is_exact=self._backend.model.is_exact,
+            source_error=self._source_error,
+            timings=timings,
+        )
+
+    def _now(self) -> float:
+        return self._clock() - self._submitted_s
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        """Tokenising a page takes milliseconds, which the event loop does not have."""
+        return await anyio.to_thread.run_sync(function, limiter=self._tokenizing)
+
+
+def _closing(iterator: AsyncIterator[T]) -> "aclosing[AsyncGenerator[T, None]]":
+    """Closes foreign async iterators too, which need not be generators."""
+    return aclosing(iterator if isinstance(iterator, AsyncGenerator) else _as_generator(iterator))
+
+
+async def _as_generator(iterator: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    async for item in iterator:
+        yield item

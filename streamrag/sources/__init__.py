@@ -1,0 +1,1 @@
+"""Retrievers as streams of chunk events."""

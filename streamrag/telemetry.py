@@ -1,0 +1,190 @@
+"""What happened in a query, and when: one class per event, and the answer with its timings.
+
+Every `at_s` counts seconds from the moment the query was submitted, on the pipeline's clock.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from streamrag.core import Chunk
+from streamrag.errors import SourceError
+
+__all__ = [
+    "Answer",
+    "Answered",
+    "ChunkArrived",
+    "ChunksLeftOut",
+    "Citation",
+    "ContextChanged",
+    "ContextComplete",
+    "Event",
+    "PrefillProgressed",
+    "RetrievalStarted",
+    "SourceFailed",
+    "SourceSkipped",
+    "Timings",
+    "TokensGenerated",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalStarted:
+    """The query was admitted and its source is at work."""
+
+    at_s: float
+    query: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkArrived:
+    """The source brought a chunk that the context did not hold."""
+
+    at_s: float
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSkipped:
+    """The source could not use something, and went on."""
+
+    at_s: float
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFailed:
+    """The source failed and the answer is made from what had arrived (`on_source_error="answer"`)."""
+
+    at_s: float
+    error: SourceError
+
+
+@dataclass(frozen=True, slots=True)
+class ContextChanged:
+    """A new prompt went to the backend."""
+
+    at_s: float
+    num_chunks: int
+    num_tokens: int
+    """Length of the new prompt."""
+    num_shared: int
+    """Leading tokens that the previous prompt had too: their KV stays valid."""
+    num_invalidated: int
+    """Tokens of the previous prompt past those: their KV is of no use any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksLeftOut:
+    """Chunks that do not fit the context's token budget, by rank or arrival."""
+
+    at_s: float
+    chunks: tuple[Chunk, ...]
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextComplete:
+    """Retrieval has ended; the prompt is final."""
+
+    at_s: float
+    num_chunks: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgressed:
+    """The backend has computed the KV of at least this many leading tokens of the newest prompt."""
+
+    at_s: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensGenerated:
+    """New text of the answer."""
+
+    at_s: float
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Durations of one query, in seconds."""
+
+    queued_s: float
+    """From the query until it was admitted."""
+    first_chunk_s: float | None
+    """From the query to the first chunk of context; None when there was none."""
+    retrieval_s: float
+    """From the query to the end of retrieval."""
+    ttft_s: float
+    """From the query to the first token."""
+    ttft_after_retrieval_s: float
+    """From the end of retrieval to the first token (what the Stream2LLM paper calls TTFT)."""
+    total_s: float
+    """From the query to the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Citation:
+    """A passage of the prompt, under the number by which the model was told it."""
+
+    number: int
+    """Place in the prompt, from 1: the rank in update mode, the order of arrival in append mode."""
+    source: str
+    title: str
+    passage: int
+    text: str
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The whole answer to one query."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    """"stop" or "length"."""
+    sources: tuple[Citation, ...]
+    """What the prompt held, in prompt order."""
+    left_out: tuple[Chunk, ...]
+    """What did not fit the token budget."""
+    num_prompt_tokens: int
+    num_invalidated: int
+    """Tokens that went to the backend and were replaced by a later prompt, over all prompts of the query."""
+    is_exact: bool
+    """Whether the model saw exactly the tokens of the prompt (not so for a server that takes only text)."""
+    source_error: SourceError | None
+    """Why retrieval ended early, with `on_source_error="answer"`."""
+    timings: Timings
+
+    @property
+    def has_context(self) -> bool:
+        """False when nothing was retrieved that could be used: the model was told so."""
+        return bool(self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The answer is complete. Always the last event."""
+
+    at_s: float
+    answer: Answer
+
+
+Event: TypeAlias = (
+    RetrievalStarted
+    | ChunkArrived
+    | SourceSkipped
+    | SourceFailed
+    | ContextChanged
+    | ChunksLeftOut
+    | ContextComplete
+    | PrefillProgressed
+    | TokensGenerated
+    | Answered
+)

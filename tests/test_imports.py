@@ -1,0 +1,91 @@
+"""Which way imports run, and what is not imported before it is used."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import streamrag
+
+PACKAGE = Path(streamrag.__file__).parent
+
+# Imports run down this list only; parts on one line never import each other.
+LINES = [
+    {"cli"},
+    {"plot", "testing"},
+    {"pipeline"},
+    {"backends"},
+    {"sources"},
+    {"modes", "engine"},
+    {"telemetry", "clock"},
+    {"core", "errors", "tasks"},
+]
+PARTS_OF_ONE = {"query": "pipeline", "handle": "pipeline", "scripted": "testing", "tiny_llama": "testing"}
+INNERMOST_ORDER = ["core", "errors"]  # the one import within a line: core's values raise errors
+
+HEAVY = {"crawl4ai", "diskannpy", "matplotlib", "numpy", "sentence_transformers", "torch", "transformers", "vllm"}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield ".".join(path.relative_to(PACKAGE).with_suffix("").parts), ast.parse(path.read_text())
+
+
+def part_of(module: str) -> str:
+    name = module.split(".")[0]
+    return PARTS_OF_ONE.get(name, name)
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_imports_run_down_the_house() -> None:
+    line_of = {part: number for number, line in enumerate(LINES) for part in line}
+    wrong = []
+    num_checked = 0
+    for module, tree in modules():
+        if module == "__init__":
+            continue
+        for imported in imports(tree):
+            if not imported.startswith("streamrag."):
+                continue
+            importer, target = part_of(module), part_of(imported.removeprefix("streamrag."))
+            num_checked += 1
+            is_inner = [importer, target] == INNERMOST_ORDER
+            if importer != target and line_of[importer] >= line_of[target] and not is_inner:
+                wrong.append(f"streamrag.{module} imports {imported}")
+    assert wrong == []
+    assert num_checked > 50
+
+
+def test_only_backends_import_vllm() -> None:
+    importers = {
+        module for module, tree in modules() for name in imports(tree) if name.split(".")[0] == "vllm"
+    }
+    assert importers
+    assert {part_of(module) for module in importers} == {"backends"}
+
+
+def test_importing_streamrag_imports_nothing_heavy() -> None:
+    names = [name for name in streamrag.__all__ if name != "__version__"]
+    code = (
+        "import sys, streamrag\n"
+        "first = sorted(set(sys.modules) & set(sys.argv[1].split()))\n"
+        f"for name in {names!r}: getattr(streamrag, name)\n"
+        "import streamrag.cli\n"
+        "print(first, sorted(set(sys.modules) & set(sys.argv[1].split())))"
+    )
+    heavy = HEAVY | {"httpx", "pydantic", "rich"}
+    alone = subprocess.run(
+        [sys.executable, "-c", code, " ".join(sorted(heavy))], capture_output=True, text=True, check=True
+    )
+    first, with_all_names = alone.stdout.split("] [")
+    assert first == "["
+    assert not HEAVY & set(with_all_names.strip("]\n").replace("'", "").split(", "))

@@ -1,0 +1,427 @@
+"""A query's life on scripted parts: what comes out, in what order, and that nothing is left when it ends."""
+
+import asyncio
+import gc
+import warnings
+from collections.abc import AsyncIterator
+
+import anyio
+import pytest
+
+from streamrag import (
+    AnswerChunk,
+    Append,
+    Borrowed,
+    Chunk,
+    Pipeline,
+    Prompt,
+    PromptTemplate,
+    SamplingParams,
+    Skipped,
+    Turn,
+    Update,
+)
+from streamrag.core import BackendEvent, Progress, SourceEvent
+from streamrag.errors import (
+    BackendError,
+    ConfigurationError,
+    DeadlineExceededError,
+    ModelError,
+    PipelineClosedError,
+    PromptTooLongError,
+    SourceError,
+    StreamRagError,
+    TooManyQueriesError,
+)
+from streamrag.scripted import ScriptedBackend, ScriptedSource
+from streamrag.telemetry import (
+    Answered,
+    ChunkArrived,
+    ChunksLeftOut,
+    ContextChanged,
+    ContextComplete,
+    PrefillProgressed,
+    RetrievalStarted,
+    SourceFailed,
+    SourceSkipped,
+    TokensGenerated,
+)
+
+A = Chunk("alpha", "a.md", "A")
+B = Chunk("beta", "b.md", "B")
+C = Chunk("gamma", "c.md", "C")
+
+
+def streamrag_tasks() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("streamrag")]
+
+
+async def test_the_answer_streams_and_its_result_cites_the_context_in_prompt_order() -> None:
+    async with Pipeline(ScriptedSource([Append(A), Append(B)]), ScriptedBackend("Yes.")) as pipeline:
+        stream = pipeline.stream("Why?")
+        chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == "Yes."
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, None, "stop"]
+    answer = stream.result
+    assert answer.text == "Yes."
+    assert [(c.number, c.source, c.text) for c in answer.sources] == [(1, "a.md", "alpha"), (2, "b.md", "beta")]
+    assert answer.has_context
+    assert answer.is_exact
+    assert answer.timings.ttft_s == pytest.approx(answer.timings.retrieval_s + answer.timings.ttft_after_retrieval_s)
+    assert 0 <= answer.timings.queued_s <= answer.timings.ttft_s <= answer.timings.total_s
+
+
+async def test_events_tell_the_whole_story_in_order() -> None:
+    source = ScriptedSource([Update((A, B)), Skipped("d.md", "empty"), Update((A, C))])
+    async with Pipeline(source, ScriptedBackend("ok")) as pipeline:
+        events = [event async for event in pipeline.events("Why?")]
+    kinds = [type(event) for event in events if not isinstance(event, PrefillProgressed)]
+    assert kinds == [
+        RetrievalStarted,
+        ChunkArrived,
+        ChunkArrived,
+        ContextChanged,
+        SourceSkipped,
+        ChunkArrived,
+        ContextChanged,
+        ContextChanged,
+        ContextComplete,
+        TokensGenerated,
+        TokensGenerated,
+        Answered,
+    ]
+    assert [event.at_s for event in events] == sorted(event.at_s for event in events)
+    first, second, complete = (event for event in events if isinstance(event, ContextChanged))
+    assert (first.num_shared, first.num_invalidated) == (0, 0)
+    assert second.num_shared + second.num_invalidated == first.num_tokens
+    assert second.num_invalidated > len("beta")
+    assert (complete.num_shared, complete.num_invalidated) == (second.num_tokens, 0)
+    answered = events[-1]
+    assert isinstance(answered, Answered)
+    assert answered.answer.num_invalidated == second.num_invalidated
+
+
+async def test_overlap_does_not_change_the_final_prompt_only_when_the_backend_hears_of_it() -> None:
+    steps = [Update((A, B)), Append(C), Update((C, A))]
+    backend = ScriptedBackend()
+    for overlap in (True, False):
+        async with Pipeline(ScriptedSource(steps), backend, overlap=overlap) as pipeline:
+            _ = [chunk async for chunk in pipeline.stream("Why?")]
+            _ = [chunk async for chunk in pipeline.stream("Why?", overlap=not overlap)]
+    streaming, waiting, waiting_too, streaming_too = backend.prompts
+    assert (streaming_too, waiting_too) == (streaming, waiting)
+    assert [len(streaming), len(waiting)] == [4, 1]
+    assert streaming[-1].token_ids == waiting[-1].token_ids
+    assert [prompt.is_complete for prompt in streaming] == [False, False, False, True]
+    assert waiting[0].is_complete
+
+
+async def test_every_option_of_a_query_reaches_the_prompt() -> None:
+    backend = ScriptedBackend("abcdef")
+    template = PromptTemplate(passage="<{number}|{source}|{text}>", after_context="Q: {question}", before_context="D:")
+    async with Pipeline(ScriptedSource([Append(A)]), backend) as pipeline:
+        stream = pipeline.stream(
+            "Why?",
+            system="Be brief.",
+            template=template,
+            history=[Turn("user", "Hi"), Turn("assistant", "Hello")],
+            params=SamplingParams(max_tokens=3),
+        )
+        text = "".join([chunk.text async for chunk in stream])
+    assert text == "abc"
+    prompt = "".join(map(chr, backend.prompts[0][-1].token_ids))
+    assert prompt == "Be brief.\n\nUser: Hi\n\nAssistant: Hello\n\nUser: D:<1|a.md|alpha>Q: Why?\n\nAssistant:"
+
+
+async def test_without_anything_retrieved_the_model_is_told_and_the_result_says_so() -> None:
+    backend = ScriptedBackend()
+    async with Pipeline(ScriptedSource([Skipped("x", "gone")]), backend) as pipeline:
+        stream = pipeline.stream("Why?")
+        _ = [chunk async for chunk in stream]
+    assert not stream.result.has_context
+    assert "(no documents were found)" in "".join(map(chr, backend.prompts[0][-1].token_ids))
+
+
+async def test_what_exceeds_the_token_budget_is_left_out_by_rank_and_reported() -> None:
+    big = Chunk("x" * 500, "big.md", "Big")
+    async with Pipeline(ScriptedSource([Update((A, big, B))]), ScriptedBackend("ok")) as pipeline:
+        events = [event async for event in pipeline.events("Why?", max_context_tokens=120)]
+    left_out = [event for event in events if isinstance(event, ChunksLeftOut)]
+    assert [(event.chunks, event.max_context_tokens) for event in left_out] == [((big,), 120)]
+    answered = events[-1]
+    assert isinstance(answered, Answered)
+    assert [citation.source for citation in answered.answer.sources] == ["a.md", "b.md"]
+    assert answered.answer.left_out == (big,)
+
+
+async def test_a_source_that_fails_half_way_raises_what_happened() -> None:
+    source = ScriptedSource([Append(A), RuntimeError("disk on fire")])
+    backend = ScriptedBackend()
+    async with Pipeline(source, backend) as pipeline:
+        with pytest.raises(SourceError, match=r"ScriptedSource failed: RuntimeError: disk on fire"):
+            _ = [chunk async for chunk in pipeline.stream("Why?")]
+    assert (source.num_streams, backend.num_requests) == (0, 0)
+
+
+async def test_a_source_that_fails_half_way_can_be_answered_from_what_arrived() -> None:
+    source = ScriptedSource([Append(A), RuntimeError("disk on fire")])
+    async with Pipeline(source, ScriptedBackend("ok"), on_source_error="answer") as pipeline:
+        stream = pipeline.events("Why?")
+        events = [event async for event in stream]
+    assert any(isinstance(event, SourceFailed) for event in events)
+    assert [citation.source for citation in stream.result.sources] == ["a.md"]
+    assert "disk on fire" in str(stream.result.source_error)
+
+
+async def test_a_backend_that_fails_raises_and_stops_retrieval() -> None:
+    source = ScriptedSource([Append(A)])
+    backend = ScriptedBackend(error=BackendError("out of memory"))
+    async with Pipeline(source, backend) as pipeline:
+        with pytest.raises(BackendError, match="out of memory"):
+            _ = [chunk async for chunk in pipeline.stream("Why?")]
+        assert streamrag_tasks() == ["streamrag start"] or streamrag_tasks() == []
+    assert (source.num_streams, backend.num_requests) == (0, 0)
+
+
+async def test_a_question_longer_than_the_model_is_refused_with_the_numbers() -> None:
+    async with Pipeline(ScriptedSource([]), ScriptedBackend(max_model_len=500)) as pipeline:
+        with pytest.raises(PromptTooLongError, match=r"max_tokens=256 .* length of 500"):
+            _ = [chunk async for chunk in pipeline.stream("x" * 1000)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "steps", "backend"),
+    [
+        ("before the first chunk", [anyio.Event()], ScriptedBackend()),
+        ("while retrieving", [Append(A), anyio.Event()], ScriptedBackend()),
+        ("while prefilling", [Append(A)], ScriptedBackend(hold=anyio.Event())),
+        ("while decoding", [Append(A)], ScriptedBackend(is_endless=True)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("how", ["leaving the block", "an exception", "cancelling the task", "cancelling a bare loop"])
+async def test_leaving_in_any_phase_stops_everything_before_it_returns(
+    phase: str, steps: list[SourceEvent | anyio.Event], backend: ScriptedBackend, how: str
+) -> None:
+    source = ScriptedSource(steps)
+    async with Pipeline(source, backend) as pipeline:
+        reached = anyio.Event()
+
+        async def read(events: AsyncIterator[object]) -> None:
+            async for event in events:
+                is_reached = {
+                    "before the first chunk": isinstance(event, RetrievalStarted),
+                    "while retrieving": isinstance(event, ContextChanged),
+                    "while prefilling": isinstance(event, ContextChanged),
+                    "while decoding": isinstance(event, TokensGenerated),
+                }[phase]
+                if is_reached:
+                    reached.set()
+                    if how == "leaving the block":
+                        return
+                    if how == "an exception":
+                        raise ZeroDivisionError
+
+        async def ask() -> None:
+            if how == "cancelling a bare loop":
+                await read(pipeline.events("Why?"))
+            else:
+                async with pipeline.events("Why?") as stream:
+                    await read(stream)
+
+        if how.startswith("cancelling"):
+            task = asyncio.create_task(ask())
+            await reached.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how == "an exception":
+            with pytest.raises(ZeroDivisionError):
+                await ask()
+        else:
+            await ask()
+        assert (source.num_streams, backend.num_requests, pipeline.num_queries) == (0, 0, 0)
+        assert not [name for name in streamrag_tasks() if "query" in name]
+
+
+async def test_a_bare_loop_left_early_is_stopped_when_its_handle_is_collected() -> None:
+    source, backend = ScriptedSource([Append(A)]), ScriptedBackend(is_endless=True)
+    async with Pipeline(source, backend) as pipeline:
+        with pytest.warns(ResourceWarning, match="AnswerStream was dropped while its query was running"):
+            async for _ in pipeline.stream("Why?"):
+                break
+            gc.collect()
+        with anyio.fail_after(5):
+            while pipeline.num_queries:
+                await anyio.lowlevel.checkpoint()
+        assert (source.num_streams, backend.num_requests) == (0, 0)
+
+
+async def test_a_handle_that_was_never_iterated_costs_nothing() -> None:
+    source = ScriptedSource([Append(A)])
+    async with Pipeline(source, ScriptedBackend()) as pipeline:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipeline.stream("Why?")
+            gc.collect()
+    assert source.queries == []
+
+
+async def test_the_result_before_the_end_is_an_error_that_says_what_to_do() -> None:
+    async with (
+        Pipeline(ScriptedSource([Append(A)]), ScriptedBackend(is_endless=True)) as pipeline,
+        pipeline.stream("Why?") as stream,
+    ):
+        await anext(stream)
+        with pytest.raises(StreamRagError, match="iterate it to its end first"):
+            _ = stream.result
+
+
+async def test_a_deadline_ends_the_query_and_frees_it() -> None:
+    source, backend = ScriptedSource([Append(A), anyio.Event()]), ScriptedBackend()
+    async with Pipeline(source, backend) as pipeline:
+        with pytest.raises(DeadlineExceededError, match=r"deadline of 0.05 s passed while retrieving"):
+            _ = [chunk async for chunk in pipeline.stream("Why?", deadline_s=0.05)]
+        assert (source.num_streams, backend.num_requests, pipeline.num_queries) == (0, 0, 0)
+
+
+async def test_a_full_pipeline_makes_queries_wait() -> None:
+    gate = anyio.Event()
+    source = ScriptedSource(lambda query: [gate] if query == "first" else [])
+    async with Pipeline(source, ScriptedBackend("ok"), max_concurrent_queries=1) as pipeline:
+        async with pipeline.stream("first") as first, pipeline.stream("second") as second:
+            with anyio.fail_after(5):
+                while source.queries != ["first"]:
+                    await anyio.lowlevel.checkpoint()
+            for _ in range(20):
+                await anyio.lowlevel.checkpoint()
+            assert source.queries == ["first"]
+            gate.set()
+            assert "".join([chunk.text async for chunk in first]) == "ok"
+            assert "".join([chunk.text async for chunk in second]) == "ok"
+            assert second.result.timings.queued_s > 0
+
+
+async def test_a_full_pipeline_can_refuse() -> None:
+    source = ScriptedSource([anyio.Event()])
+    async with (
+        Pipeline(source, ScriptedBackend(), max_concurrent_queries=1, when_full="refuse") as pipeline,
+        pipeline.stream("first"),
+    ):
+        with pytest.raises(TooManyQueriesError, match="max_concurrent_queries=1"):
+            _ = [chunk async for chunk in pipeline.stream("second")]
+
+
+async def test_a_pipeline_without_a_block_starts_on_the_first_query_and_closes() -> None:
+    source, backend, lines = ScriptedSource([Append(A)]), ScriptedBackend("ok"), []
+    pipeline = Pipeline(source, backend, on_progress=lines.append)
+    assert not source.is_started
+    assert "".join([chunk.text async for chunk in pipeline.stream("Why?")]) == "ok"
+    assert (source.is_started, backend.is_started) == (True, True)
+    assert sorted(lines) == ["scripted backend is ready", "scripted source is ready"]
+    await pipeline.aclose()
+    assert (source.is_started, backend.is_started) == (False, False)
+    with pytest.raises(PipelineClosedError):
+        _ = [chunk async for chunk in pipeline.stream("Why?")]
+
+
+async def test_closing_aborts_running_queries() -> None:
+    source, backend = ScriptedSource([Append(A)]), ScriptedBackend(is_endless=True)
+    pipeline = Pipeline(source, backend)
+    stream = pipeline.stream("Why?")
+    await anext(stream)
+    await pipeline.aclose()
+    assert (source.num_streams, backend.num_requests) == (0, 0)
+    with pytest.raises(StreamRagError, match="stopped before its end"):
+        _ = stream.result
+
+
+class FailingBackend(ScriptedBackend):
+    async def start(self, progress: Progress) -> None:
+        raise ModelError("no such model")
+
+
+async def test_when_a_part_cannot_start_the_other_is_stopped_and_the_reason_raised() -> None:
+    source = ScriptedSource([])
+    with pytest.raises(ModelError, match="no such model"):
+        async with Pipeline(source, FailingBackend()):
+            pass
+    assert not source.is_started
+
+
+async def test_a_dropped_pipeline_that_was_started_warns() -> None:
+    pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
+    await pipeline.start()
+    with pytest.warns(ResourceWarning, match="dropped without being closed"):
+        del pipeline
+        gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_concurrent_queries": 0}, "max_concurrent_queries=0"),
+        ({"when_full": "explode"}, "when_full='explode'"),
+        ({"on_source_error": "cry"}, "on_source_error='cry'"),
+    ],
+)
+def test_values_that_cannot_work_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Pipeline(ScriptedSource([]), ScriptedBackend(), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("query", "options", "message"),
+    [
+        ("  ", {}, "the query is empty"),
+        ("Why?", {"deadline_s": 0}, "deadline_s=0"),
+        ("Why?", {"max_context_tokens": -1}, "max_context_tokens=-1"),
+    ],
+)
+def test_query_options_that_cannot_work_are_named(query: str, options: dict[str, int], message: str) -> None:
+    pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
+    with pytest.raises(ConfigurationError, match=message):
+        pipeline.stream(query, **options)  # type: ignore[arg-type]
+
+
+async def test_sources_and_backends_need_neither_start_nor_generators() -> None:
+    """The smallest parts that the protocols allow."""
+
+    class OneShot:
+        """An async iterator that is no generator."""
+
+        def __init__(self, items: list[object]) -> None:
+            self._items = iter(items)
+
+        def __aiter__(self) -> "OneShot":
+            return self
+
+        async def __anext__(self) -> object:
+            for item in self._items:
+                return item
+            raise StopAsyncIteration
+
+    class SmallSource:
+        def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+            return OneShot([Append(A)])  # type: ignore[return-value]
+
+    class SmallBackend:
+        model = ScriptedBackend().model
+
+        async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+            async for _ in prompts:
+                pass
+            yield AnswerChunk("ok", (1,), "stop")
+
+    async with Pipeline(SmallSource(), SmallBackend()) as pipeline:
+        assert [chunk.text async for chunk in pipeline.stream("Why?")] == ["ok"]
+
+
+async def test_several_pipelines_share_one_engine() -> None:
+    backend = ScriptedBackend("ok")
+    await backend.start(print)
+    for chunk in (A, B):
+        async with Pipeline(ScriptedSource([Append(chunk)]), Borrowed(backend)) as pipeline:
+            assert "".join([piece.text async for piece in pipeline.stream("Why?")]) == "ok"
+    assert backend.is_started
+    assert len(backend.prompts) == 2
