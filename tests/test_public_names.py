@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import pkgutil
 from pathlib import Path
 
@@ -45,5 +46,5 @@ def test_all_names_what_a_module_defines_in_public(name: str) -> None:
     for public in module.__all__:
         value = getattr(module, public)
         assert value is not None
-        if isinstance(value, type) or callable(value):
+        if inspect.isclass(value) or inspect.isfunction(value):
             assert value.__doc__, f"{name}.{public} has no docstring"

@@ -1,0 +1,68 @@
+"""Every example runs, as its docstring says, and prints what it is there to show."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, "-W", "error::ResourceWarning", str(EXAMPLES / name), *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def test_every_example_is_tested_here() -> None:
+    tested = Path(__file__).read_text()
+    assert [path.name for path in sorted(EXAMPLES.glob("*.py")) if f'"{path.name}"' not in tested] == []
+
+
+def test_own_source() -> None:
+    lines = run("own_source.py").splitlines()
+    assert lines[-2:] == [
+        "[1] T-101: The printer on floor 2 jams when the paper is thick.",
+        "[2] T-103: The printer driver was updated on Monday.",
+    ]
+    assert sum("known already" in line for line in lines) == 3
+
+
+@pytest.mark.engine
+def test_wrap_a_function(tiny_model: Path) -> None:
+    lines = run("wrap_a_function.py", str(tiny_model)).splitlines()
+    assert lines[-2:] == [
+        "[1] Cancelling a scope cancels every task that runs in it.",
+        "[2] A task group is left when all of its tasks have ended.",
+    ]
+
+
+@pytest.mark.engine
+def test_ask_the_web(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text(
+        "<title>Printers</title><h1>Printers</h1><p>The printer on floor two jams when the paper is thick.</p>"
+    )
+    site = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "demo_site.py"), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert site.stdout
+        url = f"http://127.0.0.1:{int(site.stdout.readline())}/index.html"
+        lines = run("ask_the_web.py", "--allow-private", str(tiny_model), "Why does the printer jam?", url).splitlines()
+    finally:
+        site.terminate()
+        site.communicate()
+    assert lines[-1] == f"1 Printers {url}"
+
+
+@pytest.mark.engine
+def test_the_demo_draws_its_timeline_and_saves_its_numbers(tmp_path: Path) -> None:
+    printed = run("demo.py", "--queries", "1", "--max-tokens", "4", "--out", str(tmp_path / "demo"))
+    assert "Medians of paired queries" in printed
+    results = json.loads((tmp_path / "demo" / "results.json").read_text())
+    assert [len(rows) for rows in results.values()] == [2, 2, 2]
+    assert all(row["ttft_s"] >= row["ttft_after_retrieval_s"] > 0 for rows in results.values() for row in rows)
+    assert (tmp_path / "demo" / "timeline.png").read_bytes().startswith(b"\x89PNG")
