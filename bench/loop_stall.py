@@ -86,12 +86,13 @@ async def measure(rounds: int) -> list[dict[str, float | str]]:
         try:
             await asyncio.gather(web.start(print), vector.start(print))
             ticking = asyncio.create_task(ticker.run())
-            for name, sources in (
+            doings: list[tuple[str, list[Source]]] = [
                 ("nothing", []),
                 ("a crawl", [web]),
                 ("a search", [vector]),
-                ("a crawl and searches", [web, *[vector] * 50]),
-            ):
+                ("a crawl and 50 searches", [web, *[vector] * 50]),
+            ]
+            for name, sources in doings:
                 for _ in range(rounds):
                     other.stdin.write(b"\n")
                     await other.stdout.readline()

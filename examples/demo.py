@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -37,8 +38,9 @@ QUESTIONS = (
     "When does streaming the context not help?",
     "How does a search refine its result in stages?",
 )
-STAGE_GAPS_S = (0.4, 0.5, 0.6, 0.7, 0.8)
-"""Seconds before each stage of the stretched search, as if the index lay on a slow or remote disk."""
+STAGE_GAP_S, END_GAP_S = 0.6, 1.5
+"""The stretched search: seconds between changes of its result, and from the last one until it is known to be final, as
+if the index lay on a slow or remote disk. The real ones are milliseconds."""
 
 MODEL = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "vocab_size": 4096, "max_model_len": 8192}
 
@@ -112,10 +114,9 @@ async def serve(site: Path) -> AsyncIterator[str]:
 
 
 async def ask_both_ways(
-    name: str, source: Source, backend: VllmBackend, questions: list[str], params: SamplingParams
+    source: Source, backend: VllmBackend, questions: list[str], params: SamplingParams
 ) -> list[Pair]:
     """Each question streaming and not, on an empty prefix cache; who goes first alternates. Shows the first one."""
-    console.rule(f"[bold]{name}", align="left")
     pairs = []
     async with Pipeline(source, Borrowed(backend)) as pipeline:
         for number, question in enumerate(questions):
@@ -150,9 +151,11 @@ async def _keeping(events: AsyncIterator[Event], kept: list[Event]) -> AsyncIter
 
 def print_table(groups: dict[str, list[Pair]]) -> None:
     """Medians of the paired queries."""
-    table = Table(title="Medians of paired queries, seconds", title_justify="left")
-    for heading in ("", "ttft_s", "not streaming", "ratio", "ttft_after_retrieval_s", "not streaming", "ratio"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    table = Table(title="Medians of paired queries, in seconds", title_justify="left")
+    table.add_column("")
+    for measure in ("ttft_s", "ttft_after_retrieval_s"):
+        for heading in (f"{measure}\nstreaming", "not\nstreaming", "median\nratio"):
+            table.add_column(heading, justify="right")
     for name, pairs in groups.items():
         cells = []
         for measure in ("ttft_s", "ttft_after_retrieval_s"):
@@ -171,8 +174,7 @@ def print_table(groups: dict[str, list[Pair]]) -> None:
         console.print(
             f"{name}: prompts of {num_tokens:.0f} tokens (median), {min(num_updates)}-{max(num_updates)} changes of "
             f"context, {num_invalidated} tokens invalidated in all; retrieval brought the same context both ways in "
-            f"{len(same)} of {len(pairs)} pairs, and the answers have the same tokens in {num_equal} of those {len(same)}",
-            soft_wrap=True,
+            f"{len(same)} of {len(pairs)} pairs, and the answers have the same tokens in {num_equal} of those"
         )
 
 
@@ -192,26 +194,36 @@ def save(out: Path, groups: dict[str, list[Pair]]) -> None:
     draw_timeline(out / "timeline.png", rows, title="From the query to the answer, with and without streaming")
     results = {
         name: [
-            {"question": pair.question, "arm": arm, **asdict(answer.timings), "num_prompt_tokens": answer.num_prompt_tokens}
+            {
+                "question": pair.question,
+                "arm": arm,
+                **asdict(answer.timings),
+                "num_prompt_tokens": answer.num_prompt_tokens,
+            }
             for pair in pairs
             for arm, answer in zip(("streaming", "not streaming"), pair.answers, strict=True)
         ]
         for name, pairs in groups.items()
     }
     (out / "results.json").write_text(json.dumps(results, indent=2))
-    console.print(f"timeline: {out / 'timeline.png'}\nnumbers:  {out / 'results.json'}", soft_wrap=True)
+    for what, name in (("timeline", "timeline.png"), ("numbers", "results.json")):
+        console.print(f"{what}: {os.path.relpath(out / name)}", soft_wrap=True)
 
 
 async def run(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
-    prepare(arguments)
     questions = [*(arguments.ask or QUESTIONS)]
     questions = (questions * arguments.queries)[: arguments.queries]
     params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.model is None)
     index = arguments.index or out / "index"
     groups: dict[str, list[Pair]] = {}
     async with AsyncExitStack() as stack:
-        backend = VllmBackend(arguments.model or out / "model", max_model_len=MODEL["max_model_len"])
+        # In float32 the answers of both arms are equal to the token, whatever pieces their prompts were prefilled in.
+        backend = VllmBackend(
+            arguments.model or out / "model",
+            max_model_len=MODEL["max_model_len"],
+            dtype="auto" if arguments.model else "float32",
+        )
         stack.push_async_callback(backend.aclose)
         with console.status("starting") as status:
             await backend.start(status.update)
@@ -220,14 +232,20 @@ async def run(arguments: argparse.Namespace) -> None:
             url = await stack.enter_async_context(serve(out / "site"))
             console.print(f"serving the site at {url}, with a median latency of {MEDIAN_LATENCY_S} s a page")
         crawl = WebSource([url], max_pages=12, max_page_chars=1500, allow_private=arguments.url is None)
-        stretched = StretchedSource(VectorSource(index, k=12), STAGE_GAPS_S)
-        schedule = ", ".join(f"{gap:g}" for gap in STAGE_GAPS_S)
-        for name, source in (
-            ("crawl (append)", crawl),
-            (f"search (update), stages stretched to {schedule} s apart", stretched),
-            ("search (update), as fast as it is", VectorSource(index, k=12)),
+        stretched = StretchedSource(VectorSource(index, k=12), (STAGE_GAP_S,), end_gap_s=END_GAP_S)
+        for name, source, what in (
+            ("crawl", crawl, "Pages append to the context."),
+            (
+                "search, stretched",
+                stretched,
+                "Stages update the context. They are stretched, as if the index lay on a slow disk: changes come "
+                f"{STAGE_GAP_S} s apart, and the search ends {END_GAP_S} s after the last one.",
+            ),
+            ("search", VectorSource(index, k=12), "The same search as fast as it is."),
         ):
-            groups[name] = await ask_both_ways(name, source, backend, questions, params)
+            console.rule(f"[bold]{name}", align="left")
+            console.print(what)
+            groups[name] = await ask_both_ways(source, backend, questions, params)
     console.rule("[bold]what came of it", align="left")
     print_table(groups)
     save(out, groups)
@@ -237,7 +255,9 @@ async def run(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     try:
-        asyncio.run(run(parse_arguments()))
+        arguments = parse_arguments()
+        prepare(arguments)
+        asyncio.run(run(arguments))
     except StreamRagError as error:
         console.print(f"[red]{type(error).__name__}:[/] {error}")
         return 1

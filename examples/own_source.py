@@ -1,6 +1,6 @@
 """A retriever of your own: support tickets as a source, on the test backend, so that it runs anywhere at once.
 
-    python examples/own_source.py
+python examples/own_source.py
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class TicketSource:
     """Yields each ticket that shares a word with the query, as a slow database would: one at a time."""
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        words = set(query.lower().strip("?").split())
+        words = {word for word in query.lower().strip("?").split() if len(word) > 5}
         for number, text in TICKETS.items():
             await asyncio.sleep(0.05)
             if words & set(text.lower().split()):
@@ -31,10 +31,11 @@ class TicketSource:
 
 async def main() -> None:
     backend = ScriptedBackend(answer="It jams on thick paper [1], and its driver is new [2].")
-    async with Pipeline(TicketSource(), backend) as pipeline, pipeline.events("What is wrong with the printer?") as events:
-        async for event in events:
-            if isinstance(event, ContextChanged):
-                print(f"{event.at_s:.2f} s: {event.num_tokens} tokens, {event.num_shared} of them known already")
+    async with Pipeline(TicketSource(), backend) as pipeline:
+        async with pipeline.events("What is wrong with the printer?") as events:
+            async for event in events:
+                if isinstance(event, ContextChanged):
+                    print(f"{event.at_s:.2f} s: {event.num_tokens} tokens, {event.num_shared} of them known already")
     print(events.result.text)
     for citation in events.result.sources:
         print(f"[{citation.number}] {citation.source}: {citation.text}")

@@ -26,7 +26,7 @@ RANKING = BM25Okapi([line.lower().split() for line in LINES])
 
 def retrieve(query: str) -> list[str]:
     """The two best lines."""
-    return RANKING.get_top_n(query.lower().split(), LINES, n=2)
+    return list(RANKING.get_top_n(query.lower().split(), LINES, n=2))
 
 
 async def main(model: Path) -> None:

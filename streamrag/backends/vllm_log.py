@@ -1,0 +1,78 @@
+"""What the processes of a vLLM engine print, kept in a file, and why they failed, found in it.
+
+vLLM says "Engine core initialization failed. See root cause above" to the process that started the engine, and prints
+the cause in another. Some causes no logger sees: a library that is missing, the last words of a crash.
+"""
+
+import logging
+import multiprocessing.spawn
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["EngineLog", "last_exception"]
+
+FATAL = re.compile(r"^.*(failed to start\.|fatal error\.|WorkerProc failed\.).*\n(?=Traceback)", re.MULTILINE)
+TRACEBACK = "Traceback (most recent call last):\n"
+EXCEPTION = re.compile(r"^\w.*(\n(?!Process |During handling|The above exception).+){0,4}", re.MULTILINE)
+
+MAX_REASON_CHARS = 1000
+NUM_LAST_LINES = 5
+
+
+class EngineLog:
+    """A file that takes the warnings of vLLM in this process, and all that processes print which it redirects."""
+
+    def __init__(self, folder: Path, path: Path | None = None) -> None:
+        self.path = path or folder / "vllm.log"
+        self._script = folder / "redirected-python"
+        self.path.write_bytes(b"")
+        self._handler = logging.FileHandler(self.path, encoding="utf-8", errors="replace")
+        self._handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logging.getLogger("vllm").addHandler(self._handler)
+
+    def close(self) -> None:
+        logging.getLogger("vllm").removeHandler(self._handler)
+        self._handler.close()
+
+    @contextmanager
+    def redirected(self) -> Iterator[None]:
+        """Processes that multiprocessing spawns inside print to the file, and so do those that they start.
+
+        The interpreter is replaced by a script that redirects its output and becomes it; vLLM binds processes to NUMA
+        nodes in the same way. Where the temporary folder does not allow scripts, they print to the terminal.
+        """
+        python = os.fsdecode(multiprocessing.spawn.get_executable())
+        self._script.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} "$@" >>{shlex.quote(str(self.path))} 2>&1\n')
+        self._script.chmod(0o700)
+        if os.access(self._script, os.X_OK):
+            multiprocessing.spawn.set_executable(str(self._script))
+        try:
+            yield
+        finally:
+            multiprocessing.spawn.set_executable(python)
+
+    def fatal_error(self) -> str | None:
+        """The exception that ended a process, the first one if it ended others too; None if none is logged."""
+        text = self._text()
+        if not (fatal := FATAL.search(text)):
+            return None
+        following = text[fatal.end() :]
+        return last_exception(following[: end.start() if (end := FATAL.search(following)) else None])
+
+    def last_lines(self) -> str:
+        lines = [line for line in self._text().splitlines() if line.strip()]
+        return "\n".join(lines[-NUM_LAST_LINES:])[-MAX_REASON_CHARS:]
+
+    def _text(self) -> str:
+        return self.path.read_text(encoding="utf-8", errors="replace")
+
+
+def last_exception(text: str) -> str | None:
+    """The last exception of the last traceback; the ones before it led to it."""
+    _, traceback, last = text.rpartition(TRACEBACK)
+    found = EXCEPTION.search(last) if traceback else None
+    return found.group()[:MAX_REASON_CHARS] if found else None

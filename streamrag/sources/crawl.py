@@ -1,0 +1,223 @@
+"""One query's crawl: which pages are fetched, cleaned and followed, and what becomes of each.
+
+    launched ──fetch, here──▶ fetched ──clean, in a worker──▶ finished ──absorb──▶ Append or Skipped; its links launched
+
+Breadth first without a barrier: a page's links are launched when it is finished, whatever the others do. Every page is
+a task from the start, at most `max_pages` of them, so nothing needs a queue with a limit.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from streamrag.core import Append, Chunk, Hint, Skipped, SourceEvent
+from streamrag.errors import UnreachableError, UnsafeUrlError
+from streamrag.sources.addresses import normalize_url
+from streamrag.sources.fetch import Fetcher, FetchLimits, UnusablePageError
+from streamrag.sources.relevance import Passage, assemble
+from streamrag.sources.workers import (
+    WorkerJobError,
+    WorkerPool,
+    WorkerStartError,
+    WorkerTimeoutError,
+    wait_regardless,
+)
+
+__all__ = ["Crawl", "CrawlOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class CrawlOptions:
+    """The options of `WebSource`, which explains them."""
+
+    max_depth: int
+    same_host: bool
+    max_pages: int
+    num_fetches: int
+    page_timeout_s: float
+    crawl_timeout_s: float
+    max_body_bytes: int
+    max_page_chars: int
+    allow_private: bool
+    user_agent: str
+    cdp_url: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    url: str
+    depth: int
+    """Links from a start URL; 0 for those themselves."""
+
+
+class Crawl:
+    """Not to be used any more once `absorb` has raised, but for `aclose`."""
+
+    def __init__(self, query: str, options: CrawlOptions, workers: WorkerPool, ssl_context: ssl.SSLContext) -> None:
+        self._query = query
+        self._options = options
+        self._workers = workers
+        limits = FetchLimits(
+            page_timeout_s=options.page_timeout_s,
+            connect_timeout_s=options.page_timeout_s / 2,
+            max_body_bytes=options.max_body_bytes,
+            allow_private=options.allow_private,
+        )
+        self._fetcher = Fetcher(limits, user_agent=options.user_agent, ssl_context=ssl_context)
+        self._fetch_slots = asyncio.Semaphore(options.num_fetches)
+        self._deadline = asyncio.get_running_loop().time() + options.crawl_timeout_s
+        self._pages: dict[asyncio.Task[dict[str, Any]], _Target] = {}
+        self._finished: asyncio.Queue[asyncio.Task[dict[str, Any]]] = asyncio.Queue()
+        self._visited: set[str] = set()
+        self._hosts: set[str] = set()
+        self._num_launched = 0
+        self._num_starts = 0
+        self._unreachable: list[UnreachableError] = []
+        self._seen: set[bytes] = set()
+
+    @property
+    def deadline(self) -> float:
+        """In the event loop's time."""
+        return self._deadline
+
+    def begin(self, urls: Iterable[str]) -> Iterator[Skipped]:
+        """Launch the start URLs."""
+        for url in urls:
+            if self._num_launched == self._options.max_pages:
+                yield Skipped(url, f"max_pages={self._options.max_pages} is less than there are start URLs")
+                continue
+            self._num_starts += 1
+            self._hosts.add(urlsplit(url).netloc)
+            self._launch(_Target(url, 0))
+
+    async def next_finished(self) -> "asyncio.Task[dict[str, Any]] | None":
+        """The next page in the order in which they are finished; None when there is none, or the time is over."""
+        if not self._pages:
+            return None
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await self._finished.get()
+        except TimeoutError:
+            return None
+
+    def absorb(self, task: "asyncio.Task[dict[str, Any]]") -> SourceEvent:
+        """What became of a finished page. Launches its links.
+
+        :raises UnsafeUrlError: it is a start URL that is not allowed.
+        :raises WorkerError: a worker died.
+        """
+        target = self._pages.pop(task)
+        try:
+            page = task.result()
+        except UnsafeUrlError as error:
+            if target.depth == 0:
+                raise
+            return Skipped(target.url, str(error))
+        except UnreachableError as error:
+            if target.depth == 0:
+                self._unreachable.append(error)
+            return Skipped(target.url, str(error))
+        except UnusablePageError as error:
+            return Skipped(target.url, str(error))
+        self._follow(page["links"], target.depth + 1)
+        if not page["passages"]:
+            return Skipped(page["url"], "nothing on it matches the query" if page["num_passages"] else "it has no text")
+        text = assemble((Passage(tuple(h), tuple(b)) for h, b in page["passages"]), self._seen)
+        if not text:
+            return Skipped(page["url"], "what matches the query on it was on earlier pages")
+        return Append(Chunk(text, page["url"], page["title"]), Hint(num_chunks=len(self._pages)))
+
+    def end(self) -> Iterator[Skipped]:
+        """What is given up because the time is over.
+
+        :raises UnreachableError: no start URL could be reached.
+        """
+        for target in self._pages.values():
+            yield Skipped(target.url, f"not finished when crawl_timeout_s={self._options.crawl_timeout_s:g} were over")
+        if self._unreachable and len(self._unreachable) == self._num_starts:
+            first = self._unreachable[0]
+            if self._num_starts == 1:
+                raise first
+            raise UnreachableError(f"none of the {self._num_starts} start URLs can be reached; {first}") from first
+
+    async def aclose(self) -> None:
+        """Stop all that is under way, and close all connections."""
+        for task in self._pages:
+            task.cancel()
+        await wait_regardless([asyncio.create_task(self._close(), name="crawl close")])
+
+    async def _close(self) -> None:
+        await asyncio.gather(*self._pages, return_exceptions=True)
+        await self._fetcher.aclose()
+
+    def _launch(self, target: _Target) -> None:
+        self._visited.add(target.url)
+        self._num_launched += 1
+        task = asyncio.create_task(self._visit(target), name=f"crawl {target.url}")
+        self._pages[task] = target
+        task.add_done_callback(self._finished.put_nowait)
+
+    def _follow(self, links: Iterable[str], depth: int) -> None:
+        if depth > self._options.max_depth or asyncio.get_running_loop().time() >= self._deadline:
+            return
+        for url in links:
+            if self._num_launched == self._options.max_pages:
+                return
+            is_wanted = not self._options.same_host or urlsplit(url).netloc in self._hosts
+            # A worker reads hostile pages: what it answers is checked like what a page says.
+            if is_wanted and url not in self._visited and normalize_url(url) == url:
+                self._launch(_Target(url, depth))
+
+    async def _visit(self, target: _Target) -> dict[str, Any]:
+        """The worker's answer for one page."""
+
+        def check_redirect(url: str) -> None:
+            if url in self._visited:
+                raise UnusablePageError(f"it redirects to {url}, which is visited already")
+            if target.depth == 0:  # to www.example.com, say: that is then the site
+                self._hosts.add(urlsplit(url).netloc)
+            elif self._options.same_host and urlsplit(url).netloc not in self._hosts:
+                raise UnusablePageError(f"it redirects to another host: {url}")
+            self._visited.add(url)
+
+        if self._options.cdp_url:
+            return await self._browse(target, check_redirect)
+        async with self._fetch_slots:
+            page = await self._fetcher.fetch(target.url, check_redirect)
+        return await self._clean(page.url, page.kind, page.charset, page.body)
+
+    async def _browse(self, target: _Target, check_redirect: Any) -> dict[str, Any]:
+        """Let the browser fetch the page. Where it goes from there is only known afterwards."""
+        await self._fetcher.check_address(target.url)
+        answer = await self._clean(target.url, "browser", "", b"")
+        url = normalize_url(answer["url"])
+        if url is None:
+            raise UnusablePageError(f"the browser was led to {answer['url'][:100]!r}")
+        if url != target.url:
+            check_redirect(url)
+            try:
+                await self._fetcher.check_address(url)
+            except UnsafeUrlError as error:
+                raise UnusablePageError(f"it redirects to {url}: {error}") from None
+        return {**answer, "url": url}
+
+    async def _clean(self, url: str, kind: str, charset: str, body: bytes) -> dict[str, Any]:
+        choice = {"query": self._query, "max_chars": self._options.max_page_chars}
+        job = {"url": url, "kind": kind, "charset": charset, **choice}
+        # A browser's own deadline is page_timeout_s, and it has to be read after that.
+        timeout_s = self._options.page_timeout_s * (2 if kind == "browser" else 1)
+        try:
+            return await self._workers.run(job, body, timeout_s=timeout_s)
+        except WorkerTimeoutError:
+            raise UnusablePageError(f"reading it takes longer than {timeout_s:g} s") from None
+        except WorkerStartError:
+            raise
+        except WorkerJobError as error:
+            if error.kind == UnreachableError.__name__:
+                raise UnreachableError(f"{url} cannot be reached: {error.message}") from error
+            if error.kind == UnusablePageError.__name__:
+                raise UnusablePageError(error.message) from error
+            raise UnusablePageError(f"it cannot be read: {error.message}") from error

@@ -1,0 +1,216 @@
+"""The folder of a vector index: what is in it, and the checks before it is used.
+
+manifest.json           what the index was made with, and the size and SHA-256 of the other files
+passages.jsonl          one passage a line, in the order of its vectors
+ann_disk.index          DiskANN's graph with the full vectors, read at every search
+ann_pq_*.bin            DiskANN's compressed vectors, held in the searcher's memory
+ann_metadata.bin        DiskANN's number of vectors, dimension and metric
+"""
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+from streamrag.core import Chunk
+from streamrag.errors import (
+    ConfigurationError,
+    IndexCorruptError,
+    IndexMismatchError,
+    IndexMissingError,
+    SourceError,
+    StreamRagError,
+)
+from streamrag.sources.workers import WorkerJobError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "PASSAGES",
+    "FileEntry",
+    "Manifest",
+    "PassageStore",
+    "check_index",
+    "corrupt",
+    "describe_files",
+    "explain",
+    "looks_like_index",
+    "sha256",
+    "stored_line",
+]
+
+FORMAT_VERSION: Literal[1] = 1
+MANIFEST, PASSAGES, DISKANN_PREFIX = "manifest.json", "passages.jsonl", "ann_"
+NEEDED = {PASSAGES, "ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
+
+MAX_HASHED_BYTES = 64 << 20
+"""Files up to this size are read and compared with their SHA-256 when an index is opened; larger ones are not."""
+
+
+class FileEntry(BaseModel):
+    """One file of an index."""
+
+    model_config = ConfigDict(frozen=True)
+
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What an index was made with."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format_version: Literal[1] = FORMAT_VERSION
+    created: datetime
+    embedder: str
+    dimension: PositiveInt
+    probe: tuple[float, ...]
+    """The first numbers of what the embedder makes of one sentence; tells embedders apart whatever they are called."""
+    is_normalized: Literal[True] = True
+    metric: Literal["l2"] = "l2"
+    """Of DiskANN's distances, which are squared: between unit vectors they are 2 - 2 * cosine similarity."""
+    num_documents: PositiveInt
+    num_passages: PositiveInt
+    passage_words: PositiveInt
+    graph_degree: PositiveInt
+    build_complexity: PositiveInt
+    packages: dict[str, str]
+    """Versions."""
+    files: dict[str, FileEntry]
+
+
+def looks_like_index(folder: Path) -> bool:
+    """Whether this folder holds files of an index, damaged or not, and no others: nobody's work is lost with it."""
+    names = {path.name for path in folder.iterdir()}
+    known = {name for name in names if name.startswith(DISKANN_PREFIX) or name in (MANIFEST, PASSAGES)}
+    return bool(names) and names == known
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_files(folder: Path) -> dict[str, FileEntry]:
+    """An entry for each file of a folder that is to become an index."""
+    paths = sorted(folder.iterdir())
+    return {path.name: FileEntry(size_bytes=path.stat().st_size, sha256=sha256(path)) for path in paths}
+
+
+def check_index(folder: Path) -> tuple[Manifest, str]:
+    """The manifest of a whole index, and the manifest's own SHA-256. Reads files of up to 64 MiB.
+
+    :raises IndexMissingError: there is none.
+    :raises IndexMismatchError: it is in a format of another version of streamrag.
+    :raises IndexCorruptError: its files are not those that were written.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        if folder.is_dir() and looks_like_index(folder):
+            raise corrupt(folder, f"its {MANIFEST} cannot be read ({error.strerror})") from error
+        raise IndexMissingError(
+            f"{folder} is no vector index. Make one with:  streamrag index build FOLDER --out {folder}"
+        ) from error
+    manifest = _parse_manifest(folder, text)
+    if missing := sorted(NEEDED - manifest.files.keys()):
+        raise corrupt(folder, f"its {MANIFEST} does not name {', '.join(missing)}")
+    for name, entry in manifest.files.items():
+        _check_file(folder, name, entry)
+    return manifest, hashlib.sha256(text).hexdigest()
+
+
+def _parse_manifest(folder: Path, text: bytes) -> Manifest:
+    try:
+        fields = json.loads(text)
+        version = fields["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise corrupt(folder, f"its {MANIFEST} is damaged") from error
+    if version != FORMAT_VERSION:
+        raise IndexMismatchError(
+            f"{folder} has format version {version!r}, and this streamrag reads {FORMAT_VERSION}: build it again"
+        )
+    try:
+        return Manifest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise corrupt(folder, f"its {MANIFEST} is damaged at {where}: {first['msg']}") from error
+
+
+def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
+    path = folder / name
+    if name != Path(name).name:
+        raise corrupt(folder, f"its {MANIFEST} names a file elsewhere, {name!r}")
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes != entry.size_bytes:
+            raise corrupt(folder, f"{name} has {size_bytes} bytes, not {entry.size_bytes}")
+        if size_bytes <= MAX_HASHED_BYTES and sha256(path) != entry.sha256:
+            raise corrupt(folder, f"{name} is not as it was written (its SHA-256 differs)")
+    except OSError as error:
+        raise corrupt(folder, f"{name} cannot be read ({error.strerror})") from error
+
+
+def corrupt(folder: Path, what: str) -> IndexCorruptError:
+    """The error for a damaged index, with the remedy."""
+    return IndexCorruptError(
+        f"the vector index {folder} is damaged: {what}. Build it again:  "
+        f"streamrag index build FOLDER --out {folder} --force"
+    )
+
+
+def stored_line(chunk: Chunk) -> str:
+    """How `chunk` stands in `passages.jsonl`."""
+    return json.dumps(_stored_fields(asdict(chunk)), ensure_ascii=False) + "\n"
+
+
+def _stored_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fields[name] for name in ("source", "title", "passage", "text")}
+
+
+class PassageStore:
+    """The passages of an index, read when they are asked for: 8 bytes of memory each.
+
+    Lives in the searching worker: the caller's process holds neither a table nor a file, and never waits for a disk.
+
+    :raises IndexCorruptError: there are not `num_passages`.
+    """
+
+    def __init__(self, folder: Path, num_passages: int) -> None:
+        self._folder = folder
+        self._file = (folder / PASSAGES).open("rb")
+        self._ends = array("Q", [0])
+        for line in self._file:
+            self._ends.append(self._ends[-1] + len(line))
+        if len(self._ends) - 1 != num_passages:
+            raise corrupt(folder, f"{PASSAGES} has {len(self._ends) - 1} passages, not {num_passages}")
+
+    def read(self, ids: Iterable[int]) -> list[dict[str, Any]]:
+        """The fields of the passages with these numbers.
+
+        :raises IndexCorruptError: what stands there is no passage.
+        """
+        lines = (os.pread(self._file.fileno(), self._ends[i + 1] - self._ends[i], self._ends[i]) for i in ids)
+        try:
+            return [_stored_fields(json.loads(line)) for line in lines]
+        except (ValueError, KeyError, TypeError) as error:
+            raise corrupt(self._folder, f"{PASSAGES} has a line that is no passage") from error
+
+
+def explain(error: WorkerJobError, otherwise: str) -> StreamRagError:
+    """The error that a worker meant; with `otherwise` before it, if it is none of ours."""
+    ours = {kind.__name__: kind for kind in (ConfigurationError, IndexCorruptError, IndexMismatchError)}
+    if kind := ours.get(error.kind):
+        return kind(error.message)
+    return SourceError(f"{otherwise}: {error.kind}: {error.message}")

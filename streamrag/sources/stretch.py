@@ -1,0 +1,112 @@
+"""A source slowed down, to be looked at or replayed."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from streamrag.clock import Clock, monotonic
+from streamrag.core import Append, Progress, Skipped, Source, SourceEvent, Startable, Update
+from streamrag.errors import ConfigurationError
+from streamrag.sources.workers import wait_regardless
+
+__all__ = ["StretchedSource"]
+
+MAX_WAITING = 1024
+"""Events held back at once; with more, the source waits."""
+
+_Arrived: TypeAlias = "tuple[float, SourceEvent | Exception | None]"
+"""When, and what: an event, an error, or the end."""
+
+
+class StretchedSource:
+    """Holds back the events of `source`, which works at its own speed, until they are due.
+
+    The first event is due at once. With `gaps_s`, each further one is due so many seconds after the one before was (the
+    last gap goes on for ever), and the end `end_gap_s` after the last event. With `factor`, everything, the end
+    included, is due that many times as long after the first event as it really came. What comes later than it is due is
+    not held back.
+
+    Starting and closing it starts and closes `source`. Hints of an end in seconds are multiplied too, or left out.
+
+    :raises ConfigurationError: not one of `gaps_s` and `factor`, or values that cannot work.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        gaps_s: Sequence[float] | None = None,
+        *,
+        end_gap_s: float = 0.0,
+        factor: float | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        if (gaps_s is None) == (factor is None):
+            raise ConfigurationError("StretchedSource: give either gaps_s or factor")
+        if gaps_s is not None and not (gaps_s and all(0 <= gap_s < float("inf") for gap_s in gaps_s)):
+            raise ConfigurationError(f"StretchedSource: gaps_s={gaps_s!r} must be seconds, at least one of them")
+        if not 0 <= end_gap_s < float("inf") or (end_gap_s and factor is not None):
+            raise ConfigurationError(f"StretchedSource: end_gap_s={end_gap_s!r} must be seconds, and goes with gaps_s")
+        if factor is not None and not 1 <= factor < float("inf"):
+            raise ConfigurationError(f"StretchedSource: factor={factor!r} must be at least 1: nothing comes sooner")
+        self._source = source
+        self._gaps_s = tuple(gaps_s or ())
+        self._end_gap_s = end_gap_s
+        self._factor = factor
+        self._clock = clock
+
+    async def start(self, progress: Progress) -> None:
+        """Start the source."""
+        if isinstance(self._source, Startable):
+            await self._source.start(progress)
+
+    async def aclose(self) -> None:
+        """Close the source."""
+        if isinstance(self._source, Startable):
+            await self._source.aclose()
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
+        """The source's events and its error, later. Close it if it is not read to its end: that stops the source."""
+        arrivals: asyncio.Queue[_Arrived] = asyncio.Queue(MAX_WAITING)
+        reading = asyncio.create_task(self._read(query, arrivals), name="stretched source")
+        try:
+            first_s, due_s, num_events = None, 0.0, 0
+            while True:
+                arrived_s, what = await arrivals.get()
+                if first_s is None:
+                    first_s = due_s = arrived_s
+                elif self._factor is not None:
+                    due_s = first_s + (arrived_s - first_s) * self._factor
+                elif isinstance(what, Append | Update | Skipped):
+                    due_s += self._gaps_s[min(num_events, len(self._gaps_s)) - 1]
+                else:
+                    due_s += self._end_gap_s
+                await asyncio.sleep(due_s - self._clock())
+                if what is None:
+                    return
+                if isinstance(what, Exception):
+                    raise what
+                num_events += 1
+                yield self._with_hint(what)
+        finally:
+            reading.cancel()
+            await wait_regardless([reading])
+
+    async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrived]") -> None:
+        end: Exception | None = None
+        events = self._source.stream(query)
+        try:
+            async for event in events:
+                await arrivals.put((self._clock(), event))
+        except Exception as error:  # raised again where the events are read
+            end = error
+        finally:
+            if isinstance(events, AsyncGenerator):
+                await events.aclose()
+        await arrivals.put((self._clock(), end))
+
+    def _with_hint(self, event: SourceEvent) -> SourceEvent:
+        if isinstance(event, Skipped) or not event.hint or event.hint.end_s is None:
+            return event
+        end_s = None if self._factor is None else event.hint.end_s * self._factor
+        return replace(event, hint=replace(event.hint, end_s=end_s))

@@ -1,0 +1,92 @@
+"""The inside of a worker process: this file is run as a script by `worker_process.WorkerProcess`.
+
+Both directions carry frames: two big-endian uint32 lengths, a JSON header, then raw bytes (sent to the worker only).
+Nothing is ever unpickled: a worker reads hostile pages, and what it answers is only data.
+"""
+
+import importlib
+import json
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO, TypeAlias
+
+LENGTHS = struct.Struct(">II")
+
+MAX_MESSAGE_CHARS = 2000
+
+Handler: TypeAlias = Callable[[dict[str, Any], bytes], dict[str, Any]]
+"""Answers one job: (header, body) to header."""
+
+
+def write_frame(pipe: BinaryIO, header: dict[str, Any]) -> None:
+    encoded = json.dumps(header).encode()
+    pipe.write(LENGTHS.pack(len(encoded), 0) + encoded)
+    pipe.flush()
+
+
+def read_frame(pipe: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
+    """The next frame, or None when the other side has closed the pipe."""
+    lengths = pipe.read(LENGTHS.size)
+    if len(lengths) < LENGTHS.size:
+        return None
+    header_bytes, body_bytes = LENGTHS.unpack(lengths)
+    header, body = pipe.read(header_bytes), pipe.read(body_bytes)
+    if len(header) < header_bytes or len(body) < body_bytes:
+        return None
+    return json.loads(header), body
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    return {"error": type(error).__name__, "message": str(error)[:MAX_MESSAGE_CHARS]}
+
+
+def _end_with_parent(parent: int) -> None:
+    """A parent that is killed cannot end a job that never ends."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _make_handler(handler: str, options: dict[str, Any]) -> Handler:
+    module, _, name = handler.partition(":")
+    made: Handler = getattr(importlib.import_module(module), name)(**options)
+    return made
+
+
+def main() -> None:
+    """Serve jobs until the pool closes our standard input, which it also does by dying."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries print; what they print must not end up between our frames
+    jobs = os.fdopen(os.dup(0), "rb")
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)  # nor may what they start read our jobs
+    os.close(devnull)
+    first = read_frame(jobs)
+    if first is None:
+        return
+    header = first[0]
+    threading.Thread(target=_end_with_parent, args=[header["parent"]], daemon=True).start()
+    sys.path[:] = header["sys_path"]
+    try:
+        handle = _make_handler(header["handler"], header["options"])
+    except Exception as error:  # any reason at all not to start is for the parent to tell
+        traceback.print_exc()
+        write_frame(answers, _describe(error))
+        return
+    write_frame(answers, {})
+    while (job := read_frame(jobs)) is not None:
+        try:
+            write_frame(answers, handle(*job))
+        except Exception as error:  # the job failed, the worker is still good
+            write_frame(answers, _describe(error))
+
+
+if __name__ == "__main__":
+    main()

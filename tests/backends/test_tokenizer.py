@@ -1,0 +1,197 @@
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer, local_model_path
+from streamrag.core import Turn
+from streamrag.errors import ConfigurationError, ModelError
+
+SPECIALS = ("<|begin_of_text|>", "<|start|>", "<|end|>")
+ANY_TEXT = st.one_of(
+    st.text(),
+    # Text made of what is dangerous: special tokens, their halves, and characters of many bytes.
+    st.lists(st.sampled_from([*SPECIALS, "<|", "|>", "end", "<", " ", "\n", "é", "漢", "👩‍🚀", "\0"])).map("".join),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(tiny_model)
+
+
+def with_template(tiny_model: Path, folder: Path, template: str | None) -> HuggingFaceTokenizer:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((tiny_model / "tokenizer.json").read_bytes())
+    settings = json.loads((tiny_model / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    if template is not None:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return HuggingFaceTokenizer(folder)
+
+
+@given(text=ANY_TEXT)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_decoding_gives_back_any_text_that_was_encoded(tokenizer: HuggingFaceTokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(text=ANY_TEXT)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_text_becomes_a_special_token(tokenizer: HuggingFaceTokenizer, text: str) -> None:
+    assert not tokenizer.added_token_ids.intersection(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize("special", SPECIALS)
+def test_a_special_token_is_one_token_in_a_template_and_text_elsewhere(
+    tokenizer: HuggingFaceTokenizer, special: str
+) -> None:
+    assert len(tokenizer.encode(special, allow_special=True)) == 1
+    ids = tokenizer.encode(special)
+    assert len(ids) > 1
+    assert tokenizer.decode(ids) == special
+
+
+def test_nothing_is_added_around_a_text(tokenizer: HuggingFaceTokenizer) -> None:
+    assert tokenizer.encode("", allow_special=True) == []
+    assert tokenizer.encode("a", allow_special=True) == tokenizer.encode("a")
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "a\udc00b"])
+def test_a_lone_surrogate_is_replaced(tokenizer: HuggingFaceTokenizer, text: str) -> None:
+    expected = "".join("\ufffd" if "\ud800" <= character <= "\udfff" else character for character in text)
+    assert tokenizer.decode(tokenizer.encode(text)) == expected
+    assert CodePointTokenizer().decode(CodePointTokenizer().encode(text)) == expected
+
+
+def test_two_surrogates_that_belong_together_become_their_character(tokenizer: HuggingFaceTokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("\ud83d\ude00")) == "😀"
+
+
+def test_turns_are_rendered_up_to_where_the_answer_begins(tokenizer: HuggingFaceTokenizer) -> None:
+    rendered = tokenizer.render_chat([Turn("system", "Be brief."), Turn("user", "Why?")])
+    assert rendered == (
+        "<|begin_of_text|><|start|>system\nBe brief.<|end|>\n<|start|>user\nWhy?<|end|>\n<|start|>assistant\n"
+    )
+
+
+def test_the_start_of_a_prompt_without_template_is_known(tokenizer: HuggingFaceTokenizer) -> None:
+    assert tokenizer.bos_text == "<|begin_of_text|>"
+
+
+REFUSING = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m.content }}|{% endfor %}"
+)
+DROPPING = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}|{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [REFUSING, DROPPING], ids=["refusing", "dropping"])
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([Turn("system", "S"), Turn("user", "Q")], "S\n\nQ|"),
+        ([Turn("system", "S"), Turn("user", "Q"), Turn("assistant", "A"), Turn("user", "R")], "S\n\nQ|A|R|"),
+        ([Turn("system", "S"), Turn("assistant", "A")], "S|A|"),
+        ([Turn("user", "Q")], "Q|"),
+    ],
+)
+def test_system_text_that_a_template_does_not_take_stands_before_the_first_user_turn(
+    tiny_model: Path, tmp_path: Path, template: str, turns: Sequence[Turn], expected: str
+) -> None:
+    assert with_template(tiny_model, tmp_path / "model", template).render_chat(turns) == expected
+
+
+def test_a_template_that_refuses_the_turns_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(tiny_model, tmp_path / "model", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ConfigurationError, match="refuses turns of the roles user, user: roles must alternate"):
+        tokenizer.render_chat([Turn("user", "a"), Turn("user", "b")])
+
+
+def test_a_model_without_template_gets_the_plain_layout_behind_its_first_token(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    tokenizer = with_template(tiny_model, tmp_path / "model", None)
+    assert tokenizer.render_chat([Turn("user", "a")]) == "<|begin_of_text|>User: a\n\nAssistant:"
+
+
+def test_an_added_token_that_is_not_special_stays_text_too(tiny_model: Path, tmp_path: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    spec = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    spec.add_tokens([AddedToken("<think>", special=False)])
+    spec.enable_truncation(4)  # some tokenizer files have it, and must not cut a context
+    spec.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_bytes((tiny_model / "tokenizer_config.json").read_bytes())
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    assert len(tokenizer.encode("<think>", allow_special=True)) == 1
+    assert len(tokenizer.encode("<think> a <think>")) > 4
+    assert not tokenizer.added_token_ids.intersection(tokenizer.encode("<think>"))
+
+
+def save_trained(folder: Path, kind: str) -> HuggingFaceTokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    specials = ["<unk>", "</s>", "<|end|>"]
+    text = ["the end of the story is the end </s> of all"] * 20
+    if kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer: Any = trainers.UnigramTrainer(special_tokens=specials, unk_token="<unk>", show_progress=False)
+    else:
+        tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        trainer = trainers.BpeTrainer(special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"})
+    )
+    return HuggingFaceTokenizer(folder)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe that takes whole words"])
+def test_special_tokens_that_are_in_the_vocabulary_too_are_not_found_there(tmp_path: Path, kind: str) -> None:
+    tokenizer = save_trained(tmp_path, kind)
+    end = tokenizer.encode("</s>", allow_special=True)[-1]
+    assert tokenizer.decode([end]) == "</s>"
+    assert end in tokenizer.added_token_ids
+    assert end not in tokenizer.encode("the </s> end </s>")
+
+
+def test_a_tokenizer_in_python_keeps_special_tokens_text_too(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    assert len(tokenizer.encode("</s>", allow_special=True)) == 1
+    assert len(tokenizer.encode("</s>é")) == len("</s>é".encode())
+    assert tokenizer.decode(tokenizer.encode("</s>é")) == "</s>é"
+
+
+@pytest.mark.parametrize("model", ["/nowhere/model", "./model", "models/a/b", Path("model"), "~/no such model"])
+def test_a_path_where_nothing_is_never_becomes_a_download(model: str | Path) -> None:
+    with pytest.raises(ModelError, match="there is no model at"):
+        local_model_path(model)
+
+
+def test_a_name_on_the_hub_is_not_a_path() -> None:
+    assert local_model_path("meta-llama/Llama-3.2-1B") is None
+
+
+def test_a_folder_without_tokenizer_is_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer of .* cannot be loaded"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_code_points_are_text() -> None:
+    tokenizer = CodePointTokenizer()
+    assert tokenizer.encode("a漢") == [97, 28450]
+    assert tokenizer.decode([97, 28450]) == "a漢"
+    assert tokenizer.render_chat([Turn("user", "a")]) == "User: a\n\nAssistant:"

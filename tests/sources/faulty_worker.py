@@ -1,0 +1,57 @@
+"""A worker's handler that does whatever a test asks for."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from streamrag.sources.worker_main import Handler
+
+
+def make(*, fault: str = "", folder: str = "") -> Handler:
+    """`folder` is where the test can see what the worker is doing."""
+    if fault == "raises":
+        raise LookupError("no such handler part")
+    if fault == "dies":
+        print("the last thing it said", file=sys.stderr, flush=True)
+        os._exit(3)
+    if fault == "hangs":
+        Path(folder, f"starting-{os.getpid()}").touch()
+        time.sleep(1000)
+    if fault == "dies once":
+        marker = Path(folder, "died")
+        if not marker.exists():
+            marker.touch()
+            os._exit(3)
+    return handle
+
+
+def handle(header: dict[str, Any], body: bytes) -> dict[str, Any]:
+    if path := header.get("touch"):
+        Path(path).touch()
+    match header["do"]:
+        case "echo":
+            return {"header": header, "num_bytes": len(body), "pid": os.getpid()}
+        case "raise":
+            raise ZeroDivisionError("as asked")
+        case "die":
+            print("I was told to die", file=sys.stderr, flush=True)
+            os._exit(7)
+        case "wait":
+            while not Path(header["until"]).exists():
+                time.sleep(0.01)
+            return {"pid": os.getpid()}
+        case "print":
+            print("{}" * 1000, flush=True)
+            return {"pid": os.getpid()}
+        case "answer nonsense":
+            return {"object": object()}
+        case "answer much":
+            return {"text": "x" * header["num_chars"]}
+        case "leave a child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+            Path(header["pid_file"]).write_text(str(child.pid))
+            return {"child": child.pid}
+    raise AssertionError(header)

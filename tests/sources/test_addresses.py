@@ -1,0 +1,62 @@
+import ipaddress
+
+import pytest
+
+from streamrag.errors import ConfigurationError, UnsafeUrlError
+from streamrag.sources import addresses
+from streamrag.sources.addresses import normalize_url, parse_start_url
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://Example.COM", "http://example.com/"),
+        ("HTTPS://example.com:443/a#b", "https://example.com/a"),
+        ("http://example.com:80/?", "http://example.com/"),
+        ("http://example.com:8080/", "http://example.com:8080/"),
+        ("http://example.com/ä b?q=ü", "http://example.com/%C3%A4%20b?q=%C3%BC"),
+        ("http://example.com/%7Ea%2Fb", "http://example.com/%7Ea%2Fb"),
+        ("http://bücher.example/", "http://xn--bcher-kva.example/"),
+        ("http://[::1]:80/", "http://[::1]/"),
+        ("../c?d#e", "http://base.example/c?d"),
+        ("//other.example", "http://other.example/"),
+        ("#top", "http://base.example/a/b"),
+        (" http://example.com/\n", "http://example.com/"),
+        ("mailto:a@b.example", None),
+        ("javascript:alert(1)", None),
+        ("file:///etc/passwd", None),
+        ("data:text/html,hello", None),
+        ("http://a b/", None),
+        ("http://example.com:99999/", None),
+        ("http://example.com:x/", None),
+        ("http://[::1/", None),
+        ("http://me@example.com/", None),
+        ("http://me:secret@example.com/", None),
+        ("http://" + "x" * 70 + ".ö/", None),
+        ("http://example.com/" + "x" * 2000, None),
+    ],
+)
+def test_an_address_has_one_spelling(url: str, expected: str | None) -> None:
+    actual = normalize_url(url, base="http://base.example/a/b")
+    assert actual == expected
+    assert expected is None or normalize_url(expected) == expected
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://example.com/", "raw:<p>hello", "javascript:alert(1)"])
+def test_other_schemes_are_unsafe_to_start_from(url: str) -> None:
+    with pytest.raises(UnsafeUrlError, match="only http:// and https:// addresses are"):
+        parse_start_url(url)
+
+
+MISTAKES = ["docs.example", "localhost:8000", "docs.example:80/a", "", "http://", "http://a:b@c.example/", 7]
+
+
+@pytest.mark.parametrize("url", MISTAKES)
+def test_what_is_no_address_at_all_is_a_mistake(url: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"write https://host/path|is a str"):
+        parse_start_url(url)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "::ffff:8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"])
+def test_public_addresses_are_allowed(address: str) -> None:
+    assert addresses._is_public(ipaddress.ip_address(address))

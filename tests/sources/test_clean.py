@@ -1,0 +1,222 @@
+import os
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from streamrag.sources.workers import WorkerJobError, WorkerPool
+
+pytest.importorskip("crawl4ai")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+URL = "http://docs.example/guide/page.html"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cleaner(home: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WorkerPool]:
+    scratch = str(tmp_path_factory.mktemp("scratch"))
+    options = {"scratch": scratch, "user_agent": "test", "page_timeout_s": 10, "cdp_url": None}
+    env = {"CRAWL4_AI_BASE_DIRECTORY": scratch, "HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    pool = WorkerPool("streamrag.sources.clean:PageCleaner", options, size=1, name="cleaner", env=env)
+    await pool.start()
+    yield pool
+    await pool.aclose()
+
+
+async def clean(cleaner: WorkerPool, page: str | bytes, query: str = "?", **job: Any) -> dict[str, Any]:
+    """The worker's answer. The query without words keeps all text."""
+    body = page.encode() if isinstance(page, str) else page
+    defaults = {"url": URL, "kind": "html", "charset": "", "query": query, "max_chars": 10_000}
+    return await cleaner.run({**defaults, **job}, body, timeout_s=20)
+
+
+def text(answer: dict[str, Any]) -> str:
+    return "\n\n".join(block for _, blocks in answer["passages"] for block in blocks)
+
+
+async def text_of(cleaner: WorkerPool, page: str | bytes, **job: Any) -> str:
+    return text(await clean(cleaner, page, **job))
+
+
+async def test_text_headings_and_title_are_what_is_left_of_a_page(cleaner: WorkerPool) -> None:
+    answer = await clean(
+        cleaner,
+        """<!doctype html><html><head><title> The
+        title </title><style>p { color: red }</style><script>var script</script></head><body>
+        <header>Site header</header><nav>Navigation</nav><div role="navigation">More navigation</div>
+        <main><h1>Heading<a class="headerlink" href="#x">¶</a></h1><p>First <b>bold</b> &amp; <code>code()</code>.</p>
+        <h2>Second</h2><ul><li>an item</li></ul><!-- a comment --><p hidden>hidden</p></main>
+        <aside>Beside</aside><footer>Footer</footer><noscript>No script</noscript><button>Button</button></body>""",
+    )
+    assert answer["title"] == "The title"
+    assert answer["passages"] == [
+        [["# Heading"], ["First bold & `code()`."]],
+        [["# Heading", "## Second"], ["  * an item"]],
+    ]
+    assert answer["num_passages"] == 2
+    assert answer["url"] == URL
+
+
+async def test_text_that_follows_an_excluded_element_stays(cleaner: WorkerPool) -> None:
+    page = (
+        "<body>One <nav>navigation</nav> two <img src=a.png> three <script>x</script> four <form>five</form> six</body>"
+    )
+    assert (await text_of(cleaner, page)).split() == ["One", "two", "three", "four", "five", "six"]
+
+
+async def test_code_keeps_its_lines_and_indentation(cleaner: WorkerPool) -> None:
+    code = "def f():\n    if x:\n\n        return *args*  # no emphasis"
+    page = f"<p>Look:</p><div><pre><span>{code}</span></pre></div><p>after</p>"
+    assert await text_of(cleaner, page) == f"Look:\n\n```\n{code}\n```\n\nafter"
+
+
+async def test_links_come_from_the_whole_page_the_contents_first(cleaner: WorkerPool) -> None:
+    answer = await clean(
+        cleaner,
+        """<body><nav><a href="/nav/">Navigation</a></nav><p><a href="b.html#part">B</a> <a href="../c/?q=1">C</a>
+        <a href="b.html">B again</a> <a href="#top">Top</a> <a href="mailto:me@docs.example">Mail</a> <a>None</a>
+        <a href="javascript:void(0)">Script</a> <a href="file.PDF?x">PDF</a> <a href="http://other.example">Other</a>
+        <a href="http://[broken">Broken</a></p>""",
+    )
+    assert answer["links"] == [
+        "http://docs.example/guide/b.html",
+        "http://docs.example/c/?q=1",
+        URL,
+        "http://other.example/",
+        "http://docs.example/nav/",
+    ]
+
+
+async def test_links_that_promise_more_come_first(cleaner: WorkerPool) -> None:
+    page = """<a href="a">About</a><a href="cancelling-tasks">Read on</a><a href="b">Groups of tasks</a>
+        <a href="c">How task groups are cancelled</a>"""
+    answer = await clean(cleaner, page, "How do I cancel a task group?")
+    assert [link.rpartition("/")[2] for link in answer["links"]] == ["c", "cancelling-tasks", "b", "a"]
+    assert text(answer) != ""
+
+
+async def test_links_are_relative_to_the_base_that_the_page_declares(cleaner: WorkerPool) -> None:
+    page = '<head><base href="/v2/"></head><body><a href="a">A</a></body>'
+    assert (await clean(cleaner, page))["links"] == ["http://docs.example/v2/a"]
+
+
+async def test_only_so_many_links_are_answered(cleaner: WorkerPool) -> None:
+    page = "".join(f"<a href='/{i}'>{i}</a> " for i in range(3000))
+    assert len((await clean(cleaner, page))["links"]) == 500
+    page = "".join(f"<a href='/{'x' * 1000}{i}'>{i}</a> " for i in range(300))
+    assert len((await clean(cleaner, page))["links"]) == 48
+
+
+@pytest.mark.parametrize(
+    ("body", "charset"),
+    [
+        ("<p>Grüße, 世界</p>".encode(), ""),
+        ("<p>Grüße, 世界</p>".encode(), "UTF-8"),
+        ("<p>Grüße, 世界</p>".encode(), "no-such-charset"),
+        ("<p>Grüße, 世界</p>".encode("utf-16"), "utf-8"),
+        ("<p>Grüße, 世界</p>".encode("utf-8-sig"), "latin-1"),
+        ('<meta charset="gb18030"><p>Grüße, 世界</p>'.encode("gb18030"), ""),
+        ("<p>Grüße, 世界</p>".encode("gb18030"), "gb18030"),
+        (b"<p>Gr\xfc\xdfe, &#19990;&#30028;</p>", ""),
+        (b"<p>Gr\xfc\xdfe, &#19990;&#30028;</p>", "ISO-8859-1"),
+    ],
+)
+async def test_pages_are_read_in_their_charset(cleaner: WorkerPool, body: bytes, charset: str) -> None:
+    assert await text_of(cleaner, body, charset=charset) == "Grüße, 世界"
+
+
+async def test_one_bad_byte_does_not_spoil_a_declared_charset(cleaner: WorkerPool) -> None:
+    assert await text_of(cleaner, "<p>Grüße".encode() + b"\xff</p>", charset="utf-8") == "Grüße\ufffd"
+
+
+async def test_xhtml_with_a_declaration_is_read(cleaner: WorkerPool) -> None:
+    page = """<?xml version="1.0" encoding="utf-8"?><!DOCTYPE html PUBLIC "-//W3C//DTD XHTML 1.0 Strict//EN" "x">
+        <html xmlns="http://www.w3.org/1999/xhtml"><head><title>T</title></head><body><p>Grüße</p></body></html>"""
+    answer = await clean(cleaner, page)
+    assert (text(answer), answer["title"]) == ("Grüße", "T")
+
+
+async def test_plain_text_is_taken_as_it_is(cleaner: WorkerPool) -> None:
+    answer = await clean(cleaner, "a <b>\n\nc & d", kind="text")
+    assert (text(answer), answer["title"], answer["links"]) == ("a <b>\n\nc & d", "", [])
+
+
+async def test_links_of_one_page_do_not_appear_on_the_next(cleaner: WorkerPool) -> None:
+    await clean(cleaner, "<a href='/a'>A</a>")
+    assert (await clean(cleaner, "text", kind="text"))["links"] == []
+
+
+@pytest.mark.parametrize("page", ["<p>Hi</p>", "Hi", "<html>Hi", "<body><script>" + "x" * 3000 + "</script>Hi</body>"])
+async def test_a_short_page_is_not_taken_for_a_wall(cleaner: WorkerPool, page: str) -> None:
+    assert await text_of(cleaner, page) == "Hi"
+
+
+@pytest.mark.parametrize("page", ["<body><script>x</script></body>", "<html></html>", "<p> </p>", "<title>T</title>"])
+async def test_a_page_without_text_has_no_passages(cleaner: WorkerPool, page: str) -> None:
+    assert (await clean(cleaner, page))["num_passages"] == 0
+
+
+async def test_only_what_matters_for_the_query_is_kept(cleaner: WorkerPool) -> None:
+    filler = "Penguins swim well. " * 40
+    page = f"<h1>Guide</h1><p>{filler}</p><h2>Tasks</h2><p>Cancelling tasks is simple: cancel the group.</p><p>{filler}"
+    answer = await clean(cleaner, page, "How do I cancel a task group?")
+    assert answer["passages"] == [
+        [["# Guide", "## Tasks"], ["Cancelling tasks is simple: cancel the group.", filler.strip()]]
+    ]
+    assert answer["num_passages"] == 2
+
+
+async def test_a_page_with_nothing_relevant_still_has_links(cleaner: WorkerPool) -> None:
+    answer = await clean(cleaner, "<p>Penguins</p><a href='/a'>A</a>", "How do I cancel a task group?")
+    assert (answer["passages"], answer["num_passages"], answer["links"]) == ([], 1, ["http://docs.example/a"])
+
+
+async def test_a_word_of_every_passage_does_not_turn_the_ranking_around(cleaner: WorkerPool) -> None:
+    """rank-bm25 alone gives such words a negative weight, and the best passage the least score."""
+    sections = ["Task, and more of other things.", "Task task task.", "About a task, with many other words around it."]
+    page = "".join(f"<h2>{i}</h2><p>{section}</p>" for i, section in enumerate(sections))
+    answer = await clean(cleaner, page, "task", max_chars=30)
+    assert text(answer) == "Task task task."
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<div>" * 20_000 + "deep" + "</div>" * 20_000,
+        "<table><tr><td>" * 3000 + "deep",
+        "<![if !IE]><p>text<![endif]>",
+        "<!-- never closed <p>text",
+        "<p>text\0with zero\0bytes",
+        "<p a='never closed>text",
+        "<" * 10_000,
+        "<a href='x'>" * 5000 + "text",
+        "&#x110000; &#xD800; &bogus; text",
+        "<svg><foreignObject><p>text</p></foreignObject></svg>text",
+        "<html hidden><body>text</body></html>",
+        "<ul><li>" * 1000 + "text",
+        "[text](" * 5000,
+    ],
+)
+async def test_no_page_is_too_broken_for_the_worker(cleaner: WorkerPool, page: str) -> None:
+    [process_id] = cleaner.process_ids
+    with suppress(WorkerJobError):
+        found = await text_of(cleaner, page)
+        assert "Crawl4AI Error" not in found
+        assert "Error converting" not in found
+    assert cleaner.process_ids == [process_id]
+    assert await text_of(cleaner, "<p>next</p>") == "next"
+
+
+async def test_nothing_is_written_outside_the_scratch_folder(cleaner: WorkerPool, home: Path) -> None:
+    before = os.listdir()
+    await clean(cleaner, "<p>text</p>")
+    assert os.listdir(home) == []
+    assert os.listdir() == before

@@ -1,0 +1,345 @@
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from source_helpers import alive
+from toy_corpus import EMBEDDER, build_toy_index, contents, write_documents
+
+from streamrag.errors import (
+    ConfigurationError,
+    IndexCorruptError,
+    IndexExistsError,
+    IndexMismatchError,
+    IndexMissingError,
+    MissingDependencyError,
+    VectorIndexError,
+    WorkerError,
+)
+from streamrag.sources.embedder import find_embedder
+from streamrag.sources.index import build_index
+from streamrag.sources.index_folder import check_index
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index that nobody changes."""
+    return build_toy_index(tmp_path_factory.mktemp("built"), 20)
+
+
+@pytest.fixture
+def index(built: Path, tmp_path: Path) -> Path:
+    """An index to damage or replace."""
+    return Path(shutil.copytree(built, tmp_path / "index"))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# ------------------------------------------------------------------------------------------------------- building
+
+
+def test_an_index_is_built_from_a_folder_and_summed_up(tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "documents", 5)
+    (documents / "page.html").write_text("<title>A page</title><h1>Cats</h1><p>purr</p>")
+    (documents / "sub").mkdir()
+    (documents / "sub" / "page.md").write_text("# Dogs\n\nbark\n")
+    (documents / "copy.txt").write_text((documents / "0000.txt").read_text())
+    (documents / "image.png").write_bytes(b"\x89PNG")
+    (documents / "binary.txt").write_bytes(b"\0")
+    steps: list[tuple[int, int, str]] = []
+    out = tmp_path / "made" / "here"
+    summary = build_index(documents, out, embedder=EMBEDDER, on_progress=lambda *step: steps.append(step))
+    assert (summary.num_documents, summary.num_passages, summary.num_duplicates, summary.dimension) == (8, 7, 1, 64)
+    assert summary.skipped == (("binary.txt", "binary"), ("image.png", "not text, Markdown or HTML by its name"))
+    assert summary.duration_s > 0
+    assert summary.size_bytes == sum(len(body) for name, body in contents(out).items() if name != "manifest.json")
+    stored = [json.loads(line) for line in (out / "passages.jsonl").read_text().splitlines()]
+    assert stored[-2:] == [
+        {"source": "page.html", "title": "A page", "passage": 0, "text": "Cats\n\npurr"},
+        {"source": "sub/page.md", "title": "Dogs", "passage": 0, "text": "Dogs\n\nbark"},
+    ]
+    assert steps[:2] == [(0, 9, "reading"), (1, 9, "reading")]
+    assert steps[-5:] == [
+        (9, 9, "reading"),
+        (0, 7, "embedding"),
+        (7, 7, "embedding"),
+        (0, 7, "indexing"),
+        (7, 7, "indexing"),
+    ]
+    assert names(tmp_path / "made") == {"here"}
+    manifest, _ = check_index(out)
+    assert (manifest.embedder, manifest.dimension, manifest.num_passages) == (EMBEDDER, 64, 7)
+    assert manifest.packages["diskannpy"] == "0.7.0"
+
+
+def test_the_index_may_lie_within_the_documents_and_be_built_again(tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "documents", 3)
+    out = documents / "index"
+    build_index(documents, out, embedder=EMBEDDER)
+    first = (out / "passages.jsonl").read_bytes()
+    summary = build_index(documents, out, embedder=EMBEDDER, force=True)
+    assert summary.skipped == (("index", "is the index"),)
+    assert (out / "passages.jsonl").read_bytes() == first
+
+
+def test_an_empty_folder_may_become_the_index(tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir()
+    assert check_index(build_toy_index(tmp_path, 2))[0].num_passages == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embedder": "/no/such/model"}, "no such folder"),
+        ({"embedder": "no_such_module:embed"}, "cannot be loaded: ModuleNotFoundError"),
+        ({"embedder": "toy_embedder:no_such_function"}, "cannot be loaded: AttributeError"),
+        ({"embedder": "toy_embedder:failing"}, "failed: LookupError: no embeddings today"),
+        ({"embedder": "toy_embedder:flat"}, r"array of shape \(64,\)"),
+        ({"embedder": "toy_embedder:zeros"}, "vector of zeros"),
+        ({"embedder": "toy_embedder:growing"}, "gave 65 dimensions, and 64 before"),
+        ({"passage_words": 5}, "passage_words=5"),
+        ({"max_file_bytes": 0}, "max_file_bytes=0"),
+        ({"max_file_bytes": 1}, "skipped: 3 [0-9]* bytes, more than 1"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_and_leave_nothing(
+    tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    write_documents(tmp_path / "documents", 3)
+    for path in (tmp_path / "documents").iterdir():
+        path.write_text((path.read_text() * 10)[:60] + path.stem)  # of one size, for the last case
+    with pytest.raises(ConfigurationError, match=message):
+        build_index(tmp_path / "documents", tmp_path / "index", **{"embedder": EMBEDDER} | options)  # type: ignore[arg-type]
+    assert names(tmp_path) == {"documents"}
+
+
+def test_a_folder_without_documents_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "documents").mkdir()
+    with pytest.raises(ConfigurationError, match=r"documents holds no text, Markdown or HTML .* nothing"):
+        build_index(tmp_path / "documents", tmp_path / "index", embedder=EMBEDDER)
+    with pytest.raises(ConfigurationError, match="missing is not a folder"):
+        build_index(tmp_path / "missing", tmp_path / "index", embedder=EMBEDDER)
+    assert names(tmp_path) == {"documents"}
+
+
+@pytest.mark.parametrize("package", ["diskannpy", "sentence_transformers", "numpy"])
+def test_a_missing_package_is_named_with_its_install_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    def find_spec(name: str) -> object:
+        return None if name == package else object()
+
+    monkeypatch.setattr("streamrag.sources.embedder.find_spec", find_spec)
+    monkeypatch.setattr("streamrag.sources.search.find_spec", find_spec)
+    with pytest.raises(MissingDependencyError, match="pip install"):
+        build_index(tmp_path, tmp_path / "index")
+
+
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(VectorIndexError, match=r"index failed: .*File exists"):
+        build_index(write_documents(tmp_path / "documents", 2), tmp_path / "file" / "index", embedder=EMBEDDER)
+
+
+async def test_building_on_an_event_loop_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"asyncio\.to_thread"):
+        build_index(tmp_path, tmp_path / "index")
+
+
+async def test_an_index_is_built_in_a_thread(tmp_path: Path) -> None:
+    out = await asyncio.to_thread(build_toy_index, tmp_path, 2)
+    assert check_index(out)[0].num_passages == 2
+
+
+def test_embedders_are_found_by_name_path_and_function(tmp_path: Path) -> None:
+    packaged = find_embedder("all-MiniLM-L6-v2")
+    assert Path(packaged.location, "model.safetensors").exists()
+    assert packaged == find_embedder("sentence-transformers/all-MiniLM-L6-v2")
+    assert packaged.env["HF_HUB_OFFLINE"] == "1"
+    at_path = find_embedder(str(tmp_path))
+    assert (at_path.name, at_path.location, at_path.env["HF_HUB_OFFLINE"]) == (str(tmp_path), str(tmp_path), "1")
+    assert find_embedder("a.b:c").location == "a.b:c"
+    assert "HF_HUB_OFFLINE" not in find_embedder("someone/some-model").env
+
+
+# ----------------------------------------------------------------------------------------- what is there already
+
+
+def test_an_index_is_replaced_only_by_force(index: Path, tmp_path: Path) -> None:
+    before = contents(index)
+    documents = write_documents(tmp_path / "documents", 4, seed=1)
+    with pytest.raises(IndexExistsError, match="--force"):
+        build_index(documents, index, embedder=EMBEDDER)
+    assert contents(index) == before
+    build_index(documents, index, embedder=EMBEDDER, force=True)
+    assert check_index(index)[0].num_passages == 4
+    assert names(tmp_path) == {"documents", "index"}
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_what_is_no_index_is_never_replaced(index: Path, tmp_path: Path, is_file: bool) -> None:
+    out = tmp_path / "precious" if is_file else index
+    (out if is_file else out / "thesis.txt").write_text("ten years of work")
+    before = contents(tmp_path)
+    with pytest.raises(IndexExistsError, match="not a vector index"):
+        build_index(write_documents(tmp_path / "documents", 2), out, embedder=EMBEDDER, force=True)
+    assert {name: body for name, body in contents(tmp_path).items() if "documents" not in name} == before
+
+
+def test_an_index_that_appears_meanwhile_is_not_replaced(index: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def somebody_else(done: int, total: int, step: str) -> None:
+        if step == "indexing" and not out.exists():
+            shutil.copytree(index, out)
+
+    with pytest.raises(IndexExistsError):
+        build_index(write_documents(tmp_path / "documents", 2), out, embedder=EMBEDDER, on_progress=somebody_else)
+    assert contents(out) == contents(index)
+    assert names(tmp_path) == {"documents", "index", "out"}
+
+
+def test_a_worker_that_dies_midway_leaves_the_old_index(index: Path, tmp_path: Path) -> None:
+    before = contents(index)
+    documents = write_documents(tmp_path / "documents", 130)
+    (documents / "last.txt").write_text("die now")  # in the second batch
+    with pytest.raises(WorkerError, match=r"index building worker .* died with exit code 9"):
+        build_index(documents, index, embedder=EMBEDDER, force=True)
+    assert contents(index) == before
+    assert names(tmp_path) == {"documents", "index"}
+
+
+def test_a_rename_that_fails_puts_the_old_index_back(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(index)
+    rename = Path.rename
+
+    def failing_rename(self: Path, target: Path) -> Path:
+        if "building" in self.name:
+            raise OSError("the disk is gone")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing_rename)
+    with pytest.raises(VectorIndexError, match="index failed: the disk is gone"):
+        build_index(write_documents(tmp_path / "documents", 2), index, embedder=EMBEDDER, force=True)
+    assert contents(index) == before
+    assert names(tmp_path) == {"documents", "index"}
+
+
+def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path) -> None:
+    before = contents(index)
+    documents = write_documents(tmp_path / "documents", 2)
+    (documents / "slow.txt").write_text(f"wait until {tmp_path}/never")
+    waiting = tmp_path / "never.waiting"
+    code = f"from streamrag.sources.index import build_index; build_index(*{(str(documents), str(index))!r}, " + (
+        f"embedder={EMBEDDER!r}, force=True)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE) as process:
+        bound = threading.Timer(60, process.kill)
+        bound.start()
+        while not (waiting.exists() and waiting.read_text()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate()
+        bound.cancel()
+    assert stderr.strip().endswith(b"KeyboardInterrupt")
+    assert not alive(int(waiting.read_text()))
+    assert contents(index) == before
+    assert names(tmp_path) == {"documents", "index", "never.waiting"}
+
+
+# -------------------------------------------------------------------------------------------------------- opening
+
+
+def edit_manifest(index: Path, **fields: object) -> None:
+    path = index / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def flip_a_byte(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, flip_a_byte])
+@pytest.mark.parametrize(
+    "name",
+    ["passages.jsonl", "ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"],
+)
+def test_a_file_that_is_not_as_it_was_written_is_corrupt(
+    index: Path, name: str, damage: Callable[[Path], object]
+) -> None:
+    damage(index / name)
+    with pytest.raises(
+        IndexCorruptError, match=rf"damaged: {name} .*streamrag index build FOLDER --out \S*index --force"
+    ):
+        check_index(index)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda index: (index / "manifest.json").unlink(), "cannot be read"),
+        (lambda index: truncate(index / "manifest.json"), "is damaged"),
+        (lambda index: (index / "manifest.json").write_text("[]"), "is damaged"),
+        (lambda index: edit_manifest(index, num_passages=-1), "damaged at num_passages"),
+        (lambda index: edit_manifest(index, files={}), "does not name ann_disk.index"),
+        (
+            lambda index: edit_manifest(
+                index,
+                files={
+                    **json.loads((index / "manifest.json").read_text())["files"],
+                    "../elsewhere": {"size_bytes": 1, "sha256": ""},
+                },
+            ),
+            "a file elsewhere",
+        ),
+    ],
+)
+def test_a_damaged_manifest_is_corrupt(index: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(index)
+    with pytest.raises(IndexCorruptError, match=message):
+        check_index(index)
+
+
+def test_a_damaged_index_is_replaced_by_force(index: Path, tmp_path: Path) -> None:
+    truncate(index / "manifest.json")
+    build_index(write_documents(tmp_path / "documents", 2), index, embedder=EMBEDDER, force=True)
+    assert check_index(index)[0].num_passages == 2
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "other folder", "empty folder"])
+def test_where_there_is_no_index_the_message_says_how_to_make_one(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "index"
+    if kind == "file":
+        path.write_text("")
+    elif kind != "missing":
+        path.mkdir()
+    if kind == "other folder":
+        (path / "thesis.txt").write_text("")
+    with pytest.raises(IndexMissingError, match=rf"streamrag index build FOLDER --out {path}"):
+        check_index(path)
+
+
+def test_an_index_in_another_format_says_so(index: Path) -> None:
+    edit_manifest(index, format_version=2)
+    with pytest.raises(IndexMismatchError, match="format version 2, and this streamrag reads 1"):
+        check_index(index)

@@ -1,0 +1,230 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from streamrag.errors import ConfigurationError
+from streamrag.sources.passages import (
+    Block,
+    Document,
+    UnusableDocumentError,
+    count_words,
+    find_documents,
+    read_document,
+    split_document,
+)
+
+MARKDOWN = """\
+---
+title: "From the front matter"
+---
+# Top *heading* with `code`
+
+A paragraph with a [link](https://example.org).
+Its second line.
+
+Underlined
+----------
+- one
+- two
+  # not a heading
+
+```python
+# not a heading
+
+x = 1
+```
+<!-- a licence nobody reads -->
+<div><b>Markup</b> inside</div>
+"""
+
+HTML = """\
+<!DOCTYPE html><html><head><title> A  title </title><style>p {}</style></head><body>
+<nav>Home</nav><!-- hidden --><header>Site</header>
+<main><h1>Head&amp;ing<a class="headerlink" href="#x">¶</a></h1>
+<p>un<b>believ</b>able<br>break <script>alert()</script></p>
+<table><tr><td>a</td><td>b</td></tr><tr><td>c</td></tr></table>
+<pre>
+  x = 1
+
+    y
+</pre>
+<ul><li>one</li><li>two</li></ul>&lt;tag&gt; 日本</main><footer>Imprint</footer></body></html>
+"""
+
+
+def text_file(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def document(*blocks: str) -> Document:
+    """Blocks that begin with # are headings."""
+    return Document("d", "", tuple(Block(text.lstrip("# "), text.startswith("#")) for text in blocks))
+
+
+def words(count: int, word: str = "word") -> str:
+    return " ".join([word] * count)
+
+
+def test_documents_are_found_at_any_depth_in_a_fixed_order(tmp_path: Path) -> None:
+    for name in ("b.md", "a/z.txt", "a/b/c.HTML", "a.markdown", "c.htm", "d.xhtml"):
+        text_file(tmp_path, name, "text")
+    found, skipped = find_documents(tmp_path, max_file_bytes=100, leave_out=tmp_path / "out")
+    names = [path.relative_to(tmp_path).as_posix() for path in found]
+    assert names == ["a/b/c.HTML", "a/z.txt", "a.markdown", "b.md", "c.htm", "d.xhtml"]
+    assert skipped == []
+
+
+def test_what_is_not_read_is_listed_with_the_reason(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "docs", text_file(tmp_path, "outside.md", "secret")
+    text_file(folder, "ok.md", "ok")
+    text_file(folder, ".hidden.md", "hidden")
+    text_file(folder, ".git/config.txt", "hidden")
+    text_file(folder, "image.png", b"\x89PNG")
+    text_file(folder, "long.txt", "x" * 101)
+    text_file(folder, "out/manifest.md", "the index itself")
+    (folder / "link.md").symlink_to(outside)
+    (folder / "loop").symlink_to(folder)
+    os.mkfifo(folder / "pipe.txt")
+    found, skipped = find_documents(folder, max_file_bytes=100, leave_out=folder / "out")
+    assert found == [folder / "ok.md"]
+    assert dict(skipped) == {
+        ".git": "hidden",
+        ".hidden.md": "hidden",
+        "image.png": "not text, Markdown or HTML by its name",
+        "link.md": "symbolic link",
+        "long.txt": "101 bytes, more than 100",
+        "loop": "symbolic link",
+        "out": "is the index",
+        "pipe.txt": "not a regular file",
+    }
+
+
+@pytest.mark.parametrize("name", ["missing", "file.txt"])
+def test_what_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
+    text_file(tmp_path, "file.txt", "text")
+    with pytest.raises(ConfigurationError, match=f"{name} is not a folder"):
+        find_documents(tmp_path / name, max_file_bytes=100, leave_out=tmp_path / "out")
+
+
+def test_markdown_gives_its_headings_and_blocks(tmp_path: Path) -> None:
+    actual = read_document(text_file(tmp_path, "a/page.md", MARKDOWN), tmp_path)
+    assert (actual.source, actual.title) == ("a/page.md", "From the front matter")
+    assert actual.blocks == (
+        Block("Top heading with code", is_heading=True),
+        Block("A paragraph with a [link](https://example.org).\nIts second line."),
+        Block("Underlined", is_heading=True),
+        Block("- one\n- two\n  # not a heading"),
+        Block("```python\n# not a heading\n\nx = 1\n```"),
+        Block("Markup inside"),
+    )
+
+
+def test_html_gives_the_text_of_its_main_part(tmp_path: Path) -> None:
+    actual = read_document(text_file(tmp_path, "page.html", HTML), tmp_path)
+    assert actual.title == "A title"
+    assert actual.blocks == (
+        Block("Head&ing", is_heading=True),
+        Block("unbelievable break"),
+        Block("a b"),
+        Block("c"),
+        Block("  x = 1\n\n    y"),
+        Block("- one"),
+        Block("- two"),
+        Block("<tag> 日本"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "title"),
+    [
+        ("page.html", "<p>no title</p><h2>First heading</h2>", "First heading"),
+        ("page.md", "text\n\n# First heading\n\n# Second", "First heading"),
+        ("some page.txt", "First line", "some page"),
+    ],
+)
+def test_without_a_title_the_first_heading_or_the_name_stands_in(
+    tmp_path: Path, name: str, content: str, title: str
+) -> None:
+    assert read_document(text_file(tmp_path, name, content), tmp_path).title == title
+
+
+def test_html_nested_very_deeply_is_read(tmp_path: Path) -> None:
+    path = text_file(tmp_path, "deep.html", "<div>" * 5000 + "deep" + "</div>" * 5000)
+    assert read_document(path, tmp_path).blocks == (Block("deep"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("page.txt", "naïve 漢".encode("utf-16")),
+        ("page.txt", "naïve 漢".encode("utf-8-sig")),
+        ("page.html", "naïve 漢".encode()),
+        ("page.html", '<meta charset="gb18030"><p>naïve 漢'.encode("gb18030")),
+        ("page.html", '<?xml version="1.0" encoding="utf-8"?><html><body>naïve 漢</body></html>'.encode()),
+    ],
+)
+def test_encodings_that_declare_themselves_are_understood(tmp_path: Path, name: str, content: bytes) -> None:
+    assert read_document(text_file(tmp_path, name, content), tmp_path).blocks == (Block("naïve 漢"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("binary.txt", b"ab\0cd", "binary"),
+        ("latin1.txt", "naïve".encode("latin-1"), "not UTF-8: byte 2"),
+        ("empty.txt", b" \n\n", "no text in it"),
+        ("empty.html", b"<nav>menu</nav>", "no text in it"),
+        ("empty.md", b"<!-- -->", "no text in it"),
+    ],
+)
+def test_files_that_give_no_text_say_why(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+    with pytest.raises(UnusableDocumentError, match=reason):
+        read_document(text_file(tmp_path, name, content), tmp_path)
+
+
+def test_a_file_that_is_gone_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UnusableDocumentError, match="cannot be read: No such file"):
+        read_document(tmp_path / "gone.md", tmp_path)
+
+
+def test_names_that_are_not_text_become_text(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"bad\xff.txt")
+    path.write_text("text")
+    assert read_document(path, tmp_path).source == "bad\N{REPLACEMENT CHARACTER}.txt"
+
+
+def test_passages_keep_the_heading_they_stand_under() -> None:
+    source = document("# One", words(60), words(60), "# Two", words(60))
+    actual = list(split_document(source, 100))
+    assert actual == [f"One\n\n{words(60)}", f"One\n\n{words(60)}", f"Two\n\n{words(60)}"]
+
+
+def test_small_sections_are_joined_and_no_passage_ends_with_a_heading() -> None:
+    source = document("# Title", "# Small", words(10), "# Also small", words(10), "# Large", words(95))
+    actual = list(split_document(source, 100))
+    assert actual == [f"Title\n\nSmall\n\n{words(10)}\n\nAlso small\n\n{words(10)}", f"Large\n\n{words(95)}"]
+
+
+def test_a_document_of_headings_only_is_one_passage() -> None:
+    assert list(split_document(document("# One", "# Two"), 100)) == ["One\n\nTwo"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [words(1000), "word. " * 500, "line\n" * 1000, "漢" * 1000, words(1, "x" * 5000), "!" * 1000, "a-b\n" * 400],
+)
+def test_no_word_is_lost_and_no_passage_is_too_long(text: str) -> None:
+    passages = list(split_document(document(text), 100))
+    assert "".join("".join(passages).split()) == "".join(text.split())
+    assert all(count_words(passage) <= 100 for passage in passages)
+    assert len(passages) <= count_words(text) // 100 + 1
+
+
+def test_a_long_paragraph_breaks_after_sentences() -> None:
+    sentence = "This sentence has six words. "
+    passages = list(split_document(document(sentence * 30), 50))
+    assert all(passage.strip().endswith("words.") for passage in passages)

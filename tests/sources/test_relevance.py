@@ -1,0 +1,172 @@
+from collections.abc import Sequence
+
+import pytest
+
+from streamrag.sources.relevance import (
+    MAX_BLOCK_CHARS,
+    Passage,
+    assemble,
+    relevant_terms,
+    select,
+    split_markdown,
+    terms,
+)
+
+
+def count(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[float]:
+    return [sum(document.count(term) for term in query) for document in documents]
+
+
+def chosen(blocks: Sequence[str], query: str, *, title: str = "", max_chars: int = 10_000) -> list[str]:
+    passages = [Passage((), (block,)) for block in blocks]
+    found = select(passages, query, title=title, max_chars=max_chars, score=count)
+    return [passage.blocks[0] for passage in found]
+
+
+def test_headings_go_with_their_text() -> None:
+    page = "before\n# One¶\na\n\n## Two\n### Three ###\nb\n## Four\nc\n# Five\nd\n#\ne"
+    assert [(passage.headings, passage.blocks) for passage in split_markdown(page)] == [
+        ((), ("before",)),
+        (("# One",), ("a",)),
+        (("# One", "## Two", "### Three ###"), ("b",)),
+        (("# One", "## Four"), ("c",)),
+        (("# Five",), ("d\n#\ne",)),
+    ]
+
+
+def test_paragraphs_make_a_passage_until_it_is_long_enough() -> None:
+    paragraphs = [f"{i} " + "x" * 250 for i in range(5)]
+    passages = split_markdown("\n\n".join(paragraphs))
+    assert [passage.blocks for passage in passages] == [tuple(paragraphs[:3]), tuple(paragraphs[3:])]
+
+
+def test_what_introduces_a_block_stays_with_it() -> None:
+    passages = split_markdown("\n\n".join(["x" * 700 + ":", "code", "next"]))
+    assert [passage.blocks for passage in passages] == [("x" * 700 + ":", "code"), ("next",)]
+    definitions = "first()\n    \n\nwhat it does\n\nsecond()\n    \n\nwhat that does"
+    passages = split_markdown(definitions)
+    assert [passage.blocks for passage in passages] == [("first()", "what it does"), ("second()", "what that does")]
+
+
+@pytest.mark.parametrize("fence", ["```", "~~~", "  ```"])
+def test_a_code_listing_is_one_block(fence: str) -> None:
+    code = f"{fence}\n# not a heading\n\n    indented\n* * *\n{fence}"
+    [passage] = split_markdown(f"text\n\n{code}\nmore")
+    assert passage.blocks == ("text", code, "more")
+
+
+def test_what_is_left_open_or_empty_is_no_trouble() -> None:
+    assert split_markdown("") == []
+    assert split_markdown("# only a heading\n\n* * *\n---\n") == []
+    assert split_markdown("```\nnever closed")[0].blocks == ("```\nnever closed",)
+
+
+def test_a_block_that_is_too_long_is_cut_between_words() -> None:
+    page = " ".join(["word"] * 2000) + "\n" + "x" * 5000
+    blocks = [block for passage in split_markdown(page) for block in passage.blocks]
+    assert all(len(block) <= MAX_BLOCK_CHARS for block in blocks)
+    assert "".join(blocks).replace("\n", "") == page.replace("\n", "")
+    assert blocks[0].endswith("word ") or blocks[0].endswith("word")
+
+
+def test_a_heading_that_is_too_long_is_cut() -> None:
+    [passage] = split_markdown("# " + "x" * 1000 + "\n\ntext")
+    assert passage.headings == ("# " + "x" * 200,)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Cancel a TaskGroup, now!", ["cancel", "a", "taskgroup", "task", "group", "now"]),
+        ("create_task HTTPServer2", ["create", "task", "httpserver2", "http", "server", "2"]),
+        ("Äpfel straße", ["äpfel", "strasse"]),
+        ("東京 tower", ["東", "京", "tower"]),
+        ("한국abc", ["한", "국", "abc"]),
+        ("🙂 …", []),
+    ],
+)
+def test_terms_are_words_and_their_parts(text: str, expected: list[str]) -> None:
+    assert terms(text) == expected
+
+
+def test_words_of_every_text_are_left_out_of_a_query_unless_it_has_no_others() -> None:
+    assert relevant_terms("How do I cancel a task, a group?") == ["cancel", "task", "group"]
+    assert relevant_terms("Who is who") == ["who", "is"]
+    assert relevant_terms("?!") == []
+
+
+def test_relevant_passages_come_in_page_order() -> None:
+    blocks = ["cancel task", "nothing", "cancel cancel task task", "task cancel"]
+    assert chosen(blocks, "cancel task") == ["cancel task", "cancel cancel task task", "task cancel"]
+
+
+def test_the_best_passages_are_kept_when_not_all_fit() -> None:
+    blocks = ["task task " + "x" * 80, "task task task", "task task task task " + "y" * 80]
+    assert chosen(blocks, "task", max_chars=130) == blocks[1:]
+
+
+def test_a_page_with_few_of_the_querys_words_is_not_relevant() -> None:
+    assert chosen(["the grp module is about a group of users"], "cancel a task group") == []
+    assert chosen(["groups have tasks: a task in a group"], "cancel a task group") != []
+    assert chosen(["a group"], "cancel group", title="") == ["a group"]
+    assert chosen(["one two three"], "one two three four five six seven eight nine") == ["one two three"]
+    assert chosen([], "cancel") == []
+
+
+def test_the_title_and_headings_count() -> None:
+    assert chosen(["cancel it"], "cancel all task groups now", title="Task groups") == ["cancel it"]
+    passages = [Passage(("# Task groups",), ("cancel it",))]
+    assert select(passages, "cancel task groups", title="", max_chars=100, score=count) == passages
+
+
+def test_passages_far_below_the_best_are_left_out() -> None:
+    assert chosen(["task " * 9, "task", "task " * 3], "task") == ["task " * 9, "task " * 3]
+
+
+def test_a_query_without_words_takes_the_beginning() -> None:
+    assert chosen(["one", "two", "three"], "🙂", max_chars=10) == ["one", "two"]
+
+
+def test_text_is_assembled_with_each_heading_once() -> None:
+    passages = [Passage(("# A",), ("a" * 50,)), Passage(("# A",), ("b" * 50,)), Passage(("# A", "## C"), ("c" * 50,))]
+    assert assemble(passages, set()) == "\n\n".join(["# A", "a" * 50, "b" * 50, "## C", "c" * 50])
+
+
+def test_blocks_with_the_same_words_appear_once_in_a_query() -> None:
+    notice = "This documentation is licensed under the terms of the Apache licence."
+    seen: set[bytes] = set()
+    first = assemble([Passage(("# A",), ("Text of the first page, which is long enough.", notice))], seen)
+    assert notice in first
+    again = notice.upper().replace(" ", "  \n")
+    second = assemble([Passage(("# B",), ("Text of the second page, which is long enough.", again))], seen)
+    assert second == "# B\n\nText of the second page, which is long enough."
+
+
+def test_a_heading_goes_with_the_last_of_its_blocks() -> None:
+    block = "A paragraph that is long enough to be recognised when it comes again."
+    seen: set[bytes] = set()
+    assemble([Passage((), (block,))], seen)
+    passages = [Passage(("# A",), (block,)), Passage(("# B",), ("Something that has not been there before, at all.",))]
+    assert assemble(passages, seen) == "# B\n\nSomething that has not been there before, at all."
+
+
+def test_short_blocks_may_repeat_but_are_nothing_new_by_themselves() -> None:
+    block = "A paragraph that is long enough to be recognised when it comes again."
+    seen: set[bytes] = set()
+    assert assemble([Passage((), ("Example:", block, "Example:"))], seen) == f"Example:\n\n{block}\n\nExample:"
+    assert assemble([Passage((), ("Example:", block))], seen) == ""
+    assert assemble([Passage((), ("Page 2", block))], seen) == ""
+
+
+def test_a_short_new_paragraph_among_known_ones_is_news() -> None:
+    block = "A paragraph that is long enough to be recognised when it comes again."
+    seen: set[bytes] = set()
+    assemble([Passage((), (block,))], seen)
+    assert assemble([Passage((), ("Penguins swim very well.", block))], seen) == "Penguins swim very well."
+
+
+def test_a_page_of_short_blocks_is_a_page() -> None:
+    seen: set[bytes] = set()
+    passages = [Passage(("# Colours",), ("red", "green"))]
+    assert assemble(passages, seen) == "# Colours\n\nred\n\ngreen"
+    assert assemble(passages, seen) == ""

@@ -1,0 +1,720 @@
+import asyncio
+import gc
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from source_helpers import alive, until
+from website import Website
+
+import streamrag
+from streamrag.core import Append, Skipped, SourceEvent
+from streamrag.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    SourceError,
+    UnreachableError,
+    UnsafeUrlError,
+    WorkerError,
+)
+from streamrag.sources import addresses, web
+from streamrag.sources.web import StartUrls, WebSource
+
+pytest.importorskip("crawl4ai")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+QUERY = "How do penguins swim?"
+MANY_LINKS = "".join(f"<p>Penguins swim: <a href='/no/{i}'>item {i}</a></p>" for i in range(60_000))
+"""A page of 3 MB that takes a worker seconds to read."""
+
+WORKERS_OWN_TASKS = {"crawl worker start", "crawl worker stderr", "crawl worker end"}
+"""Of workers that are being replaced."""
+
+NewSource = Callable[..., WebSource]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started() -> AsyncIterator[WebSource]:
+    """A source whose two workers the tests share: they take a second to start."""
+    source = WebSource(["http://docs.example/"])
+    await source.start(lambda line: None)
+    yield source
+    await source.aclose()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def site() -> AsyncIterator[Website]:
+    async with Website().running() as site:
+        yield site
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def new(started: WebSource, site: Website) -> AsyncIterator[NewSource]:
+    """Makes sources; when the test is over, nothing of their crawls may be left."""
+
+    def new(urls: StartUrls | None = None, **options: Any) -> WebSource:
+        source = WebSource([site.url()] if urls is None else urls, **{"allow_private": True, **options})
+        source._workers, source._ssl_context = started._workers, started._ssl_context
+        return source
+
+    before = asyncio.all_tasks()
+    yield new
+    left = {task.get_name() for task in asyncio.all_tasks() - before}
+    assert {name for name in left if name.startswith("crawl") and name not in WORKERS_OWN_TASKS} == set()
+    assert num_busy(started) == 0
+    if not site.is_browsed:
+        await site.until_all_closed()
+    gc.collect()
+
+
+def num_busy(source: WebSource) -> int:
+    assert source._workers
+    return source._workers.num_busy
+
+
+def text(subject: str, *links: str) -> str:
+    """A relevant page."""
+    anchors = "".join(f'<p><a href="{link}">{link}</a></p>' for link in links)
+    return f"<title>{subject}</title><h1>{subject}</h1><p>{subject} penguins swim in their very own way.</p>{anchors}"
+
+
+async def crawl(source: WebSource, query: str = QUERY) -> list[SourceEvent]:
+    async with asyncio.timeout(20), aclosing(source.stream(query)) as events:
+        return [event async for event in events]
+
+
+def paths(events: Sequence[SourceEvent], kind: type = Append) -> list[str]:
+    """Of the pages that ended as this kind of event."""
+    urls = [
+        event.chunk.source if isinstance(event, Append) else event.source for event in events if type(event) is kind
+    ]
+    return ["/" + url.split("/", 3)[3] for url in urls]
+
+
+def reasons(events: Sequence[SourceEvent]) -> dict[str, str]:
+    skipped = [event for event in events if isinstance(event, Skipped)]
+    return dict(zip(paths(skipped, Skipped), [event.reason for event in skipped], strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ the crawl
+
+
+async def test_pages_are_followed_and_each_gives_a_chunk(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/a", "/b"))
+    site.add("/a", text("King", "/deep"))
+    site.add("/b", text("Adelie"))
+    site.add("/deep", text("Gentoo", "/too-deep"))
+    events = await crawl(new())
+    assert sorted(paths(events)) == ["/", "/a", "/b", "/deep"]
+    assert len(events) == 4
+    first = events[0]
+    assert isinstance(first, Append)
+    assert first.chunk.source == site.url("/")
+    assert first.chunk.title == "Emperor"
+    assert first.chunk.passage == 0
+    assert first.chunk.text.startswith("# Emperor\n\nEmperor penguins swim in their very own way.")
+    assert "/too-deep" not in site.paths
+
+
+@pytest.mark.parametrize(("max_depth", "expected"), [(0, ["/"]), (1, ["/", "/a"])])
+async def test_links_are_followed_to_the_given_depth(
+    site: Website, new: NewSource, max_depth: int, expected: list[str]
+) -> None:
+    site.add("/", text("Emperor", "/a"))
+    site.add("/a", text("King", "/deep"))
+    assert paths(await crawl(new(max_depth=max_depth))) == expected
+
+
+async def test_no_more_pages_are_asked_for_than_allowed(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", *(f"/{i}" for i in range(9))))
+    events = await crawl(new(max_pages=4))
+    assert len(site.requests) == len(events) == 4
+
+
+async def test_start_urls_over_the_limit_are_reported(site: Website, new: NewSource) -> None:
+    urls = [site.add(f"/{i}", text(f"{i}th")) for i in range(3)]
+    events = await crawl(new(urls, max_pages=2))
+    assert sorted(paths(events)) == ["/0", "/1"]
+    assert reasons(events) == {"/2": "max_pages=2 is less than there are start URLs"}
+
+
+@pytest.mark.parametrize(("same_host", "expected"), [(True, ["/"]), (False, ["/", "/other"])])
+async def test_other_hosts_are_followed_only_on_request(
+    site: Website, new: NewSource, same_host: bool, expected: list[str]
+) -> None:
+    site.add("/", text("Emperor", site.url("/other", host="localhost")))
+    site.add("/other", text("King"))
+    assert paths(await crawl(new(same_host=same_host))) == expected
+
+
+async def test_a_start_url_may_redirect_to_the_sites_real_host(site: Website, new: NewSource) -> None:
+    site.add_redirect("/", site.url("/home", host="localhost"))
+    site.add("/home", text("Emperor", "/a", site.url("/b")))
+    site.add("/a", text("King", "/away"))
+    site.add("/b", text("Adelie"))
+    site.add_redirect("/away", f"http://127.0.0.2:{site.port}/")
+    events = await crawl(new())
+    assert sorted(paths(events)) == ["/a", "/b", "/home"]
+    assert reasons(events) == {"/away": f"it redirects to another host: http://127.0.0.2:{site.port}/"}
+
+
+async def test_each_page_is_asked_for_once_however_it_is_spelled(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/a", "/a#x", site.url("/a").upper().replace("/A", "/a"), "/", "/moved", "/old"))
+    site.add("/a", text("King"))
+    site.add_redirect("/moved", "/a")
+    site.add_redirect("/old", "/new")
+    site.add("/new", text("Adelie"))
+    events = await crawl(new())
+    assert sorted(site.paths) == ["/", "/a", "/moved", "/new", "/old"]
+    assert reasons(events) == {"/moved": f"it redirects to {site.url('/a')}, which is visited already"}
+
+
+async def test_pages_come_in_the_order_in_which_they_arrive(site: Website, new: NewSource) -> None:
+    """A slow page holds up neither the others nor the pages behind them: there is no barrier between levels."""
+    site.add("/", text("Emperor", "/slow", "/fast"))
+    site.add("/slow", text("King"))
+    site.add("/fast", text("Adelie", "/deep"))
+    site.add("/deep", text("Gentoo"))
+    gate = site.add_gate("/slow")
+    events: list[SourceEvent] = []
+    async with asyncio.timeout(20), aclosing(new().stream(QUERY)) as stream:
+        async for event in stream:
+            events.append(event)
+            if paths(events) == ["/", "/fast", "/deep"]:
+                gate.set()
+    assert paths(events) == ["/", "/fast", "/deep", "/slow"]
+
+
+async def test_the_hint_counts_the_pages_under_way(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/a", "/b"))
+    site.add("/a", text("King"))
+    site.add("/b", text("Adelie"))
+    events = await crawl(new())
+    assert [event.hint.num_chunks for event in events if isinstance(event, Append) and event.hint] == [2, 1, 0]
+
+
+async def test_pages_are_fetched_side_by_side_up_to_the_limit(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", *(f"/{i}" for i in range(5))))
+    gates = [site.add_gate(f"/{i}") for i in range(5)]
+    crawling = asyncio.create_task(crawl(new(num_fetches=3)))
+    await site.until_asked("/2")
+    assert len(site.requests) == 4
+    for gate in gates:
+        gate.set()
+    assert len(await crawling) == 6
+
+
+async def test_links_that_promise_more_are_followed_first(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/about", "/imprint", "/how-penguins-swim"))
+    await crawl(new(max_pages=2))
+    assert site.paths == ["/", "/how-penguins-swim"]
+
+
+# ------------------------------------------------------------------------------------------------------- what is kept
+
+
+async def test_what_pages_have_in_common_appears_once(site: Website, new: NewSource) -> None:
+    notice = "<p>All texts about how penguins swim are under the same free licence.</p>"
+    site.add("/", text("Emperor", "/a") + notice)
+    site.add("/a", text("King") + notice)
+    first, second = await crawl(new())
+    assert isinstance(first, Append)
+    assert isinstance(second, Append)
+    assert "same free licence" in first.chunk.text
+    assert "same free licence" not in second.chunk.text
+
+
+async def test_queries_do_not_share_what_has_been_said(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor"))
+    source = new()
+    assert await crawl(source) == await crawl(source)
+
+
+async def test_a_page_that_says_nothing_new_is_skipped(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/index.html"))
+    site.add("/index.html", text("Emperor", "/"))
+    events = await crawl(new())
+    assert reasons(events) == {"/index.html": "what matches the query on it was on earlier pages"}
+
+
+async def test_links_of_irrelevant_pages_are_followed(site: Website, new: NewSource) -> None:
+    site.add("/", "<p>A list of links.</p><a href='/a'>A</a>")
+    site.add("/a", text("King"))
+    events = await crawl(new())
+    assert paths(events) == ["/a"]
+    assert reasons(events) == {"/": "nothing on it matches the query"}
+
+
+async def test_a_long_page_is_cut_to_its_best_parts(site: Website, new: NewSource) -> None:
+    parts = [f"<p>{word} penguins {'swim ' * n} {'x' * 600}</p>" for n, word in enumerate(["One", "Two", "Three"], 1)]
+    site.add("/", "".join(parts))
+    [event] = await crawl(new(max_page_chars=1400))
+    assert isinstance(event, Append)
+    assert len(event.chunk.text) <= 1400
+    assert [part in event.chunk.text for part in ("One", "Two", "Three")] == [False, True, True]
+
+
+async def test_plain_text_pages_are_sources_too(site: Website, new: NewSource) -> None:
+    site.add("/", "All penguins swim.", content_type="text/plain")
+    [event] = await crawl(new())
+    assert isinstance(event, Append)
+    assert event.chunk.text == "All penguins swim."
+
+
+async def test_pages_that_cannot_be_used_are_skipped_with_the_reason(site: Website, new: NewSource) -> None:
+    links = ["/missing", "/pdf", "/empty", "/endless", "/large", "/broken", "/textless", "/gone"]
+    site.add("/", text("Emperor", *links))
+    site.add("/pdf", "%PDF", content_type="application/pdf")
+    site.add("/empty", "")
+    site.add("/endless", text("King"), fault="never ends")
+    site.add("/large", "x" * 20_000)
+    site.add("/broken", text("King"), fault="breaks off")
+    site.add("/textless", "<script>x</script>")
+    site.add("/gone", fault="breaks off at once")
+    events = await crawl(new(page_timeout_s=1, max_body_bytes=10_000))
+    assert paths(events) == ["/"]
+    found = reasons(events)
+    assert found.pop("/gone").startswith(f"{site.url('/gone')} cannot be reached: ")
+    assert found.pop("/broken").startswith("its connection broke off: ")
+    assert found == {
+        "/missing": "the server answers HTTP 404",
+        "/pdf": "it is application/pdf, not a web page",
+        "/empty": "it is empty",
+        "/endless": "it did not end within 1 s",
+        "/large": "it is larger than max_body_bytes=10000",
+        "/textless": "it has no text",
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ deadlines
+
+
+async def test_at_the_crawls_deadline_what_has_arrived_is_used(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/a", "/slow"))
+    site.add("/a", text("King"))
+    site.add_gate("/slow")
+    started_s = time.monotonic()
+    events = await crawl(new(crawl_timeout_s=1.5))
+    assert time.monotonic() - started_s < 5
+    assert paths(events) == ["/", "/a"]
+    assert reasons(events) == {"/slow": "not finished when crawl_timeout_s=1.5 were over"}
+
+
+async def test_pages_that_are_finished_at_the_deadline_are_used_however_late_they_are_read(
+    site: Website, new: NewSource
+) -> None:
+    site.add("/", text("Emperor", "/a"))
+    site.add("/a", text("King", "/deep"))
+    async with aclosing(new(crawl_timeout_s=1).stream(QUERY)) as stream:
+        events = [await anext(stream)]
+        await site.until_asked("/a")
+        await asyncio.sleep(1.1)  # a slow reader: the crawl's time is over
+        events += [event async for event in stream]
+    assert paths(events) == ["/", "/a"]
+    assert reasons(events) == {}
+
+
+async def test_a_page_that_takes_too_long_to_read_is_skipped(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/many"))
+    site.add("/many", MANY_LINKS)
+    events = await crawl(new(page_timeout_s=0.7))
+    assert paths(events) == ["/"]
+    assert reasons(events) == {"/many": "reading it takes longer than 0.7 s"}
+
+
+async def test_a_page_that_is_slow_to_read_holds_up_no_other_page_or_query(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/many", *(f"/{i}" for i in range(4))))
+    site.add("/many", MANY_LINKS)
+    for i in range(4):
+        site.add(f"/{i}", text(f"{i}th"))
+    source, other = new(), new([site.add("/other", text("King"))])
+    async with asyncio.timeout(20), aclosing(source.stream(QUERY)) as stream:
+        events = [await anext(stream) for _ in range(3)]
+        assert paths(await crawl(other)) == ["/other"]
+        assert num_busy(source) >= 1
+        events += [await anext(stream) for _ in range(2)]
+        assert sorted(paths(events)) == ["/", "/0", "/1", "/2", "/3"]
+
+
+async def test_a_crawl_takes_only_moments_of_the_event_loop(site: Website, new: NewSource) -> None:
+    """In CPU time of the loop's thread between two ticks, which other programs on the machine do not add to."""
+    filler = "".join(f"<p>Sentence {i} of many on a page like those of real documentation.</p>" for i in range(1500))
+    site.add("/", text("Emperor", *(f"/{i}" for i in range(10))))
+    for i in range(10):
+        site.add(f"/{i}", text(f"{i}th") + filler)
+    moments_s = []
+
+    async def tick() -> None:
+        while True:
+            begun_s = time.thread_time()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
+            moments_s.append(time.thread_time() - begun_s)
+
+    ticking = asyncio.create_task(tick())
+    events = await crawl(new())
+    ticking.cancel()
+    assert len(paths(events)) == 11
+    assert max(moments_s) < 0.02
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+async def test_unreachable_start_urls_are_an_error_that_names_them(site: Website, new: NewSource) -> None:
+    url = site.url(host="127.0.0.9")
+    with pytest.raises(UnreachableError, match=f"^{url} cannot be reached: .*[Cc]onnect"):
+        await crawl(new([url]))
+    with pytest.raises(UnreachableError, match=f"none of the 2 start URLs can be reached; {url}"):
+        await crawl(new([url, f"http://127.0.0.8:{site.port}/"]))
+
+
+async def test_one_start_url_that_can_be_reached_is_enough(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor"))
+    events = await crawl(new([site.url(host="127.0.0.9"), site.url()]))
+    assert len(paths(events)) == 1
+    assert [type(event) for event in events].count(Skipped) == 1
+
+
+async def test_a_private_start_url_is_refused_with_the_remedy(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor"))
+    with pytest.raises(UnsafeUrlError, match=r"127\.0\.0\.1 .* not a public address .* pass allow_private=True"):
+        await crawl(new(allow_private=False))
+    assert site.requests == []
+
+
+async def test_links_to_private_addresses_are_skipped(
+    site: Website, new: NewSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = addresses._is_public
+    monkeypatch.setattr(addresses, "_is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
+    site.add("/", text("Emperor", site.url("/secret", host="127.0.0.2"), "/sly"))
+    site.add_redirect("/sly", site.url("/secret", host="127.0.0.3"))
+    events = await crawl(new(allow_private=False, same_host=False))
+    assert sorted(site.paths) == ["/", "/sly"]
+    assert all("not a public address" in reason for reason in reasons(events).values())
+    assert len(events) == 3
+
+
+async def test_a_worker_that_dies_is_an_error_for_its_query_alone(site: Website, new: NewSource) -> None:
+    site.add("/", MANY_LINKS)
+    source, other = new(), new([site.add("/other", text("King"))])
+    workers = source._workers
+    assert workers
+    before = set(workers.process_ids)
+    crawling = asyncio.create_task(crawl(source))
+    [first, second] = [slot.result() for slot in workers._slots]
+    await until(lambda: first.is_in_step != second.is_in_step)
+    busy = second if first.is_in_step else first
+    os.kill(busy.process.pid, signal.SIGKILL)
+    assert paths(await crawl(other)) == ["/other"]
+    with pytest.raises(WorkerError, match=r"crawl worker \(process \d+\) died with exit code -9"):
+        await crawling
+    site.add("/", text("Emperor"))
+    assert paths(await crawl(source)) == ["/"]
+    await until(lambda: len(workers.process_ids) == 2)
+    assert len(before & set(workers.process_ids)) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- leaving it
+
+
+async def test_leaving_before_the_first_page_closes_everything(site: Website, new: NewSource) -> None:
+    site.add_gate("/")
+    stream = new().stream(QUERY)
+    waiting = asyncio.create_task(anext(stream))
+    await site.until_asked("/")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await site.until_all_closed()
+    assert [event async for event in stream] == []
+
+
+async def test_leaving_while_fetching_closes_everything(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", *(f"/{i}" for i in range(9))))
+    for i in range(9):
+        site.add(f"/{i}", text("King"), fault="never ends")
+    async with aclosing(new(num_fetches=4).stream(QUERY)) as stream:
+        await anext(stream)
+        await site.until_asked("/3")
+        assert site.num_open >= 4
+    await site.until_all_closed()
+
+
+@pytest.mark.parametrize("how", ["close", "cancel"])
+async def test_leaving_while_a_page_is_read_leaves_no_worker_busy(site: Website, new: NewSource, how: str) -> None:
+    site.add("/", MANY_LINKS)
+    source = new()
+    stream = source.stream(QUERY)
+    waiting = asyncio.create_task(anext(stream))
+    await until(lambda: num_busy(source))
+    waiting.cancel()
+    if how == "cancel":
+        await asyncio.sleep(0)
+        waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await stream.aclose()
+    assert num_busy(source) == 0
+
+
+async def test_leaving_an_anyio_scope_closes_everything(site: Website, new: NewSource) -> None:
+    import anyio
+
+    site.add("/", text("Emperor", "/a"))
+    site.add_gate("/a")
+    with anyio.move_on_after(0.5) as scope:
+        async with aclosing(new().stream(QUERY)) as stream:
+            async for _ in stream:
+                pass
+    assert scope.cancelled_caught
+    await site.until_all_closed()
+
+
+# ----------------------------------------------------------------------------------------------------------- start URLs
+
+
+async def test_a_function_gives_the_start_urls(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor"))
+    thread_ids = []
+
+    def blocking(query: str) -> list[str]:
+        thread_ids.append(asyncio._get_running_loop())
+        return [site.url(), site.url("/#again")] if query == QUERY else []
+
+    async def waiting(query: str) -> list[str]:
+        await asyncio.sleep(0)
+        return blocking(query)
+
+    for urls in (blocking, waiting, lambda query: waiting(query)):
+        assert paths(await crawl(new(urls))) == ["/"]
+        assert await crawl(new(urls), "something else") == []
+    assert thread_ids[0] is None  # not in the event loop's thread, which it would block
+
+
+async def test_a_function_that_fails_is_a_source_error(new: NewSource) -> None:
+    def fails(query: str) -> list[str]:
+        raise KeyError("quota")
+
+    async def hangs(query: str) -> list[str]:
+        await asyncio.Event().wait()
+        return []
+
+    with pytest.raises(SourceError, match=r"start URLs raised KeyError\('quota'\)"):
+        await crawl(new(fails))
+    with pytest.raises(SourceError, match=r"start URLs took longer than 0\.1 s"):
+        await crawl(new(hangs, crawl_timeout_s=0.1))
+    with pytest.raises(ConfigurationError, match="start URLs are a list"):
+        await crawl(new(lambda query: "http://docs.example/"))
+    with pytest.raises(UnsafeUrlError, match="only http:// and https://"):
+        await crawl(new(lambda query: ["file:///etc/passwd"]))
+
+
+@pytest.mark.parametrize(
+    ("urls", "options", "message"),
+    [
+        ("http://docs.example/", {}, "start URLs are a list"),
+        (7, {}, "start URLs are a list"),
+        ([], {}, "no start URL"),
+        ([7], {}, "a start URL is a str"),
+        (["docs.example"], {}, "write https://host/path"),
+        (["file:///etc/passwd"], {}, "only http:// and https://"),
+        (None, {"max_depth": -1}, "max_depth=-1 must be a whole number, at least 0"),
+        (None, {"max_pages": 0}, "max_pages=0 must be"),
+        (None, {"num_fetches": 1.5}, "num_fetches=1.5 must be"),
+        (None, {"num_workers": True}, "num_workers=True must be"),
+        (None, {"max_body_bytes": "1"}, "max_body_bytes='1' must be"),
+        (None, {"max_page_chars": 0}, "max_page_chars=0 must be"),
+        (None, {"page_timeout_s": 0}, "page_timeout_s=0 must be a number of seconds"),
+        (None, {"crawl_timeout_s": float("inf")}, "crawl_timeout_s=inf must be"),
+        (None, {"user_agent": "a\r\nHost: b"}, "user_agent='a.* must be printable ASCII"),
+        (None, {"cdp_url": "localhost:9222"}, "cdp_url='localhost:9222' must be"),
+    ],
+)
+async def test_values_that_cannot_work_are_refused(urls: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigurationError, UnsafeUrlError), match=message):
+        WebSource(["http://docs.example/"] if urls is None else urls, **options)
+
+
+# -------------------------------------------------------------------------------------------------- starting and ending
+
+
+async def test_a_source_that_is_not_started_says_so() -> None:
+    with pytest.raises(ConfigurationError, match="WebSource is not started: use it in a Pipeline"):
+        await crawl(WebSource(["http://docs.example/"]))
+
+
+async def test_starting_and_closing_leave_nothing_behind(
+    site: Website, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, scratch = tmp_path / "home", tmp_path / "scratch"
+    home.mkdir()
+    scratch.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    site.add("/", text("Emperor"))
+    source = WebSource([site.url()], allow_private=True, num_workers=1)
+    lines: list[str] = []
+    for _ in range(2):
+        await source.start(lines.append)
+        await source.start(lines.append)
+        assert source._workers
+        process_ids = source._workers.process_ids
+        assert paths(await crawl(source)) == ["/"]
+        await source.aclose()
+        assert not any(map(alive, process_ids))
+        assert list(scratch.iterdir()) == []
+    await source.aclose()
+    assert lines == ["starting 1 crawl workers", "crawl workers are ready"] * 2
+    assert list(home.iterdir()) == []
+
+
+async def test_closing_the_source_ends_its_crawls_with_an_error(site: Website) -> None:
+    site.add("/", MANY_LINKS)
+    source = WebSource([site.url()], allow_private=True, num_workers=1)
+    await source.start(lambda line: None)
+    crawling = asyncio.create_task(crawl(source))
+    await until(lambda: num_busy(source))
+    await source.aclose()
+    with pytest.raises(WorkerError, match="crawl worker is closed"):
+        await crawling
+
+
+async def test_what_is_not_installed_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"crawl4ai is not installed.*pip install 'streamrag\[crawl\]'"):
+        await WebSource(["http://docs.example/"]).start(lambda line: None)
+
+
+# ------------------------------------------------------------------------------------------------- through a browser
+
+
+SCRIPTED = """<title>A shell</title><p id="target"></p><script>
+setTimeout(() => {
+    document.cookie = "seen=1"
+    document.getElementById("target").innerHTML = 'Little penguins swim, says a script. <a href="/next">Next</a>'
+}, 200)
+</script>"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[str, int]]:
+    """A running browser's address and process id."""
+    if not (chromium := shutil.which("chromium")):
+        pytest.skip("chromium is not installed")
+    flags = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"]
+    flags += ["disable-component-update", "disable-sync", "remote-debugging-port=0"]
+    flags += [f"user-data-dir={tmp_path_factory.mktemp('browser')}"]
+    process = await asyncio.create_subprocess_exec(
+        chromium,
+        *(f"--{flag}" for flag in flags),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stderr
+    async with asyncio.timeout(60):
+        while not (found := re.search(rb"ws://([\d.:]+)/", await process.stderr.readline())):
+            pass
+    reading = asyncio.create_task(process.stderr.read())
+    yield f"http://{found[1].decode()}", process.pid
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await reading
+    await process.wait()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browsing(browser: tuple[str, int]) -> AsyncIterator[WebSource]:
+    source = WebSource(["http://docs.example/"], cdp_url=browser[0], num_workers=1)
+    await source.start(lambda line: None)
+    yield source
+    await source.aclose()
+
+
+@pytest.fixture
+def browse(site: Website, browsing: WebSource, browser: tuple[str, int], new: NewSource) -> NewSource:
+    site.is_browsed = True
+
+    def browse(urls: StartUrls | None = None, **options: Any) -> WebSource:
+        source = new(urls, cdp_url=browser[0], **options)
+        source._workers = browsing._workers
+        return source
+
+    return browse
+
+
+async def test_pages_that_scripts_write_are_read_through_a_browser(site: Website, browse: NewSource) -> None:
+    site.add("/", SCRIPTED)
+    site.add("/next", text("Emperor", "/missing"))
+    events = await crawl(browse())
+    assert paths(events) == ["/", "/next"]
+    first = events[0]
+    assert isinstance(first, Append)
+    assert "Little penguins swim, says a script." in first.chunk.text
+    assert first.chunk.title == "A shell"
+    assert reasons(events) == {"/missing": "the server answers HTTP 404"}
+    assert {request.headers["user-agent"] for request in site.requests} == {f"streamrag/{streamrag.__version__}"}
+
+
+async def test_without_a_browser_there_is_nothing_on_such_a_page(site: Website, new: NewSource) -> None:
+    site.add("/", SCRIPTED)
+    assert reasons(await crawl(new())) == {"/": "it has no text"}
+
+
+async def test_a_browser_is_not_asked_for_private_addresses(site: Website, browse: NewSource) -> None:
+    with pytest.raises(UnsafeUrlError, match="pass allow_private=True"):
+        await crawl(browse(allow_private=False))
+    assert site.requests == []
+
+
+async def test_where_a_browser_is_led_to_is_checked(
+    site: Website, browse: NewSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = addresses._is_public
+    monkeypatch.setattr(addresses, "_is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
+    site.add("/", text("Emperor", "/elsewhere", "/private"))
+    site.add_redirect("/elsewhere", site.url("/other", host="localhost"))
+    site.add_redirect("/private", site.url("/other", host="127.0.0.2"))
+    site.add("/other", text("King"))
+    events = await crawl(browse(allow_private=False))
+    assert paths(events) == ["/"]
+    assert reasons(events)["/elsewhere"] == f"it redirects to another host: {site.url('/other', host='localhost')}"
+    assert reasons(events)["/private"] == f"it redirects to another host: {site.url('/other', host='127.0.0.2')}"
+    events = await crawl(browse([site.url("/private")], allow_private=False))
+    assert "127.0.0.2, which is not a public address" in reasons(events)["/private"]
+
+
+async def test_what_a_browser_cannot_reach_is_unreachable(site: Website, browse: NewSource) -> None:
+    with pytest.raises(UnreachableError, match=r"cannot be reached: net::ERR_CONNECTION_REFUSED"):
+        await crawl(browse([site.url(host="127.0.0.9")]))
+
+
+async def test_a_page_that_a_browser_waits_for_is_given_up_at_its_deadline(site: Website, browse: NewSource) -> None:
+    site.add_gate("/")
+    events = await crawl(browse(page_timeout_s=0.4))
+    assert reasons(events) == {"/": "reading it takes longer than 0.8 s"}
+
+
+async def test_a_browser_that_is_closed_is_an_error_and_one_that_is_not_there_too(
+    site: Website, browse: NewSource, browser: tuple[str, int]
+) -> None:
+    site.add("/", text("Emperor"))
+    assert paths(await crawl(browse())) == ["/"]
+    os.killpg(browser[1], signal.SIGKILL)
+    await until(lambda: not alive(browser[1]))
+    with pytest.raises(WorkerError, match="the browser has gone away"):
+        await crawl(browse())
+    with pytest.raises(WorkerError, match="nothing listens at"):
+        await crawl(browse())
+    with pytest.raises(UnreachableError, match=f"no browser answers at cdp_url='{browser[0]}'; start one with"):
+        await WebSource(["http://docs.example/"], cdp_url=browser[0]).start(lambda line: None)

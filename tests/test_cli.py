@@ -1,0 +1,108 @@
+"""The program as a person uses it; what needs an engine is tried in test_examples and by hand."""
+
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from streamrag import Append, Chunk, Pipeline, Skipped, Update
+from streamrag.cli import main
+from streamrag.cli.view import print_sources, print_timings, watch
+from streamrag.telemetry import Event
+from streamrag.testing import ScriptedBackend, ScriptedSource
+
+
+async def seen(source: ScriptedSource, backend: ScriptedBackend, **options: int) -> tuple[str, str]:
+    """What a person sees on the standard error and on the standard output."""
+    progress, output = (Console(file=io.StringIO(), width=200, highlight=False) for _ in range(2))
+    async with Pipeline(source, backend, on_source_error="answer") as pipeline:
+        answer = await watch(pipeline.events("Why [b]?", **options), progress, answer_to=output)  # type: ignore[arg-type]
+    print_sources(answer, progress)
+    print_timings(answer, progress)
+    assert isinstance(progress.file, io.StringIO)
+    assert isinstance(output.file, io.StringIO)
+    return progress.file.getvalue(), output.file.getvalue()
+
+
+async def test_a_query_is_watched_from_retrieval_to_sources() -> None:
+    a, b = Chunk("alpha", "a.md", "A [bold]", score=0.5), Chunk("beta", "b.md")
+    source = ScriptedSource([Update((a,)), Skipped("c.md", "it is empty"), Update((b, a)), RuntimeError("broken")])
+    progress, output = await seen(source, ScriptedBackend("Because [1]."), max_context_tokens=500)
+    assert output == "Because [1].\n"
+    for line in (
+        "retrieving for 'Why [b]?'",
+        "+ A [bold]  a.md#0",
+        "- c.md: it is empty",
+        "retrieval failed: ScriptedSource failed: RuntimeError: broken",
+        "retrieval complete: 2 chunks",
+        "[1] b.md",
+        "[2] A [bold]  a.md  0.500",
+        "ttft_after_retrieval_s",
+    ):
+        assert line in progress
+    assert "invalidated" in progress
+
+
+async def test_what_a_stranger_wrote_cannot_steer_the_terminal() -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m"
+    source = ScriptedSource([Append(Chunk("text", hostile, hostile)), Skipped(hostile, hostile)])
+    progress, output = await seen(source, ScriptedBackend(hostile))
+    for text in (progress, output):
+        assert not {"\x1b", "\x07", "\r", "\x9b"} & set(text)
+
+
+async def test_an_answer_without_context_is_announced() -> None:
+    progress, _ = await seen(ScriptedSource([]), ScriptedBackend("?"))
+    assert "nothing was found: the answer has no context" in progress
+    assert "This answer had no context" in progress
+
+
+async def test_left_out_chunks_are_named() -> None:
+    source = ScriptedSource([Append(Chunk("x" * 400, "big.md"))])
+    progress, _ = await seen(source, ScriptedBackend("?"), max_context_tokens=100)
+    assert "left out of the budget of 100 tokens: big.md#0" in progress
+
+
+@pytest.mark.parametrize("command", [[], ["ask"], ["index"], ["index", "build"]])
+def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "usage: streamrag" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url", "ftp://example.org", "--model", "/tmp"], "UnsafeUrlError"),
+        (["--index", "/nowhere", "--model", "/nowhere"], "ModelError"),
+        (["--url", "http://example.org", "--model", "/tmp", "--api-key", "x"], "--api-key is for --server"),
+        (["--url", "http://example.org", "--model", "/tmp", "--max-tokens", "0"], "max_tokens=0"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_remedy(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ask", "Why?", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_building_from_a_missing_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["index", "build", str(tmp_path / "none"), "--out", str(tmp_path / "index")]) == 1
+    assert "none" in capsys.readouterr().err
+
+
+async def test_the_json_result_is_complete() -> None:
+    from streamrag.cli.ask import as_json
+
+    async with Pipeline(ScriptedSource([Append(Chunk("alpha", "a.md"))]), ScriptedBackend("ok")) as pipeline:
+        stream: AsyncIterator[Event] = pipeline.events("Why?")
+        _ = [event async for event in stream]
+    written = json.loads(json.dumps(as_json(stream.result)))  # type: ignore[attr-defined]
+    assert written["text"] == "ok"
+    assert written["sources"][0]["source"] == "a.md"
+    assert written["has_context"] is True
+    assert written["timings"]["ttft_s"] > 0
