@@ -21,7 +21,7 @@ from demo_site import MEDIAN_LATENCY_S, build_site
 from rich.console import Console
 from rich.table import Table
 
-from streamrag import Borrowed, Pipeline, SamplingParams, StretchedSource, VectorSource, VllmBackend, WebSource
+from streamrag import Pipeline, SamplingParams, StretchedSource, VectorSource, VllmBackend, WebSource, borrowed
 from streamrag.cli.view import print_sources, print_timings, watch
 from streamrag.core import Source
 from streamrag.errors import StreamRagError
@@ -118,7 +118,7 @@ async def ask_both_ways(
 ) -> list[Pair]:
     """Each question streaming and not, on an empty prefix cache; who goes first alternates. Shows the first one."""
     pairs = []
-    async with Pipeline(source, Borrowed(backend)) as pipeline:
+    async with Pipeline(source, borrowed(backend)) as pipeline:
         for number, question in enumerate(questions):
             events: dict[bool, list[Event]] = {}
             for overlap in (True, False) if number % 2 == 0 else (False, True):
@@ -151,19 +151,15 @@ async def _keeping(events: AsyncIterator[Event], kept: list[Event]) -> AsyncIter
 
 def print_table(groups: dict[str, list[Pair]]) -> None:
     """Medians of the paired queries."""
-    table = Table(title="Medians of paired queries, in seconds", title_justify="left")
-    table.add_column("")
-    for measure in ("ttft_s", "ttft_after_retrieval_s"):
-        for heading in (f"{measure}\nstreaming", "not\nstreaming", "median\nratio"):
-            table.add_column(heading, justify="right")
+    table = Table(title="Medians of paired queries", title_justify="left")
+    for heading in ("", "in seconds", "streaming", "not streaming", "ratio"):
+        table.add_column(heading, justify="left" if heading in ("", "in seconds") else "right")
     for name, pairs in groups.items():
-        cells = []
         for measure in ("ttft_s", "ttft_after_retrieval_s"):
             both = [[getattr(answer.timings, measure) for answer in pair.answers] for pair in pairs]
             streaming, waiting = (statistics.median(column) for column in zip(*both, strict=True))
             ratio = statistics.median(waiting / streaming for streaming, waiting in both)
-            cells += [f"{streaming:.2f}", f"{waiting:.2f}", f"{ratio:.2f}x"]
-        table.add_row(name, *cells)
+            table.add_row(name, measure, f"{streaming:.2f}", f"{waiting:.2f}", f"{ratio:.2f}x")
     console.print(table)
     for name, pairs in groups.items():
         same = [pair for pair in pairs if len({answer.sources for answer in pair.answers}) == 1]
@@ -218,30 +214,31 @@ async def run(arguments: argparse.Namespace) -> None:
     index = arguments.index or out / "index"
     groups: dict[str, list[Pair]] = {}
     async with AsyncExitStack() as stack:
+        url = arguments.url
+        if url is None:
+            url = await stack.enter_async_context(serve(out / "site"))
+            console.print(f"serving the site at {url}, with a median latency of {MEDIAN_LATENCY_S} s a page")
         # In float32 the answers of both arms are equal to the token, whatever pieces their prompts were prefilled in.
         backend = VllmBackend(
             arguments.model or out / "model",
             max_model_len=MODEL["max_model_len"],
             dtype="auto" if arguments.model else "float32",
         )
-        stack.push_async_callback(backend.aclose)
-        with console.status("starting") as status:
-            await backend.start(status.update)
-        url = arguments.url
-        if url is None:
-            url = await stack.enter_async_context(serve(out / "site"))
-            console.print(f"serving the site at {url}, with a median latency of {MEDIAN_LATENCY_S} s a page")
         crawl = WebSource([url], max_pages=12, max_page_chars=1500, allow_private=arguments.url is None)
-        stretched = StretchedSource(VectorSource(index, k=12), (STAGE_GAP_S,), end_gap_s=END_GAP_S)
+        search = VectorSource(index, k=12)
+        with console.status("starting") as status:
+            for part in (backend, crawl, search):
+                stack.push_async_callback(part.aclose)
+            await asyncio.gather(*(part.start(status.update) for part in (backend, crawl, search)))
         for name, source, what in (
-            ("crawl", crawl, "Pages append to the context."),
+            ("crawl", borrowed(crawl), "Pages append to the context."),
             (
                 "search, stretched",
-                stretched,
+                StretchedSource(borrowed(search), (STAGE_GAP_S,), end_gap_s=END_GAP_S),
                 "Stages update the context. They are stretched, as if the index lay on a slow disk: changes come "
                 f"{STAGE_GAP_S} s apart, and the search ends {END_GAP_S} s after the last one.",
             ),
-            ("search", VectorSource(index, k=12), "The same search as fast as it is."),
+            ("search", borrowed(search), "The same search as fast as it is."),
         ):
             console.rule(f"[bold]{name}", align="left")
             console.print(what)

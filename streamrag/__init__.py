@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from streamrag.modes import AppendMode as AppendMode
     from streamrag.modes import PromptTemplate as PromptTemplate
     from streamrag.modes import UpdateMode as UpdateMode
-    from streamrag.pipeline import Borrowed as Borrowed
     from streamrag.pipeline import Pipeline as Pipeline
+    from streamrag.pipeline import borrowed as borrowed
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
     from streamrag.sources.stretch import StretchedSource as StretchedSource
     from streamrag.sources.vector import VectorSource as VectorSource
@@ -41,7 +41,6 @@ _HOMES = {
     "AnswerChunk": "streamrag.core",
     "Append": "streamrag.core",
     "AppendMode": "streamrag.modes",
-    "Borrowed": "streamrag.pipeline",
     "Chunk": "streamrag.core",
     "Hint": "streamrag.core",
     "OpenAIBackend": "streamrag.backends.openai",
@@ -59,6 +58,7 @@ _HOMES = {
     "VectorSource": "streamrag.sources.vector",
     "VllmBackend": "streamrag.backends.vllm",
     "WebSource": "streamrag.sources.web",
+    "borrowed": "streamrag.pipeline",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

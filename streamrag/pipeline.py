@@ -2,23 +2,24 @@
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
 import anyio
 
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Backend, BackendEvent, Mode, ModelInfo, Progress, Prompt, SamplingParams, Source, Startable
+from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream, ended
 from streamrag.modes import PromptTemplate, UpdateMode
 from streamrag.query import Query, QueryOptions, QueryRun
 from streamrag.telemetry import Answer
 
-__all__ = ["Borrowed", "Pipeline"]
+__all__ = ["Pipeline", "borrowed"]
+
+Part = TypeVar("Part", Source, Backend)
 
 
 class Pipeline:
@@ -195,24 +196,27 @@ class Pipeline:
             self._parts = parts.pop_all()
 
 
-class Borrowed:
-    """A backend that somebody else starts and closes: for several pipelines over one engine.
+class _Borrowed:
+    def __init__(self, part: object) -> None:
+        self._part = part
 
-    await backend.start(print)
-    async with Pipeline(wiki, Borrowed(backend)) as wiki_pipeline, Pipeline(web, Borrowed(backend)) as web_pipeline:
-        ...
-    await backend.aclose()
+    def __getattr__(self, name: str) -> Any:
+        if name in ("start", "aclose"):
+            raise AttributeError(name)
+        return getattr(self._part, name)
+
+
+def borrowed(part: Part) -> Part:
+    """A source or backend that somebody else starts and closes: for several pipelines over one engine.
+
+        await backend.start(print)
+        async with Pipeline(wiki, borrowed(backend)) as wiki_pipeline, Pipeline(web, borrowed(backend)) as web_pipeline:
+            ...
+        await backend.aclose()
+
+    It is `part` without the methods of `Startable`.
     """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    @property
-    def model(self) -> ModelInfo:
-        return self._backend.model
-
-    def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-        return self._backend.generate(prompts, params)
+    return cast(Part, _Borrowed(part))
 
 
 def _succeeded(task: "asyncio.Task[None]") -> bool:

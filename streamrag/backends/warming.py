@@ -128,7 +128,7 @@ class _Warming:
             return
         self._request.cancel()
         self._num_wanted = 0
-        if num_wanted > self._num_whole_blocks(self._num_computed):
+        if num_wanted > self._num_computed:
             self._request = anyio.CancelScope()
             self._num_wanted = num_wanted
             tasks.start_soon(self._compute, prompt.token_ids[:num_wanted], self._request)

@@ -201,6 +201,8 @@ async def test_an_engine_that_dies_fails_its_queries_and_then_every_other(
         assert time.monotonic() - killed_s < 5
         with pytest.raises(EngineDeadError):
             await anext(backend.generate(prompts(), ENDLESS))
+        with pytest.raises(EngineDeadError):
+            await backend.num_unfinished_requests()
     finally:
         await backend.aclose()
         await backend.aclose()

@@ -165,14 +165,19 @@ async def test_a_complete_prompt_alone_is_answered_without_warming() -> None:
     assert query.engine.log == ["generate aaaabbbb?", "generate ended"]
 
 
-async def test_a_superseded_request_is_aborted_at_once() -> None:
+async def test_a_superseded_request_is_aborted_at_once_and_not_reported() -> None:
     query = Query()
-    async with query.consumed():
+    async with query.consumed() as events:
         query.prompts.send("aaaa")
         await query.engine.until("prefill aaaa")
         query.prompts.send("aaaabbbb")
         await query.engine.until("prefill aaaabbbb")
         assert query.engine.log == ["prefill aaaa", "abort aaaa", "prefill aaaabbbb"]
+        query.prompts.send("")
+        await query.engine.until("abort aaaabbbb")
+        query.prompts.send("?", is_complete=True)
+        query.engine.answer("4")
+        assert await events == [AnswerChunk("4", ids("4"))]
 
 
 async def test_a_superseded_request_is_aborted_though_nobody_takes_events() -> None:
