@@ -8,13 +8,14 @@ import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from typing import Generic, Self, TypeAlias, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from streamrag.core import AnswerChunk
 from streamrag.errors import StreamRagError
+from streamrag.tasks import wait_regardless
 from streamrag.telemetry import Answer, Answered, Event, TokensGenerated
 
 __all__ = ["AnswerStream", "EventStream"]
@@ -26,21 +27,6 @@ T = TypeVar("T")
 
 Emit: TypeAlias = Callable[[Event], Awaitable[None]]
 StartQuery: TypeAlias = Callable[[Emit], "asyncio.Task[Answer]"]
-
-
-async def ended(task: "asyncio.Task[Any]") -> None:
-    """Return when `task` has ended, whatever happens to the caller meanwhile; its outcome counts as retrieved."""
-    interruption: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            interruption = error
-    if not task.cancelled():
-        task.exception()
-    if interruption is not None:
-        raise interruption
 
 
 class QueryHandle(AsyncIterator[T], Generic[T]):
@@ -76,7 +62,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             return
         self._task.cancel()
         self._close_events()
-        await ended(self._task)
+        await wait_regardless([self._task])
 
     def _started(self) -> MemoryObjectReceiveStream[Event]:
         if self._events is None:

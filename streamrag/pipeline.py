@@ -12,9 +12,10 @@ import anyio
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
-from streamrag.handle import AnswerStream, Emit, EventStream, ended
+from streamrag.handle import AnswerStream, Emit, EventStream
 from streamrag.modes import PromptTemplate, UpdateMode
 from streamrag.query import Query, QueryOptions, QueryRun
+from streamrag.tasks import wait_regardless
 from streamrag.telemetry import Answer
 
 __all__ = ["Pipeline", "borrowed"]
@@ -111,9 +112,10 @@ class Pipeline:
         with anyio.CancelScope(shield=True):
             if self._queries and drain_s > 0:
                 await asyncio.wait(self._queries, timeout=drain_s)
-            for task in [*self._queries, *([self._starting] if self._starting else [])]:
+            tasks: list[asyncio.Task[Any]] = [*self._queries, *([self._starting] if self._starting else [])]
+            for task in tasks:
                 task.cancel()
-                await ended(task)
+            await wait_regardless(tasks)
             await self._parts.aclose()
 
     async def __aenter__(self) -> Self:
@@ -192,7 +194,7 @@ class Pipeline:
             finally:
                 for start in starts:
                     start.cancel()
-                    await ended(start)
+                await wait_regardless(starts)
             self._parts = parts.pop_all()
 
 

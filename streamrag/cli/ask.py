@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -43,7 +44,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     model.add_argument("--model", required=True, help="path or name of a model for vLLM, or its name at --server")
     model.add_argument("--server", metavar="URL", help="use an OpenAI-compatible server instead of an embedded vLLM")
     model.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer, for exact prompts with --server")
-    model.add_argument("--api-key", metavar="KEY", help="for --server")
+    model.add_argument("--api-key", metavar="KEY", help="for --server; OPENAI_API_KEY in the environment unless given")
     model.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
     crawl = parser.add_argument_group("crawling")
     crawl.add_argument("--depth", type=int, default=2, metavar="N", help="links to follow from a start page (2)")
@@ -129,7 +130,7 @@ def _make_backend(arguments: argparse.Namespace) -> Backend:
             arguments.server,
             arguments.model,
             tokenizer=arguments.tokenizer,
-            api_key=arguments.api_key,
+            api_key=arguments.api_key or os.environ.get("OPENAI_API_KEY"),
             max_model_len=arguments.max_model_len,
         )
     for option in ("tokenizer", "api_key"):

@@ -8,6 +8,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 __all__ = ["add_parser"]
 
+MAX_PATHS = 5
+"""Of the files that were skipped for one reason, these are named."""
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Describe the command to the program's parser."""
@@ -52,6 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         f"{arguments.out}: {summary.num_passages} passages of {summary.num_documents} documents, "
         f"{summary.dimension} dimensions, {summary.size_bytes / 2**20:.1f} MiB, in {summary.duration_s:.1f} s"
     )
+    by_reason: dict[str, list[str]] = {}
     for path, reason in summary.skipped:
-        console.print(f"  skipped {path}: {reason}", markup=False)
+        by_reason.setdefault(reason, []).append(str(path))
+    for reason, paths in sorted(by_reason.items()):
+        more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
+        console.print(f"  skipped, {reason}: {', '.join(paths[:MAX_PATHS])}{more}", markup=False, soft_wrap=True)
     return 0

@@ -23,8 +23,8 @@ from streamrag.sources.workers import (
     WorkerPool,
     WorkerStartError,
     WorkerTimeoutError,
-    wait_regardless,
 )
+from streamrag.tasks import wait_regardless
 
 __all__ = ["Crawl", "CrawlOptions"]
 
@@ -74,8 +74,7 @@ class Crawl:
         self._visited: set[str] = set()
         self._hosts: set[str] = set()
         self._num_launched = 0
-        self._num_starts = 0
-        self._unreachable: list[UnreachableError] = []
+        self._unreachable: dict[str, UnreachableError | None] = {}  # the start URLs, in their order
         self._seen: set[bytes] = set()
 
     @property
@@ -89,7 +88,7 @@ class Crawl:
             if self._num_launched == self._options.max_pages:
                 yield Skipped(url, f"max_pages={self._options.max_pages} is less than there are start URLs")
                 continue
-            self._num_starts += 1
+            self._unreachable[url] = None
             self._hosts.add(urlsplit(url).netloc)
             self._launch(_Target(url, 0))
 
@@ -118,7 +117,7 @@ class Crawl:
             return Skipped(target.url, str(error))
         except UnreachableError as error:
             if target.depth == 0:
-                self._unreachable.append(error)
+                self._unreachable[target.url] = error
             return Skipped(target.url, str(error))
         except UnusablePageError as error:
             return Skipped(target.url, str(error))
@@ -137,11 +136,11 @@ class Crawl:
         """
         for target in self._pages.values():
             yield Skipped(target.url, f"not finished when crawl_timeout_s={self._options.crawl_timeout_s:g} were over")
-        if self._unreachable and len(self._unreachable) == self._num_starts:
-            first = self._unreachable[0]
-            if self._num_starts == 1:
-                raise first
-            raise UnreachableError(f"none of the {self._num_starts} start URLs can be reached; {first}") from first
+        errors = [error for error in self._unreachable.values() if error]
+        if errors and len(errors) == len(self._unreachable):
+            if len(errors) == 1:
+                raise errors[0]
+            raise UnreachableError(f"none of the {len(errors)} start URLs can be reached; {errors[0]}") from errors[0]
 
     async def aclose(self) -> None:
         """Stop all that is under way, and close all connections."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Progress, Skipped, Source, SourceEvent, Startable, Update
 from streamrag.errors import ConfigurationError
-from streamrag.sources.workers import wait_regardless
+from streamrag.tasks import wait_regardless
 
 __all__ = ["StretchedSource"]
 

@@ -24,7 +24,8 @@ from streamrag.errors import (
 )
 from streamrag.sources.addresses import parse_start_url
 from streamrag.sources.crawl import Crawl, CrawlOptions
-from streamrag.sources.workers import WorkerPool, WorkerStartError, wait_regardless
+from streamrag.sources.workers import WorkerPool, WorkerStartError
+from streamrag.tasks import wait_regardless
 
 __all__ = ["StartUrls", "WebSource"]
 

@@ -6,15 +6,14 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
-
-import anyio
 
 from streamrag.errors import WorkerError
 from streamrag.sources import worker_main
 from streamrag.sources.worker_main import LENGTHS
+from streamrag.tasks import wait_regardless
 
 __all__ = [
     "CANCEL_GRACE_S",
@@ -22,7 +21,6 @@ __all__ = [
     "WorkerProcess",
     "WorkerStartError",
     "WorkerTimeoutError",
-    "wait_regardless",
 ]
 
 CANCEL_GRACE_S = 0.5
@@ -52,22 +50,6 @@ class WorkerStartError(WorkerJobError):
 
 class WorkerTimeoutError(WorkerError):
     """A job took longer than it was given; its worker was killed."""
-
-
-async def wait_regardless(tasks: Collection["asyncio.Task[Any]"]) -> None:
-    """Wait until `tasks` are done, whoever is cancelled meanwhile, and only then let that cancellation go on.
-
-    For cleaning up: the tasks must be sure to end soon.
-    """
-    was_cancelled = False
-    with anyio.CancelScope(shield=True):  # a cancelled anyio scope would cancel us again at every step
-        while pending := [task for task in tasks if not task.done()]:
-            try:
-                await asyncio.wait(pending)
-            except asyncio.CancelledError:
-                was_cancelled = True
-    if was_cancelled:
-        raise asyncio.CancelledError
 
 
 class WorkerProcess:

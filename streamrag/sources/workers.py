@@ -17,10 +17,10 @@ from streamrag.sources.worker_process import (
     WorkerProcess,
     WorkerStartError,
     WorkerTimeoutError,
-    wait_regardless,
 )
+from streamrag.tasks import wait_regardless
 
-__all__ = ["WorkerJobError", "WorkerPool", "WorkerStartError", "WorkerTimeoutError", "wait_regardless"]
+__all__ = ["WorkerJobError", "WorkerPool", "WorkerStartError", "WorkerTimeoutError"]
 
 T = TypeVar("T")
 

@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import pytest_asyncio
@@ -177,6 +179,19 @@ async def test_each_page_is_asked_for_once_however_it_is_spelled(site: Website, 
     assert reasons(events) == {"/moved": f"it redirects to {site.url('/a')}, which is visited already"}
 
 
+async def test_where_a_redirect_led_is_not_asked_for_again(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/old", "/hub"))
+    site.add_redirect("/old", "/new")
+    site.add("/new", text("King"))
+    site.add("/hub", text("Adelie", "/new"))
+    gate = site.add_gate("/hub")
+    async with asyncio.timeout(20), aclosing(new().stream(QUERY)) as stream:
+        async for event in stream:
+            if paths([event]) == ["/new"]:
+                gate.set()
+    assert sorted(site.paths) == ["/", "/hub", "/new", "/old"]
+
+
 async def test_pages_come_in_the_order_in_which_they_arrive(site: Website, new: NewSource) -> None:
     """A slow page holds up neither the others nor the pages behind them: there is no barrier between levels."""
     site.add("/", text("Emperor", "/slow", "/fast"))
@@ -205,7 +220,8 @@ async def test_pages_are_fetched_side_by_side_up_to_the_limit(site: Website, new
     site.add("/", text("Emperor", *(f"/{i}" for i in range(5))))
     gates = [site.add_gate(f"/{i}") for i in range(5)]
     crawling = asyncio.create_task(crawl(new(num_fetches=3)))
-    await site.until_asked("/2")
+    await site.until_num_asked(4)
+    await asyncio.sleep(0.1)
     assert len(site.requests) == 4
     for gate in gates:
         gate.set()
@@ -333,15 +349,19 @@ async def test_a_page_that_takes_too_long_to_read_is_skipped(site: Website, new:
 async def test_a_page_that_is_slow_to_read_holds_up_no_other_page_or_query(site: Website, new: NewSource) -> None:
     site.add("/", text("Emperor", "/many", *(f"/{i}" for i in range(4))))
     site.add("/many", MANY_LINKS)
+    gates = [site.add_gate(f"/{i}") for i in range(4)]
     for i in range(4):
         site.add(f"/{i}", text(f"{i}th"))
     source, other = new(), new([site.add("/other", text("King"))])
     async with asyncio.timeout(20), aclosing(source.stream(QUERY)) as stream:
-        events = [await anext(stream) for _ in range(3)]
+        events = [await anext(stream)]
+        await until(lambda: num_busy(source))
         assert paths(await crawl(other)) == ["/other"]
-        assert num_busy(source) >= 1
-        events += [await anext(stream) for _ in range(2)]
+        for gate in gates:
+            gate.set()
+        events += [await anext(stream) for _ in range(4)]
         assert sorted(paths(events)) == ["/", "/0", "/1", "/2", "/3"]
+        assert num_busy(source) == 1
 
 
 async def test_a_crawl_takes_only_moments_of_the_event_loop(site: Website, new: NewSource) -> None:
@@ -424,6 +444,23 @@ async def test_a_worker_that_dies_is_an_error_for_its_query_alone(site: Website,
     assert len(before & set(workers.process_ids)) == 1
 
 
+async def test_what_a_worker_answers_is_checked_like_what_a_page_says(site: Website, new: NewSource) -> None:
+    """A worker reads hostile pages, and one of them may have taken it over."""
+
+    class TakenOver:
+        num_busy = 0
+
+        async def run(self, job: dict[str, Any], body: bytes, *, timeout_s: float) -> dict[str, Any]:
+            links = ["file:///etc/passwd", "raw:x", "//x", "", "http://me:secret@127.0.0.1/", site.url("/a") + "#b"]
+            return {"url": job["url"], "title": "", "num_passages": 0, "passages": [], "links": links}
+
+    site.add("/", text("Emperor"))
+    source = new(same_host=False)
+    source._workers = TakenOver()  # type: ignore[assignment]
+    assert reasons(await crawl(source)) == {"/": "it has no text"}
+    assert site.paths == ["/"]
+
+
 # ----------------------------------------------------------------------------------------------------------- leaving it
 
 
@@ -445,7 +482,7 @@ async def test_leaving_while_fetching_closes_everything(site: Website, new: NewS
         site.add(f"/{i}", text("King"), fault="never ends")
     async with aclosing(new(num_fetches=4).stream(QUERY)) as stream:
         await anext(stream)
-        await site.until_asked("/3")
+        await site.until_num_asked(5)
         assert site.num_open >= 4
     await site.until_all_closed()
 
@@ -599,10 +636,8 @@ async def test_what_is_not_installed_is_named_with_its_install_line(monkeypatch:
 
 
 SCRIPTED = """<title>A shell</title><p id="target"></p><script>
-setTimeout(() => {
-    document.cookie = "seen=1"
-    document.getElementById("target").innerHTML = 'Little penguins swim, says a script. <a href="/next">Next</a>'
-}, 200)
+const texts = ["Little", "penguins", "swim,", "says", "a script.", '<a href="/next">Next</a>']
+texts.forEach((text, i) => setTimeout(() => document.getElementById("target").innerHTML += " " + text, 200 * i + 200))
 </script>"""
 
 
@@ -664,6 +699,26 @@ async def test_pages_that_scripts_write_are_read_through_a_browser(site: Website
     assert first.chunk.title == "A shell"
     assert reasons(events) == {"/missing": "the server answers HTTP 404"}
     assert {request.headers["user-agent"] for request in site.requests} == {f"streamrag/{streamrag.__version__}"}
+
+
+async def test_the_browsers_open_tabs_are_left_alone(
+    site: Website, browse: NewSource, browser: tuple[str, int]
+) -> None:
+    def ask(path: str, method: str = "GET") -> Any:
+        with urlopen(Request(f"{browser[0]}/json/{path}", method=method)) as answer:
+            return json.load(answer)
+
+    async def tabs() -> dict[str, str]:
+        return {tab["id"]: tab["url"] for tab in await asyncio.to_thread(ask, "list") if tab["type"] == "page"}
+
+    site.add("/", text("Emperor", "/a"))
+    site.add("/mine", "mine")
+    mine = (await asyncio.to_thread(ask, f"new?{site.url('/mine')}", "PUT"))["id"]
+    async with asyncio.timeout(20):
+        while (before := await tabs())[mine] != site.url("/mine"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert paths(await crawl(browse())) == ["/"]
+    assert await tabs() == before
 
 
 async def test_without_a_browser_there_is_nothing_on_such_a_page(site: Website, new: NewSource) -> None:

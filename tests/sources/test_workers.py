@@ -306,6 +306,7 @@ async def test_a_closed_pool_can_be_started_again() -> None:
 
 
 async def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
     script = f"""
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -314,13 +315,14 @@ async def main():
     pool = WorkerPool("faulty_worker:make", {{}}, size=2, name="orphan")
     await pool.start()
     print(*pool.process_ids, flush=True)
-    await pool.run({FOREVER!r})
+    await pool.run({ ({**FOREVER, "touch": str(begun)})!r})
 asyncio.run(main())
 """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
     assert parent.stdout
     process_ids = [int(number) for number in (await parent.stdout.readline()).split()]
     assert len(process_ids) == 2
+    await until(begun.exists)
     parent.kill()
     await parent.communicate()
     await until(lambda: not any(alive(process_id) for process_id in process_ids))

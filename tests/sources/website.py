@@ -61,6 +61,9 @@ class Website:
     async def until_asked(self, path: str) -> None:
         await self._until(lambda: path in self.paths)
 
+    async def until_num_asked(self, num_requests: int) -> None:
+        await self._until(lambda: len(self.requests) >= num_requests)
+
     async def until_all_closed(self) -> None:
         """Until no client has a connection open."""
         await self._until(lambda: self.num_open == 0)
