@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-stall clean
+.PHONY: help demo test check bench-stall fuzz mutants bench-step clean
 
 RUN := .venv/bin/python
 
@@ -20,6 +20,15 @@ check: .venv/installed ## types and style
 
 bench-stall: .venv/installed ## the event loop's worst stall while a crawl and a search run
 	$(RUN) bench/loop_stall.py
+
+fuzz: .venv/installed ## the scheduler against its KV oracle: 20,000 random loads, about six minutes
+	$(RUN) -m tests.engine.fuzz --first 0 --seeds 20000
+
+mutants: .venv/installed ## breaks the scheduler in one line each, and shows that the fuzz notices
+	$(RUN) -m tests.engine.mutants
+
+bench-step: .venv/installed ## time per step of vLLM's scheduler and of ours, and of one update
+	$(RUN) bench/engine_step.py
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -118,6 +118,8 @@ class EngineProcesses:
         :raises BackendError: when the engine fails otherwise.
         """
         with _environment({}) as environment:
+            # Sets its own place in the environment, so that compiled code outlives the folder that TMPDIR will name.
+            importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
             config = _make_config(model, engine_args)
         environment |= {
             "TMPDIR": str(self._folder),

@@ -110,6 +110,8 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
                     except (httpcore.ConnectError, httpcore.ConnectTimeout):
                         continue
                 return await self._sockets.connect_tcp(addresses[-1], port)
+        except httpcore.ConnectError as error:
+            raise httpcore.ConnectError(_root_cause(error)) from None
         except TimeoutError:
             raise httpcore.ConnectTimeout(f"no connection within {timeout_s:g} s") from None
 
@@ -132,3 +134,10 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         if not addresses:
             raise httpcore.ConnectError(f"the name {host} has no address")
         return addresses[:MAX_ADDRESSES]
+
+
+def _root_cause(error: BaseException) -> str:
+    """What went wrong in the operating system's words, which anyio and httpcore wrap in their own."""
+    while error.__cause__:
+        error = error.__cause__
+    return str(error)

@@ -98,7 +98,7 @@ class Fetcher:
         except TimeoutError:
             raise UnusablePageError(f"it did not end within {self._limits.page_timeout_s:g} s") from None
         except NETWORK_ERRORS as error:
-            raise UnreachableError(f"{url} cannot be reached: {_root_cause(error)}") from error
+            raise UnreachableError(f"{url} cannot be reached: {_describe(error)}") from error
 
     async def check_address(self, url: str) -> None:
         """Resolve the host of `url`, for a browser that will fetch it.
@@ -166,7 +166,7 @@ class Fetcher:
                     if len(body) > self._limits.max_body_bytes:
                         raise UnusablePageError(f"it is larger than max_body_bytes={self._limits.max_body_bytes}")
         except NETWORK_ERRORS as error:
-            raise UnusablePageError(f"its connection broke off: {_root_cause(error)}") from error
+            raise UnusablePageError(f"its connection broke off: {_describe(error)}") from error
         except zlib.error as error:
             raise UnusablePageError(f"its compression is damaged: {error}") from error
         return bytes(body)
@@ -178,8 +178,5 @@ def _decompress(decompressor: "zlib._Decompress", raw: bytes) -> Iterable[bytes]
         raw = decompressor.unconsumed_tail
 
 
-def _root_cause(error: BaseException) -> str:
-    """What went wrong in the operating system's words, which libraries wrap in their own."""
-    while error.__cause__:
-        error = error.__cause__
+def _describe(error: Exception) -> str:
     return str(error) or type(error).__name__

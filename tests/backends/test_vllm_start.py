@@ -110,7 +110,8 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield
         gc.collect()  # what a failed start of vLLM leaves for the collector, and what that warns of
-        assert os.listdir(folder) == []
+        # Torch keeps what it compiles in the temporary folder, for the next process.
+        assert [name for name in os.listdir(folder) if not name.startswith("torchinductor")] == []
     assert engine_processes() == []
     assert logging.getLogger("vllm").handlers == handlers
 

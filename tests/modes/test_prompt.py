@@ -176,12 +176,3 @@ def test_append_mode_keeps_the_prefix_whatever_the_search_says(tokenizer: Huggin
         chunks = AppendMode().fold(chunks, event)
         assert streaming.assemble(chunks, is_complete=False).num_invalidated == 0
     assert [chunk.source for chunk in chunks] == list("abcd")
-
-
-@settings(max_examples=200)
-@given(a=st.lists(st.integers(0, 2), max_size=30), b=st.lists(st.integers(0, 2), max_size=30))
-def test_common_prefix_len_counts_leading_equal_items(a: list[int], b: list[int]) -> None:
-    expected = 0
-    while expected < min(len(a), len(b)) and a[expected] == b[expected]:
-        expected += 1
-    assert common_prefix_len(a, b) == expected

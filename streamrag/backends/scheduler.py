@@ -1,0 +1,244 @@
+# mypy: allow-subclassing-any, no-warn-return-any
+"""vLLM's scheduler, extended so that prompts may grow and change while they are computed. Imports vLLM.
+
+Nothing of vLLM is copied or patched: each step, what must run is put before `Scheduler.schedule`, and the rest is kept
+out of its sight until it returns.
+
+    add_request ─▶ waiting ─grant─▶ running ─prompt complete─▶ tokens ─▶ finished
+                      ▲                │ all of a partial prompt is computed
+                      │                ▼
+                      └── new chunk ─ idle      keeps its KV until somebody needs the memory, but no sequence slot
+"""
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from streamrag.backends.kv_memory import KvMemory
+from streamrag.backends.prompts import release_kv
+from streamrag.backends.stream_intake import StreamIntakeMixin
+from streamrag.backends.stream_request import StreamRequest
+from streamrag.backends.support import SchedulerOptions, check_supported, check_version
+from streamrag.engine import Limits, Plan, RequestView, make_policy, plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["AsyncStreamingScheduler", "StreamingScheduler", "StreamingSchedulerMixin", "streaming_scheduler"]
+
+check_version()
+
+
+class _Step(NamedTuple):
+    """What was decided for one step."""
+
+    plan: Plan
+    order: list[RequestView]
+    """Whom the plan chose from, the most urgent first."""
+    decoding: list[Request]
+    """Who runs ahead of the plan."""
+    held_up: list[Request]
+    """Who waits for something else than memory and budget."""
+
+
+class StreamingSchedulerMixin(StreamIntakeMixin):
+    """What streaming adds to `Scheduler` and to `AsyncScheduler` alike."""
+
+    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", *args: Any, **kwargs: Any) -> None:
+        check_supported(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self.options = SchedulerOptions.of(vllm_config)
+        self.streaming_policy = make_policy(self.options.policy)
+        self.kv_memory = KvMemory(self)
+        self._step_s = 0.0
+
+    # ----------------------------------------------------------------------------------------------------- one step
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._step_s = self.clock()
+        if self._pause_state != PauseState.UNPAUSED:
+            return super().schedule(throttle_prefills)
+        step = self._plan()
+        for eviction in step.plan.evictions:
+            self._evict(self._request(eviction.request), eviction.fate)
+        running, waiting = self._set_aside(step)
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self.running.extend(running)
+            self.waiting.extend(waiting)
+            self.num_waiting_for_streaming_input = 0
+            for grant in step.plan.grants:
+                self._request(grant.request).step_limit = None
+
+    def _request(self, view: RequestView) -> StreamRequest:
+        request = self.requests[view.request_id]
+        assert isinstance(request, StreamRequest)
+        return request
+
+    def _plan(self) -> _Step:
+        self.kv_memory.start_step()
+        decoding, others = self._split_running()
+        views, held_up = [self.kv_memory.view(r) for r in others], []
+        for request in self.waiting:
+            # One that has a view is not held up: it would have lost its view on the way there.
+            if request.view is None and self._is_held_up(request):
+                held_up.append(request)
+            else:
+                views.append(request.view or self.kv_memory.view(request))
+        policy = self.streaming_policy
+        if policy.needs_prefix_hits:
+            views = [self.kv_memory.with_prefix_hit(v) for v in views]
+        num_tokens, num_seqs = self.max_num_scheduled_tokens, self.max_num_active_reqs
+        limits = Limits(num_tokens, num_seqs, self.options.can_partial_evict, len(decoding))
+        order = policy.order(views, self._step_s)
+        made = plan(order, self._idle_views, limits, self.kv_memory)
+        policy.admitted([g.request for g in made.grants if not g.request.is_running])
+        return _Step(made, order, decoding, held_up)
+
+    def _split_running(self) -> tuple[list[Request], list[Request]]:
+        """The running requests that decode and have what they need, which is one token each; and the others."""
+        decoding = [r for r in self.running if r._output_token_ids and not r.is_prefill_chunk]
+        block_size = self.kv_memory.smallest_block_size
+        num_blocks = len(self.kv_memory.groups) * sum(r.num_computed_tokens % block_size == 0 for r in decoding)
+        if num_blocks > self.kv_memory.num_free_blocks or len(decoding) > self.max_num_scheduled_tokens:
+            return [], self.running
+        self.kv_memory.num_free_blocks -= num_blocks
+        if len(decoding) == len(self.running):
+            return decoding, []
+        return decoding, [r for r in self.running if not r._output_token_ids or r.is_prefill_chunk]
+
+    def _idle_views(self) -> list[RequestView]:
+        views = [self.kv_memory.view(r, is_idle=True) for r in self.idle.values()]
+        return self.streaming_policy.order([v for v in views if v.num_blocks], self._step_s)
+
+    def _is_held_up(self, request: Request) -> bool:
+        """Whether vLLM itself would skip it: a grammar, or output in flight from before it was preempted."""
+        return self._is_blocked_waiting_status(request.status) or (
+            request.num_stale_output_tokens > 0 and not request.drop_stale_output
+        )
+
+    def _set_aside(self, step: _Step) -> tuple[list[Request], list[Request]]:
+        """Leave in the queues what may run, in the plan's order. Returns what was taken out, running and waiting."""
+        granted: set[str] = set()
+        running, starting = step.decoding, []
+        for grant in step.plan.grants:
+            request = self._request(grant.request)
+            granted.add(request.request_id)
+            if request.status == RequestStatus.RUNNING:
+                running.append(request)
+                if grant.num_tokens < grant.request.num_remaining_tokens:
+                    request.step_limit = grant.num_tokens
+            else:
+                starting.append(request)
+        aside = [self.requests[view.request_id] for view in step.order if view.request_id not in granted]
+        rest = [r for r in aside if r.status == RequestStatus.RUNNING]
+        waiting = [r for r in aside if r.status != RequestStatus.RUNNING]
+        self.running = running
+        num_wanted = len(running) + len(starting) + len(rest) - self.max_num_active_reqs
+        for request in self._beyond_slots(rest, num_wanted):
+            rest.remove(request)
+            waiting.append(request)
+        self.waiting.clear()
+        self.waiting.extend(starting)
+        self.waiting.extend(step.held_up)
+        # vLLM counts these as sequences that hold a slot without being in `running`, which is what they are here.
+        self.num_waiting_for_streaming_input = len(rest)
+        return rest, waiting
+
+    def _beyond_slots(self, rest: list[Request], num_wanted: int) -> list[Request]:
+        """Of the running requests that get nothing in this step, the last `num_wanted`. They keep their KV.
+
+        One that has shown a token keeps its slot as well: as a waiting request it would lose its output.
+        """
+        if num_wanted <= 0:
+            return []
+        leaving = [r for r in reversed(rest) if not r.has_output][:num_wanted]
+        for request in leaving:
+            self.reset_preempted_req_ids.add(request.request_id)
+            request.status = RequestStatus.WAITING
+            request.view = None
+        return leaving
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        requests = self.requests
+        partial: list[StreamRequest] = []
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            request = requests[request_id]
+            request.view = None
+            if num_tokens == 1 and request._output_token_ids:
+                continue  # a decode
+            self._record_prefill(request, num_tokens)
+            if request.is_partial:
+                partial.append(request)
+        self._partial_in_flight.append(partial)
+        super()._update_after_schedule(scheduler_output)
+        for request in partial:
+            # The prompt is not at its end, whatever the numbers say: no token comes from this step.
+            request.is_prefill_chunk = True
+            request.num_output_placeholders = 0
+            request.spec_token_ids = []
+            request.next_decode_eligible_step = 0
+
+    def _record_prefill(self, request: StreamRequest, num_tokens: int) -> None:
+        log = request.log
+        log.computes(request.num_computed_tokens, num_tokens, self._step_s)
+        if log.first_kv_s is None:
+            log.first_kv_s = self._step_s
+        if not request.is_partial and request.num_computed_tokens + num_tokens >= request.num_prompt_tokens:
+            log.last_kv_s = self._step_s
+
+    # -------------------------------------------------------------------------------------------------------- memory
+
+    def _evict(self, request: StreamRequest, fate: str) -> None:
+        if request.status == RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+            # It may be resumed in this very step, for which the first model runner must be sent its tokens.
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
+        else:
+            release_kv(self, request)
+            request.num_preemptions += 1
+            self._record_eviction(request, fate)
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        assert isinstance(request, StreamRequest)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        self._record_eviction(request, "recompute")
+
+    def _record_eviction(self, request: StreamRequest, fate: str) -> None:
+        request.view = None
+        request.log.loses_all(fate, self._step_s)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        if reset_running_requests:
+            for request in (*self.idle.values(), *self.waiting):
+                assert isinstance(request, StreamRequest)
+                if self.kv_memory.num_blocks(request):
+                    self._evict(request, "recompute")
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
+    @staticmethod
+    def _holds_kv_blocks(request: Request) -> bool:
+        # What vLLM calls so is served before all else, whatever the policy says.
+        return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+class StreamingScheduler(StreamingSchedulerMixin, Scheduler):
+    """For `scheduler_cls`, without asynchronous scheduling."""
+
+
+class AsyncStreamingScheduler(StreamingSchedulerMixin, AsyncScheduler):
+    """For `scheduler_cls`, with asynchronous scheduling: one step is planned while another computes."""
+
+
+def streaming_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> StreamingSchedulerMixin:
+    """For `scheduler_cls`: the scheduler that fits the configuration; vLLM leaves the choice to us."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (AsyncStreamingScheduler if is_async else StreamingScheduler)(vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,92 @@
+"""A configuration of vLLM for which no model is ever loaded. Imports vLLM."""
+
+import copy
+import json
+import tempfile
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+__all__ = ["EngineShape", "kv_cache_config", "vllm_config"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """The limits of a simulated engine."""
+
+    num_blocks: int
+    """KV blocks that requests can use. Must hold at least one request of `max_model_len`."""
+    block_size: int = 16
+    """Tokens per block."""
+    max_model_len: int = 32_768
+    max_num_batched_tokens: int = 2_048
+    max_num_seqs: int = 128
+    is_async: bool = False
+    """Whether one step is scheduled while another computes, as vLLM does on GPUs."""
+    has_prefix_cache: bool = True
+    must_fit_whole: bool = True
+    """vLLM's `scheduler_reserve_full_isl`: admit a request only if its whole prompt fits."""
+    watermark: float = 0.0
+    sliding_window: int | None = None
+    """If given, half of the layers attend to so many tokens only: a second group of KV blocks, of the same pool."""
+    streamrag: dict[str, Any] = field(default_factory=dict)
+    """For `additional_config["streamrag"]`."""
+
+
+@cache
+def _base_config() -> VllmConfig:
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 1_000,
+        "max_position_embeddings": 1 << 20,
+        "torch_dtype": "float32",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model))
+        return EngineArgs(
+            model=folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=1 << 20, enforce_eager=True
+        ).create_engine_config()
+
+
+def vllm_config(shape: EngineShape) -> VllmConfig:
+    """The configuration of an engine of this shape. The first takes about a second, further ones are copies."""
+    config = copy.copy(_base_config())
+    config.model_config = copy.copy(config.model_config)
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.cache_config = copy.copy(config.cache_config)
+    config.model_config.max_model_len = shape.max_model_len
+    scheduler = config.scheduler_config
+    scheduler.max_model_len = shape.max_model_len
+    scheduler.max_num_batched_tokens = shape.max_num_batched_tokens
+    scheduler.max_num_scheduled_tokens = None
+    scheduler.max_num_seqs = shape.max_num_seqs
+    scheduler.async_scheduling = shape.is_async
+    scheduler.scheduler_reserve_full_isl = shape.must_fit_whole
+    scheduler.watermark = shape.watermark
+    config.cache_config.block_size = shape.block_size
+    config.cache_config.enable_prefix_caching = shape.has_prefix_cache
+    config.cache_config.num_gpu_blocks = shape.num_blocks + 1
+    config.additional_config = {"streamrag": dict(shape.streamrag)}
+    return config
+
+
+def kv_cache_config(shape: EngineShape) -> KVCacheConfig:
+    """Full attention, and perhaps a sliding window. vLLM keeps one block for itself: there is one more than asked."""
+    common = {"block_size": shape.block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**common))]
+    if shape.sliding_window is not None:
+        spec = SlidingWindowSpec(**common, sliding_window=shape.sliding_window)
+        groups.append(KVCacheGroupSpec(["sliding"], spec))
+    return KVCacheConfig(shape.num_blocks + 1, [], groups)

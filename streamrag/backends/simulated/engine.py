@@ -1,0 +1,111 @@
+"""The loop of vLLM's `EngineCore`, in virtual time. Imports vLLM."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from streamrag.backends.scheduler import streaming_scheduler
+from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
+from streamrag.backends.simulated.runner import Runner
+from streamrag.backends.wire import ChunkMessage
+
+__all__ = ["SimulatedEngine"]
+
+
+class SimulatedEngine:
+    """One engine. `add`, `abort` and `step` are what vLLM's loop does; the caller decides when.
+
+    With asynchronous scheduling one step is scheduled while the one before computes: inputs take effect one step later,
+    and outputs come one step later, as in `EngineCore.step_with_batch_queue`.
+    """
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        runner: Runner,
+        step_s: Callable[[SchedulerOutput], float],
+        make_scheduler: Callable[..., Any] = streaming_scheduler,
+        *,
+        has_v2_runner: bool = False,
+    ) -> None:
+        config = vllm_config(shape)
+        self.shape = shape
+        self.runner = runner
+        self.step_s = step_s
+        self.now_s = 0.0
+        self.num_steps = 0
+        self.scheduler: Scheduler = make_scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config(shape),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=shape.block_size,
+            hash_block_size=shape.block_size,
+            log_stats=False,
+        )
+        self.scheduler.use_v2_model_runner = has_v2_runner
+        if hasattr(self.scheduler, "clock"):
+            self.scheduler.clock = lambda: self.now_s
+        self._hasher = None
+        if shape.has_prefix_cache:
+            hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+            init_none_hash(hash_function)
+            self._hasher = get_request_block_hasher(shape.block_size, hash_function)
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, float]] = deque()
+        self._device_free_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether vLLM's loop would go on; otherwise it sleeps until something comes in."""
+        return bool(self._in_flight) or self.scheduler.has_requests()
+
+    def add(
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, chunk: ChunkMessage | None = None
+    ) -> None:
+        """A plain request, or a chunk of a stream: its tokens, and what `chunk` says of them."""
+        params = params.clone()
+        if chunk is not None:
+            params.extra_args = {**(params.extra_args or {}), **chunk.extra_args()}
+        request = Request(
+            request_id,
+            list(token_ids),
+            params,
+            pooling_params=None,
+            arrival_time=self.now_s,
+            block_hasher=self._hasher,
+            resumable=chunk is not None,
+        )
+        self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> list[EngineCoreOutput]:
+        """One turn of the loop: schedule, compute, take in the output of the oldest step in flight."""
+        depth = 2 if self.shape.is_async else 1
+        while self.scheduler.has_requests() and len(self._in_flight) < depth:
+            scheduled = self.scheduler.schedule()
+            self._submit(scheduled)
+            if not (scheduled.total_num_scheduled_tokens or self.scheduler.has_requests()):
+                break
+        if not self._in_flight:
+            return []
+        scheduled, output, end_s = self._in_flight.popleft()
+        self.now_s = max(self.now_s, end_s)
+        by_client = self.scheduler.update_from_output(scheduled, output)
+        return [output for of_client in by_client.values() for output in of_client.outputs]
+
+    def _submit(self, scheduled: SchedulerOutput) -> None:
+        self.num_steps += 1
+        start_s = max(self.now_s, self._device_free_s)
+        self._device_free_s = start_s + (self.step_s(scheduled) if scheduled.total_num_scheduled_tokens else 0.0)
+        self._in_flight.append((scheduled, self.runner.execute(scheduled), self._device_free_s))

@@ -1,0 +1,282 @@
+"""Model runners that compute nothing. Imports vLLM.
+
+`OracleRunner` keeps in each KV slot a fingerprint of the prefix that it belongs to, and raises when attention would
+read a slot that belongs to another. It follows the bookkeeping of vLLM's runners, so that what they would remember
+wrongly it remembers wrongly too:
+
+    V1  vllm/v1/worker/gpu_model_runner.py: _update_states, _update_streaming_request, _bookkeeping_sync
+    V2  vllm/v1/worker/gpu/model_runner.py: finish_requests, add_requests, update_requests
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+__all__ = [
+    "BlindRunner",
+    "OracleRunner",
+    "Runner",
+    "StaleKVError",
+    "V1OracleRunner",
+    "V2OracleRunner",
+    "fingerprint",
+    "next_token",
+]
+
+NULL_BLOCK = 0
+"""Stands where a request has no block any more: a window has moved on."""
+UNKNOWN = -1
+"""A token that only the device knows yet."""
+
+
+class StaleKVError(AssertionError):
+    """Attention would have read KV of another prefix, or the runner was told something impossible."""
+
+
+def fingerprint(before: int, token: int) -> int:
+    """Of a prefix, given that of the prefix without its last token. The empty one is 0."""
+    return (before * 1_000_003 + token + 1) % ((1 << 61) - 1)
+
+
+def next_token(prefix: int, num_tokens_in_vocabulary: int) -> int:
+    """The token that the model "samples" after a prefix."""
+    return prefix % num_tokens_in_vocabulary
+
+
+class Runner(Protocol):
+    """What a simulated engine needs of a model runner."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """The output of one step. Steps are executed in the order in which they were scheduled."""
+
+
+class BlindRunner:
+    """Answers always the same token, and checks nothing: for simulations of large loads. Follows V1."""
+
+    def __init__(self, token: int = 1) -> None:
+        self.token = token
+        self._num_prompt_tokens: dict[str, int] = {}
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in step.finished_req_ids:
+            self._num_prompt_tokens.pop(request_id, None)
+        counts = step.num_scheduled_tokens
+        if not counts:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        num_missing: dict[str, int] = {}
+        for new in step.scheduled_new_reqs:
+            self._num_prompt_tokens[new.req_id] = new.prompt_len
+            num_missing[new.req_id] = new.prompt_len - new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for request_id, num_computed, num_output in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+        ):
+            num_missing[request_id] = self._num_prompt_tokens[request_id] + num_output - num_computed
+        sampled = [[self.token] if n >= num_missing[r] else [] for r, n in counts.items()]
+        return ModelRunnerOutput(list(counts), {r: i for i, r in enumerate(counts)}, sampled)
+
+
+@dataclass
+class Row:
+    """What the runner remembers of a request."""
+
+    prompt: list[int]
+    blocks: tuple[list[int], ...]
+    """One block table per group."""
+    num_computed: int
+    output: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and output, as they were when the request entered the batch, and what was sampled since."""
+    prefixes: list[int] = field(default_factory=lambda: [0])
+    """Fingerprints of the prefixes of `tokens`: one more than tokens, as far as computed."""
+
+    def append_blocks(self, new: tuple[list[int], ...]) -> None:
+        for table, blocks in zip(self.blocks, new, strict=True):
+            table.extend(blocks)
+
+
+class OracleRunner:
+    """What the two kinds of runner have in common."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocabulary: int,
+        is_async: bool,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
+        self.windows = windows
+        """Per group, how many tokens attention reaches back; None for all."""
+        self.block_size = block_size
+        self.vocabulary = vocabulary
+        self.is_async = is_async
+        self.rows: dict[str, Row] = {}
+        self.slots = [[UNKNOWN] * block_size for _ in range(num_blocks + 1)]
+        self.last_sampled: dict[str, int] = {}
+        """What the step before has sampled; on the device only, if scheduling is asynchronous."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self.update(step)
+        if not step.num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        counts = step.num_scheduled_tokens
+        # As in each layer of a model: all write, then all read.
+        for request_id, num_tokens in counts.items():
+            self._write(request_id, num_tokens)
+        for request_id, num_tokens in counts.items():
+            self._read(request_id, num_tokens)
+        sampled = [self._sample(request_id, num_tokens) for request_id, num_tokens in counts.items()]
+        self.last_sampled = {r: tokens[0] for r, tokens in zip(counts, sampled, strict=True) if tokens}
+        return ModelRunnerOutput(list(counts), {r: i for i, r in enumerate(counts)}, sampled)
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Take in what the scheduler says."""
+        raise NotImplementedError
+
+    def remember_sample(self, request_id: str, token: int) -> None:
+        """A token was sampled."""
+        raise NotImplementedError
+
+    def _token_at(self, request_id: str, position: int) -> int:
+        row = self.rows[request_id]
+        if position >= len(row.tokens):
+            raise StaleKVError(f"{request_id}: token {position} is computed, but only {len(row.tokens)} are known")
+        token = row.tokens[position]
+        if token != UNKNOWN:
+            return token
+        if position != len(row.tokens) - 1 or request_id not in self.last_sampled:
+            raise StaleKVError(f"{request_id}: token {position} is read, but it is a placeholder")
+        return self.last_sampled[request_id]
+
+    def _write(self, request_id: str, num_tokens: int) -> None:
+        row = self.rows[request_id]
+        end = row.num_computed + num_tokens
+        del row.prefixes[row.num_computed + 1 :]
+        while len(row.prefixes) <= end:
+            position = len(row.prefixes) - 1
+            row.prefixes.append(fingerprint(row.prefixes[-1], self._token_at(request_id, position)))
+        for blocks in row.blocks:
+            for position in range(row.num_computed, end):
+                index, offset = divmod(position, self.block_size)
+                if index >= len(blocks) or blocks[index] == NULL_BLOCK:
+                    raise StaleKVError(f"{request_id}: no block for token {position} in {blocks}")
+                self.slots[blocks[index]][offset] = row.prefixes[position + 1]
+
+    def _read(self, request_id: str, num_tokens: int) -> None:
+        row = self.rows[request_id]
+        end = row.num_computed + num_tokens
+        for blocks, window in zip(row.blocks, self.windows, strict=True):
+            start = 0 if window is None else max(row.num_computed - window + 1, 0)
+            while start < end:
+                index, offset = divmod(start, self.block_size)
+                last = min((index + 1) * self.block_size, end)
+                found = self.slots[blocks[index]][offset : offset + last - start]
+                if found != row.prefixes[start + 1 : last + 1]:
+                    raise StaleKVError(
+                        f"{request_id}: block {blocks[index]}, tokens [{start}, {last}), holds KV of another prefix"
+                    )
+                start = last
+
+    def _sample(self, request_id: str, num_tokens: int) -> list[int]:
+        row = self.rows[request_id]
+        end = row.num_computed + num_tokens
+        if end < len(row.tokens):
+            return []
+        token = next_token(row.prefixes[end], self.vocabulary)
+        self.remember_sample(request_id, token)
+        return [token]
+
+
+class V1OracleRunner(OracleRunner):
+    """Remembers requests while they exist, and a batch of those that were scheduled in the last step."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.batch: set[str] = set()
+
+    def update(self, step: SchedulerOutput) -> None:
+        for request_id in step.finished_req_ids:
+            self.rows.pop(request_id, None)
+            self.batch.discard(request_id)
+        cached = step.scheduled_cached_reqs
+        self.batch &= step.num_scheduled_tokens.keys() - cached.resumed_req_ids
+        entering: list[str] = []
+        for new in step.scheduled_new_reqs:
+            self._add_or_replace(new)
+            entering.append(new.req_id)
+        for index, request_id in enumerate(cached.req_ids):
+            self._continue(cached, index)
+            if request_id not in self.batch:
+                entering.append(request_id)
+        for request_id in entering:
+            row = self.rows[request_id]
+            row.tokens = row.prompt + row.output
+            row.prefixes = [0]
+            self.batch.add(request_id)
+
+    def _add_or_replace(self, new: NewRequestData) -> None:
+        assert new.prompt_token_ids is not None
+        self.batch.discard(new.req_id)
+        self.rows[new.req_id] = Row(new.prompt_token_ids, new.block_ids, new.num_computed_tokens)
+
+    def _continue(self, cached: CachedRequestData, index: int) -> None:
+        request_id = cached.req_ids[index]
+        row = self.rows[request_id]
+        row.num_computed = cached.num_computed_tokens[index]
+        new_blocks = cached.new_block_ids[index]
+        num_output = cached.num_output_tokens[index]
+        if num_output < len(row.output):  # the scheduler has dropped some
+            del row.output[num_output:]
+            del row.tokens[len(row.prompt) + num_output :]
+        if request_id in cached.resumed_req_ids:
+            assert new_blocks is not None
+            row.blocks = new_blocks
+        elif new_blocks is not None:
+            row.append_blocks(new_blocks)
+        if request_id not in self.batch and self.is_async and num_output > 0:
+            tokens = cached.all_token_ids[request_id]  # as in vLLM, a KeyError if the scheduler did not send them
+            if num_output > len(tokens) - len(row.prompt):
+                raise StaleKVError(f"{request_id}: resumed while its output is not known")
+            row.output = tokens[-num_output:]
+
+    def remember_sample(self, request_id: str, token: int) -> None:
+        known = UNKNOWN if self.is_async else token
+        row = self.rows[request_id]
+        row.output.append(known)
+        row.tokens.append(known)
+
+
+class V2OracleRunner(OracleRunner):
+    """Remembers requests as long as they have one of `num_slots` slots; tokens stay on the device."""
+
+    def __init__(self, *arguments: Any, num_slots: int, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.num_slots = num_slots
+
+    def update(self, step: SchedulerOutput) -> None:
+        for request_id in step.finished_req_ids | (step.preempted_req_ids or set()):
+            self.rows.pop(request_id, None)
+        for new in step.scheduled_new_reqs:
+            assert new.prefill_token_ids is not None
+            assert new.prompt_token_ids is not None
+            assert len(new.prefill_token_ids) >= len(new.prompt_token_ids)
+            self.rows.pop(new.req_id, None)
+            if len(self.rows) >= self.num_slots:
+                raise StaleKVError(f"{new.req_id}: no free slot, all {self.num_slots} are taken")
+            row = Row(new.prompt_token_ids, tuple(map(list, new.block_ids)), new.num_computed_tokens)
+            row.tokens = list(new.prefill_token_ids)
+            self.rows[new.req_id] = row
+        cached = step.scheduled_cached_reqs
+        for request_id, num_computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            row = self.rows[request_id]
+            row.num_computed = num_computed
+            if blocks is not None:
+                row.append_blocks(blocks)
+
+    def remember_sample(self, request_id: str, token: int) -> None:
+        self.rows[request_id].tokens.append(token)

@@ -1,0 +1,224 @@
+# mypy: allow-subclassing-any, no-warn-return-any
+"""How chunks come into vLLM's scheduler and answers leave it. Imports vLLM.
+
+    first chunk ─▶ Scheduler.add_request ─▶ waiting ...
+    next chunk  ─▶ prompt replaced in place ─▶ waiting, or idle if it leaves nothing to compute
+    last chunk  ─▶ the same, and its last token is not hidden any more: the answer is sampled
+
+vLLM's client expects one finish per chunk. Those of chunks that are not the last carry no token: acknowledgements.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from streamrag.backends.prompts import replace_prompt
+from streamrag.backends.request_log import ChunkRecord
+from streamrag.backends.stream_request import StreamRequest
+from streamrag.backends.wire import KEY, ChunkMessage, EndOfInput, decode
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    class _Base(Scheduler): ...
+else:
+    _Base = object
+
+__all__ = ["StreamIntakeMixin"]
+
+
+class StreamIntakeMixin(_Base):
+    """What a scheduler must do with chunks, whoever decides what runs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.running: list[Request]
+        self.idle: dict[str, StreamRequest] = {}
+        """Streams that wait for their next chunk, outside of vLLM's queues."""
+        self.clock: Callable[[], float] = time.monotonic
+        """In seconds; of all records. `time.monotonic` is, on Linux, the same for all processes of a host."""
+        self._outbox: list[tuple[int, EngineCoreOutput]] = []
+        # Of each step whose output is still to come, the requests whose prompt was partial. vLLM calls
+        # `update_from_output` once per step, in order.
+        self._partial_in_flight: deque[list[StreamRequest]] = deque()
+
+    # ------------------------------------------------------------------------------------------------ what comes in
+
+    def add_request(self, request: Request) -> None:
+        """A plain request, the first chunk of a stream, a further one, or the end of its input."""
+        message = decode(request.sampling_params.extra_args if request.sampling_params else None)
+        if isinstance(message, EndOfInput):
+            self._end_input(request.request_id)
+            return
+        existing = self.requests.get(request.request_id)
+        if message is not None and existing is not None:
+            if existing.is_finished():  # and lives on until a KV connector lets go of its blocks
+                return
+            assert isinstance(existing, StreamRequest)
+            self._add_chunk(existing, request, message)
+        elif message is None or message.index == 0:
+            self._open(request, message)
+        # Else it is a chunk for a stream that has failed or was aborted: its client knows.
+
+    def _open(self, request: Request, message: ChunkMessage | None) -> None:
+        if problem := self._problem(request, message):
+            self._send_error(request, problem)
+            return
+        stream = StreamRequest.adopt(request, message, self.clock())
+        if message is not None:
+            stream.log.chunks.append(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0))
+        super().add_request(stream)
+        self._settle(stream)
+
+    def _add_chunk(self, stream: StreamRequest, request: Request, message: ChunkMessage) -> None:
+        self._acknowledge(stream, num_chunks=stream.num_chunks)
+        stream.num_chunks += 1
+        num_held = len(stream._all_token_ids)
+        if not stream.is_partial or message.num_kept > num_held:
+            problem: str | None = f"chunk {message.index} does not fit the stream: it keeps {message.num_kept} tokens"
+        else:
+            problem = self._problem(request, message)
+        if problem:
+            self._fail(stream, problem)
+            return
+        num_computed = stream.num_computed_tokens
+        stream.is_partial = not message.is_final  # first: a complete prompt has one token more to hash
+        num_common = replace_prompt(self, stream, message.num_kept, request)
+        now_s = self.clock()
+        stream.sampling_params = request.sampling_params
+        stream.max_tokens = request.max_tokens
+        stream.last_chunk_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
+        stream.expected_complete_s = message.expected_complete_s
+        stream.view = None
+        record = ChunkRecord(stream.last_chunk_s, len(stream._all_token_ids), num_common, num_computed)
+        stream.log.chunks.append(record)
+        stream.log.num_invalidated += record.num_invalidated
+        stream.log.keeps(stream.num_computed_tokens, num_common)
+        self._requeue(stream)
+        self._settle(stream)
+
+    def _requeue(self, stream: StreamRequest) -> None:
+        """Have the model runner be sent the new prompt: only a request that waits is sent as a whole."""
+        if self.idle.pop(stream.request_id, None):
+            self.waiting.add_request(stream)
+        elif stream.status == RequestStatus.RUNNING:
+            self._leave_running(stream)
+            self.waiting.add_request(stream)
+        # PREEMPTED would be resumed with the prompt that the runner remembers.
+        stream.status = RequestStatus.WAITING
+
+    def _leave_running(self, request: StreamRequest) -> None:
+        self.running.remove(request)
+        # The second model runner gives up the slots of these only; the first takes no notice.
+        self.reset_preempted_req_ids.add(request.request_id)
+
+    def _settle(self, stream: StreamRequest) -> None:
+        """If all that can be computed is computed, wait for the next chunk outside of all queues."""
+        if not stream.is_partial or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
+            return
+        if stream.num_in_flight_tokens > stream.num_stale_output_tokens:
+            return
+        if stream.status == RequestStatus.RUNNING:
+            self._leave_running(stream)
+        else:
+            self.waiting.remove_request(stream)
+        stream.status = RequestStatus.WAITING
+        stream.view = None
+        self.idle[stream.request_id] = stream
+        self._acknowledge(stream, num_chunks=stream.num_chunks)
+
+    def _problem(self, request: Request, message: ChunkMessage | None) -> str | None:
+        if message is None:
+            return "vLLM's own streaming sessions need vLLM's own scheduler" if request.resumable else None
+        num_tokens = message.num_kept + request.num_prompt_tokens
+        if num_tokens >= self.max_model_len:
+            return f"a prompt of {num_tokens} tokens does not fit the model's length of {self.max_model_len}"
+        unsupported = {
+            "structured output": request.use_structured_output,
+            "multimodal input": request.has_encoder_inputs,
+            "prompt embeddings": request.prompt_embeds is not None,
+            "log-probabilities of the prompt": bool(
+                request.sampling_params and request.sampling_params.prompt_logprobs is not None
+            ),
+        }
+        found = [name for name, is_used in unsupported.items() if is_used]
+        return f"a streamed prompt does not work with {', '.join(found)}" if found else None
+
+    def _end_input(self, request_id: str) -> None:
+        stream = self.requests.get(request_id)
+        if isinstance(stream, StreamRequest) and stream.is_partial:  # the client gave up without a final chunk
+            self._acknowledge(stream, num_chunks=stream.num_chunks)
+            self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    # ------------------------------------------------------------------------------------------------- what goes out
+
+    def _acknowledge(self, stream: StreamRequest, num_chunks: int) -> None:
+        """Send the client the finishes that it expects for its first `num_chunks` chunks."""
+        for index in range(stream.num_acknowledged, num_chunks):
+            params = {KEY: {"chunk": index, "num_computed": stream.num_computed_tokens}}
+            self._send(stream, FinishReason.STOP, params)
+        stream.num_acknowledged = num_chunks
+
+    def _fail(self, stream: StreamRequest, problem: str) -> None:
+        self._send_error(stream, problem)
+        self.finish_requests(stream.request_id, RequestStatus.FINISHED_ERROR)
+
+    def _send_error(self, request: Request, problem: str) -> None:
+        self._send(request, FinishReason.ERROR, {KEY: {"error": problem}})
+
+    def _send(self, request: Request, reason: FinishReason, params: dict[str, Any]) -> None:
+        output = EngineCoreOutput(request.request_id, [], finish_reason=reason, kv_transfer_params=params)
+        self._outbox.append((request.client_index, output))
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request in self._partial_in_flight.popleft():
+            if self.requests.get(request.request_id) is request:
+                self._settle(request)
+        outbox, self._outbox = self._outbox, []
+        by_client: dict[int, list[EngineCoreOutput]] = {}
+        for client_index, output in outbox:
+            by_client.setdefault(client_index, []).append(output)
+        for client_index, sent in by_client.items():
+            of_client = outputs.setdefault(client_index, EngineCoreOutputs())
+            # Before the tokens: what ended a chunk came before what the next one brings.
+            of_client.outputs = sent + of_client.outputs
+        return outputs
+
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        assert isinstance(request, StreamRequest)
+        request.log.finished_s = self.clock()
+        kv_params, ec_params = super()._free_request(request, delay_free_blocks)
+        if request.is_stream:
+            kv_params = {**(kv_params or {}), KEY: {"log": request.log.as_dict()}}
+        return kv_params, ec_params
+
+    # ---------------------------------------------------------------------------------------------- life and death
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        if request_ids is None:
+            ids = list(self.requests)
+        else:
+            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for request_id in ids:
+            self.idle.pop(request_id, None)
+        return super().finish_requests(ids, finished_status)
+
+    def has_requests(self) -> bool:
+        return bool(self._outbox) or super().has_requests()
+
+    def has_finished_requests(self) -> bool:
+        # With a KV connector, vLLM takes what is in no queue for finished, and would never sleep beside an idle stream.
+        if self.finished_req_ids or self.connector is None:
+            return bool(self.finished_req_ids)
+        return len(self.requests) > sum(self.get_request_counts()) + len(self.idle)

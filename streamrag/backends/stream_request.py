@@ -1,0 +1,90 @@
+# mypy: allow-subclassing-any, no-warn-return-any
+"""vLLM's request, extended by what streaming needs. Imports vLLM."""
+
+from vllm.v1.request import Request, RequestStatus
+
+from streamrag.backends.request_log import RequestLog
+from streamrag.backends.wire import ChunkMessage
+from streamrag.engine import RequestView
+
+__all__ = ["StreamRequest"]
+
+
+class StreamRequest(Request):
+    """A request whose prompt may be partial. Plain requests become one too, with a prompt that is complete.
+
+    While the prompt is partial its last token is hidden from the scheduler, but not from the model runner, which
+    therefore sees an unfinished prefill and samples nothing. Whatever the last chunk is, one token is left to compute.
+    """
+
+    is_partial: bool
+    is_stream: bool
+    arrival_s: float
+    last_chunk_s: float
+    expected_complete_s: float | None
+    num_chunks: int
+    num_acknowledged: int
+    """Chunks for which the client has been sent a finish. It expects exactly one each."""
+    step_limit: int | None
+    """Most tokens to compute in this step; None for no limit."""
+    view: RequestView | None
+    """The last view of it; None when it has changed since."""
+    log: RequestLog
+
+    @classmethod
+    def adopt(cls, request: Request, chunk: ChunkMessage | None, now_s: float) -> "StreamRequest":
+        """Make `request`, which nobody else has seen yet, one of ours.
+
+        vLLM creates its requests before any scheduler sees them; changing the class keeps all that it has set up.
+        """
+        request.__class__ = cls
+        assert isinstance(request, cls)
+        arrival_s = now_s if chunk is None or chunk.arrival_s is None else min(chunk.arrival_s, now_s)
+        request.is_stream = chunk is not None
+        request.is_partial = chunk is not None and not chunk.is_final
+        # One of vLLM's own streaming sessions would wait for more input after its answer.
+        request.resumable = False
+        request.arrival_s = request.last_chunk_s = arrival_s
+        request.expected_complete_s = chunk.expected_complete_s if chunk else None
+        request.num_chunks, request.num_acknowledged = 1, 0
+        request.step_limit = None
+        request.view = None
+        request.log = RequestLog(arrival_s=arrival_s, queued_s=now_s)
+        return request
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._all_token_ids) - self.is_partial
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        num_tokens = len(self._all_token_ids) - self.is_partial + len(self.spec_token_ids)
+        if self.step_limit is None:
+            return num_tokens
+        return min(num_tokens, self.num_computed_tokens - self.num_output_placeholders + self.step_limit)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that can be computed now; one for each step of a decode, also if its last token is still unknown."""
+        return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a token has been sampled, or is being."""
+        return bool(self._output_token_ids) or self.num_output_placeholders > 0
+
+    def make_view(self, num_blocks: int, is_idle: bool) -> RequestView:
+        return RequestView(
+            self.request_id,
+            self.arrival_s,
+            self.last_chunk_s,
+            self.num_tokens + self.num_output_placeholders,
+            self.num_computed_tokens,
+            num_blocks,
+            0,
+            not self.is_partial,
+            self.has_output,
+            is_idle,
+            self.status == RequestStatus.RUNNING,
+            self.expected_complete_s,
+        )

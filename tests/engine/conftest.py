@@ -1,0 +1,6 @@
+"""Lets the test files of this folder import their strategies."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

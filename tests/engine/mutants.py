@@ -1,0 +1,208 @@
+"""Faults of one line, put into our own code one at a time. The fuzz must find each within the seeds that it is allowed.
+
+    python -m tests.engine.mutants
+
+The source text is changed while it is imported; no file is touched.
+"""
+
+import argparse
+import importlib
+import importlib.machinery
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, ModuleType
+from typing import Any
+
+__all__ = ["MUTANTS", "Mutant", "seeds_to_catch"]
+
+OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.scenarios")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`new` instead of `old`, which stands once in the module."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    within: int
+    """Seeds within which it must be caught."""
+
+
+PROMPTS, INTAKE = "streamrag.backends.prompts", "streamrag.backends.stream_intake"
+SCHEDULER = "streamrag.backends.scheduler"
+REQUEST, PLANNING = "streamrag.backends.stream_request", "streamrag.engine.planning"
+
+MUTANTS = (
+    Mutant(
+        "KV past the LCP is kept",
+        PROMPTS,
+        "min(request.num_computed_tokens, num_same, len(new_tokens) - 1)",
+        "min(request.num_computed_tokens, len(new_tokens) - 1)",
+        50,
+    ),
+    Mutant(
+        "nothing is left to compute of an identical prompt",
+        PROMPTS,
+        "min(request.num_computed_tokens, num_same, len(new_tokens) - 1)",
+        "min(request.num_computed_tokens, num_same)",
+        50,
+    ),
+    Mutant("a shared block is written", PROMPTS, "if offset and not manager", "if False and not manager", 100),
+    Mutant(
+        "block hashes of the old prompt are kept",
+        PROMPTS,
+        "    del request.block_hashes[num_same // scheduler.hash_block_size :]\n",
+        "",
+        50,
+    ),
+    Mutant("freed blocks are still held", PROMPTS, "    del blocks[num_kept:]\n", "", 50),
+    Mutant(
+        "cached blocks are counted as before",
+        PROMPTS,
+        "min(group.num_cached_block[request.request_id], num_full)",
+        "group.num_cached_block[request.request_id]",
+        100,
+    ),
+    Mutant(
+        "the runner's copy of the prompt is changed",
+        PROMPTS,
+        "request.prompt_token_ids = tokens.copy()",
+        "request.prompt_token_ids = tokens",
+        100,
+    ),
+    Mutant(
+        "a preempted request is resumed with its old prompt",
+        INTAKE,
+        "        # PREEMPTED would be resumed with the prompt that the runner remembers.\n"
+        "        stream.status = RequestStatus.WAITING\n",
+        "        stream.status = max(stream.status, RequestStatus.WAITING)\n",
+        200,
+    ),
+    Mutant(
+        "a chunk that is superseded is not acknowledged",
+        INTAKE,
+        "        self._acknowledge(stream, num_chunks=stream.num_chunks)\n        stream.num_chunks += 1\n",
+        "        stream.num_chunks += 1\n",
+        50,
+    ),
+    Mutant(
+        "a chunk that is computed is not acknowledged",
+        INTAKE,
+        "        self.idle[stream.request_id] = stream\n"
+        "        self._acknowledge(stream, num_chunks=stream.num_chunks)\n",
+        "        self.idle[stream.request_id] = stream\n",
+        50,
+    ),
+    Mutant("the engine sleeps on answers", INTAKE, "bool(self._outbox) or super()", "super()", 200),
+    Mutant(
+        "a token is expected of a partial prompt",
+        SCHEDULER,
+        "            request.num_output_placeholders = 0\n",
+        "",
+        50,
+    ),
+    Mutant(
+        "a partial prompt shows its last token", REQUEST, "_all_token_ids) - self.is_partial\n", "_all_token_ids)\n", 50
+    ),
+    Mutant(
+        "slots of the second runner are not given back",
+        INTAKE,
+        "        # The second model runner gives up the slots of these only; the first takes no notice.\n"
+        "        self.reset_preempted_req_ids.add(request.request_id)\n",
+        "",
+        50,
+    ),
+    Mutant("nobody gives up a slot", SCHEDULER, "if num_wanted <= 0:", "if num_wanted <= 0 or True:", 200),
+    Mutant(
+        "an aborted stream stays idle",
+        INTAKE,
+        "            self.idle.pop(request_id, None)\n",
+        "            pass\n",
+        100,
+    ),
+    Mutant("idle streams are no victims", PLANNING, "for r in self._idle() if r.num_blocks]", "for r in ()]", 100),
+)
+
+
+class _MutantLoader(importlib.machinery.SourceFileLoader):
+    """Reads the changed source, past the cache of compiled files."""
+
+    mutant: Mutant
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_data(self.path).decode()
+        assert source.count(self.mutant.old) == 1, f"{self.mutant.name}: its text is not once in {fullname}"
+        return self.source_to_code(source.replace(self.mutant.old, self.mutant.new).encode(), self.path)
+
+
+class _MutantFinder:
+    """Puts the loader in the place of Python's own for one module."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.mutant = mutant
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name != self.mutant.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None
+        assert spec.origin is not None
+        loader = _MutantLoader(name, spec.origin)
+        loader.mutant = self.mutant
+        spec.loader = loader
+        return spec
+
+
+@contextmanager
+def _freshly_imported(mutant: Mutant) -> Iterator[ModuleType]:
+    before = {name: module for name, module in sys.modules.items() if name.startswith(OURS)}
+    finder: Any = _MutantFinder(mutant)
+    for name in before:
+        del sys.modules[name]
+    sys.meta_path.insert(0, finder)
+    try:
+        yield importlib.import_module("tests.engine.fuzz")
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.startswith(OURS)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def seeds_to_catch(mutant: Mutant) -> tuple[int | None, str]:
+    """After how many seeds the mutant is caught, and by what; None if it lives on."""
+    with _freshly_imported(mutant) as fuzz:
+        for seed in range(mutant.within):
+            try:
+                fuzz.run_seed(seed, Counter())
+            except Exception as error:
+                return seed + 1, f"{type(error).__name__}: {error}".splitlines()[0]
+    return None, "alive"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="part of the name of those to run")
+    only = parser.parse_args().only
+    num_alive = 0
+    for mutant in MUTANTS:
+        if only not in mutant.name:
+            continue
+        num_seeds, how = seeds_to_catch(mutant)
+        num_alive += num_seeds is None
+        verdict = "ALIVE " if num_seeds is None else "caught"
+        print(
+            f"{verdict} {num_seeds or mutant.within:>5} of {mutant.within:>5} seeds  {mutant.name}: {how[:100]}",
+            flush=True,
+        )
+    print(f"{num_alive} alive" if num_alive else "all caught")
+    return 1 if num_alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Random loads for the fuzz: what a few clients do, and when. Pure data, made from a seed."""
+
+import random
+from dataclasses import dataclass, field
+
+__all__ = ["Abort", "Chunk", "Evict", "Plain", "Reset", "Scenario", "make_scenario"]
+
+POLICIES = ["arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(1)", "k_lpm(2)", "k_lpm(inf)", "srpf", "srpf(0.1)"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A request whose prompt is complete."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next prompt of a stream."""
+
+    request_id: str
+    index: int
+    prompt: tuple[int, ...]
+    num_kept: int
+    """Tokens kept from the prompt before, as the client says; the true LCP may be longer."""
+    is_final: bool
+    max_tokens: int
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The client goes away."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Somebody, the `nth` of those who hold KV, loses it for no reason."""
+
+    nth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """The prefix cache is emptied, and all requests with it."""
+
+
+Event = Plain | Chunk | Abort | Evict | Reset
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """An engine, and what happens to it at which time."""
+
+    seed: int
+    policy: str
+    can_partial_evict: bool
+    is_async: bool
+    has_v2_runner: bool
+    has_prefix_cache: bool
+    must_fit_whole: bool
+    watermark: float
+    sliding_window: int | None
+    block_size: int
+    max_model_len: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    events: tuple[tuple[float, Event], ...] = field(repr=False)
+
+
+def make_scenario(seed: int) -> Scenario:
+    rng = random.Random(seed)
+    block_size = rng.choice([2, 4, 8])
+    max_model_len = rng.choice([40, 64, 100])
+    num_blocks_for_one = -(-max_model_len // block_size)
+    max_num_seqs = rng.choice([1, 2, 3, 4, 8])
+    documents = [_tokens(rng, rng.randrange(1, 25)) for _ in range(6)]
+    template = _tokens(rng, rng.choice([0, 3, block_size, 2 * block_size + 1]))
+    is_crowded = rng.random() < 0.1
+    num_requests = 10 * max_num_seqs if is_crowded else rng.randrange(1, 10)
+    spread_s = rng.choice([0.5, 3.0, 15.0, 60.0])
+    events: list[tuple[float, Event]] = []
+    for number in range(num_requests):
+        start_s = 0.0 if is_crowded else rng.uniform(0, spread_s)
+        is_plain = not is_crowded and rng.random() < 0.3
+        make = _plain if is_plain else _stream
+        events += make(rng, f"{'p' if is_plain else 's'}{number}", start_s, template, documents, max_model_len)
+    last_s = max(at_s for at_s, _ in events)
+    for _ in range(rng.choice([0, 0, 0, 1, 4])):
+        events.append((rng.uniform(0, last_s + 5), Evict(rng.randrange(100))))
+    if rng.random() < 0.1:
+        events.append((rng.uniform(0, last_s + 5), Reset()))
+    # Drawn last, and from elsewhere: the seeds above stay what they were.
+    window = random.Random(-seed - 1).choice([None, None, None, 1, block_size, 3 * block_size + 1])
+    return Scenario(
+        seed=seed,
+        sliding_window=window,
+        policy=rng.choice(POLICIES),
+        can_partial_evict=rng.random() < 0.7,
+        is_async=rng.random() < 0.5,
+        has_v2_runner=rng.random() < 0.4,
+        has_prefix_cache=rng.random() < 0.6,
+        must_fit_whole=rng.random() < 0.7,
+        watermark=rng.choice([0.0, 0.0, 0.1]),
+        block_size=block_size,
+        max_model_len=max_model_len,
+        num_blocks=(1 if window is None else 2) * int(num_blocks_for_one * rng.choice([1, 1, 1.3, 2, 4, 20])),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_seqs, rng.choice([4, 8, 16, 40, 200])),
+        events=tuple(sorted(events, key=lambda e: e[0])),
+    )
+
+
+def _tokens(rng: random.Random, num: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(4) for _ in range(num))
+
+
+def _plain(
+    rng: random.Random,
+    name: str,
+    at_s: float,
+    template: tuple[int, ...],
+    documents: list[tuple[int, ...]],
+    max_model_len: int,
+) -> list[tuple[float, Event]]:
+    prompt = (template + sum(rng.sample(documents, rng.randrange(1, 5)), ()))[: max_model_len - 1]
+    events: list[tuple[float, Event]] = [(at_s, Plain(name, prompt, rng.randrange(1, 12), _stop(rng)))]
+    return events + _maybe_abort(rng, name, at_s, at_s + 10)
+
+
+def _stream(
+    rng: random.Random,
+    name: str,
+    at_s: float,
+    template: tuple[int, ...],
+    documents: list[tuple[int, ...]],
+    max_model_len: int,
+) -> list[tuple[float, Event]]:
+    gap_s = rng.choice([0.0, 0.3, 1.0, 5.0, 20.0])
+    num_chunks = rng.choice([1, 2, 3, 5, 8])
+    limit = max_model_len - 1
+    prompt: tuple[int, ...] = ()
+    events: list[tuple[float, Event]] = []
+    first_s = at_s
+    for index in range(num_chunks):
+        is_final = index == num_chunks - 1
+        old = prompt
+        prompt = _next_prompt(rng, old, template, documents)
+        if rng.random() > 0.03:  # else it may outgrow the model
+            prompt = prompt[:limit]
+        num_common = next((i for i, (a, b) in enumerate(zip(old, prompt, strict=False)) if a != b), None)
+        num_common = min(len(old), len(prompt)) if num_common is None else num_common
+        # There is no empty request: one token at least is sent again.
+        num_kept = min(rng.choice([num_common, num_common, num_common // 2, 0]), len(prompt) - 1)
+        chunk = Chunk(name, index, prompt, num_kept, is_final, rng.randrange(1, 12), _stop(rng))
+        events.append((at_s, chunk))
+        at_s += rng.expovariate(1 / gap_s) if gap_s else 0.0
+    return events + _maybe_abort(rng, name, first_s, at_s + 5)
+
+
+def _next_prompt(
+    rng: random.Random, old: tuple[int, ...], template: tuple[int, ...], documents: list[tuple[int, ...]]
+) -> tuple[int, ...]:
+    if not old:
+        return template + rng.choice(documents)
+    kind = rng.choice(["append", "append", "append", "one more", "same", "shrink", "first token", "replace", "reorder"])
+    match kind:
+        case "append":
+            return old + rng.choice(documents)
+        case "one more":
+            return old + _tokens(rng, 1)
+        case "same":
+            return old
+        case "shrink":
+            return old[: rng.randrange(1, len(old) + 1)]
+        case "first token":
+            return ((old[0] + 1) % 4, *old[1:])
+        case "replace":
+            position = rng.randrange(len(old))
+            return (*old[:position], (old[position] + 1) % 4, *rng.choice(documents))
+        case _:
+            return template + sum(rng.sample(documents, 3), ())
+
+
+def _stop(rng: random.Random) -> int | None:
+    return rng.randrange(50) if rng.random() < 0.3 else None
+
+
+def _maybe_abort(rng: random.Random, name: str, from_s: float, until_s: float) -> list[tuple[float, Event]]:
+    return [(rng.uniform(from_s, until_s), Abort(name))] if rng.random() < 0.1 else []

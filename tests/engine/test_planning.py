@@ -1,0 +1,131 @@
+"""What a plan promises, whatever the requests and the policy."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import BLOCK_SIZE, SPECS, view_lists, views
+
+from streamrag.engine import Limits, Plan, RequestView, make_policy, plan
+
+
+@dataclass
+class Blocks:
+    """Memory of blocks that nobody shares."""
+
+    num_free_blocks: int
+    asked: list[str] = field(default_factory=list)
+
+    def num_cached_tokens(self, request: RequestView) -> int:
+        return request.num_cached_tokens
+
+    def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
+        num_present = request.num_computed_tokens or request.num_cached_tokens
+        return max(-(-(num_present + num_tokens) // BLOCK_SIZE) - request.num_blocks, 0)
+
+    def num_blocks_freed(self, request: RequestView) -> int:
+        self.asked.append(request.request_id)
+        return request.num_blocks
+
+
+LIMITS = st.builds(Limits, st.integers(1, 400), st.integers(1, 6), st.booleans())
+
+
+def make(spec: str, requests: list[RequestView], idle: list[RequestView], limits: Limits, memory: Blocks) -> Plan:
+    policy = make_policy(spec)
+    return plan(policy.order(requests, 10.0), lambda: policy.order(idle, 10.0), limits, memory)
+
+
+def num_blocks_at_most(requests: list[RequestView]) -> int:
+    return max((-(-r.num_tokens // BLOCK_SIZE) for r in requests), default=0)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(view_lists(), view_lists(4, is_idle=True), LIMITS, st.integers(0, 40))
+def test_a_plan_keeps_its_promises(
+    spec: str, requests: list[RequestView], idle: list[RequestView], limits: Limits, num_free: int
+) -> None:
+    memory = Blocks(num_free)
+    made = make(spec, requests, idle, limits, memory)
+    granted = [g.request for g in made.grants]
+    evicted = [e.request for e in made.evictions]
+
+    # Never over budget.
+    assert sum(g.num_tokens for g in made.grants) <= limits.num_tokens
+    assert len(granted) <= limits.num_seqs
+    assert all(1 <= g.num_tokens <= g.request.num_remaining_tokens for g in made.grants)
+    # Never evicts a request that it schedules, nor anybody twice, nor for nothing.
+    assert len({*granted, *evicted}) == len(granted) + len(evicted)
+    assert all(e.num_blocks for e in evicted)
+    assert not evicted or granted
+    # Memory suffices, unless even everything is not enough for the most urgent alone.
+    needed = sum(memory.num_blocks_needed(g.request, g.num_tokens) for g in made.grants)
+    freed = sum(e.num_blocks for e in evicted)
+    assert needed <= num_free + freed or len(granted) == 1
+    # No victim more than needed.
+    assert not evicted or num_free + freed - evicted[-1].num_blocks < needed
+    # Deterministic.
+    assert make(spec, requests, idle, limits, Blocks(num_free)) == made
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(view_lists(), view_lists(4, is_idle=True), LIMITS, st.integers(0, 40))
+def test_victims_are_idle_before_others_and_shown_last(
+    spec: str, requests: list[RequestView], idle: list[RequestView], limits: Limits, num_free: int
+) -> None:
+    made = make(spec, requests, idle, limits, Blocks(num_free))
+    evicted = [e.request for e in made.evictions]
+    ranks = [(not r.is_idle, r.has_output) for r in evicted]
+    assert ranks == sorted(ranks)
+    granted = [g.request for g in made.grants]
+    holders = [r for r in requests + idle if r.num_blocks and r not in granted]
+    if any(r.has_output for r in evicted):
+        assert all(r in evicted for r in holders if not r.has_output)
+
+
+@given(view_lists(), LIMITS)
+def test_the_most_urgent_request_with_work_is_always_served(requests: list[RequestView], limits: Limits) -> None:
+    ordered = make_policy("fcfs").order(requests, 10.0)
+    # Among those that have shown a token, whoever holds a slot goes on first.
+    ordered.sort(key=lambda r: r.has_output and not r.is_running)
+    ordered.sort(key=lambda r: not r.has_output)
+    made = plan(ordered, list, limits, Blocks(0))
+    first = next((r for r in ordered if r.num_remaining_tokens), None)
+    assert (made.grants[0].request if made.grants else None) == first
+
+
+@given(views("r0"), views("r1"))
+def test_with_memory_to_spare_nobody_is_asked_what_eviction_would_bring(a: RequestView, b: RequestView) -> None:
+    memory = Blocks(1000)
+    made = plan([a, b], lambda: pytest.fail("asked for the idle ones"), Limits(1000, 8), memory)
+    assert made.evictions == ()
+    assert memory.asked == []
+
+
+def test_partial_prompts_evict_only_if_they_may() -> None:
+    first = RequestView("first", 0, 0, 16, is_complete=True)
+    partial = RequestView("partial", 0, 0, 32, is_complete=False)
+    idle = RequestView("idle", 0, 0, 32, 32, 2, is_complete=False, is_idle=True)
+    memory = Blocks(1)
+    may = plan([first, partial], lambda: [idle], Limits(100, 8), memory)
+    may_not = plan([first, partial], lambda: [idle], Limits(100, 8, can_partial_evict=False), memory)
+    assert [g.request.request_id for g in may.grants] == ["first", "partial"]
+    assert [e.request.request_id for e in may.evictions] == ["idle"]
+    assert [g.request.request_id for g in may_not.grants] == ["first"]
+    assert may_not.evictions == ()
+
+
+def test_nobody_starts_behind_a_request_that_does_not_fit() -> None:
+    running = RequestView("running", 0, 0, 160, 159, 10, has_output=True)
+    big = RequestView("big", 1, 1, 160)
+    small = RequestView("small", 2, 2, 16)
+    made = plan([running, big, small], list, Limits(1000, 8), Blocks(5))
+    assert [g.request.request_id for g in made.grants] == ["running"]
+
+
+def test_the_callers_choice_decides_what_becomes_of_a_victim() -> None:
+    new = RequestView("new", 0, 0, 32)
+    idle = RequestView("idle", 0, 0, 32, 32, 2, is_complete=False, is_idle=True)
+    made = plan([new], lambda: [idle], Limits(100, 8), Blocks(0), fate=lambda victim: "swap")
+    assert [e.fate for e in made.evictions] == ["swap"]

@@ -1,0 +1,40 @@
+"""The values that travel, and the longest common prefix."""
+
+import doctest
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import streamrag.core
+from streamrag import Chunk, Prompt, SamplingParams
+from streamrag.core import common_prefix_len
+from streamrag.errors import ConfigurationError
+
+TOKENS = st.lists(st.integers(0, 2), max_size=40)
+
+
+@given(TOKENS, TOKENS)
+def test_the_common_prefix_is_what_comparing_one_by_one_finds(a: list[int], b: list[int]) -> None:
+    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert common_prefix_len(a, b) == expected
+    assert common_prefix_len(tuple(a), tuple(b), start=expected // 2) == expected
+
+
+def test_the_examples_in_docstrings_are_true() -> None:
+    results = doctest.testmod(streamrag.core)
+    assert (results.failed, results.attempted) == (0, 2)
+
+
+def test_values_are_frozen() -> None:
+    for value, name in ((Chunk("text", "a.md"), "text"), (Prompt((1,), 0, True), "token_ids")):
+        with pytest.raises(AttributeError):
+            setattr(value, name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_tokens", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1)]
+)
+def test_sampling_parameters_that_no_engine_accepts_are_named(name: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"SamplingParams: {name}={value}"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
