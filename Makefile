@@ -22,13 +22,13 @@ bench-stall: .venv/installed ## the event loop's worst stall while a crawl and a
 	$(RUN) bench/loop_stall.py
 
 fuzz: .venv/installed ## the scheduler against its KV oracle: 20,000 random loads, about six minutes
-	$(RUN) -m tests.engine.fuzz --first 0 --seeds 20000
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.fuzz --first 0 --seeds 20000
 
 mutants: .venv/installed ## breaks the scheduler in one line each, and shows that the fuzz notices
-	$(RUN) -m tests.engine.mutants
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.mutants
 
 bench-step: .venv/installed ## time per step of vLLM's scheduler and of ours, and of one update
-	$(RUN) bench/engine_step.py
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) bench/engine_step.py
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

