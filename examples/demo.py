@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--index", metavar="FOLDER", help="a real index, made by `streamrag index build`")
     parser.add_argument("--ask", action="append", metavar="QUESTION", help="instead of the demo's; may be repeated")
     parser.add_argument("--queries", type=int, default=5, metavar="N", help="pairs of queries in each mode (5)")
-    parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="length of an answer (24)")
+    parser.add_argument("--max-tokens", type=int, default=12, metavar="N", help="length of an answer (12)")
     parser.add_argument("--out", type=Path, default=ROOT / ".demo", metavar="FOLDER", help="where to put what is made")
     return parser.parse_args()
 
@@ -152,8 +152,10 @@ async def _keeping(events: AsyncIterator[Event], kept: list[Event]) -> AsyncIter
 def print_table(groups: dict[str, list[Pair]]) -> None:
     """Medians of the paired queries."""
     table = Table(title="Medians of paired queries", title_justify="left")
-    for heading in ("", "in seconds", "streaming", "not streaming", "ratio"):
-        table.add_column(heading, justify="left" if heading in ("", "in seconds") else "right")
+    for heading in ("", "in seconds"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("streaming", "not\nstreaming", "ratio"):
+        table.add_column(heading, justify="right")
     for name, pairs in groups.items():
         for measure in ("ttft_s", "ttft_after_retrieval_s"):
             both = [[getattr(answer.timings, measure) for answer in pair.answers] for pair in pairs]
@@ -224,8 +226,8 @@ async def run(arguments: argparse.Namespace) -> None:
             max_model_len=MODEL["max_model_len"],
             dtype="auto" if arguments.model else "float32",
         )
-        crawl = WebSource([url], max_pages=12, max_page_chars=1500, allow_private=arguments.url is None)
-        search = VectorSource(index, k=12)
+        crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
+        search = VectorSource(index, k=10)
         with console.status("starting") as status:
             for part in (backend, crawl, search):
                 stack.push_async_callback(part.aclose)
