@@ -8,6 +8,7 @@ the loop suffers beyond the control is what streamrag's parts in this process co
 import argparse
 import asyncio
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -134,7 +135,11 @@ def main() -> None:
     console.print("The target is under 20 ms more.")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"python": platform.python_version(), "platform": platform.platform()}
+        machine = {
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "num_cpus": os.cpu_count(),
+        }
         command = "python bench/loop_stall.py --json FILE"
         arguments.json.write_text(json.dumps({"command": command, "machine": machine, "rounds": rows}, indent=2))
 

@@ -31,7 +31,7 @@ def retrieve(query: str) -> list[str]:
 
 async def main(model: Path) -> None:
     async with Pipeline(RetrieverSource(retrieve), VllmBackend(model), on_progress=print) as pipeline:
-        stream = pipeline.stream("How is a task cancelled?", params=SamplingParams(max_tokens=16))
+        stream = pipeline.stream("What cancels every task that runs?", params=SamplingParams(max_tokens=16))
         async for chunk in stream:
             print(chunk.text, end="", flush=True)
     print()

@@ -36,7 +36,7 @@ def test_wrap_a_function(tiny_model: Path) -> None:
     lines = run("wrap_a_function.py", str(tiny_model)).splitlines()
     assert lines[-2:] == [
         "[1] Cancelling a scope cancels every task that runs in it.",
-        "[2] A task group is left when all of its tasks have ended.",
+        "[2] An event wakes every task that waits for it.",
     ]
 
 
