@@ -25,9 +25,9 @@ class StaleScheduler(RotatingScheduler):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        true_lcp, block_size = prompts.num_common, self.block_size
+        true_lcp, block_size = prompts.common_prefix_len, self.block_size
 
         def too_much(old: list[int], new: list[int], start: int = 0) -> int:
             return min(true_lcp(old, new, start) + block_size, len(old), len(new))
 
-        prompts.num_common = too_much
+        prompts.common_prefix_len = too_much
