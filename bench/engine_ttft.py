@@ -1,4 +1,4 @@
-"""Time to the first token on the real CPU engine: four ways to use context that arrives in chunks.
+"""A draft: time to the first token on the real CPU engine, for four ways to use context that arrives in chunks.
 
     python bench/engine_ttft.py
 
