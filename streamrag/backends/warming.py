@@ -28,6 +28,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
 from streamrag.errors import BackendError
+from streamrag.tasks import wait_regardless
 
 __all__ = ["Generate", "Prefill", "warm_then_generate"]
 
@@ -58,10 +59,7 @@ async def warm_then_generate(
         await driver
     finally:
         driver.cancel()
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait([driver])
-        if not driver.cancelled():
-            driver.exception()  # raised above, or nobody is left to hear it
+        await wait_regardless([driver])
 
 
 async def _drive(
