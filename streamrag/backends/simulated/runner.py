@@ -8,6 +8,7 @@ wrongly it remembers wrongly too:
     V2  vllm/v1/worker/gpu/model_runner.py: finish_requests, add_requests, update_requests
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,7 +98,7 @@ class Row:
             table.extend(blocks)
 
 
-class OracleRunner:
+class OracleRunner(ABC):
     """What the two kinds of runner have in common."""
 
     def __init__(
@@ -132,13 +133,13 @@ class OracleRunner:
         self.last_sampled = {r: tokens[0] for r, tokens in zip(counts, sampled, strict=True) if tokens}
         return ModelRunnerOutput(list(counts), {r: i for i, r in enumerate(counts)}, sampled)
 
+    @abstractmethod
     def update(self, step: SchedulerOutput) -> None:
         """Take in what the scheduler says."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remember_sample(self, request_id: str, token: int) -> None:
         """A token was sampled."""
-        raise NotImplementedError
 
     def _token_at(self, request_id: str, position: int) -> int:
         row = self.rows[request_id]
