@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from streamrag.errors import ConfigurationError
+from streamrag.records import RequestRecord
 
 __all__ = [
     "AnswerChunk",
@@ -125,6 +126,8 @@ class Prompt:
     num_shared: int
     """Leading tokens equal to those of the query's previous prompt: their LCP. 0 for the first."""
     is_complete: bool
+    hint: Hint | None = None
+    """What the retriever expects still to come."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_shared <= len(self.token_ids)
@@ -180,6 +183,8 @@ class AnswerChunk:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
+    record: RequestRecord | None = None
+    """What the engine did with the request; on the last chunk only, from engines that tell."""
 
 
 BackendEvent: TypeAlias = Prefilled | AnswerChunk

@@ -1,0 +1,1 @@
+"""Traces of retrieval: recorded, read, generated, replayed."""
