@@ -1,0 +1,113 @@
+"""A cell: one load on one engine with one set of settings, and what came of it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from streamrag.records import RequestRecord
+
+__all__ = ["ARMS", "Arm", "CellResult", "CellSettings", "RequestResult", "StepResult"]
+
+Arm: TypeAlias = Literal["no-streaming", "warming", "stock-sessions", "streaming"]
+ARMS: tuple[Arm, ...] = ("no-streaming", "warming", "stock-sessions", "streaming")
+"""What a client may do with chunks that arrive over time: wait for all of them; warm the prefix cache; use the sessions
+of vLLM's own scheduler, which can only append; stream into ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellSettings:
+    """All that a cell's result depends on, beside versions and the machine."""
+
+    clock: Literal["virtual", "wall"]
+    """Virtual time comes from a hardware profile; wall time from a real engine. No cell mixes them."""
+    workload: str
+    """"crawler" or "anns" (generated), or the path of a trace."""
+    arm: Arm
+    policy: str = "fcfs"
+    """For the streaming arm; see `streamrag.engine.make_policy`."""
+    eviction: str = "recompute"
+    qps: float | None = None
+    """Poisson arrivals, open loop, per second; None for the trace's own arrivals."""
+    delay: float = 1.0
+    """Multiplies every gap between the chunks of a query."""
+    kv_tokens: int | None = None
+    """Capacity of the KV cache; None for the profile's, or the engine's own choice."""
+    seed: int = 1
+    num_queries: int | None = None
+    """None for all that the trace has."""
+    num_output_tokens: int = 1
+    profile: str | None = None
+    """Name or path of a hardware profile, in virtual time."""
+    model: str | None = None
+    """Folder or name of a model, in wall time."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step; None for the workload's published one."""
+    max_num_seqs: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """One query of the load. Times are seconds on the cell's clock, which starts at 0."""
+
+    query_id: str
+    arrival_s: float
+    retrieval_end_s: float
+    """When its last chunk was there."""
+    first_token_s: float
+    finished_s: float
+    num_chunks: int
+    floor_s: float
+    """Its `ttft_after_retrieval_s` if it were alone on the engine."""
+    record: RequestRecord | None = None
+    """What the engine did, on the same clock; None from engines that do not tell."""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def ttft_after_retrieval_s(self) -> float:
+        return self.first_token_s - self.retrieval_end_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step of the engine."""
+
+    start_s: float
+    end_s: float
+    num_tokens: int
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """What came of a cell."""
+
+    settings: CellSettings
+    requests: tuple[RequestResult, ...]
+    busy_s: float
+    """Time in which the engine computed."""
+    completion_s: float
+    """When the last request ended."""
+    wall_s: float
+    """How long the run took, on the wall clock."""
+    steps: tuple[StepResult, ...] = ()
+    """Kept on request only: there are many."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Versions, device, profile, capacity."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "CellResult":
+        """The result that `as_dict` made."""
+        requests = tuple(
+            RequestResult(**{**r, "record": RequestRecord.from_dict(r["record"]) if r["record"] else None})
+            for r in values["requests"]
+        )
+        steps = tuple(StepResult(**s) for s in values["steps"])
+        settings = CellSettings(**values["settings"])
+        return cls(**{**values, "settings": settings, "requests": requests, "steps": steps})
