@@ -25,6 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from streamrag.backends.token_streams import StreamedTokens, TokenStreams
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, Prompt
+from streamrag.core import SamplingParams as OurSamplingParams
 
 NUM_STREAMS, NUM_CHUNKS, NUM_ROUNDS = 16, 6, 2
 CHUNK_TOKENS = (100, 500)
@@ -129,7 +130,7 @@ async def ours(engine: AsyncLLM, arrivals: Arrivals) -> float:
     arriving = chunks(arrivals, time.monotonic())
     token_ids, is_last = await anext(arriving)
     end_s, found_s = 0.0, 0.0
-    async with TokenStreams(engine).open(token_ids, params()) as stream:
+    async with TokenStreams(engine).open(token_ids, OurSamplingParams(max_tokens=4, ignore_eos=True)) as stream:
         async for token_ids, is_last in arriving:
             end_s = time.monotonic()
             await (stream.finish(token_ids) if is_last else stream.append(token_ids))

@@ -5,6 +5,7 @@
     │   ├── MissingDependencyError    an optional part is not installed; the message has the install line
     │   ├── UnsupportedVersionError   an installed package has a version that streamrag does not run on
     │   ├── ModelError                the model cannot be loaded
+    │   ├── TraceError                a trace cannot be read or written
     │   └── VectorIndexError          a vector index cannot be used
     │       ├── IndexMissingError     there is none at this path
     │       ├── IndexCorruptError     its files are damaged or incomplete
@@ -42,6 +43,7 @@ __all__ = [
     "SourceError",
     "StreamRagError",
     "TooManyQueriesError",
+    "TraceError",
     "UnreachableError",
     "UnsafeUrlError",
     "UnsupportedVersionError",
@@ -73,6 +75,10 @@ class UnsupportedVersionError(ConfigurationError):
 
 class ModelError(ConfigurationError):
     """The model cannot be loaded."""
+
+
+class TraceError(ConfigurationError):
+    """A trace cannot be read or written; the message names the file, and the line."""
 
 
 class VectorIndexError(ConfigurationError):

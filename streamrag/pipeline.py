@@ -5,7 +5,7 @@ import warnings
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
 
 import anyio
 
@@ -17,6 +17,9 @@ from streamrag.modes import PromptTemplate, UpdateMode
 from streamrag.query import Query, QueryOptions, QueryRun
 from streamrag.tasks import wait_regardless
 from streamrag.telemetry import Answer
+
+if TYPE_CHECKING:
+    from streamrag.trace.recorder import TraceRecorder
 
 __all__ = ["Pipeline", "borrowed"]
 
@@ -35,6 +38,7 @@ class Pipeline:
       TooManyQueriesError.
     - `on_source_error="answer"` answers from what had arrived when the source failed.
     - `on_progress` is called with a line for a person at each step of starting.
+    - `recorder` writes what retrieval does to a trace file; it is started and stopped with the rest.
 
     Raises ConfigurationError for values that cannot work.
     """
@@ -51,6 +55,7 @@ class Pipeline:
         when_full: Literal["wait", "refuse"] = "wait",
         on_source_error: Literal["raise", "answer"] = "raise",
         on_progress: Progress | None = None,
+        recorder: "TraceRecorder | None" = None,
         clock: Clock = monotonic,
     ) -> None:
         if max_concurrent_queries < 1:
@@ -67,6 +72,7 @@ class Pipeline:
         self._template = template or PromptTemplate()
         self._refuses = when_full == "refuse"
         self._answers_despite_source_error = on_source_error == "answer"
+        self._recorder = recorder
         self._on_progress = on_progress or (lambda line: None)
         self._clock = clock
         self._admission = anyio.CapacityLimiter(max_concurrent_queries)
@@ -172,6 +178,7 @@ class Pipeline:
             tokenizing=self._tokenizing,
             clock=self._clock,
             emit=emit,
+            recorder=self._recorder,
         )
         task = asyncio.create_task(self._run_query(run), name=f"streamrag query {query.text[:40]!r}")
         self._queries.add(task)
@@ -182,10 +189,10 @@ class Pipeline:
         return await run.run(self.start, self._admission)
 
     async def _start_parts(self) -> None:
-        """Start both parts at once; if one fails, stop the other."""
+        """Start all parts at once; if one fails, stop the others."""
         async with AsyncExitStack() as parts:
             starts = []
-            for part in (self.source, self.backend):
+            for part in (self.source, self.backend, self._recorder):
                 if isinstance(part, Startable):
                     parts.push_async_callback(part.aclose)
                     starts.append(asyncio.create_task(part.start(self._on_progress)))

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import anyio
 
@@ -20,6 +20,7 @@ from streamrag.core import (
     SamplingParams,
     Skipped,
     Source,
+    SourceEvent,
     Turn,
     Update,
 )
@@ -41,6 +42,9 @@ from streamrag.telemetry import (
     Timings,
     TokensGenerated,
 )
+
+if TYPE_CHECKING:
+    from streamrag.trace.recorder import TraceRecorder
 
 __all__ = ["Query", "QueryOptions", "QueryRun"]
 
@@ -106,6 +110,7 @@ class QueryRun:
         tokenizing: anyio.CapacityLimiter,
         clock: Clock,
         emit: Callable[[Event], Awaitable[None]],
+        recorder: "TraceRecorder | None" = None,
     ) -> None:
         self._query = query
         self._source = source
@@ -115,6 +120,7 @@ class QueryRun:
         self._tokenizing = tokenizing
         self._clock = clock
         self._emit = emit
+        self._recorder = recorder
         self._submitted_s = clock()
         self._first_chunk_s: float | None = None
         self._retrieval_s = 0.0
@@ -192,7 +198,7 @@ class QueryRun:
             )
         )
         chunks: tuple[Chunk, ...] = ()
-        async with aclosing(self._retrieve()) as events:
+        async with aclosing(self._retrieve(assembler)) as events:
             async for event in events:
                 new = event.chunks if isinstance(event, Update) else (event.chunk,)
                 at_s = self._now()
@@ -205,7 +211,7 @@ class QueryRun:
                 if query.overlap:
                     step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=False))
                     await self._report(step, assembler.max_context_tokens)
-                    yield step.prompt
+                    yield replace(step.prompt, hint=event.hint)
         self._retrieval_s = self._now()
         step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=True))
         await self._report(step, assembler.max_context_tokens)
@@ -213,10 +219,10 @@ class QueryRun:
         assembled.append(step)
         yield step.prompt
 
-    async def _retrieve(self) -> AsyncGenerator[Append | Update, None]:
+    async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:
         """The source's chunk events; what it skipped is reported, and its failure is raised or noted."""
         try:
-            async with _closing(self._source.stream(self._query.text)) as events:
+            async with _closing(self._source_events(assembler)) as events:
                 async for event in events:
                     if isinstance(event, Skipped):
                         await self._emit(SourceSkipped(self._now(), event.source, event.reason))
@@ -230,6 +236,16 @@ class QueryRun:
             failure = SourceError(f"{type(self._source).__name__} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             await self._note_or_raise(failure)
+
+    def _source_events(self, assembler: PromptAssembler) -> AsyncIterator[SourceEvent]:
+        events = self._source.stream(self._query.text)
+        if self._recorder is None:
+            return events
+
+        async def count_tokens(chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
+            return await self._in_thread(partial(assembler.count_tokens, chunks))
+
+        return self._recorder.record(self._query.text, events, count_tokens, tokenizer=self._backend.model.name)
 
     async def _note_or_raise(self, failure: SourceError) -> None:
         if not self._answers_despite_source_error:
@@ -265,7 +281,9 @@ class QueryRun:
             num_invalidated=self._num_invalidated,
             is_exact=self._backend.model.is_exact,
             source_error=self._source_error,
+            submitted_s=self._submitted_s,
             timings=timings,
+            record=chunks[-1].record,
         )
 
     def _now(self) -> float:

@@ -3,18 +3,23 @@
 `time.monotonic`, which on Linux all processes of a host share: times of the client and of the engine can be compared.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["ChunkRecord", "Outcome", "PreemptionRecord", "RequestRecord"]
+from streamrag.errors import ConfigurationError
+
+__all__ = ["ChunkRecord", "Outcome", "PreemptionRecord", "RequestRecord", "read_records"]
 
 Outcome: TypeAlias = Literal["finished", "aborted", "failed"]
+"""Aborted: the client had enough, went away, or gave up. Failed: the engine refused it, or gave it up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """A chunk that arrived."""
+    """A chunk that was taken in. One that the engine refused has no record: it failed the request."""
 
     arrival_s: float
     num_tokens: int
@@ -38,6 +43,7 @@ class PreemptionRecord:
     fate: str
     """"recompute": it was dropped."""
     num_tokens_lost: int
+    """Tokens of prompt and answer whose KV that was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +51,31 @@ class RequestRecord:
     """One request, streamed or plain, from its arrival to its end. Source of the event names: arXiv 2604.16395."""
 
     request_id: str
+    """The engine's, which is the client's and a few random characters."""
     outcome: Outcome
     is_stream: bool
     """False for a plain request, whose prompt came in one piece."""
     arrival_s: float
-    """When the client submitted it."""
+    """When the client submitted it. Of a plain request vLLM knows it on the wall clock only: it is converted."""
     queued_s: float
     """When the scheduler saw it first."""
     scheduled_s: float | None
-    """When it was first taken up."""
+    """When the first step that computes some of it was planned. None if there was none; the next two likewise."""
     first_kv_s: float | None
     """When the first of its KV was on the device, computed or from the prefix cache."""
     last_kv_s: float | None
-    """When the KV of its complete prompt was on the device."""
+    """When the KV of its complete prompt was on the device, for the first time."""
     finished_s: float
     num_prompt_tokens: int
+    """Of the last prompt that was taken in."""
     num_output_tokens: int
     num_computed: int
     """Prompt tokens computed, all in all."""
     num_recomputed: int
-    """Of these, tokens that had been computed before for the same prefix."""
+    """Of these, tokens whose KV had been there before, and which no update had invalidated: lost to a preemption, or
+    beyond the last block that an update could keep."""
     num_invalidated: int
-    """Computed tokens that updates made useless: the sum over updates of max(0, computed - LCP)."""
+    """Computed tokens that updates made useless: the sum over the chunks."""
     num_from_cache: int
     """Prompt tokens served by the prefix cache."""
     chunks: tuple[ChunkRecord, ...] = ()
@@ -83,3 +92,24 @@ class RequestRecord:
         chunks = tuple(ChunkRecord(**chunk) for chunk in values["chunks"])
         preemptions = tuple(PreemptionRecord(**preemption) for preemption in values["preemptions"])
         return cls(**{**values, "chunks": chunks, "preemptions": preemptions})
+
+
+def read_records(path: str | Path) -> list[RequestRecord]:
+    """The records in a file that an engine writes, in the order in which the requests ended.
+
+    The file may still be written: a last line that is not complete is left out.
+
+    :raises ConfigurationError: there is no such file, or a line of it is no record.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"records of requests cannot be read: {error}") from error
+    *lines, _torn = text.split(b"\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(RequestRecord.from_dict(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigurationError(f"{path}, line {number} is no record of a request: {error!r}") from error
+    return records

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from streamrag.core import Chunk
 from streamrag.errors import SourceError
+from streamrag.records import RequestRecord
 
 __all__ = [
     "Answer",
@@ -160,7 +161,12 @@ class Answer:
     """Whether the model saw exactly the tokens of the prompt (not so for a server that takes only text)."""
     source_error: SourceError | None
     """Why retrieval ended early, with `on_source_error="answer"`."""
+    submitted_s: float
+    """When the query was submitted, on the pipeline's clock. With the default clock, which is `time.monotonic`, this is
+    the clock of `record` too: `record.first_kv_s - submitted_s` compares with the timings and with every `at_s`."""
     timings: Timings
+    record: RequestRecord | None = None
+    """What the engine did with the request, from engines that tell."""
 
     @property
     def has_context(self) -> bool:

@@ -106,3 +106,19 @@ async def test_the_json_result_is_complete() -> None:
     assert written["sources"][0]["source"] == "a.md"
     assert written["has_context"] is True
     assert written["timings"]["ttft_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--server", "http://127.0.0.1:1/v1", "--policy", "lcas"], "--policy is for an embedded vLLM"),
+        (["--policy", "no_such_policy"], "no_such_policy"),
+        (["--strategy", "warming", "--policy", "lcas"], "is for strategy"),
+    ],
+)
+def test_options_of_an_embedded_engine_are_checked_before_it_starts(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ["ask", "Why?", "--url", "http://127.0.0.1:1", "--allow-private", "--model", str(tmp_path), *options]
+    assert main(command) == 1
+    assert message in " ".join(capsys.readouterr().err.split())

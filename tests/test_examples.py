@@ -1,6 +1,7 @@
 """Every example runs, as its docstring says, and prints what it is there to show."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,13 @@ def test_own_source() -> None:
     assert sum("known already" in line for line in lines) == 3
 
 
+def test_record_and_replay(tmp_path: Path) -> None:
+    recorded, replayed, slower = run("record_and_replay.py", str(tmp_path / "trace.jsonl.gz")).splitlines()
+    assert recorded == "recorded: 1 query, 2 chunks"
+    assert replayed == "replayed: ['note-0', 'note-1']"
+    assert 2 < float(slower.split()[2]) < 4
+
+
 @pytest.mark.engine
 def test_wrap_a_function(tiny_model: Path) -> None:
     lines = run("wrap_a_function.py", str(tiny_model)).splitlines()
@@ -38,6 +46,23 @@ def test_wrap_a_function(tiny_model: Path) -> None:
         "[1] Cancelling a scope cancels every task that runs in it.",
         "[2] An event wakes every task that waits for it.",
     ]
+
+
+@pytest.mark.engine
+def test_push_tokens(tiny_model: Path) -> None:
+    *_, made, shared = run("push_tokens.py", str(tiny_model)).splitlines()
+    assert re.fullmatch(r"5 chunks made a prompt of \d+ tokens", made)
+    common = [int(number) for number in re.findall(r"\d+", shared)]
+    assert common[0] == 0
+    assert common[1] < common[2]  # each page is appended
+    assert 0 < common[3] < common[1]  # the update keeps a part of the draft
+    assert common[4] > common[3]
+
+
+@pytest.mark.engine
+def test_own_policy(tiny_model: Path) -> None:
+    lines = run("own_policy.py", str(tiny_model)).splitlines()
+    assert ["2 chunks" in line for line in lines if line.startswith("finished after")] == [True] * 3
 
 
 @pytest.mark.engine

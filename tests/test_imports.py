@@ -22,7 +22,8 @@ LINES = [
     {"core", "errors", "records", "tasks"},
 ]
 PARTS_OF_ONE = {"query": "pipeline", "handle": "pipeline", "scripted": "testing", "tiny_llama": "testing"}
-INNERMOST = [["core", "errors"], ["core", "records"]]  # the only imports within a line: core's values use these
+# The only imports within a line: core's values use these.
+INNERMOST = [["core", "errors"], ["core", "records"], ["records", "errors"]]
 
 HEAVY = {"crawl4ai", "diskannpy", "matplotlib", "numpy", "sentence_transformers", "torch", "transformers", "vllm"}
 

@@ -11,6 +11,7 @@ out of its sight until it returns.
 """
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -24,11 +25,13 @@ from streamrag.backends.prompts import release_kv
 from streamrag.backends.stream_intake import StreamIntakeMixin
 from streamrag.backends.stream_request import StreamRequest
 from streamrag.backends.support import SchedulerOptions, check_supported, check_version
-from streamrag.engine import Limits, Plan, RequestView, make_policy, plan
+from streamrag.engine import Limits, Pace, Plan, RequestView, make_policy, plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import ModelRunnerOutput
 
 __all__ = ["AsyncStreamingScheduler", "StreamingScheduler", "StreamingSchedulerMixin", "streaming_scheduler"]
 
@@ -54,9 +57,15 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         check_supported(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.options = SchedulerOptions.of(vllm_config)
+        self.record_file = self.options.record_file()
         self.streaming_policy = make_policy(self.options.policy)
         self.kv_memory = KvMemory(self)
+        num_most, step_s = self.options.num_partial_tokens, self.options.partial_step_s
+        self.pace = None if num_most is None else Pace(num_most, step_s)
         self._step_s = 0.0
+        self._last_output_s = 0.0
+        self._started_s: deque[float] = deque()  # of each step whose output is still to come
+        self._num_free_when_stuck: int | None = None
 
     # ----------------------------------------------------------------------------------------------------- one step
 
@@ -65,6 +74,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         if self._pause_state != PauseState.UNPAUSED:
             return super().schedule(throttle_prefills)
         step = self._plan()
+        is_stuck = not (step.plan.grants or step.decoding or step.held_up or self.deferred_frees)
+        self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
         for eviction in step.plan.evictions:
             self._evict(self._request(eviction.request), eviction.fate)
         running, waiting = self._set_aside(step)
@@ -75,7 +86,28 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             self.waiting.extend(waiting)
             self.num_waiting_for_streaming_input = 0
             for grant in step.plan.grants:
-                self._request(grant.request).step_limit = None
+                request = self._request(grant.request)
+                request.step_limit = request.num_visible_tokens = None
+
+    def has_requests(self) -> bool:
+        # Partial prompts alone may all wait for memory. vLLM's loop sleeps if it is told that there is nothing to do.
+        if self._num_free_when_stuck is None or self.deferred_frees or self._outbox or self.has_finished_requests():
+            return super().has_requests()
+        return self.kv_cache_manager.block_pool.get_num_free_blocks() != self._num_free_when_stuck
+
+    def add_request(self, request: Request) -> None:
+        self._num_free_when_stuck = None
+        super().add_request(request)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
+    ) -> dict[int, "EngineCoreOutputs"]:
+        now_s, started_s = self.clock(), self._started_s.popleft()
+        if self.pace:
+            num_tokens = scheduler_output.total_num_scheduled_tokens
+            self.pace.observe(num_tokens, now_s - max(started_s, self._last_output_s))
+        self._last_output_s = now_s
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _request(self, view: RequestView) -> StreamRequest:
         request = self.requests[view.request_id]
@@ -96,7 +128,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         if policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
         num_tokens, num_seqs = self.max_num_scheduled_tokens, self.max_num_active_reqs
-        limits = Limits(num_tokens, num_seqs, self.options.can_partial_evict, len(decoding))
+        num_partial_tokens = self.pace.num_partial_tokens if self.pace else None
+        limits = Limits(num_tokens, num_seqs, self.options.can_partial_evict, len(decoding), num_partial_tokens)
         order = policy.order(views, self._step_s)
         made = plan(order, self._idle_views, limits, self.kv_memory)
         policy.admitted([g.request for g in made.grants if not g.request.is_running])
@@ -137,6 +170,9 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                     request.step_limit = grant.num_tokens
             else:
                 starting.append(request)
+                if request.is_partial:
+                    num_present = grant.request.num_computed_tokens or self.kv_memory.num_cached_tokens(grant.request)
+                    request.num_visible_tokens = num_present + grant.num_tokens
         aside = [self.requests[view.request_id] for view in step.order if view.request_id not in granted]
         rest = [r for r in aside if r.status == RequestStatus.RUNNING]
         waiting = [r for r in aside if r.status != RequestStatus.RUNNING]
@@ -169,15 +205,17 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         requests = self.requests
         partial: list[StreamRequest] = []
+        prefills: list[tuple[StreamRequest, bool]] = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = requests[request_id]
             request.view = None
-            if num_tokens == 1 and request._output_token_ids:
+            if request.log.num_present >= request.num_prompt_tokens:
                 continue  # a decode
-            self._record_prefill(request, num_tokens)
+            prefills.append((request, self._record_prefill(request, num_tokens)))
             if request.is_partial:
                 partial.append(request)
-        self._partial_in_flight.append(partial)
+        self._prefills_in_flight.append(prefills)
+        self._started_s.append(self._step_s)
         super()._update_after_schedule(scheduler_output)
         for request in partial:
             # The prompt is not at its end, whatever the numbers say: no token comes from this step.
@@ -186,13 +224,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             request.spec_token_ids = []
             request.next_decode_eligible_step = 0
 
-    def _record_prefill(self, request: StreamRequest, num_tokens: int) -> None:
-        log = request.log
-        log.computes(request.num_computed_tokens, num_tokens, self._step_s)
-        if log.first_kv_s is None:
-            log.first_kv_s = self._step_s
-        if not request.is_partial and request.num_computed_tokens + num_tokens >= request.num_prompt_tokens:
-            log.last_kv_s = self._step_s
+    def _record_prefill(self, request: StreamRequest, num_tokens: int) -> bool:
+        """Returns whether the prompt is complete, and all of it computed with this step."""
+        num_prompt_tokens = request.num_prompt_tokens
+        start = min(request.num_computed_tokens, num_prompt_tokens)
+        end = min(request.num_computed_tokens + num_tokens, num_prompt_tokens)
+        request.log.computes(start, end, self._step_s)
+        return end == num_prompt_tokens  # never of a partial one, whose last token is hidden
 
     # -------------------------------------------------------------------------------------------------------- memory
 
@@ -203,18 +241,18 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             # It may be resumed in this very step, for which the first model runner must be sent its tokens.
             self.prev_step_scheduled_req_ids.discard(request.request_id)
         else:
+            self._record_eviction(request, fate)
             release_kv(self, request)
             request.num_preemptions += 1
-            self._record_eviction(request, fate)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         assert isinstance(request, StreamRequest)
-        super()._preempt_request(request, timestamp, drop_stale_output)
         self._record_eviction(request, "recompute")
+        super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _record_eviction(self, request: StreamRequest, fate: str) -> None:
         request.view = None
-        request.log.loses_all(fate, self._step_s)
+        request.log.loses(request.num_computed_tokens, fate, self.clock())
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if reset_running_requests:

@@ -13,15 +13,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.prompts import replace_prompt
-from streamrag.backends.request_log import ChunkRecord
+from streamrag.backends.record_file import RecordFile
 from streamrag.backends.stream_request import StreamRequest
 from streamrag.backends.wire import KEY, ChunkMessage, EndOfInput, decode
+from streamrag.records import ChunkRecord
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
@@ -43,10 +45,13 @@ class StreamIntakeMixin(_Base):
         """Streams that wait for their next chunk, outside of vLLM's queues."""
         self.clock: Callable[[], float] = time.monotonic
         """In seconds; of all records. `time.monotonic` is, on Linux, the same for all processes of a host."""
+        self.wall_clock: Callable[[], float] = time.time
+        """In seconds; of `Request.arrival_time`, which is all that vLLM says about when a plain request was sent."""
+        self.record_file: RecordFile | None = None
         self._outbox: list[tuple[int, EngineCoreOutput]] = []
-        # Of each step whose output is still to come, the requests whose prompt was partial. vLLM calls
-        # `update_from_output` once per step, in order.
-        self._partial_in_flight: deque[list[StreamRequest]] = deque()
+        # Of each step whose output is still to come, the requests of whose prompts it computes tokens, and whether the
+        # last of a complete one. vLLM calls `update_from_output` once per step, in order.
+        self._prefills_in_flight: deque[list[tuple[StreamRequest, bool]]] = deque()
 
     # ------------------------------------------------------------------------------------------------ what comes in
 
@@ -67,12 +72,16 @@ class StreamIntakeMixin(_Base):
         # Else it is a chunk for a stream that has failed or was aborted: its client knows.
 
     def _open(self, request: Request, message: ChunkMessage | None) -> None:
-        if problem := self._problem(request, message):
-            self._send_error(request, problem)
+        problem = self._problem(request, message)
+        now_s = self.clock()
+        stream = StreamRequest.adopt(request, message, now_s - (self.wall_clock() - request.arrival_time), now_s)
+        if problem:
+            stream.status = RequestStatus.FINISHED_ERROR
+            self._record_end(stream)
+            self._send_error(stream, problem)
             return
-        stream = StreamRequest.adopt(request, message, self.clock())
         if message is not None:
-            stream.log.chunks.append(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0))
+            stream.log.adds(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0), num_left=0)
         super().add_request(stream)
         self._settle(stream)
 
@@ -96,10 +105,8 @@ class StreamIntakeMixin(_Base):
         stream.last_chunk_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
         stream.expected_complete_s = message.expected_complete_s
         stream.view = None
-        record = ChunkRecord(stream.last_chunk_s, len(stream._all_token_ids), num_common, num_computed)
-        stream.log.chunks.append(record)
-        stream.log.num_invalidated += record.num_invalidated
-        stream.log.keeps(stream.num_computed_tokens, num_common)
+        chunk = ChunkRecord(stream.last_chunk_s, stream.num_prompt_tokens, num_common, num_computed)
+        stream.log.adds(chunk, num_left=stream.num_computed_tokens)
         self._requeue(stream)
         self._settle(stream)
 
@@ -166,11 +173,12 @@ class StreamIntakeMixin(_Base):
         stream.num_acknowledged = num_chunks
 
     def _fail(self, stream: StreamRequest, problem: str) -> None:
-        self._send_error(stream, problem)
         self.finish_requests(stream.request_id, RequestStatus.FINISHED_ERROR)
+        self._send_error(stream, problem)
 
-    def _send_error(self, request: Request, problem: str) -> None:
-        self._send(request, FinishReason.ERROR, {KEY: {"error": problem}})
+    def _send_error(self, stream: StreamRequest, problem: str) -> None:
+        params = {KEY: {"error": problem, "record": msgspec.to_builtins(stream.record)}}
+        self._send(stream, FinishReason.ERROR, params)
 
     def _send(self, request: Request, reason: FinishReason, params: dict[str, Any]) -> None:
         output = EngineCoreOutput(request.request_id, [], finish_reason=reason, kv_transfer_params=params)
@@ -179,8 +187,13 @@ class StreamIntakeMixin(_Base):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
     ) -> dict[int, EngineCoreOutputs]:
+        prefills = self._prefills_in_flight.popleft()
+        if prefills:
+            now_s = self.clock()
+            for request, is_complete in prefills:
+                request.log.has_computed(now_s, is_complete=is_complete)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for request in self._partial_in_flight.popleft():
+        for request, _ in prefills:
             if self.requests.get(request.request_id) is request:
                 self._settle(request)
         outbox, self._outbox = self._outbox, []
@@ -197,11 +210,20 @@ class StreamIntakeMixin(_Base):
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         assert isinstance(request, StreamRequest)
-        request.log.finished_s = self.clock()
+        self._record_end(request)
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)
-        if request.is_stream:
-            kv_params = {**(kv_params or {}), KEY: {"log": request.log.as_dict()}}
-        return kv_params, ec_params
+        # Beside what a KV connector says.
+        return {**(kv_params or {}), KEY: {"record": msgspec.to_builtins(request.record)}}, ec_params
+
+    def _record_end(self, request: StreamRequest) -> None:
+        record = request.end(self.clock())
+        if self.record_file is not None:
+            self.record_file.write(record)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.record_file is not None:
+            self.record_file.close()
 
     # ---------------------------------------------------------------------------------------------- life and death
 

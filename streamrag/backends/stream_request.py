@@ -6,8 +6,14 @@ from vllm.v1.request import Request, RequestStatus
 from streamrag.backends.request_log import RequestLog
 from streamrag.backends.wire import ChunkMessage
 from streamrag.engine import RequestView
+from streamrag.records import Outcome, RequestRecord
 
 __all__ = ["StreamRequest"]
+
+OUTCOMES: dict[RequestStatus, Outcome] = {
+    RequestStatus.FINISHED_ABORTED: "aborted",
+    RequestStatus.FINISHED_ERROR: "failed",
+}
 
 
 class StreamRequest(Request):
@@ -26,20 +32,26 @@ class StreamRequest(Request):
     num_acknowledged: int
     """Chunks for which the client has been sent a finish. It expects exactly one each."""
     step_limit: int | None
-    """Most tokens to compute in this step; None for no limit."""
+    """While running: most tokens to compute in this step; None for no limit."""
+    num_visible_tokens: int | None
+    """While a partial prompt waits to be scheduled: as many of its tokens may be there after the step; None for all."""
     view: RequestView | None
     """The last view of it; None when it has changed since."""
     log: RequestLog
+    record: RequestRecord | None
+    """What the log says in the end; None as long as the request lives."""
 
     @classmethod
-    def adopt(cls, request: Request, chunk: ChunkMessage | None, now_s: float) -> "StreamRequest":
-        """Make `request`, which nobody else has seen yet, one of ours.
+    def adopt(cls, request: Request, chunk: ChunkMessage | None, sent_s: float, now_s: float) -> "StreamRequest":
+        """Make `request`, which nobody else has seen yet, one of ours. A plain one was sent at `sent_s`.
 
         vLLM creates its requests before any scheduler sees them; changing the class keeps all that it has set up.
         """
         request.__class__ = cls
         assert isinstance(request, cls)
-        arrival_s = now_s if chunk is None or chunk.arrival_s is None else min(chunk.arrival_s, now_s)
+        if chunk is not None:
+            sent_s = now_s if chunk.arrival_s is None else chunk.arrival_s
+        arrival_s = min(sent_s, now_s)
         request.is_stream = chunk is not None
         request.is_partial = chunk is not None and not chunk.is_final
         # One of vLLM's own streaming sessions would wait for more input after its answer.
@@ -47,14 +59,22 @@ class StreamRequest(Request):
         request.arrival_s = request.last_chunk_s = arrival_s
         request.expected_complete_s = chunk.expected_complete_s if chunk else None
         request.num_chunks, request.num_acknowledged = 1, 0
-        request.step_limit = None
+        request.step_limit = request.num_visible_tokens = None
         request.view = None
-        request.log = RequestLog(arrival_s=arrival_s, queued_s=now_s)
+        request.log = RequestLog(request.request_id, request.is_stream, arrival_s, now_s)
+        request.record = None
         return request
+
+    def end(self, now_s: float) -> RequestRecord:
+        """The record of a request whose status is final."""
+        outcome = OUTCOMES.get(self.status, "finished")
+        self.record = self.log.ends(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
+        return self.record
 
     @property
     def num_tokens(self) -> int:
-        return len(self._all_token_ids) - self.is_partial
+        num_tokens = len(self._all_token_ids) - self.is_partial
+        return num_tokens if self.num_visible_tokens is None else min(num_tokens, self.num_visible_tokens)
 
     @property
     def num_tokens_with_spec(self) -> int:

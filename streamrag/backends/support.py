@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from streamrag.backends.record_file import RecordFile
 from streamrag.errors import ConfigurationError, UnsupportedVersionError
 
 if TYPE_CHECKING:
@@ -23,8 +25,14 @@ class SchedulerOptions:
 
     policy: str = "fcfs"
     """See `streamrag.engine.make_policy`."""
-    can_partial_evict: bool = True
+    can_partial_evict: bool = False
     """See `streamrag.engine.Limits`."""
+    num_partial_tokens: int | None = 2_048
+    """See `streamrag.engine.Limits`; None fills every step."""
+    partial_step_s: float = 0.05
+    """See `streamrag.engine.Pace`."""
+    records: str | None = None
+    """A file to which the record of every request that ends is appended; see `streamrag.records.read_records`."""
 
     @classmethod
     def of(cls, config: "VllmConfig") -> "SchedulerOptions":
@@ -34,6 +42,14 @@ class SchedulerOptions:
         if unknown := set(values) - set(names):
             raise ConfigurationError(f"additional_config['streamrag'] has {sorted(unknown)}; it may have {names}")
         return cls(**values)
+
+    def record_file(self) -> RecordFile | None:
+        """:raises ConfigurationError: there cannot be such a file."""
+        if self.records is None:
+            return None
+        if not isinstance(self.records, str) or not self.records:
+            raise ConfigurationError(f"records={self.records!r}: give the path of a file, as text")
+        return RecordFile(Path(self.records))
 
 
 def check_version() -> None:

@@ -4,24 +4,26 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
+from streamrag.backends.strategy import Strategy, scheduler_args
+from streamrag.backends.streaming import stream_then_generate
+from streamrag.backends.token_streams import TokenStreams, check_prompt_len, record_of
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
 from streamrag.backends.vllm_engine import EngineProcesses, check_can_start, import_vllm
+from streamrag.backends.vllm_errors import vllm_errors_translated
+from streamrag.backends.vllm_params import for_stream, to_vllm
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
-from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError, PromptTooLongError
+from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
 
 __all__ = ["VllmBackend"]
-
-RESERVED = {"n", "output_kind", "detokenize"}
-"""Sampling parameters of vLLM that would break the stream of one answer's text."""
 
 
 class VllmBackend:
@@ -35,13 +37,19 @@ class VllmBackend:
     vLLM starts its processes by importing the program's main module anew, so a program must start under
     `if __name__ == "__main__":`.
 
-    Partial prompts are prefilled by warming the prefix cache, see `streamrag.backends.warming`.
+    With the strategy "streaming" vLLM runs our scheduler, in which a prompt may grow and change while it is computed,
+    see `streamrag.backends.scheduler`. `policy` orders the requests, see `streamrag.engine.make_policy`, and
+    `can_partial_evict` is explained at `streamrag.engine.Limits`. With "warming" vLLM is left as it is, and partial
+    prompts are prefilled by warming its prefix cache, see `streamrag.backends.warming`.
     """
 
     def __init__(
         self,
         model: str | os.PathLike[str],
         *,
+        strategy: Strategy = "streaming",
+        policy: str = "fcfs",
+        can_partial_evict: bool | None = None,
         max_model_len: int | None = None,
         dtype: str = "auto",
         max_num_batched_tokens: int | None = None,
@@ -68,8 +76,11 @@ class VllmBackend:
         }
         self._engine_args: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
         self._engine_args |= dict(engine_args or {})
+        self._strategy = strategy
+        self._engine_args |= scheduler_args(strategy, policy, can_partial_evict, self._engine_args)
         self._vllm: Any = None
         self._engine: Any = None
+        self._streams: TokenStreams | None = None
         self._processes: EngineProcesses | None = None
         self._info: ModelInfo | None = None
         self._block_size = 1
@@ -82,6 +93,17 @@ class VllmBackend:
             raise BackendError("the engine has not been started: await backend.start(print) first")
         return self._info
 
+    @property
+    def streams(self) -> TokenStreams:
+        """Streams into the running engine, for programs that push the tokens of their prompts themselves.
+
+        :raises BackendError: when the engine is not running, or does not run our scheduler.
+        """
+        self._running()
+        if self._streams is None:
+            raise BackendError('an engine with strategy="warming" has no streams: start it with strategy="streaming"')
+        return self._streams
+
     # ------------------------------------------------------------------------------------------- starting and stopping
 
     async def start(self, progress: Progress) -> None:
@@ -90,7 +112,7 @@ class VllmBackend:
         :raises MissingDependencyError: when vLLM is not installed.
         :raises UnsupportedVersionError: when it is not 0.32.
         :raises ModelError: when it cannot load the model.
-        :raises ConfigurationError: when it refuses the arguments.
+        :raises ConfigurationError: when it, or our scheduler, refuses the arguments.
         :raises BackendError: when it fails otherwise.
         """
         assert self._engine is None, "started already"
@@ -110,6 +132,7 @@ class VllmBackend:
         except BaseException:
             await self.aclose()
             raise
+        self._streams = TokenStreams(self._engine, why_dead=self._why_dead) if self._strategy == "streaming" else None
         cache = self._engine.vllm_config.cache_config
         max_model_len = self._engine.vllm_config.model_config.max_model_len
         # Where nothing is cached, nothing is worth warming: no prompt has a whole block.
@@ -146,11 +169,14 @@ class VllmBackend:
     async def aclose(self) -> None:
         """Abort what is running, and end the engine's processes. Does nothing when not started."""
         engine, self._engine = self._engine, None
+        streams, self._streams = self._streams, None
         processes, self._processes = self._processes, None
         if processes is None:
             return
         with anyio.CancelScope(shield=True):
             if engine is not None:
+                if streams is not None:
+                    await streams.aclose()
                 if not engine.errored:
                     await engine.abort(list(self._request_ids))
                 resources = engine.engine_core.resources
@@ -169,12 +195,21 @@ class VllmBackend:
         """Prefill each prompt as it comes; sample the answer to the complete one.
 
         :raises PromptTooLongError: when a prompt leaves no room for an answer.
-        :raises ConfigurationError: for parameters in `params.extra` that vLLM does not know.
+        :raises ConfigurationError: for parameters that vLLM does not know, or that a streamed prompt cannot have.
         :raises EngineDeadError: when the engine's processes are gone.
         :raises BackendError: when the engine fails otherwise.
         """
-        self._running()
-        answering = self._sampling_params(params)
+        answering = to_vllm(params, self._running().vllm_config)
+        if self._strategy == "streaming":
+            for_stream(answering)  # what it refuses, it refuses before retrieval begins
+            events = stream_then_generate(prompts, self.streams, params)
+        else:
+            events = self._warm_then_generate(prompts, answering)
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    def _warm_then_generate(self, prompts: AsyncIterator[Prompt], answering: Any) -> AsyncGenerator[BackendEvent, None]:
         # Greedy and without text: of the one token nothing is used.
         warming = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
@@ -187,25 +222,19 @@ class VllmBackend:
             async with aclosing(self._request(token_ids, answering)) as outputs:
                 async for output in outputs:
                     (part,) = output.outputs
-                    yield AnswerChunk(part.text, tuple(part.token_ids), part.finish_reason)
+                    yield AnswerChunk(part.text, tuple(part.token_ids), part.finish_reason, record_of(output))
 
-        strategy = warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
-        async with aclosing(strategy) as events:
-            async for event in events:
-                yield event
+        return warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
 
     async def _request(self, token_ids: tuple[int, ...], params: Any) -> AsyncGenerator[Any, None]:
         """One request to the engine; closing the generator aborts it. Yields vLLM's RequestOutputs."""
-        engine, max_model_len = self._running(), self.model.max_model_len
-        if len(token_ids) >= max_model_len:
-            raise PromptTooLongError(
-                f"a prompt of {len(token_ids)} tokens leaves no room for an answer: max_model_len is {max_model_len}"
-            )
+        engine = self._running()
+        check_prompt_len(len(token_ids), self.model.max_model_len)
         request_id = uuid.uuid4().hex
         prompt = self._vllm.inputs.tokens_input(list(token_ids))
         self._request_ids.add(request_id)
         try:
-            with self._errors_translated():
+            with vllm_errors_translated(self._why_dead):
                 async with aclosing(engine.generate(prompt, params, request_id)) as outputs:
                     async for output in outputs:
                         if output.outputs[0].finish_reason in ("abort", "error"):
@@ -217,37 +246,6 @@ class VllmBackend:
             if not engine.errored:
                 with anyio.CancelScope(shield=True):
                     await engine.abort(request_id)
-
-    def _sampling_params(self, params: SamplingParams) -> Any:
-        named = {
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "seed": params.seed,
-            "stop": list(params.stop),
-            "ignore_eos": params.ignore_eos,
-        }
-        if taken := params.extra.keys() & (named.keys() | RESERVED):
-            raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(taken))} cannot be given there")
-        delta = self._vllm.sampling_params.RequestOutputKind.DELTA
-        try:
-            return self._vllm.SamplingParams(**named, **params.extra, output_kind=delta)
-        except (TypeError, ValueError, self._vllm.exceptions.VLLMClientError) as error:
-            raise ConfigurationError(f"vLLM refuses these SamplingParams: {error}") from error
-
-    @contextmanager
-    def _errors_translated(self) -> Iterator[None]:
-        exceptions = self._vllm.exceptions
-        dead = self._vllm.v1.engine.exceptions.EngineDeadError
-        try:
-            yield
-        except dead as error:
-            raise EngineDeadError(self._why_dead()) from error
-        except (exceptions.VLLMClientError, exceptions.GracefulHTTPError, ValueError) as error:
-            raise BackendError(f"vLLM refuses the request: {error}") from error
-        except exceptions.VLLMError as error:
-            raise BackendError(f"vLLM failed: {error.__cause__ or error}") from error
 
     def _why_dead(self) -> str:
         if self._engine is None or self._processes is None:
@@ -267,7 +265,7 @@ class VllmBackend:
         return [process.pid for process in self._engine.engine_core.resources.engine_manager.processes]
 
     async def num_unfinished_requests(self) -> int:
-        """Requests that the engine holds, warming ones included.
+        """Requests that the engine holds: streams, idle ones too, and warming requests.
 
         Counted in this process, where a request ends a moment before the engine hears of its abort, so the engine is
         asked as well: it counts as one request as long as it has work.
@@ -289,7 +287,7 @@ class VllmBackend:
         """The engine's answer; vLLM itself would wait for ever for that of a dead one."""
         answer = asyncio.ensure_future(question)
         try:
-            with self._errors_translated():
+            with vllm_errors_translated(self._why_dead):
                 while not answer.done():
                     await asyncio.wait([answer], timeout=1)
                     if not answer.done() and (self._engine is None or self._engine.errored):

@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import multiprocessing
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,9 @@ DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 
 CPU_BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes. Warming reuses whole blocks only, and the default there is 128."""
+
+OWN_ERROR = re.compile(r"streamrag\.errors\.\w+: (.*)")
+"""What our scheduler raises in the engine's process when it cannot work there."""
 
 _environment_lock = threading.Lock()  # the environment belongs to the process, so this does too
 
@@ -171,6 +175,8 @@ class EngineProcesses:
         reason = self.log.fatal_error()
         if reason is None:
             return BackendError(f"vLLM's engine failed while it was started: {error}\n{self.log.last_lines()}")
+        if refused := OWN_ERROR.match(reason):
+            return ConfigurationError(f'{refused.group(1)}: VllmBackend(..., strategy="warming")')
         if "memory" in reason.lower() or "KV cache" in reason:
             return ConfigurationError(
                 f"the model's KV cache does not fit: {reason}\n"

@@ -16,6 +16,7 @@ from pathlib import Path
 __all__ = ["EngineLog", "last_exception"]
 
 FATAL = re.compile(r"^.*(failed to start\.|fatal error\.|WorkerProc failed\.).*\n(?=Traceback)", re.MULTILINE)
+OF_THIS_PROCESS = re.compile(r"^(WARNING|ERROR|CRITICAL) vllm[\w.]*: ", re.MULTILINE)
 TRACEBACK = "Traceback (most recent call last):\n"
 EXCEPTION = re.compile(r"^\w.*(\n(?!Process |During handling|The above exception).+){0,4}", re.MULTILINE)
 
@@ -61,7 +62,8 @@ class EngineLog:
         if not (fatal := FATAL.search(text)):
             return None
         following = text[fatal.end() :]
-        return last_exception(following[: end.start() if (end := FATAL.search(following)) else None])
+        ends = [end.start() for pattern in (FATAL, OF_THIS_PROCESS) if (end := pattern.search(following))]
+        return last_exception(following[: min(ends, default=None)])
 
     def last_lines(self) -> str:
         lines = [line for line in self._text().splitlines() if line.strip()]

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from streamrag.records import RequestRecord
 
-__all__ = ["ARMS", "Arm", "CellResult", "CellSettings", "RequestResult", "StepResult"]
+__all__ = ["ARMS", "Arm", "CellResult", "CellSettings", "CopyResult", "RequestResult", "StepPart", "StepResult"]
 
 Arm: TypeAlias = Literal["no-streaming", "warming", "stock-sessions", "streaming"]
 ARMS: tuple[Arm, ...] = ("no-streaming", "warming", "stock-sessions", "streaming")
@@ -43,6 +43,8 @@ class CellSettings:
     max_num_batched_tokens: int | None = None
     """Token budget of a step; None for the workload's published one."""
     max_num_seqs: int = 256
+    scheduler_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further options of our scheduler, by name; see `streamrag.backends.support.SchedulerOptions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,14 @@ class RequestResult:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPart:
+    """What a step computed for one request."""
+
+    query_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """One step of the engine."""
 
@@ -78,6 +88,19 @@ class StepResult:
     end_s: float
     num_tokens: int
     num_requests: int
+    parts: tuple[StepPart, ...] = ()
+    """One a request that was in it; empty from engines that do not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """KV of one request, copied between device and host."""
+
+    query_id: str
+    direction: Literal["to-host", "to-device"]
+    start_s: float
+    end_s: float
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +117,12 @@ class CellResult:
     """How long the run took, on the wall clock."""
     steps: tuple[StepResult, ...] = ()
     """Kept on request only: there are many."""
+    copies: tuple[CopyResult, ...] = ()
+    """Kept with the steps."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Versions, device, profile, capacity."""
+    num_unfinished: int = 0
+    """Queries that the engine never answered: vLLM's own sessions can stand still for ever when memory is short."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -108,6 +135,7 @@ class CellResult:
             RequestResult(**{**r, "record": RequestRecord.from_dict(r["record"]) if r["record"] else None})
             for r in values["requests"]
         )
-        steps = tuple(StepResult(**s) for s in values["steps"])
+        steps = tuple(StepResult(**{**s, "parts": tuple(StepPart(**p) for p in s["parts"])}) for s in values["steps"])
+        copies = tuple(CopyResult(**c) for c in values["copies"])
         settings = CellSettings(**values["settings"])
-        return cls(**{**values, "settings": settings, "requests": requests, "steps": steps})
+        return cls(**{**values, "settings": settings, "requests": requests, "steps": steps, "copies": copies})

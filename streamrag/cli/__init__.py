@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from streamrag import __version__
-from streamrag.cli import ask, index
+from streamrag.cli import ask, bench, index, record, trace
 from streamrag.errors import StreamRagError
 
 __all__ = ["main"]
@@ -25,11 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     ask.add_parser(commands)
     index.add_parser(commands)
+    bench.add_parser(commands)
+    record.add_parser(commands)
+    trace.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
     except StreamRagError as error:
-        Console(stderr=True, highlight=False).print(f"[red]streamrag: {type(error).__name__}:[/] {escape(str(error))}")
+        line = f"[red]streamrag: {type(error).__name__}:[/] {escape(str(error))}"
+        Console(stderr=True, highlight=False).print(line, soft_wrap=True)  # a wrapped path cannot be copied
         return 1
     except KeyboardInterrupt:
         print("streamrag: stopped", file=sys.stderr)

@@ -5,12 +5,14 @@ import asyncio
 import json
 import os
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
+from streamrag.backends.strategy import Strategy
+from streamrag.cli.source import add_source_arguments, make_source
 from streamrag.cli.view import print_sources, print_timings, watch
-from streamrag.core import Backend, SamplingParams, Source
+from streamrag.core import Backend, SamplingParams
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
 from streamrag.query import QueryOptions
@@ -37,24 +39,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("question")
-    source = parser.add_argument_group("where to look (one of)").add_mutually_exclusive_group(required=True)
-    source.add_argument("--url", action="append", metavar="URL", help="crawl from here; may be given more than once")
-    source.add_argument("--index", metavar="FOLDER", help="search an index made by `streamrag index build`")
+    add_source_arguments(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, help="path or name of a model for vLLM, or its name at --server")
     model.add_argument("--server", metavar="URL", help="use an OpenAI-compatible server instead of an embedded vLLM")
     model.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer, for exact prompts with --server")
     model.add_argument("--api-key", metavar="KEY", help="for --server; OPENAI_API_KEY in the environment unless given")
     model.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
-    crawl = parser.add_argument_group("crawling")
-    crawl.add_argument("--depth", type=int, default=2, metavar="N", help="links to follow from a start page (2)")
-    crawl.add_argument("--max-pages", type=int, default=20, metavar="N", help="most pages to fetch (20)")
-    crawl.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds for the whole crawl (30)")
-    crawl.add_argument("--any-host", action="store_true", help="follow links to other hosts too")
-    crawl.add_argument("--allow-private", action="store_true", help="allow private and loopback addresses")
-    crawl.add_argument("--cdp-url", metavar="URL", help="render pages in the browser at this CDP address")
-    search = parser.add_argument_group("searching")
-    search.add_argument("-k", type=int, default=5, metavar="N", help="passages in the context (5)")
+    model.add_argument("--strategy", choices=get_args(Strategy), help="how an embedded vLLM prefills early (streaming)")
+    model.add_argument("--policy", metavar="NAME", help="whom an embedded vLLM serves first with streaming (fcfs)")
     answer = parser.add_argument_group("answer")
     answer.add_argument("--system", metavar="TEXT", help="replaces the system text")
     answer.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of answer (256)")
@@ -86,7 +79,7 @@ async def _ask(arguments: argparse.Namespace) -> None:
         options["deadline_s"] = arguments.deadline
     with progress.status("starting") as status:
         pipeline = Pipeline(
-            _make_source(arguments),
+            make_source(arguments),
             _make_backend(arguments),
             overlap=not arguments.no_overlap,
             on_progress=lambda line: status.update(line),
@@ -104,26 +97,11 @@ async def _ask(arguments: argparse.Namespace) -> None:
         print_timings(answer, progress)
 
 
-def _make_source(arguments: argparse.Namespace) -> Source:
-    if arguments.index is not None:
-        from streamrag.sources.vector import VectorSource
-
-        return VectorSource(arguments.index, k=arguments.k)
-    from streamrag.sources.web import WebSource
-
-    return WebSource(
-        arguments.url,
-        max_depth=arguments.depth,
-        max_pages=arguments.max_pages,
-        crawl_timeout_s=arguments.timeout,
-        same_host=not arguments.any_host,
-        allow_private=arguments.allow_private,
-        cdp_url=arguments.cdp_url,
-    )
-
-
 def _make_backend(arguments: argparse.Namespace) -> Backend:
     if arguments.server is not None:
+        for option in ("strategy", "policy"):
+            if getattr(arguments, option) is not None:
+                raise ConfigurationError(f"--{option} is for an embedded vLLM, and --server was given")
         from streamrag.backends.openai import OpenAIBackend
 
         return OpenAIBackend(
@@ -138,7 +116,12 @@ def _make_backend(arguments: argparse.Namespace) -> Backend:
             raise ConfigurationError(f"--{option.replace('_', '-')} is for --server, which was not given")
     from streamrag.backends.vllm import VllmBackend
 
-    return VllmBackend(arguments.model, max_model_len=arguments.max_model_len)
+    return VllmBackend(
+        arguments.model,
+        strategy=arguments.strategy or "streaming",
+        policy=arguments.policy or "fcfs",
+        max_model_len=arguments.max_model_len,
+    )
 
 
 def as_json(answer: Answer) -> dict[str, Any]:

@@ -21,16 +21,21 @@ from streamrag.telemetry import (
     TokensGenerated,
 )
 
-__all__ = ["print_sources", "print_timings", "watch"]
+__all__ = ["one_line", "print_sources", "print_timings", "watch"]
 
 # Titles, addresses and answers may hold anything; a terminal obeys control characters. Tab and newline are harmless.
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 _CONTROL_OR_BREAK = {**_CONTROL, ord("\t"): " ", ord("\n"): " "}
 
 
+def one_line(text: str) -> str:
+    """A stranger's text as one line that a terminal prints and does not obey."""
+    return text.translate(_CONTROL_OR_BREAK)
+
+
 def _safe(text: str) -> str:
     """One line of a stranger's text, for rich markup."""
-    return escape(text.translate(_CONTROL_OR_BREAK))
+    return escape(one_line(text))
 
 
 async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Console | None = None) -> Answer:

@@ -5,6 +5,7 @@
 The vLLM scheduler and any simulator call the same functions; nothing here imports vLLM.
 """
 
+from streamrag.engine.pace import Pace
 from streamrag.engine.planning import Eviction, Grant, Limits, Memory, Plan, plan
 from streamrag.engine.policies import POLICIES, Policy, make_policy
 from streamrag.engine.request import RequestView
@@ -15,6 +16,7 @@ __all__ = [
     "Grant",
     "Limits",
     "Memory",
+    "Pace",
     "Plan",
     "Policy",
     "RequestView",

@@ -8,13 +8,18 @@ behind could give up. Phase 2 names the victims that the grants need, from the o
 Source: arXiv 2604.16395, two-phase scheduling.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from streamrag.engine.request import RequestView
 
 __all__ = ["Eviction", "Fate", "Grant", "Limits", "Memory", "Plan", "plan"]
+
+BACKLOG_STEPS = 8
+"""Steps of work from which on steps are not lean. Source: our simulations of arXiv 2604.16395's crawler load."""
+
+NO_LIMIT = 1 << 62
 
 Fate: TypeAlias = Literal["recompute", "swap"]
 """What becomes of a victim's KV: forgotten, or copied to host memory."""
@@ -28,10 +33,13 @@ class Limits:
     """Token budget."""
     num_seqs: int
     """Requests that may compute in one step."""
-    can_partial_evict: bool = True
-    """Whether a request whose prompt is partial may take memory from others. Without, partial prompts thrash less."""
+    can_partial_evict: bool = False
+    """Whether a request whose prompt is partial may take memory from others. If so, partial prompts thrash."""
     num_ahead: int = 0
     """Requests that are served before all others in any case, with one token each, and whose blocks are not free."""
+    num_partial_tokens: int | None = None
+    """If given, steps are lean: partial prompts compute so many tokens at most, and none beside a complete one, so that
+    neither those that wait for an answer nor those that come to do so wait for a long step. Not with a long backlog."""
 
 
 class Memory(Protocol):
@@ -80,33 +88,42 @@ class _Victims:
         self._order = order
         self._idle = idle
         self._memory = memory
-        self._found: list[tuple[RequestView, int, int]] = []  # victim, its position in the order, blocks freed so far
+        self._found: list[tuple[RequestView, int, int]] = []  # victim, its position in the order, blocks that it frees
         self._rest: list[tuple[RequestView, int]] | None = None
+        self._yielding: list[tuple[RequestView, int]] = []
 
-    def _next(self) -> tuple[RequestView, int] | None:
+    def yields(self, request: RequestView, position: int) -> None:
+        """`request` cannot go on, and what it holds may be had by anybody, also from behind it."""
+        if request.num_blocks:
+            self._yielding.append((request, position))
+
+    def take(self, num_blocks: int, after: int) -> tuple[list[RequestView], int]:
+        """The first victims that together free `num_blocks`, and how many they do free: all behind position `after`,
+        then those that yield."""
+        taken: list[RequestView] = []
+        num_freed = 0
+        for victim, position, num_freed_by_it in self._from_the_end():
+            if num_freed >= num_blocks or position <= after:
+                break
+            taken.append(victim)
+            num_freed += num_freed_by_it
+        for victim, position in reversed(self._yielding):
+            if num_freed >= num_blocks:
+                break
+            if position <= after:
+                taken.append(victim)
+                num_freed += self._memory.num_blocks_freed(victim)
+        return taken, num_freed
+
+    def _from_the_end(self) -> Iterator[tuple[RequestView, int, int]]:
+        yield from self._found
         if self._rest is None:
             holders = [(r, i) for i, r in enumerate(self._order) if r.num_blocks]
             self._rest = holders + [(r, len(self._order)) for r in self._idle() if r.num_blocks]
-        return self._rest.pop() if self._rest else None
-
-    def take(self, num_blocks: int, after: int) -> tuple[list[RequestView], int]:
-        """The first victims that together free `num_blocks`, all behind position `after`, and how many they do free."""
-        taken: list[RequestView] = []
-        num_freed = 0
-        for victim, position, num_freed_then in self._found:
-            if num_freed >= num_blocks or position <= after:
-                return taken, num_freed
-            taken.append(victim)
-            num_freed = num_freed_then
-        while num_freed < num_blocks and (found := self._next()):
-            victim, position = found
-            num_freed_then = num_freed + self._memory.num_blocks_freed(victim)
-            self._found.append((victim, position, num_freed_then))
-            if position <= after:
-                break
-            taken.append(victim)
-            num_freed = num_freed_then
-        return taken, num_freed
+        while self._rest:
+            victim, position = self._rest.pop()
+            self._found.append((victim, position, self._memory.num_blocks_freed(victim)))
+            yield self._found[-1]
 
 
 def plan(
@@ -120,8 +137,9 @@ def plan(
 
     `order` holds the requests that have something to compute or KV in use, the most urgent first; those that have shown
     a token are moved to its front, and of these first the ones that hold a slot, which cannot be taken from them
-    without their KV. `idle` gives the idle ones in the same sense, and is asked only when memory is
-    short. A request that does not fit lets those behind it continue, but nobody behind it start: it would never fit.
+    without their KV. `idle` gives the idle ones in the same sense, and is asked only when memory is short. A request
+    that does not fit lets those behind it continue, but nobody behind it start: it would never fit. A partial prompt
+    that may not evict stands in nobody's way, nor does what it holds.
     """
     if shown := [r for r in order if r.has_output]:
         shown.sort(key=lambda r: not r.is_running)
@@ -139,29 +157,47 @@ def _select(
     grants: list[Grant] = []
     num_tokens_left = limits.num_tokens - limits.num_ahead
     num_seqs_left = limits.num_seqs - limits.num_ahead
+    num_partial_left = _num_partial_tokens(order, limits)
     num_needed, last, is_blocked = 0, -1, False
     for position, request in enumerate(order):
         if num_tokens_left <= 0 or len(grants) >= num_seqs_left:
             break
-        is_new = request.num_blocks == 0
+        is_new, is_complete = request.num_blocks == 0, request.is_complete
         if request.num_remaining_tokens <= 0 or (is_blocked and is_new):
             continue
+        num_most = num_tokens_left if is_complete else min(num_tokens_left, num_partial_left)
+        if num_most <= 0:
+            continue
         num_present = request.num_computed_tokens or (memory.num_cached_tokens(request) if is_new else 0)
-        num_tokens = min(request.num_tokens - num_present, num_tokens_left)
+        num_tokens = min(request.num_tokens - num_present, num_most)
         num_needed_now = num_needed + memory.num_blocks_needed(request, num_tokens)
         num_missing = num_needed_now - memory.num_free_blocks
-        # The most urgent request may take everything: what sharing hides from the estimate is free then.
-        is_first = not grants and limits.num_ahead == 0
-        if num_missing > 0 and not is_first and not _can_cover(num_missing, request, position, victims, limits):
-            is_blocked = True
-            continue
+        if num_missing > 0:
+            if not (is_complete or limits.can_partial_evict):
+                victims.yields(request, position)
+                continue  # its turn comes when the prompt is complete: those behind need not wait for that
+            # The most urgent request may take everything: what sharing hides from the estimate is free then.
+            is_first = not grants and limits.num_ahead == 0
+            if not is_first and victims.take(num_missing, position)[1] < num_missing:
+                is_blocked = True
+                continue
         grants.append(Grant(request, num_tokens))
         num_tokens_left -= num_tokens
         num_needed, last = num_needed_now, position
+        if not is_complete:
+            num_partial_left -= num_tokens
+        elif num_partial_left < NO_LIMIT and not request.has_output:
+            num_partial_left = 0
     return grants, num_needed - memory.num_free_blocks, last
 
 
-def _can_cover(num_missing: int, request: RequestView, position: int, victims: _Victims, limits: Limits) -> bool:
-    if not (request.is_complete or limits.can_partial_evict):
-        return False
-    return victims.take(num_missing, position)[1] >= num_missing
+def _num_partial_tokens(order: Sequence[RequestView], limits: Limits) -> int:
+    """How much partial prompts may compute: with a long backlog, all that is left, because throughput is what helps."""
+    if limits.num_partial_tokens is None:
+        return NO_LIMIT
+    most = BACKLOG_STEPS * limits.num_tokens
+    for request in order:
+        most -= request.num_remaining_tokens
+        if most < 0:
+            return NO_LIMIT
+    return limits.num_partial_tokens

@@ -131,6 +131,10 @@ class PromptAssembler:
         prompt = Prompt(token_ids, num_shared, is_complete)
         return AssembledPrompt(prompt, tuple(included), tuple(left_out), num_invalidated)
 
+    def count_tokens(self, chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
+        """Tokens of each chunk as the passage of this number; they are kept for `assemble`."""
+        return [len(self._encode_passage(number, chunk)) for number, chunk in chunks]
+
     def _encode_passage(self, number: int, chunk: Chunk) -> list[int]:
         key = (number, chunk)
         if key not in self._passages:

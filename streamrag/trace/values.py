@@ -2,9 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-__all__ = ["Trace", "TracedAppend", "TracedChunk", "TracedEvent", "TracedQuery", "TracedUpdate"]
+from streamrag.core import Hint
+
+__all__ = [
+    "Outcome",
+    "Trace",
+    "TracedAppend",
+    "TracedChunk",
+    "TracedEvent",
+    "TracedQuery",
+    "TracedSkip",
+    "TracedUpdate",
+]
+
+Outcome: TypeAlias = Literal["complete", "failed", "cancelled"]
+"""How a retrieval ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +34,8 @@ class TracedChunk:
     title: str = ""
     passage: int = 0
     score: float | None = None
+    num_chars: int | None = None
+    """Length of a text of which only this was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +45,8 @@ class TracedAppend:
     at_s: float
     """Seconds since the query's arrival."""
     chunk: TracedChunk
+    hint: Hint | None = None
+    """What the retriever expected then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,18 @@ class TracedUpdate:
     at_s: float
     """Seconds since the query's arrival."""
     chunks: tuple[TracedChunk, ...]
+    hint: Hint | None = None
+    """What the retriever expected then."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedSkip:
+    """Something that retrieval could not use."""
+
+    at_s: float
+    """Seconds since the query's arrival."""
+    source: str
+    reason: str
 
 
 TracedEvent: TypeAlias = TracedAppend | TracedUpdate
@@ -57,6 +87,10 @@ class TracedQuery:
     """When retrieval ended, in seconds since the query's arrival; not before the last event."""
     num_output_tokens: int | None = None
     """Length of the answer, where the trace tells."""
+    skipped: tuple[TracedSkip, ...] = ()
+    outcome: Outcome = "complete"
+    error: str = ""
+    """Why retrieval failed, if it did."""
 
 
 @dataclass(frozen=True, slots=True)

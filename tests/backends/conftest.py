@@ -12,6 +12,11 @@ from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.simulated.runner import V1OracleRunner
 from streamrag.backends.wire import ChunkMessage
+from streamrag.records import RequestRecord
+
+
+def is_last(output: EngineCoreOutput) -> bool:
+    return output.finish_reason is not None and "chunk" not in output.kv_transfer_params["streamrag"]
 
 
 class Bench:
@@ -62,6 +67,11 @@ class Bench:
     def num_finishes(self, name: str) -> int:
         return sum(o.request_id == name and o.finish_reason is not None for o in self.outputs)
 
+    def record(self, name: str) -> RequestRecord:
+        """What the last output of a request says."""
+        (ours,) = [o.kv_transfer_params["streamrag"] for o in self.outputs if o.request_id == name and is_last(o)]
+        return RequestRecord.from_dict(ours["record"])
+
     def fresh_answer(self, tokens: list[int], max_tokens: int = 2) -> list[int]:
         """What another engine answers to the whole prompt."""
         other = Bench()
@@ -90,3 +100,4 @@ def bench() -> Iterator[Callable[..., Bench]]:
         for name in list(each.scheduler.requests):
             each.engine.abort(name)
         each.check_empty()
+        each.scheduler.shutdown()

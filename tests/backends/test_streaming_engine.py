@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from streamrag.backends.token_streams import StreamedTokens, TokenStream, TokenStreams, stream_then_generate
-from streamrag.core import Prefilled, Prompt
-from streamrag.errors import BackendError, PromptTooLongError, SourceError
+from streamrag.backends.streaming import stream_then_generate
+from streamrag.backends.token_streams import StreamedTokens, TokenStream, TokenStreams
+from streamrag.backends.vllm_params import to_vllm
+from streamrag.core import Prefilled, Prompt, SamplingParams
+from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, SourceError
+from streamrag.records import RequestRecord
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
 
@@ -27,7 +30,7 @@ VOCABULARY = 1_000
 BLOCK_SIZE = 32  # attention on the CPU takes no smaller one
 MAX_MODEL_LEN = 1_024
 MOST_DIFFERENCE = 1e-5
-GREEDY = SamplingParams(max_tokens=NUM_ANSWER_TOKENS, temperature=0.0, logprobs=1, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=NUM_ANSWER_TOKENS, ignore_eos=True, extra={"logprobs": 1})
 
 Answer = list[tuple[int, float]]
 
@@ -93,7 +96,7 @@ class Load:
     streams: TokenStreams
     prompts: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[int, Answer] = field(default_factory=dict)
-    logs: list[dict[str, Any]] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
 
     async def run(self, num_streams: int) -> None:
         await asyncio.gather(*(self._one(i) for i in range(num_streams)))
@@ -110,8 +113,8 @@ class Load:
             end = tokens(rng, rng.choice([0, 1, 20]))
             await stream.finish(end)
             answer = [pair async for event in stream if isinstance(event, StreamedTokens) for pair in pairs(event)]
-            assert stream.log is not None
-            self.logs.append(stream.log)
+            assert stream.record is not None
+            self.records.append(stream.record)
         self.prompts[number], self.answers[number] = prompt + end, answer
 
     async def _push(self, number: int, rng: random.Random, stream: TokenStream, prompt: list[int]) -> list[int]:
@@ -125,7 +128,8 @@ class Load:
         return new
 
     def count(self, name: str) -> int:
-        return sum(value if isinstance(value := log[name], int) else len(value) for log in self.logs)
+        values: list[Any] = [getattr(record, name) for record in self.records]
+        return sum(value if isinstance(value, int) else len(value) for value in values)
 
 
 def tokens(rng: random.Random, num: int) -> list[int]:
@@ -138,12 +142,14 @@ def pairs(event: StreamedTokens) -> Answer:
 
 async def fresh(engine: AsyncLLM, name: str, prompt: list[int], answer: Answer) -> Answer:
     """The log-probabilities of the tokens of `answer`, by a request that is computed alone and from nothing."""
-    params = GREEDY.clone()
+    params = to_vllm(GREEDY, engine.vllm_config)
     params.skip_reading_prefix_cache = True
     params.max_tokens = len(answer)
+    found: Answer = []
     async for output in engine.generate(tokens_input(list(prompt)), params, name):
-        last = output.outputs[0]  # with all tokens so far
-    return [(t, of[t].logprob) for t, of in zip(last.token_ids, last.logprobs, strict=True)]
+        (part,) = output.outputs
+        found += [(t, of[t].logprob) for t, of in zip(part.token_ids, part.logprobs, strict=True)]
+    return found
 
 
 async def differences(engine: AsyncLLM, load: Load) -> list[float]:
@@ -169,7 +175,7 @@ async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_
         assert len(largest) == NUM_STREAMS
         assert all(len(answer) == NUM_ANSWER_TOKENS for answer in load.answers.values())
         counts = {name: load.count(name) for name in ("preemptions", "num_invalidated", "num_recomputed")}
-        num_in_work = sum(num_mid_prefill(log) for log in load.logs)
+        num_in_work = sum(num_mid_prefill(record) for record in load.records)
         print(f"largest difference {max(largest):.2e}, chunks in mid-prefill {num_in_work}, {counts}")
         assert counts["preemptions"] >= 10
         assert counts["num_invalidated"] >= 1_000
@@ -180,10 +186,9 @@ async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_
         assert engine.output_processor.get_num_unfinished_requests() == 0
 
 
-def num_mid_prefill(log: dict[str, Any]) -> int:
+def num_mid_prefill(record: RequestRecord) -> int:
     """Chunks that came while the prompt before them was in work."""
-    chunks = log["chunks"]
-    return sum(0 < new["num_computed"] < old["num_tokens"] - 1 for old, new in pairwise(chunks))
+    return sum(0 < new.num_computed < old.num_tokens - 1 for old, new in pairwise(record.chunks))
 
 
 async def check_prompts(engine: AsyncLLM, streams: TokenStreams) -> None:
@@ -200,14 +205,14 @@ async def check_prompts(engine: AsyncLLM, streams: TokenStreams) -> None:
         if has_last:
             yield Prompt(tuple(last), 0, is_complete=True)
 
-    answer: Answer = []
+    answer: list[int] = []
     async for event in stream_then_generate(prompts(), streams, GREEDY):
         if isinstance(event, Prefilled):
             assert event.num_tokens == len(first) - 1
             is_prefilled.set()
         else:
-            answer += pairs(event)
-    assert answer == await fresh(engine, "prompts", last, answer)
+            answer += event.token_ids
+    assert answer == [t for t, _ in await fresh(engine, "prompts", last, [(t, 0.0) for t in answer])]
     with pytest.raises(SourceError, match="no page"):
         [event async for event in stream_then_generate(prompts(SourceError("no page")), streams, GREEDY)]
     with pytest.raises(BackendError, match="without a complete one"):
@@ -233,6 +238,10 @@ async def check_limits(engine: AsyncLLM, streams: TokenStreams) -> None:
         await stream.finish()
         with pytest.raises(BackendError, match="does not fit the model's length"):
             [event async for event in stream]
+    # Without a tokenizer there is no text to stop at.
+    async with streams.open(tokens(rng, 50), GREEDY) as stream:
+        with pytest.raises(ConfigurationError, match=r"stop=.*skip_tokenizer_init"):
+            await stream.finish(params=SamplingParams(stop=("x",)))
     # Left in the middle: nothing stays behind.
     async with streams.open(tokens(rng, 500), GREEDY):
         await asyncio.sleep(0.01)

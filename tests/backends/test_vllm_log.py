@@ -61,6 +61,16 @@ def test_what_multiprocessing_prints_is_not_part_of_the_reason(log: EngineLog) -
     )
 
 
+def test_what_this_process_says_of_the_end_is_not_its_reason(log: EngineLog) -> None:
+    log.path.write_text(
+        "EngineCore encountered a fatal error.\n"
+        "Traceback (most recent call last):\n  File core.py\nRuntimeError: a cause\n"
+        "ERROR vllm.v1.engine.async_llm: AsyncLLM output_handler failed.\n"
+        "Traceback (most recent call last):\n  File async_llm.py\nEngineDeadError: see above\n"
+    )
+    assert log.fatal_error() == "RuntimeError: a cause"
+
+
 @pytest.mark.parametrize("text", ["", "a warning\n", "Traceback (most recent call last):\nOSError: handled\n"])
 def test_a_log_without_fatal_error_has_no_reason(log: EngineLog, text: str) -> None:
     log.path.write_text(text)

@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 
+from streamrag.backends.strategy import Strategy, scheduler_args
 from streamrag.backends.vllm import VllmBackend
-from streamrag.core import Prompt, SamplingParams
+from streamrag.core import AnswerChunk, Prompt, SamplingParams
 from streamrag.errors import (
     BackendError,
     ConfigurationError,
@@ -86,12 +87,44 @@ def test_two_sizes_of_the_cache_are_one_too_many(tiny_model: Path) -> None:
         VllmBackend(tiny_model, kv_cache_bytes=1 << 30, gpu_memory_utilization=0.5)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "magic"}, "strategy='magic' must be one of 'streaming', 'warming'"),
+        ({"policy": "no_such_policy"}, "no_such_policy"),
+        ({"strategy": "warming", "policy": "lcas"}, r"^{'policy': 'lcas'} is for strategy=.streaming"),
+        ({"strategy": "warming", "can_partial_evict": True}, r"^{'can_partial_evict': True} is for"),
+        ({"engine_args": {"scheduler_cls": "mine.Scheduler"}}, 'scheduler_cls cannot be .* or use strategy="warming"'),
+        ({"engine_args": {"additional_config": "text"}}, "additional_config='text' must be a dict"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused_at_once(
+    tiny_model: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        VllmBackend(tiny_model, **options)
+
+
+def test_what_else_the_engine_is_told_stays() -> None:
+    mine = {"other": 1, "streamrag": {"num_partial_tokens": 100}}
+    assert scheduler_args("streaming", "lcas", False, {"additional_config": mine}) == {
+        "scheduler_cls": "streamrag.backends.scheduler.streaming_scheduler",
+        "additional_config": {
+            "other": 1,
+            "streamrag": {"policy": "lcas", "can_partial_evict": False, "num_partial_tokens": 100},
+        },
+    }
+    assert scheduler_args("warming", "fcfs", None, {"scheduler_cls": "mine.Scheduler"}) == {}
+
+
 async def test_a_backend_that_was_not_started_says_so(tiny_model: Path) -> None:
     backend = VllmBackend(tiny_model)
     with pytest.raises(BackendError, match="not been started"):
         _ = backend.model
     with pytest.raises(BackendError, match="not running"):
         await anext(backend.generate(prompts(), SamplingParams()))
+    with pytest.raises(BackendError, match="not running"):
+        _ = backend.streams
     await backend.aclose()
 
 
@@ -174,6 +207,15 @@ async def test_a_cache_smaller_than_one_prompt_is_refused_with_vllms_reason(
 
 
 @pytest.mark.engine
+async def test_what_our_scheduler_cannot_work_with_is_named_with_the_remedy(
+    tiny_model: Path, leaves_nothing: None
+) -> None:
+    backend = VllmBackend(tiny_model, kv_cache_bytes=1 << 26, engine_args={"scheduling_policy": "priority"})
+    with pytest.raises(ConfigurationError, match=r'^streaming does not work with.*priority.*strategy="warming"\)$'):
+        await backend.start(ignore)
+
+
+@pytest.mark.engine
 async def test_cancelling_while_the_engine_starts_ends_its_processes(tiny_model: Path, leaves_nothing: None) -> None:
     environment = dict(os.environ)
     start = asyncio.create_task(VllmBackend(tiny_model, kv_cache_bytes=1 << 26).start(ignore))
@@ -185,23 +227,40 @@ async def test_cancelling_while_the_engine_starts_ends_its_processes(tiny_model:
     assert start.cancelled()
 
 
+async def growing_prompts() -> AsyncIterator[Prompt]:
+    complete = await anext(prompts(600))
+    yield Prompt(complete.token_ids[:300], 0, is_complete=False)
+    yield complete
+
+
 @pytest.mark.engine
+@pytest.mark.parametrize("strategy", ["streaming", "warming"])
 async def test_an_engine_that_dies_fails_its_queries_and_then_every_other(
-    tiny_model: Path, leaves_nothing: None
+    tiny_model: Path, leaves_nothing: None, strategy: Strategy
 ) -> None:
-    backend = VllmBackend(tiny_model, dtype="float32", kv_cache_bytes=1 << 26)
+    backend = VllmBackend(tiny_model, strategy=strategy, dtype="float32", kv_cache_bytes=1 << 26)
     await backend.start(ignore)
     try:
-        async with aclosing(backend.generate(prompts(), ENDLESS)) as events:
-            await anext(events)
+        answers = []
+        for made in (prompts(600), growing_prompts()):  # with warming, by vLLM's own scheduler
+            events = [event async for event in backend.generate(made, SamplingParams(max_tokens=8, ignore_eos=True))]
+            answers.append([token for event in events if isinstance(event, AnswerChunk) for token in event.token_ids])
+        assert answers[0] == answers[1]
+        assert len(answers[0]) == 8
+        async with aclosing(backend.generate(prompts(), ENDLESS)) as running:
+            await anext(running)
             (process_id,) = backend.process_ids
             killed_s = time.monotonic()
             os.kill(process_id, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="exit code -9"):
-                await drained(events)
+                await drained(running)
         assert time.monotonic() - killed_s < 5
         with pytest.raises(EngineDeadError):
             await anext(backend.generate(prompts(), ENDLESS))
+        if strategy == "streaming":
+            with pytest.raises(EngineDeadError):
+                async with backend.streams.open([5, 6, 7], ENDLESS):
+                    pass
         with pytest.raises(EngineDeadError):
             await backend.num_unfinished_requests()
     finally:

@@ -4,17 +4,20 @@
 
 Every run checks: attention reads the KV of its own prefix only; each answer equals that of a fresh request with the
 last prompt; every chunk is acknowledged once, in order, before the first token; every request ends once; nothing
-stalls or spins; no block, queue entry or runner state is left behind.
+stalls or spins; no block, queue entry or runner state is left behind; every request has one record, which says what
+its client and the runner saw.
 """
 
 import argparse
 import heapq
 import itertools
 import sys
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,12 +29,15 @@ from vllm.v1.request import RequestStatus
 from streamrag.backends.scheduler import StreamingSchedulerMixin, streaming_scheduler
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine
-from streamrag.backends.simulated.runner import OracleRunner, V1OracleRunner, V2OracleRunner, fingerprint, next_token
+from streamrag.backends.simulated.runner import fingerprint, next_token
 from streamrag.backends.wire import KEY, ChunkMessage
+from streamrag.records import RequestRecord, read_records
 
 try:
+    from record_checks import Counting, CountingV1Runner, CountingV2Runner, problems
     from scenarios import Abort, Chunk, Evict, Plain, Reset, Scenario, make_scenario
 except ImportError:
+    from tests.engine.record_checks import Counting, CountingV1Runner, CountingV2Runner, problems
     from tests.engine.scenarios import Abort, Chunk, Evict, Plain, Reset, Scenario, make_scenario
 
 VOCABULARY = 50
@@ -63,9 +69,12 @@ class Client:
     num_acknowledged: int = 0
     tokens: list[int] = field(default_factory=list)
     ending: FinishReason | None = None
-    log: dict[str, Any] | None = None
+    sent: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    """When, and which prompt."""
+    record: RequestRecord | None = None
 
-    def send(self, event: Plain | Chunk) -> None:
+    def send(self, event: Plain | Chunk, now_s: float) -> None:
+        self.sent.append((now_s, event.prompt))
         self.prompt, self.max_tokens, self.stop = event.prompt, event.max_tokens, event.stop
         self.num_chunks += 1
         self.is_too_long |= len(event.prompt) >= self.max_model_len
@@ -87,13 +96,16 @@ class Client:
             check("error" in ours, f"{name}: error without a reason")
             check(self.is_too_long, f"{name}: failed for no reason: {ours}")
             self.ending = output.finish_reason
+            self.record = RequestRecord.from_dict(ours["record"])
             return
         check(self.is_complete, f"{name}: a token of a partial prompt: {output}")
         if self.is_stream:
             check(self.num_acknowledged == self.num_chunks - 1, f"{name}: token before all acknowledgements")
         self.tokens += output.new_token_ids
         self.ending = output.finish_reason
-        self.log = ours.get("log")
+        check(("record" in ours) == (self.ending is not None), f"{name}: a record before the end, or none: {ours}")
+        if self.ending is not None:
+            self.record = RequestRecord.from_dict(ours["record"])
 
     @property
     def is_stream(self) -> bool:
@@ -110,21 +122,16 @@ class Client:
             expected.append(next_token(prefix, VOCABULARY))
             prefix = fingerprint(prefix, expected[-1])
         check(self.tokens == expected, f"{self.request_id}: answered {self.tokens}, expected {expected}")
-        if self.log is not None:
-            self._check_log(self.log)
-
-    def _check_log(self, log: dict[str, Any]) -> None:
-        check(len(log["chunks"]) == self.num_chunks, f"{self.request_id}: chunks missing in its log")
-        num_useful = log["num_computed"] - log["num_recomputed"] + log["num_from_cache"]
-        check(num_useful >= len(self.prompt), f"{self.request_id}: log says too few tokens: {log}")
-        check(log["num_recomputed"] <= log["num_computed"], f"{self.request_id}: log is impossible: {log}")
 
 
 class Run:
     """One scenario, played to its end."""
 
-    def __init__(self, scenario: Scenario, make_scheduler: Callable[..., Any], met: Counter[str]) -> None:
+    def __init__(
+        self, scenario: Scenario, make_scheduler: Callable[..., Any], met: Counter[str], records: Path
+    ) -> None:
         self.scenario = scenario
+        self.records = records
         self.met = met
         shape = EngineShape(
             num_blocks=scenario.num_blocks,
@@ -137,13 +144,18 @@ class Run:
             must_fit_whole=scenario.must_fit_whole,
             watermark=scenario.watermark,
             sliding_window=scenario.sliding_window,
-            streamrag={"policy": scenario.policy, "can_partial_evict": scenario.can_partial_evict},
+            streamrag={
+                "policy": scenario.policy,
+                "can_partial_evict": scenario.can_partial_evict,
+                "num_partial_tokens": scenario.num_partial_tokens,
+                "records": str(records),
+            },
         )
         arguments = (scenario.num_blocks, scenario.block_size, VOCABULARY, scenario.is_async)
         windows = (None,) if scenario.sliding_window is None else (None, scenario.sliding_window)
-        runner: OracleRunner = V1OracleRunner(*arguments, windows=windows)
+        runner: Counting = CountingV1Runner(*arguments, windows=windows)
         if scenario.has_v2_runner:
-            runner = V2OracleRunner(*arguments, windows=windows, num_slots=scenario.max_num_seqs)
+            runner = CountingV2Runner(*arguments, windows=windows, num_slots=scenario.max_num_seqs)
         self.runner = runner
         self.engine = SimulatedEngine(
             shape, runner, lambda step: 1.0, make_scheduler, has_v2_runner=scenario.has_v2_runner
@@ -174,11 +186,13 @@ class Run:
             check(num_empty <= MOST_EMPTY_STEPS, "the engine spins: it has work but does nothing")
             check(self.engine.num_steps < 5_000, "the engine does not come to an end")
         self.check_end()
+        self.scheduler.shutdown()
+        self.check_records()
 
     def _do(self, event: Any) -> None:
         match event:
             case Plain():
-                self._client(event).send(event)
+                self._client(event).send(event, self.engine.now_s)
                 self.met["plain requests"] += 1
                 self.engine.add(event.request_id, event.prompt, self._params(event))
             case Chunk():
@@ -205,7 +219,7 @@ class Run:
             self.met["chunks after the end"] += 1
         else:
             self._count_chunk(event, client)
-            client.send(event)
+            client.send(event, self.engine.now_s)
         message = ChunkMessage(event.index, event.num_kept, event.is_final, self.engine.now_s)
         self.engine.add(event.request_id, event.prompt[event.num_kept :], self._params(event), message)
 
@@ -281,8 +295,17 @@ class Run:
         """That nobody waits for something that only the engine can bring."""
         for client in self.clients.values():
             if not client.is_aborted and client.ending is None:
-                check(client.request_id in self.scheduler.idle, f"{client.request_id} was forgotten")
-                check(client.num_acknowledged == client.num_chunks, f"{client.request_id} lacks acknowledgements")
+                if client.request_id in self.scheduler.idle:
+                    check(client.num_acknowledged == client.num_chunks, f"{client.request_id} lacks acknowledgements")
+                    continue
+                check(not self.scenario.can_partial_evict, f"{client.request_id} was forgotten")
+                request = self.scheduler.requests[client.request_id]
+                memory = self.scheduler.kv_memory
+                memory.start_step()
+                num_tokens = min(request.num_remaining_tokens, self.scenario.max_num_batched_tokens)
+                num_missing = memory.num_blocks_needed(request.view, num_tokens) - memory.num_free_blocks
+                check(request.is_partial and num_missing > 0, f"{client.request_id} waits for nothing")
+                self.met["partial prompts asleep for want of memory"] += 1
 
     def check_end(self) -> None:
         for client in self.clients.values():
@@ -291,11 +314,6 @@ class Run:
             check(client.ending is not None, f"{client.request_id} was never finished")
             client.check_answer()
             self.met["answers checked"] += 1
-            if client.log:
-                self.met["preemptions"] += len(client.log["preemptions"])
-                self.met["tokens from the prefix cache"] += client.log["num_from_cache"]
-                self.met["tokens recomputed"] += client.log["num_recomputed"]
-                self.met["tokens invalidated"] += client.log["num_invalidated"]
         scheduler = self.scheduler
         check(not scheduler.requests and not scheduler.deferred_waiting, "requests are left")
         pool = scheduler.kv_cache_manager.block_pool
@@ -308,12 +326,26 @@ class Run:
         self.met["runs: runner V2" if self.scenario.has_v2_runner else "runs: runner V1"] += 1
         self.met["runs: with prefix cache" if self.scenario.has_prefix_cache else "runs: without prefix cache"] += 1
 
+    def check_records(self) -> None:
+        records = read_records(self.records) if self.records.exists() else []
+        ids = sorted(record.request_id for record in records)
+        check(ids == sorted(self.clients), f"records of {ids}, requests of {sorted(self.clients)}")
+        for record in records:
+            found = problems(record, self.clients[record.request_id], self.runner, self.scenario.has_prefix_cache)
+            check(not found, f"{found} of {record}")
+            self.met[f"records: {record.outcome}"] += 1
+            self.met["preemptions"] += len(record.preemptions)
+            self.met["tokens from the prefix cache"] += record.num_from_cache
+            self.met["tokens recomputed"] += record.num_recomputed
+            self.met["tokens invalidated"] += record.num_invalidated
+
 
 def run_seed(seed: int, met: Counter[str], make_scheduler: Callable[..., Any] = streaming_scheduler) -> None:
     """Play one seed. Raises what went wrong, with the scenario noted."""
     scenario = make_scenario(seed)
     try:
-        Run(scenario, make_scheduler, met).play()
+        with tempfile.TemporaryDirectory() as folder:
+            Run(scenario, make_scheduler, met, Path(folder) / "records.jsonl").play()
     except Exception as error:
         error.add_note(f"reproduce with --first {seed} --seeds 1: {scenario}")
         raise

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["MUTANTS", "Mutant", "seeds_to_catch"]
 
-OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.scenarios")
+OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.record_checks", "tests.engine.scenarios")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Mutant:
     """Seeds within which it must be caught."""
 
 
+LOG = "streamrag.backends.request_log"
 PROMPTS, INTAKE = "streamrag.backends.prompts", "streamrag.backends.stream_intake"
 SCHEDULER = "streamrag.backends.scheduler"
 REQUEST, PLANNING = "streamrag.backends.stream_request", "streamrag.engine.planning"
@@ -125,6 +126,10 @@ MUTANTS = (
         "            pass\n",
         100,
     ),
+    Mutant(
+        "what an update invalidates stays known", LOG, "min(self.num_known, chunk.num_common)", "self.num_known", 50
+    ),
+    Mutant("a loss of KV is not noticed", LOG, "        self.num_present = 0\n", "", 100),
     Mutant("idle streams are no victims", PLANNING, "for r in self._idle() if r.num_blocks]", "for r in ()]", 100),
 )
 

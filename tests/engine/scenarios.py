@@ -61,6 +61,7 @@ class Scenario:
     seed: int
     policy: str
     can_partial_evict: bool
+    num_partial_tokens: int | None
     is_async: bool
     has_v2_runner: bool
     has_prefix_cache: bool
@@ -104,6 +105,7 @@ def make_scenario(seed: int) -> Scenario:
         sliding_window=window,
         policy=rng.choice(POLICIES),
         can_partial_evict=rng.random() < 0.7,
+        num_partial_tokens=rng.choice([None, 3, 2_048]),
         is_async=rng.random() < 0.5,
         has_v2_runner=rng.random() < 0.4,
         has_prefix_cache=rng.random() < 0.6,

@@ -13,6 +13,7 @@ def views(draw: st.DrawFn, name: str = "r0", *, is_idle: bool = False) -> Reques
     num_tokens = draw(st.integers(1, 300))
     num_computed = num_tokens if is_idle else draw(st.integers(0, num_tokens))
     arrival_s = draw(st.integers(0, 5))
+    is_complete = not is_idle and draw(st.booleans())
     return RequestView(
         request_id=name,
         arrival_s=arrival_s,
@@ -21,8 +22,8 @@ def views(draw: st.DrawFn, name: str = "r0", *, is_idle: bool = False) -> Reques
         num_computed_tokens=num_computed,
         num_blocks=-(-num_computed // BLOCK_SIZE),
         num_cached_tokens=0 if num_computed else draw(st.integers(0, num_tokens - 1)),
-        is_complete=not is_idle and draw(st.booleans()),
-        has_output=not is_idle and draw(st.integers(0, 3)) == 0,
+        is_complete=is_complete,
+        has_output=is_complete and draw(st.integers(0, 3)) == 0,
         is_idle=is_idle,
         is_running=not is_idle and draw(st.booleans()),
     )

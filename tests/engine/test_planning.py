@@ -29,7 +29,13 @@ class Blocks:
         return request.num_blocks
 
 
-LIMITS = st.builds(Limits, st.integers(1, 400), st.integers(1, 6), st.booleans())
+LIMITS = st.builds(
+    Limits,
+    st.integers(1, 400),
+    st.integers(1, 6),
+    st.booleans(),
+    num_partial_tokens=st.none() | st.integers(1, 200),
+)
 
 
 def make(spec: str, requests: list[RequestView], idle: list[RequestView], limits: Limits, memory: Blocks) -> Plan:
@@ -92,7 +98,8 @@ def test_the_most_urgent_request_with_work_is_always_served(requests: list[Reque
     ordered.sort(key=lambda r: not r.has_output)
     made = plan(ordered, list, limits, Blocks(0))
     first = next((r for r in ordered if r.num_remaining_tokens), None)
-    assert (made.grants[0].request if made.grants else None) == first
+    if first is None or first.is_complete or limits.can_partial_evict:
+        assert (made.grants[0].request if made.grants else None) == first
 
 
 @given(views("r0"), views("r1"))
@@ -108,12 +115,50 @@ def test_partial_prompts_evict_only_if_they_may() -> None:
     partial = RequestView("partial", 0, 0, 32, is_complete=False)
     idle = RequestView("idle", 0, 0, 32, 32, 2, is_complete=False, is_idle=True)
     memory = Blocks(1)
-    may = plan([first, partial], lambda: [idle], Limits(100, 8), memory)
-    may_not = plan([first, partial], lambda: [idle], Limits(100, 8, can_partial_evict=False), memory)
+    may = plan([first, partial], lambda: [idle], Limits(100, 8, can_partial_evict=True), memory)
+    may_not = plan([first, partial], lambda: [idle], Limits(100, 8), memory)
     assert [g.request.request_id for g in may.grants] == ["first", "partial"]
     assert [e.request.request_id for e in may.evictions] == ["idle"]
     assert [g.request.request_id for g in may_not.grants] == ["first"]
     assert may_not.evictions == ()
+
+
+def test_a_partial_prompt_that_may_not_evict_stands_in_nobodys_way() -> None:
+    partial = RequestView("partial", 0, 0, 160, is_complete=False)
+    complete = RequestView("complete", 1, 1, 32)
+    made = plan([partial, complete], list, Limits(1000, 8), Blocks(2))
+    assert [g.request.request_id for g in made.grants] == ["complete"]
+
+
+def test_what_a_stuck_partial_prompt_holds_may_be_had_from_behind_it() -> None:
+    partial = RequestView("partial", 0, 0, 160, 32, 2, is_complete=False)
+    complete = RequestView("complete", 1, 1, 64)
+    made = plan([partial, complete], list, Limits(1000, 8), Blocks(2))
+    assert [g.request.request_id for g in made.grants] == ["complete"]
+    assert [e.request.request_id for e in made.evictions] == ["partial"]
+
+
+def test_a_lean_step_holds_no_partial_prompt_beside_a_complete_one() -> None:
+    complete, partial = RequestView("complete", 0, 0, 32), RequestView("partial", 1, 1, 96, is_complete=False)
+    lean = Limits(100, 8, num_partial_tokens=64)
+    beside = plan([complete, partial], list, lean, Blocks(100))
+    alone = plan([partial], list, lean, Blocks(100))
+    assert [(g.request.request_id, g.num_tokens) for g in beside.grants] == [("complete", 32)]
+    assert [(g.request.request_id, g.num_tokens) for g in alone.grants] == [("partial", 64)]
+
+
+def test_with_a_long_backlog_steps_are_full() -> None:
+    complete = RequestView("complete", 0, 0, 32)
+    partial = RequestView("partial", 1, 1, 801, is_complete=False)
+    made = plan([complete, partial], list, Limits(100, 8, num_partial_tokens=64), Blocks(100))
+    assert [g.num_tokens for g in made.grants] == [32, 68]
+
+
+def test_beside_a_decode_partial_prompts_go_on() -> None:
+    decoding = RequestView("decoding", 0, 0, 33, 32, 3, has_output=True, is_running=True)
+    partial = RequestView("partial", 1, 1, 96, is_complete=False)
+    made = plan([decoding, partial], list, Limits(100, 8, num_partial_tokens=64), Blocks(100))
+    assert [g.num_tokens for g in made.grants] == [1, 64]
 
 
 def test_nobody_starts_behind_a_request_that_does_not_fit() -> None:

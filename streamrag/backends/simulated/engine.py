@@ -1,8 +1,9 @@
 """The loop of vLLM's `EngineCore`, in virtual time. Imports vLLM."""
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -19,7 +20,18 @@ from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vl
 from streamrag.backends.simulated.runner import Runner
 from streamrag.backends.wire import ChunkMessage
 
-__all__ = ["SimulatedEngine"]
+__all__ = ["BlockHasher", "SimulatedEngine"]
+
+BlockHasher: TypeAlias = Callable[[Request], list[Any]]
+"""The hashes of those whole blocks of a request that have none yet."""
+
+
+class _Launched(NamedTuple):
+    """A step in flight."""
+
+    scheduled: SchedulerOutput
+    output: ModelRunnerOutput
+    end_s: float
 
 
 class SimulatedEngine:
@@ -37,11 +49,14 @@ class SimulatedEngine:
         make_scheduler: Callable[..., Any] = streaming_scheduler,
         *,
         has_v2_runner: bool = False,
+        block_hasher: BlockHasher | None = None,
     ) -> None:
         config = vllm_config(shape)
         self.shape = shape
         self.runner = runner
         self.step_s = step_s
+        self.on_step: Callable[[SchedulerOutput, float, float], None] | None = None
+        """Told each step that computes: what was scheduled, its start and its end."""
         self.now_s = 0.0
         self.num_steps = 0
         self.scheduler: Scheduler = make_scheduler(
@@ -54,13 +69,13 @@ class SimulatedEngine:
         )
         self.scheduler.use_v2_model_runner = has_v2_runner
         if hasattr(self.scheduler, "clock"):
-            self.scheduler.clock = lambda: self.now_s
-        self._hasher = None
-        if shape.has_prefix_cache:
+            self.scheduler.clock = self.scheduler.wall_clock = lambda: self.now_s
+        self._hasher = block_hasher
+        if shape.has_prefix_cache and block_hasher is None:
             hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
             init_none_hash(hash_function)
             self._hasher = get_request_block_hasher(shape.block_size, hash_function)
-        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, float]] = deque()
+        self._in_flight: deque[_Launched] = deque()
         self._device_free_s = 0.0
 
     @property
@@ -69,10 +84,20 @@ class SimulatedEngine:
         return bool(self._in_flight) or self.scheduler.has_requests()
 
     def add(
-        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, chunk: ChunkMessage | None = None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        chunk: ChunkMessage | None = None,
+        *,
+        is_session: bool = False,
+        arrival_s: float | None = None,
     ) -> None:
-        """A plain request, or a chunk of a stream: its tokens, and what `chunk` says of them."""
-        params = params.clone()
+        """A plain request, or a chunk of a stream: its tokens, and what `chunk` says of them. None arrives now.
+
+        With `is_session` it is a chunk of one of vLLM's own streaming sessions; a plain request of that id ends it.
+        """
+        params = copy.copy(params)
         if chunk is not None:
             params.extra_args = {**(params.extra_args or {}), **chunk.extra_args()}
         request = Request(
@@ -80,9 +105,9 @@ class SimulatedEngine:
             list(token_ids),
             params,
             pooling_params=None,
-            arrival_time=self.now_s,
+            arrival_time=self.now_s if arrival_s is None else arrival_s,
             block_hasher=self._hasher,
-            resumable=chunk is not None,
+            resumable=chunk is not None or is_session,
         )
         self.scheduler.add_request(request)
 
@@ -91,21 +116,29 @@ class SimulatedEngine:
 
     def step(self) -> list[EngineCoreOutput]:
         """One turn of the loop: schedule, compute, take in the output of the oldest step in flight."""
+        return self.collect() if self.launch() is not None else []
+
+    def launch(self) -> float | None:
+        """Schedule as far ahead as allowed. Returns when the oldest step in flight ends; None if there is none."""
         depth = 2 if self.shape.is_async else 1
         while self.scheduler.has_requests() and len(self._in_flight) < depth:
             scheduled = self.scheduler.schedule()
             self._submit(scheduled)
             if not (scheduled.total_num_scheduled_tokens or self.scheduler.has_requests()):
                 break
-        if not self._in_flight:
-            return []
-        scheduled, output, end_s = self._in_flight.popleft()
-        self.now_s = max(self.now_s, end_s)
-        by_client = self.scheduler.update_from_output(scheduled, output)
+        return self._in_flight[0].end_s if self._in_flight else None
+
+    def collect(self) -> list[EngineCoreOutput]:
+        """Take in the output of the oldest step in flight, of which there is one."""
+        step = self._in_flight.popleft()
+        self.now_s = max(self.now_s, step.end_s)
+        by_client = self.scheduler.update_from_output(step.scheduled, step.output)
         return [output for of_client in by_client.values() for output in of_client.outputs]
 
     def _submit(self, scheduled: SchedulerOutput) -> None:
         self.num_steps += 1
         start_s = max(self.now_s, self._device_free_s)
         self._device_free_s = start_s + (self.step_s(scheduled) if scheduled.total_num_scheduled_tokens else 0.0)
-        self._in_flight.append((scheduled, self.runner.execute(scheduled), self._device_free_s))
+        if self.on_step and scheduled.total_num_scheduled_tokens:
+            self.on_step(scheduled, start_s, self._device_free_s)
+        self._in_flight.append(_Launched(scheduled, self.runner.execute(scheduled), self._device_free_s))

@@ -1,0 +1,54 @@
+"""Records what a retriever does, looks at the trace, and replays it three times as slowly.
+
+    python examples/record_and_replay.py trace.jsonl.gz
+
+Nothing is needed but streamrag: the backend is the one for tests, and the retriever a list of notes.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from streamrag import Append, Chunk, Pipeline
+from streamrag.core import SourceEvent
+from streamrag.sources.replay import ReplaySource
+from streamrag.testing import ScriptedBackend
+from streamrag.trace.read import read_trace
+from streamrag.trace.recorder import TraceRecorder
+from streamrag.trace.statistics import describe
+
+QUESTION = "Why does the printer jam?"
+NOTES = ("The printer on floor two jams when the paper is thick.", "It was serviced on Monday.")
+
+
+class SlowNotes:
+    """A retriever that takes its time."""
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
+        for number, text in enumerate(NOTES):
+            await asyncio.sleep(0.1)
+            yield Append(Chunk(text, source=f"note-{number}"))
+
+
+async def main(path: Path) -> None:
+    async with Pipeline(SlowNotes(), ScriptedBackend(), recorder=TraceRecorder(path)) as pipeline:
+        async with pipeline.stream(QUESTION) as stream:
+            async for _ in stream:
+                pass
+
+    statistics = describe(read_trace(path))
+    print(f"recorded: {statistics.num_queries} query, {statistics.chunks_per_query.mean:.0f} chunks")
+
+    async with Pipeline(ReplaySource(path, delay=3), ScriptedBackend()) as pipeline:
+        async with pipeline.stream(QUESTION) as stream:
+            async for _ in stream:
+                pass
+    answer = stream.result
+    print(f"replayed: {[citation.source for citation in answer.sources]}")
+    slower = answer.timings.retrieval_s / statistics.retrieval_s.mean
+    print(f"retrieval took {slower:.1f} times as long")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

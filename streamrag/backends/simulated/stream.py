@@ -1,0 +1,76 @@
+"""What a client of a simulated engine holds of one request. Imports vLLM."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TypeAlias
+
+from vllm.v1.engine import EngineCoreOutput
+
+from streamrag.backends.wire import ChunkMessage
+from streamrag.core import Hint, common_prefix_len
+
+__all__ = ["Answer", "Send", "SimulatedStream"]
+
+Send: TypeAlias = Callable[[str, Sequence[int], int, ChunkMessage], None]
+"""Puts a chunk on its way: the request's id, new tokens, length of the answer, and what else there is to say."""
+
+
+class Answer:
+    """What has come back for one request."""
+
+    def __init__(self) -> None:
+        self._outputs: deque[EngineCoreOutput | Exception] = deque()
+        self._has_some = asyncio.Event()
+
+    def put(self, output: EngineCoreOutput | Exception) -> None:
+        self._outputs.append(output)
+        self._has_some.set()
+
+    async def get(self) -> EngineCoreOutput:
+        while not self._outputs:
+            self._has_some.clear()
+            await self._has_some.wait()
+        output = self._outputs.popleft()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+class SimulatedStream:
+    """A prompt that is still growing, and its answer. Made by `SimulatedClient.stream`."""
+
+    def __init__(self, send: Send, request_id: str, answer: Answer, num_output_tokens: int) -> None:
+        self._send_chunk = send
+        self._request_id = request_id
+        self._answer = answer
+        self._num_output_tokens = num_output_tokens
+        self._token_ids: list[int] = []
+        self._num_chunks = 0
+
+    async def append(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
+        """Let the prompt grow; if it `is_last`, have the answer sampled."""
+        self._send([*self._token_ids, *token_ids], len(self._token_ids), is_last, hint)
+
+    async def update(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
+        """Replace the prompt; if it `is_last`, have the answer sampled."""
+        new = list(token_ids)
+        self._send(new, common_prefix_len(self._token_ids, new), is_last, hint)
+
+    def _send(self, new: list[int], num_kept: int, is_last: bool, hint: Hint | None) -> None:
+        now_s = asyncio.get_running_loop().time()
+        num_kept = min(num_kept, len(new) - 1)  # as with the real engine, which takes no empty input
+        expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
+        message = ChunkMessage(self._num_chunks, num_kept, is_last, now_s, expected_s)
+        self._send_chunk(self._request_id, new[num_kept:], self._num_output_tokens, message)
+        self._token_ids = new
+        self._num_chunks += 1
+
+    async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
+        """The answer as it comes."""
+        while True:
+            output = await self._answer.get()
+            if output.new_token_ids:
+                yield tuple(output.new_token_ids)
+            if output.finish_reason is not None:
+                return

@@ -1,0 +1,34 @@
+"""vLLM's errors, translated where its engine is called."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from streamrag.errors import BackendError, EngineDeadError, StreamRagError
+
+__all__ = ["vllm_errors_translated"]
+
+
+@contextmanager
+def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
+    """Errors of vLLM become ours; ours pass as they are. `why_dead` says why the engine's process is gone.
+
+    :raises EngineDeadError: the engine's process is gone.
+    :raises BackendError: vLLM refused the request, or failed.
+    """
+    from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
+    from vllm.v1.engine.async_llm import InputStreamError
+    from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+    try:
+        try:
+            yield
+        except InputStreamError as error:  # a streamed chunk was refused
+            raise error.cause from error
+    except StreamRagError:
+        raise
+    except VllmEngineDeadError as error:
+        raise EngineDeadError(why_dead()) from error
+    except (VLLMClientError, GracefulHTTPError, ValueError) as error:
+        raise BackendError(f"vLLM refuses the request: {error}") from error
+    except VLLMError as error:
+        raise BackendError(f"vLLM failed: {error.__cause__ or error}") from error

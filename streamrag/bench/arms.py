@@ -1,0 +1,164 @@
+"""The four ways to use context that arrives in chunks, over any engine that speaks `Client`.
+
+    no-streaming      ····wait for all chunks···· generate
+    warming           prefill, prefill, prefill,  generate       requests for one token; the prefix cache keeps the KV
+    stock-sessions    chunk, chunk, chunk ······  answer         vLLM's own sessions, which can only append
+    streaming         chunk, update, chunk ·····  answer         ours
+
+The same code runs on a real engine in wall time and on a simulated one in virtual time.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from streamrag.backends.warming import warm_then_generate
+from streamrag.bench.cell import Arm
+from streamrag.bench.workload import Arriving, Piece
+from streamrag.core import AnswerChunk, Hint, Prompt, common_prefix_len
+from streamrag.errors import ConfigurationError
+from streamrag.trace.values import TracedAppend, TracedQuery
+
+__all__ = ["Client", "PromptStream", "Timing", "check_arm", "run_query"]
+
+
+class PromptStream(Protocol):
+    """One growing prompt. Iterating over it yields the tokens of the answer."""
+
+    async def append(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
+        """Let it grow; if it `is_last`, have the answer sampled."""
+
+    async def update(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
+        """Replace it; if it `is_last`, have the answer sampled."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, ...]]: ...
+
+
+class Client(Protocol):
+    """An engine as its clients see it. Requests are told apart by their query, of which there may be several."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+
+    def generate(
+        self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
+    ) -> AsyncGenerator[tuple[int, ...], None]:
+        """The answer to a prompt, as it comes; closing aborts."""
+
+    def stream(
+        self, query_id: str, token_ids: Sequence[int], num_output_tokens: int, *, is_complete: bool = False
+    ) -> AbstractAsyncContextManager[PromptStream]:
+        """A prompt that grows or changes; leaving the context aborts."""
+
+    def session(
+        self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], bool]], num_output_tokens: int
+    ) -> AsyncGenerator[tuple[int, ...], None]:
+        """The answer to chunks, of which each says whether it is the last; closing aborts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a client saw, on its event loop's clock."""
+
+    retrieval_end_s: float
+    first_token_s: float
+    finished_s: float
+
+
+_Answer: TypeAlias = AsyncGenerator[tuple[int, ...], None]
+
+
+def check_arm(arm: Arm, queries: Sequence[TracedQuery]) -> None:
+    """:raises ConfigurationError: the arm cannot do what the queries need."""
+    if arm not in _ARMS:
+        raise ConfigurationError(f"arm={arm!r}: there is none of that name; choose from {', '.join(_ARMS)}")
+    if arm == "stock-sessions":
+        for query in queries:
+            if not all(isinstance(event, TracedAppend) for event in query.events):
+                raise ConfigurationError(
+                    f"arm 'stock-sessions': query {query.query_id!r} has an update, and vLLM's own sessions can only "
+                    "append; leave this arm out for this workload"
+                )
+
+
+async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tokens: int) -> Timing:
+    """Play one query to its end."""
+    clock = asyncio.get_running_loop().time
+    first_s: float | None = None
+    answer = _ARMS[arm](client, arriving, num_output_tokens)
+    async with aclosing(answer):
+        async for _ in answer:
+            first_s = clock() if first_s is None else first_s
+    assert first_s is not None, f"{arriving.query.query_id}: answered without a token"
+    assert arriving.end_s is not None, f"{arriving.query.query_id}: answered before its prompt was complete"
+    return Timing(arriving.end_s, first_s, clock())
+
+
+async def _no_streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
+    prompt: list[int] = []
+    async for piece in arriving:
+        prompt = prompt + piece.token_ids if piece.is_append else piece.token_ids
+    async for token_ids in client.generate(arriving.query.query_id, prompt, num_output_tokens):
+        yield token_ids
+
+
+async def _warming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
+    query_id = arriving.query.query_id
+
+    async def prefill(token_ids: tuple[int, ...]) -> None:
+        async with aclosing(client.generate(query_id, token_ids, 1)) as answer:
+            async for _ in answer:
+                pass
+
+    async def generate(token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
+        async with aclosing(client.generate(query_id, token_ids, num_output_tokens)) as answer:
+            async for new in answer:
+                yield AnswerChunk("", new)
+
+    events = warm_then_generate(_prompts(arriving), prefill=prefill, generate=generate, block_size=client.block_size)
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, AnswerChunk):
+                yield event.token_ids
+
+
+async def _prompts(pieces: AsyncIterator[Piece] | Arriving) -> AsyncIterator[Prompt]:
+    prompt: tuple[int, ...] = ()
+    async for piece in pieces:
+        before, new = prompt, tuple(piece.token_ids)
+        prompt = before + new if piece.is_append else new
+        num_shared = len(before) if piece.is_append else common_prefix_len(before, prompt)
+        yield Prompt(prompt, num_shared, piece.is_last)
+
+
+async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
+    async def chunks() -> AsyncIterator[tuple[Sequence[int], bool]]:
+        async for piece in arriving:
+            yield piece.token_ids, piece.is_last
+
+    async with aclosing(client.session(arriving.query.query_id, chunks(), num_output_tokens)) as answer:
+        async for token_ids in answer:
+            yield token_ids
+
+
+async def _streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
+    pieces = aiter(arriving)
+    first = await anext(pieces)
+    opened = client.stream(arriving.query.query_id, first.token_ids, num_output_tokens, is_complete=first.is_last)
+    async with opened as stream:
+        async for piece in pieces:
+            send = stream.append if piece.is_append else stream.update
+            await send(piece.token_ids, is_last=piece.is_last, hint=piece.hint)
+        async for token_ids in stream:
+            yield token_ids
+
+
+_ARMS: dict[Arm, Callable[[Client, Arriving, int], _Answer]] = {
+    "no-streaming": _no_streaming,
+    "warming": _warming,
+    "stock-sessions": _stock_sessions,
+    "streaming": _streaming,
+}

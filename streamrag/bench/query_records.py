@@ -1,0 +1,41 @@
+"""One record per query, out of those of its requests."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from streamrag.records import RequestRecord
+
+__all__ = ["merged", "shifted"]
+
+
+def merged(records: Sequence[RequestRecord]) -> RequestRecord | None:
+    """The last one, with the counts and preemptions of all. Warming sends several requests for one query."""
+    if len(records) <= 1:
+        return records[0] if records else None
+    return replace(
+        records[-1],
+        num_computed=sum(r.num_computed for r in records),
+        num_recomputed=sum(r.num_recomputed for r in records),
+        num_invalidated=sum(r.num_invalidated for r in records),
+        num_from_cache=sum(r.num_from_cache for r in records),
+        preemptions=tuple(p for r in records for p in r.preemptions),
+    )
+
+
+def shifted(record: RequestRecord, by_s: float) -> RequestRecord:
+    """The same on a clock that shows `by_s` more."""
+
+    def moved(at_s: float | None) -> float | None:
+        return None if at_s is None else at_s + by_s
+
+    return replace(
+        record,
+        arrival_s=record.arrival_s + by_s,
+        queued_s=record.queued_s + by_s,
+        scheduled_s=moved(record.scheduled_s),
+        first_kv_s=moved(record.first_kv_s),
+        last_kv_s=moved(record.last_kv_s),
+        finished_s=record.finished_s + by_s,
+        chunks=tuple(replace(c, arrival_s=c.arrival_s + by_s) for c in record.chunks),
+        preemptions=tuple(replace(p, at_s=p.at_s + by_s) for p in record.preemptions),
+    )

@@ -1,0 +1,245 @@
+"""A benchmark as one HTML page that needs nothing else: pictures are inside, nothing is fetched."""
+
+import base64
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from streamrag import __version__
+from streamrag.bench import report_plots as plots
+from streamrag.bench.compare import BASELINE, Comparison, Figure, Pool, compare
+from streamrag.bench.grid import describe_load, describe_qps
+from streamrag.bench.report_html import PAGE, Cell, cell, head, table
+from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
+
+__all__ = ["make_report"]
+
+
+def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, str] | None = None) -> str:
+    """The page, as HTML; `failed` maps the names of cells that have no result to why.
+
+    Raises MissingDependencyError without matplotlib.
+    """
+    comparisons = compare(digests)
+    clock = "virtual time" if comparisons[0].load.clock == "virtual" else "wall time"
+    parts = [f"<h1>streamrag benchmark, {clock}</h1>", _preface(comparisons)]
+    if failed:
+        parts.append(_failures(failed))
+    if len(comparisons) > 1:
+        links = (f'<li><a href="#load{i}">{_title(c)}</a></li>' for i, c in enumerate(comparisons))
+        parts.append(f"<ol>{''.join(links)}</ol>")
+    for i, comparison in enumerate(comparisons):
+        parts.append(f'<h2 id="load{i}">{_title(comparison)}</h2>')
+        parts += _sections(comparison, slos)
+    parts.append(_provenance(comparisons))
+    return PAGE.format(title=f"streamrag benchmark: {_title(comparisons[0])}", body="\n".join(parts))
+
+
+def _title(comparison: Comparison) -> str:
+    return escape(describe_load(comparison.load))
+
+
+def _preface(comparisons: Sequence[Comparison]) -> str:
+    pools = [pool for comparison in comparisons for pool in comparison.pools.values()]
+    digests = [digest for pool in pools for digest in pool.digests]
+    num_requests = sum(len(digest.ttft_s) for digest in digests)
+    virtual = [digest for digest in digests if digest.settings.clock == "virtual"]
+    speed = ""
+    if virtual and (wall_s := sum(digest.wall_s for digest in virtual)) > 0:
+        simulated_s = sum(digest.completion_s for digest in virtual)
+        speed = f" {simulated_s:,.0f} s were simulated in {wall_s:,.0f} s of one core: {simulated_s / wall_s:,.0f}x."
+    return (
+        f"<p>{len(digests)} cells, {num_requests:,} requests.{speed} <code>ttft_after_retrieval_s</code> is from the "
+        "end of retrieval to the first token; <code>ttft_s</code> is from the query's arrival. The <em>floor</em> of a "
+        "request is its <code>ttft_after_retrieval_s</code> if it were alone on the engine. Percentiles are of all "
+        "requests of all seeds, linear between ranks; in parentheses, and as whiskers, the least and the most that one "
+        "seed has alone. Speed-ups and ratios are of percentiles, not of single requests.</p>"
+    )
+
+
+def _failures(failed: Mapping[str, str]) -> str:
+    rows = "".join(f"<li>{escape(name)}: {escape(error)}</li>" for name, error in failed.items())
+    return (
+        f'<div class="failed"><strong>{len(failed)} cells failed and are missing below.</strong><ul>{rows}</ul></div>'
+    )
+
+
+def _sections(comparison: Comparison, slos: Slos) -> list[str]:
+    invalidated = plots.draw_invalidated(comparison)
+    none = "<p>No computed token was invalidated: contexts only grew, or the engine does not tell.</p>"
+    return [
+        "<h3>Speed-up over not streaming</h3>",
+        _speed_ups(comparison),
+        "<h3>Distribution of the time to the first token after retrieval</h3>",
+        _picture(
+            plots.draw_ccdf(comparison),
+            "The lower left, the better. Where a line crosses P95, 5 % of the requests take longer.",
+        ),
+        "<h3>Time to the first token against load</h3>",
+        _picture(
+            plots.draw_ttft_by_qps(comparison),
+            "Whiskers span the seeds. ttft_s holds retrieval itself, which no engine can shorten.",
+        ),
+        "<h3>Throughput</h3>",
+        _picture(
+            plots.draw_times(comparison),
+            "completion_s is when the last request ended; with open-loop arrivals most of it is waiting for queries. "
+            "busy_s is the time in which the engine computed. Means over seeds; whiskers span the seeds.",
+        ),
+        _goodput(comparison, slos),
+        "<h3>Tokens invalidated</h3>",
+        _picture(invalidated, "Computed tokens that updates made useless.") if invalidated else none,
+        "<h3>Preemptions and work</h3>",
+        _preemptions(comparison),
+        "<h3>What arrived</h3>",
+        _arrivals(comparison),
+    ]
+
+
+def _picture(svg: str, caption: str) -> str:
+    # As an image of its own, so that the ids inside cannot meet those of the other pictures.
+    data = base64.b64encode(svg.encode()).decode()
+    text = escape(caption)
+    return f'<figure><img alt="{text}" src="data:image/svg+xml;base64,{data}"><figcaption>{text}</figcaption></figure>'
+
+
+def _rows(comparison: Comparison) -> Iterable[tuple[float | None, str, Pool]]:
+    for qps in comparison.qps:
+        for variant in comparison.variants:
+            if pool := comparison.pools.get((variant, qps)):
+                yield qps, variant, pool
+
+
+def _speed_ups(comparison: Comparison) -> str:
+    rows: list[list[Cell]] = []
+    shown: float | str | None = ""
+    for qps, variant, pool in _rows(comparison):
+        if qps != shown:
+            shown = qps
+            rows.append(_floor_row(comparison, qps))
+        after = [cell(pool.figure(lambda d: d.ttft_after_retrieval_s, name)) for name in PERCENTILES]
+        from_arrival = cell(pool.figure(lambda d: d.ttft_s, "p50"))
+        ups = [comparison.speed_up(variant, qps, name) for name in PERCENTILES]
+        speed_ups = [Cell("1", is_number=True) if variant == BASELINE else cell(up, unit="x") for up in ups]
+        ratios = [cell(pool.ratio_to_floor(name), unit="x") for name in PERCENTILES]
+        rows.append([Cell(""), Cell(variant, _unanswered(pool)), *after, *speed_ups, *ratios, from_arrival])
+    groups = [
+        ("", 2),
+        ("ttft_after_retrieval_s, seconds", 3),
+        ("speed-up", 3),
+        ("ratio to the floor", 3),
+        ("ttft_s", 1),
+    ]
+    names = [*("P50", "P95", "P99") * 3, "P50"]
+    return table(head(groups, ["load", "arm", *names]), rows)
+
+
+def _unanswered(pool: Pool) -> str:
+    num = sum(digest.num_unfinished for digest in pool.digests)
+    return f"{num:,} never answered, and not counted" if num else ""
+
+
+def _floor_row(comparison: Comparison, qps: float | None) -> list[Cell]:
+    pools = [pool for at, _, pool in _rows(comparison) if at == qps]
+    pool = max(pools, key=lambda pool: len(pool.values(lambda d: d.floor_s)))  # of any arm: the load is the same
+    floors = [cell(_without_spread(pool.figure(lambda d: d.floor_s, name))) for name in PERCENTILES]
+    return [Cell(describe_qps(qps), is_group=True), Cell("floor: each request alone"), *floors, *[Cell("")] * 7]
+
+
+def _without_spread(figure: Figure) -> Figure:
+    """Without the spread over seeds: floors are not measured under load."""
+    return Figure(figure.value, figure.value, figure.value)
+
+
+def _goodput(comparison: Comparison, slos: Slos) -> str:
+    if not slos:
+        return ""
+    limits = ", ".join(f"{name} &le; {limit:g} s" for name, limit in slos.items())
+    rows = [
+        [Cell(variant), *(_goodput_at(comparison, variant, qps, slos) for qps in comparison.qps)]
+        for variant in comparison.variants
+    ]
+    title = f"<h3>Goodput</h3><p>Requests per second that met {limits}. Means over seeds.</p>"
+    return title + table(head([], ["arm", *map(describe_qps, comparison.qps)]), rows)
+
+
+def _goodput_at(comparison: Comparison, variant: str, qps: float | None, slos: Slos) -> Cell:
+    pool = comparison.pools.get((variant, qps))
+    return cell(pool.total(lambda d: d.goodput(slos) or 0.0) if pool else None)
+
+
+def _preemptions(comparison: Comparison) -> str:
+    fates = sorted({fate for _, _, p in _rows(comparison) for d in p.digests for fate in d.num_preemptions or {}})
+    fates = sorted(fates, key=lambda fate: ["swap", "recompute"].index(fate) if fate in ("swap", "recompute") else 9)
+    rows = []
+    shown: float | str | None = ""
+    for qps, variant, pool in _rows(comparison):
+        if qps != shown:
+            shown = qps
+            rows.append([Cell(describe_qps(qps), is_group=True), *[Cell("")] * (len(fates) + 5)])
+        if any(digest.num_preemptions is None for digest in pool.digests):
+            counts = [Cell("not told")] + [Cell("")] * (len(fates) + 2)
+        else:
+            counts = [
+                *(cell(pool.total(lambda d, fate=fate: (d.num_preemptions or {}).get(fate, 0))) for fate in fates),  # type: ignore[misc]
+                cell(pool.total(lambda d: d.num_tokens_lost)),
+                cell(pool.total(lambda d: sum(d.num_recomputed))),
+                cell(pool.total(lambda d: sum(d.num_invalidated))),
+            ]
+        busy = cell(pool.total(lambda d: 100 * d.busy_s / d.completion_s if d.completion_s else math.nan), unit=" %")
+        rows.append([Cell(""), Cell(variant), *counts, busy])
+    groups = [("", 2), ("preemptions", len(fates)), ("tokens", 3), ("engine", 1)]
+    names = ["load", "arm", *fates, "lost in them", "recomputed", "invalidated", "busy"]
+    return "<p>Per cell; means over seeds.</p>" + table(head(groups, names), rows)
+
+
+def _arrivals(comparison: Comparison) -> str:
+    """Of one cell whose engine told about chunks, else of any: all variants have the same load."""
+    digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
+    chosen = max(digests, key=lambda d: (len(d.gaps_s) > 0, len(d.num_tokens) > 0, len(d.num_chunks)))
+    listed: list[tuple[str, Sequence[float]]] = [
+        ("gap between chunks, seconds", chosen.gaps_s),
+        ("chunks per query", chosen.num_chunks),
+        ("tokens of the complete prompt", chosen.num_tokens),
+        ("retrieval, seconds", chosen.retrieval_s),
+    ]
+    rows = [
+        [
+            Cell(name),
+            Cell(f"{len(values):,}", is_number=True),
+            *map(cell, [sum(values) / len(values), *spread(values).values(), max(values)]),
+        ]
+        for name, values in listed
+        if values
+    ]
+    note = (
+        f"Of one cell, {describe_qps(chosen.settings.qps)}, seed {chosen.settings.seed}; all arms have the same load."
+    )
+    if not chosen.gaps_s:
+        note += " Gaps are told by streaming cells only, and there is none here with more than one chunk."
+    picture = plots.draw_arrivals(chosen.gaps_s, chosen.num_chunks, chosen.num_tokens)
+    names = ["", "how many", "mean", "P50", "P95", "P99", "most"]
+    return (_picture(picture, note) if picture else "") + table(head([], names), rows)
+
+
+def _provenance(comparisons: Sequence[Comparison]) -> str:
+    found: dict[str, set[str]] = {"report by": {f"streamrag {__version__}"}}
+    for comparison in comparisons:
+        for pool in comparison.pools.values():
+            found.setdefault("seeds", set()).update(map(str, pool.seeds))
+            for digest in pool.digests:
+                _collect(found, "", digest.provenance)
+    rows = [
+        f"<tr><th>{escape(name)}</th><td>{escape('; '.join(sorted(values)[:20]))}</td></tr>"
+        for name, values in sorted(found.items())
+    ]
+    return f'<h2>Provenance</h2><div class="wide"><table class="facts">{"".join(rows)}</table></div>'
+
+
+def _collect(found: dict[str, set[str]], prefix: str, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            _collect(found, f"{prefix}{name}.", value)
+        else:
+            found.setdefault(prefix + name, set()).add(str(value))

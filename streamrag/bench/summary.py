@@ -1,0 +1,183 @@
+"""Figures of a cell, and of cells that differ in their seed only.
+
+Percentiles interpolate linearly between the two closest ranks, as numpy does unless told otherwise.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from streamrag.bench.cell import CellResult, CellSettings, RequestResult
+from streamrag.errors import ConfigurationError
+
+__all__ = ["LIMITS", "PERCENTILES", "Digest", "Slos", "digest", "parse_slos", "percentile", "spread", "summarise"]
+
+PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+
+LIMITS = ("ttft_after_retrieval_s", "ttft_s", "total_s")
+"""Times of a request that a service-level objective may limit; `total_s` is from its arrival to its last token."""
+
+Slos: TypeAlias = Mapping[str, float]
+"""From the name of a time to the most seconds that it may take; a good request meets all of them."""
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value below which a `fraction` (0 to 1) of `values` lies, linear between ranks; NaN of none.
+
+    Source: method 7 of Hyndman and Fan 1996, numpy's default.
+    """
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    position = fraction * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """P50, P95 and P99 of some values."""
+    ordered = sorted(values)
+    return {name: percentile(ordered, fraction) for name, fraction in PERCENTILES.items()}
+
+
+def parse_slos(text: str) -> dict[str, float]:
+    """`"ttft_after_retrieval_s=0.5,total_s=30"` as a mapping.
+
+    :raises ConfigurationError: a name that is not in `LIMITS`, or a limit that is not a positive number.
+    """
+    slos: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, limit = part.partition("=")
+        try:
+            slos[name] = float(limit)
+        except ValueError:
+            raise ConfigurationError(f"SLO {part!r} is not NAME=SECONDS, e.g. ttft_after_retrieval_s=0.5") from None
+        if name not in LIMITS:
+            raise ConfigurationError(f"SLO {part!r}: there is no time {name!r}; choose from {', '.join(LIMITS)}")
+        if not slos[name] > 0:
+            raise ConfigurationError(f"SLO {part!r}: the limit must be more than 0 seconds")
+    return slos
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What a report needs of one cell. One value a request, in one order, unless it says otherwise."""
+
+    settings: CellSettings
+    ttft_after_retrieval_s: tuple[float, ...]
+    ttft_s: tuple[float, ...]
+    total_s: tuple[float, ...]
+    floor_s: tuple[float, ...]
+    retrieval_s: tuple[float, ...]
+    num_chunks: tuple[int, ...]
+    gaps_s: tuple[float, ...]
+    """Between the chunks of a request, of all requests; empty where the engine does not tell."""
+    num_tokens: tuple[int, ...]
+    """Of the complete prompts; empty where the engine does not tell, as are the next two."""
+    num_invalidated: tuple[int, ...]
+    num_recomputed: tuple[int, ...]
+    num_preemptions: Mapping[str, int] | None
+    """By what became of the KV; None where the engine does not tell."""
+    num_tokens_lost: int
+    """In preemptions."""
+    busy_s: float
+    completion_s: float
+    wall_s: float
+    num_unfinished: int = 0
+    """Queries that were never answered; the figures are of the others."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float:
+        """Seconds of the cell's clock per second of the wall clock."""
+        return self.completion_s / self.wall_s if self.wall_s > 0 else math.nan
+
+    def goodput(self, slos: Slos) -> float | None:
+        """Requests per second that met every objective; None without objectives."""
+        if not slos:
+            return None
+        kept = zip(*([v <= limit for v in getattr(self, name)] for name, limit in slos.items()), strict=True)
+        return sum(map(all, kept)) / self.completion_s if self.completion_s > 0 else 0.0
+
+
+def digest(result: CellResult) -> Digest:
+    """What a report needs of the result, which is a small part of it."""
+    requests = result.requests
+    records = [r.record for r in requests if r.record is not None]
+    preemptions = [p for record in records for p in record.preemptions]
+    return Digest(
+        settings=result.settings,
+        ttft_after_retrieval_s=tuple(r.ttft_after_retrieval_s for r in requests),
+        ttft_s=tuple(r.ttft_s for r in requests),
+        total_s=tuple(r.finished_s - r.arrival_s for r in requests),
+        floor_s=tuple(r.floor_s for r in requests),
+        retrieval_s=tuple(r.retrieval_end_s - r.arrival_s for r in requests),
+        num_chunks=tuple(r.num_chunks for r in requests),
+        gaps_s=tuple(gap for r in requests for gap in _gaps(r)),
+        num_tokens=tuple(record.num_prompt_tokens for record in records),
+        num_invalidated=tuple(record.num_invalidated for record in records),
+        num_recomputed=tuple(record.num_recomputed for record in records),
+        num_preemptions=_by_fate(p.fate for p in preemptions) if records else None,
+        num_tokens_lost=sum(p.num_tokens_lost for p in preemptions),
+        busy_s=result.busy_s,
+        completion_s=result.completion_s,
+        wall_s=result.wall_s,
+        num_unfinished=result.num_unfinished,
+        provenance=result.provenance,
+    )
+
+
+def _by_fate(fates: Any) -> dict[str, int]:
+    return {"swap": 0, "recompute": 0, **Counter(fates)}
+
+
+def _gaps(request: RequestResult) -> list[float]:
+    if request.record is None:
+        return []
+    # The last entry may be the prompt's end, which brings no chunk.
+    arrivals = [chunk.arrival_s for chunk in request.record.chunks][: request.num_chunks]
+    return [later - earlier for earlier, later in pairwise(arrivals)]
+
+
+def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
+    """A cell's figures as `--json` holds them; None where there is nothing to tell."""
+    after, floor = spread(digest.ttft_after_retrieval_s), spread(digest.floor_s)
+    tells = digest.num_preemptions is not None
+    return {
+        "settings": asdict(digest.settings),
+        "num_requests": len(digest.ttft_s),
+        "num_unfinished": digest.num_unfinished,
+        "ttft_after_retrieval_s": _finite({**after, "mean": _mean(digest.ttft_after_retrieval_s)}),
+        "ttft_s": _finite({**spread(digest.ttft_s), "mean": _mean(digest.ttft_s)}),
+        "floor_s": _finite(floor),
+        "ratio_to_floor": _finite({name: _ratio(after[name], floor[name]) for name in PERCENTILES}),
+        "num_preemptions": digest.num_preemptions,
+        "num_tokens_invalidated": sum(digest.num_invalidated) if tells else None,
+        "num_tokens_recomputed": sum(digest.num_recomputed) if tells else None,
+        "busy_s": digest.busy_s,
+        "completion_s": digest.completion_s,
+        "wall_s": digest.wall_s,
+        "simulated_s_per_wall_s": _or_none(digest.speed) if digest.settings.clock == "virtual" else None,
+        "goodput": digest.goodput(slos),
+        "provenance": dict(digest.provenance),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _ratio(of: float, to: float) -> float:
+    return of / to if to > 0 else math.nan
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _or_none(value) for name, value in values.items()}
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

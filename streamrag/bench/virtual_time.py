@@ -1,0 +1,105 @@
+# mypy: disable-error-code="override"
+# What is refused takes any arguments.
+"""An asyncio event loop on which waiting takes no time: when nothing is ready, the clock jumps to the next timer.
+
+    run_virtual(main())        # loop.time() starts at 0; asyncio.sleep(3600) returns at once, an hour later
+
+The code that runs on it is the code that runs on the wall clock. Two runs do the same in the same order. Whatever would
+wait for the real world (sockets, threads, processes) is refused, for in virtual time it would come at no time at all.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+from streamrag.errors import ConfigurationError
+
+__all__ = ["DeadlockError", "VirtualTimeLoop", "run_virtual"]
+
+T = TypeVar("T")
+
+MOST_TURNS_AT_ONE_TIME = 200_000
+"""Turns of the loop without any passing of time, after which it is certain that somebody spins."""
+
+
+class DeadlockError(RuntimeError):
+    """Everybody waits, and no timer will wake anybody: a fault of the program."""
+
+
+class VirtualTimeLoop(asyncio.BaseEventLoop):
+    """Owns its clock. `is_virtual` tells parts that belong to one kind of time which kind this is."""
+
+    is_virtual = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        self._num_turns = 0
+        self._selector = self  # what asyncio asks what to wait for, and how long
+
+    def time(self) -> float:
+        return self._now_s
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Called by asyncio once a turn; None when there is neither anything ready nor a timer."""
+        if timeout is None:
+            waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
+            raise DeadlockError(f"at {self._now_s:.6f} s of virtual time all tasks wait for each other: {waiting}")
+        if timeout > 0:
+            self._now_s += timeout
+            self._num_turns = 0
+        self._num_turns += 1
+        if self._num_turns > MOST_TURNS_AT_ONE_TIME:
+            self._num_turns = 0  # what is cancelled now may still clean up
+            raise DeadlockError(f"virtual time stands still at {self._now_s:.6f} s: some task spins without waiting")
+        return []
+
+    def _process_events(self, events: list[Any]) -> None:
+        """There are none."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:
+        if self._thread_id not in (None, threading.get_ident()):  # type: ignore[attr-defined]
+            _refuse("another thread")
+        return self.call_soon(callback, *args, **kwargs)  # Ctrl-C comes this way
+
+    def run_in_executor(self, *args: Any) -> NoReturn:
+        _refuse("a thread or process pool (run_in_executor, asyncio.to_thread)")
+
+    def add_reader(self, *args: Any) -> NoReturn:
+        _refuse("a file or socket")
+
+    def add_writer(self, *args: Any) -> NoReturn:
+        _refuse("a file or socket")
+
+    async def create_connection(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("a network connection")
+
+    async def create_datagram_endpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("a network connection")
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("a network connection")
+
+    async def getaddrinfo(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("a network connection")
+
+    async def subprocess_exec(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("a process")
+
+    async def subprocess_shell(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("a process")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigurationError(f"nothing can wait for {what} in virtual time; run this on the wall clock")
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` to its end in virtual time.
+
+    :raises DeadlockError: everybody waits and there is no timer, or time stands still.
+    :raises ConfigurationError: something waits for the real world.
+    """
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(main)

@@ -1,0 +1,192 @@
+"""What a cell's clients do and when: queries with their arrivals, and the tokens of what they retrieve."""
+
+import asyncio
+import random
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+from streamrag.bench.cell import CellSettings
+from streamrag.core import Hint
+from streamrag.errors import ConfigurationError
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery
+
+__all__ = [
+    "BUDGETS",
+    "NUM_TAIL_TOKENS",
+    "Arriving",
+    "Piece",
+    "Tokens",
+    "load_trace",
+    "longest_prompt",
+    "make_load",
+    "token_budget",
+]
+
+BUDGETS = {"crawler": 2_048, "anns": 8_192}
+"""Tokens per step as published for the two workloads."""
+NUM_TAIL_TOKENS = 32
+"""End of the template and the question, which stand last in every prompt. The paper does not tell how many."""
+
+
+def token_budget(settings: CellSettings) -> int:
+    """Most tokens in one step: as set, or as published for the workload; for other traces that of the crawler."""
+    return settings.max_num_batched_tokens or BUDGETS.get(settings.workload, BUDGETS["crawler"])
+
+
+def load_trace(settings: CellSettings) -> Trace:
+    """The trace that a cell is about, generated or read.
+
+    :raises ConfigurationError: there is no such trace, or a generated one without a rate of arrivals.
+    """
+    if settings.workload in BUDGETS:
+        if settings.qps is None:
+            raise ConfigurationError(f"workload {settings.workload!r} has no arrivals of its own: give qps")
+        from streamrag.trace.generate import generate
+
+        return generate(settings.workload, settings.num_queries, settings.seed, settings.qps)  # type: ignore[arg-type]
+    if not Path(settings.workload).exists():
+        raise ConfigurationError(f"workload {settings.workload!r}: neither {', '.join(BUDGETS)}, nor a trace's file")
+    from streamrag.trace.read import read_trace
+
+    return read_trace(settings.workload)
+
+
+def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
+    """The queries of a cell, in order of arrival, from 0 on.
+
+    With `qps` they arrive as in a Poisson process of the cell's seed, else as the trace says. `delay` stretches the
+    gaps between chunks; the first comes as it came, and so does the end after the last.
+    """
+    if settings.qps is not None and not settings.qps > 0:
+        raise ConfigurationError(f"qps={settings.qps}: give a rate above 0, or None for the trace's own arrivals")
+    if not settings.delay > 0:
+        raise ConfigurationError(f"delay={settings.delay}: give a factor above 0")
+    queries = trace.queries[: settings.num_queries]
+    if not queries:
+        raise ConfigurationError(
+            f"the trace has {len(trace.queries)} queries, of which {settings.num_queries} are asked"
+        )
+    if settings.qps is None:
+        first_s = queries[0].arrival_s
+        arrivals = [query.arrival_s - first_s for query in queries]
+    else:
+        rng = random.Random(f"arrivals {settings.seed}")
+        arrivals = list(accumulate(rng.expovariate(settings.qps) for _ in queries))
+    ids = {query.query_id for query in queries}
+    if len(ids) != len(queries):
+        raise ConfigurationError("the trace has queries of the same id; give each its own")
+    return tuple(_stretched(q, at_s, settings.delay) for q, at_s in zip(queries, arrivals, strict=True))
+
+
+def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuery:
+    if delay == 1.0 or not query.events:
+        return replace(query, arrival_s=arrival_s)
+    first_s, last_s = query.events[0].at_s, query.events[-1].at_s
+    events = tuple(
+        replace(event, at_s=first_s + (event.at_s - first_s) * delay, hint=_stretched_hint(event.hint, delay))
+        for event in query.events
+    )
+    return replace(query, arrival_s=arrival_s, events=events, end_s=events[-1].at_s + query.end_s - last_s)
+
+
+def _stretched_hint(hint: Hint | None, delay: float) -> Hint | None:
+    return hint and replace(hint, end_s=None if hint.end_s is None else hint.end_s * delay)
+
+
+def longest_prompt(queries: Sequence[TracedQuery], num_tail_tokens: int = NUM_TAIL_TOKENS) -> int:
+    """Tokens of the longest prompt that any query has at any time."""
+    longest = 0
+    for query in queries:
+        num_tokens = 0
+        for event in query.events:
+            num_tokens = num_tokens_after(event, num_tokens)
+            longest = max(longest, num_tokens)
+    return longest + num_tail_tokens
+
+
+def num_tokens_after(event: TracedEvent, num_before: int) -> int:
+    """Length of the context after an event."""
+    if isinstance(event, TracedAppend):
+        return num_before + event.chunk.num_tokens
+    return sum(chunk.num_tokens for chunk in event.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Makes up token ids: the same for chunks of the same key, others for others. No text is tokenised."""
+
+    num_in_vocabulary: int = 128_256
+    num_tail_tokens: int = NUM_TAIL_TOKENS
+
+    def of_chunk(self, chunk: TracedChunk) -> list[int]:
+        return self._of(chunk.key, chunk.num_tokens)
+
+    def of_tail(self, query: TracedQuery) -> list[int]:
+        """What stands behind the chunks: the question."""
+        return self._of(f"tail {query.query_id}", self.num_tail_tokens)
+
+    def _of(self, key: str, num_tokens: int) -> list[int]:
+        # Random bytes are made far quicker than random integers. Ids above 65,535 do not occur.
+        ids = array("H", random.Random(key).randbytes(2 * num_tokens)).tolist()
+        if self.num_in_vocabulary > 1 << 16:
+            return ids
+        return [token % self.num_in_vocabulary for token in ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What changes in a prompt at one moment."""
+
+    token_ids: list[int]
+    is_append: bool
+    """Whether the tokens come behind the prompt so far; otherwise they are the new prompt."""
+    is_last: bool
+    """Whether the prompt is complete with it."""
+    hint: Hint | None = None
+
+
+class Arriving:
+    """The pieces of one query's prompt, each when it arrives. To be iterated once.
+
+    Times are those of the running event loop, be it virtual or not.
+    """
+
+    def __init__(self, query: TracedQuery, tokens: Tokens, start_s: float) -> None:
+        self.query = query
+        self.end_s: float | None = None
+        """When the last piece was there."""
+        self._tokens = tokens
+        self._arrival_s = start_s + query.arrival_s
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        query, tokens = self.query, self._tokens
+        tail = tokens.of_tail(query)
+        has_late_end = not query.events or query.end_s > query.events[-1].at_s
+        for index, event in enumerate(query.events):
+            await self._sleep_until(event.at_s)
+            is_last = not has_late_end and index == len(query.events) - 1
+            is_append = isinstance(event, TracedAppend)
+            chunks = (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
+            token_ids: list[int] = []
+            for chunk in chunks:
+                token_ids += tokens.of_chunk(chunk)
+            if is_last:
+                token_ids += tail
+                self._note_end()
+            if token_ids:
+                yield Piece(token_ids, is_append, is_last, event.hint)
+        if has_late_end:
+            await self._sleep_until(query.end_s)
+            self._note_end()
+            yield Piece(tail, True, True)
+
+    def _note_end(self) -> None:
+        self.end_s = asyncio.get_running_loop().time()
+
+    async def _sleep_until(self, at_s: float) -> None:
+        delay_s = self._arrival_s + at_s - asyncio.get_running_loop().time()
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)

@@ -1,0 +1,170 @@
+"""`streamrag bench`: loads on a simulated or a real engine, and what came of them."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from streamrag.bench.cell import CellResult, CellSettings
+from streamrag.bench.compare import compare
+from streamrag.bench.grid import describe_cell
+from streamrag.bench.report import make_report
+from streamrag.bench.report_canvas import require_matplotlib
+from streamrag.bench.runner import CellFailed, CellStarted, run_cell, run_cells
+from streamrag.bench.store import CellStore, read_cell
+from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
+from streamrag.bench.timeline import make_timeline
+from streamrag.cli.bench_options import add_parsers, grid_of
+from streamrag.cli.bench_view import CellsView, print_comparison, print_line
+from streamrag.errors import ConfigurationError
+
+__all__ = ["add_parser"]
+
+TABLE_WIDTH = 120
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command to the program's parser."""
+    runs = {"simulate": _run_grid, "run": _run_grid, "report": _report, "timeline": _timeline}
+    for verb, parser in add_parsers(commands).items():
+        parser.set_defaults(run=runs[verb])
+
+
+def _run_grid(arguments: argparse.Namespace) -> int:
+    console = Console(stderr=True, highlight=False)
+    grid, slos = grid_of(arguments), parse_slos(arguments.slo)
+    require_matplotlib()  # now rather than after hours
+    store = CellStore(arguments.output or Path("bench-results") / f"{arguments.verb}-{Path(grid.workload).stem}")
+    store.check_clock(grid.clock)
+    cells = grid.cells()
+    todo = [c for c in cells if arguments.force or store.find(c, with_steps=arguments.keep_steps) is None]
+    if len(todo) < len(cells):
+        print_line(console, f"{len(cells) - len(todo)} of {len(cells)} cells are finished already, in {store.folder}")
+    num_processes = arguments.processes or (_num_cores() if grid.clock == "virtual" else 1)
+    start_s = time.monotonic()
+    try:
+        failed = _run_cells(todo, store, console, num_processes=num_processes, keep_steps=arguments.keep_steps)
+    except KeyboardInterrupt:
+        num_done = sum(store.find(c, with_steps=arguments.keep_steps) is not None for c in cells)
+        print_line(
+            console,
+            f"streamrag: stopped. {num_done} of {len(cells)} cells are finished, in {store.folder}; "
+            "the same command goes on from there",
+        )
+        return 130
+    print_line(console, f"{len(todo) - len(failed)} cells in {time.monotonic() - start_s:.1f} s")
+    _publish(store, cells, slos, failed, arguments.json, console)
+    return 1 if failed else 0
+
+
+def _run_cells(
+    cells: Sequence[CellSettings], store: CellStore, console: Console, *, num_processes: int, keep_steps: bool
+) -> dict[CellSettings, str]:
+    """The cells that failed, and why."""
+    failed = {}
+    events = run_cells(cells, store, num_processes=num_processes, keep_steps=keep_steps)
+    try:
+        with CellsView(len(cells), console) as view:
+            for event in events:
+                view.show(event)
+                if isinstance(event, CellFailed):
+                    failed[event.settings] = event.error
+    finally:
+        events.close()
+    return failed
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _publish(
+    store: CellStore,
+    cells: Sequence[CellSettings],
+    slos: Slos,
+    failed: dict[CellSettings, str],
+    json_path: Path | None,
+    console: Console,
+) -> None:
+    """The report of all cells in the folder; the table and the JSON of those that were asked for."""
+    digests = {} if len(failed) == len(cells) else {result.settings: digest(result) for result in store.read_all()}
+    asked = [digests[settings] for settings in cells if settings in digests]
+    if json_path is not None:
+        _write_json(json_path, asked, slos, failed)
+    if not asked:
+        return
+    for comparison in compare(asked):
+        print_comparison(comparison, _wide_console())
+    named = {describe_cell(settings): error for settings, error in failed.items()}
+    print_line(console, f"report: {_write_report(store, list(digests.values()), slos, named)}")
+
+
+def _wide_console() -> Console:
+    """The standard output, as wide as the table wants to be where it is not a terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
+
+
+def _write_report(store: CellStore, digests: Sequence[Digest], slos: Slos, failed: dict[str, str]) -> Path:
+    path = store.folder / "report.html"
+    path.write_text(make_report(digests, slos=slos, failed=failed), encoding="utf-8")
+    return path
+
+
+def _write_json(path: Path, digests: Sequence[Digest], slos: Slos, failed: dict[CellSettings, str]) -> None:
+    values: dict[str, Any] = {
+        "slos": dict(slos),
+        "cells": [summarise(each, slos) for each in digests],
+        "failed": [{"cell": describe_cell(settings), "error": error} for settings, error in failed.items()],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    store, slos = CellStore(arguments.folder), parse_slos(arguments.slo)
+    digests = [digest(result) for result in store.read_all()]
+    if arguments.json is not None:
+        _write_json(arguments.json, digests, slos, {})
+    for comparison in compare(digests):
+        print_comparison(comparison, _wide_console())
+    print_line(Console(stderr=True), f"report: {_write_report(store, digests, slos, {})}")
+    return 0
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    result = _kept_cell(arguments.source) if arguments.source else _fresh_cell(arguments)
+    timeline = make_timeline(result)
+    arguments.output.write_text(json.dumps(timeline, separators=(",", ":"), ensure_ascii=False), encoding="utf-8")
+    console = Console(stderr=True)
+    print_line(console, f"{arguments.output}: {describe_cell(result.settings)}; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def _kept_cell(source: Path) -> CellResult:
+    if not source.is_dir():
+        return read_cell(source)
+    kept = sorted(source.glob("cells/*.steps.json.gz"))
+    if not kept:
+        raise ConfigurationError(f"{source} holds no cell with its steps; run the benchmark with --keep-steps")
+    if len(kept) > 1:
+        names = "".join(f"\n  {path}" for path in kept)
+        raise ConfigurationError(f"{source} holds {len(kept)} cells with their steps; name one:{names}")
+    return read_cell(kept[0])
+
+
+def _fresh_cell(arguments: argparse.Namespace) -> CellResult:
+    cells = grid_of(arguments).cells()
+    if len(cells) != 1:
+        raise ConfigurationError(f"a timeline is of one cell, and these options name {len(cells)}")
+    console = Console(stderr=True, highlight=False)
+    with CellsView(1, console) as view:
+        view.show(CellStarted(cells[0]))
+        return run_cell(
+            cells[0], keep_steps=True, progress=lambda done, total: view.show_progress(cells[0], done, total)
+        )

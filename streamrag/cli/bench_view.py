@@ -1,0 +1,129 @@
+"""A benchmark as a person watches it in a terminal: how far it is, and what came of it."""
+
+import math
+from collections.abc import Iterable
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from streamrag.bench.cell import CellSettings
+from streamrag.bench.compare import Comparison, Figure, Pool
+from streamrag.bench.grid import describe_cell, describe_load, describe_qps, variant_name
+from streamrag.bench.report_html import figure_text
+from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed, CellStarted
+from streamrag.bench.summary import PERCENTILES
+
+__all__ = ["CellsView", "print_comparison"]
+
+LEGEND = (
+    "s: ttft_after_retrieval_s of all requests of all seeds; below it, the least and the most of one seed. "
+    "up: speed-up over no-streaming. /floor: ratio to the request alone on the engine. preempted: times, in all seeds."
+)
+
+
+class CellsView:
+    """A bar for all cells, and one for each that runs. Where nobody watches, a line for each that is through."""
+
+    def __init__(self, num_cells: int, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._num_cells = num_cells
+        self._num_through = 0
+        self._all = self._progress.add_task("[bold]all cells", total=num_cells, count=f"0/{num_cells} cells")
+        self._running: dict[CellSettings, TaskID] = {}
+        self._shares: dict[CellSettings, float] = {}
+
+    def __enter__(self) -> "CellsView":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._running.values():
+            self._progress.remove_task(task)
+        self._progress.stop()
+
+    def show(self, event: CellEvent) -> None:
+        settings = event.settings
+        match event:
+            case CellStarted():
+                name = f"{variant_name(settings)}, {describe_qps(settings.qps)}, seed {settings.seed}"
+                self._running[settings] = self._progress.add_task(f"  {escape(name)}", total=None, count="starting")
+            case CellProgressed(_, num_done, num_total):
+                self._shares[settings] = num_done / num_total
+                count = f"{num_done:,}/{num_total:,} queries"
+                self._progress.update(self._running[settings], completed=num_done, total=num_total, count=count)
+            case CellFinished():
+                self._through(settings)
+                if not self._console.is_terminal:
+                    print_line(self._console, f"{self._num_through}/{self._num_cells} {describe_cell(settings)}")
+            case CellFailed():
+                self._through(settings)
+                print_line(self._console, f"failed: {describe_cell(settings)}: {event.error}", style="red")
+                print_line(self._console, f"  its log: {event.log}", style="dim")
+        done = self._num_through + sum(self._shares.values())
+        self._progress.update(self._all, completed=done, count=f"{self._num_through}/{self._num_cells} cells")
+
+    def show_progress(self, settings: CellSettings, num_done: int, num_total: int) -> None:
+        """The same as a `CellProgressed`, for a cell that runs here."""
+        self.show(CellProgressed(settings, num_done, num_total))
+
+    def _through(self, settings: CellSettings) -> None:
+        self._num_through += 1
+        self._shares.pop(settings, None)
+        self._progress.remove_task(self._running.pop(settings))
+
+
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Print what may hold anything, unwrapped and unmarked."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """One line a variant and rate of arrivals."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("arm", overflow="fold", min_width=14)
+    for name in PERCENTILES:
+        for heading in (f"{name.upper()}\ns", "\nup", "\n/floor"):
+            table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("pre-\nempted", justify="right", no_wrap=True)
+    with_spread = console.width >= 110
+    for qps in comparison.qps:
+        table.add_row(f"[bold]{describe_qps(qps)}")
+        for variant in comparison.variants:
+            if pool := comparison.pools.get((variant, qps)):
+                table.add_row(f"  {escape(variant)}", *_figures(comparison, pool, variant, with_spread))
+    console.print(f"\n[bold]{escape(describe_load(comparison.load))}", soft_wrap=True)
+    console.print(table)
+    console.print(f"[dim]{LEGEND}")
+
+
+def _figures(comparison: Comparison, pool: Pool, variant: str, with_spread: bool) -> Iterable[str]:
+    for name in PERCENTILES:
+        yield _text(pool.figure(lambda d: d.ttft_after_retrieval_s, name), with_spread)
+        up = comparison.speed_up(variant, pool.settings.qps, name)
+        yield "–" if up is None else f"{figure_text(up.value)}x"
+        ratio = pool.ratio_to_floor(name)
+        yield f"{figure_text(ratio)}x" if math.isfinite(ratio) else "–"
+    if any(digest.num_preemptions is None for digest in pool.digests):
+        yield "not told"
+    else:
+        yield f"{sum(sum((digest.num_preemptions or {}).values()) for digest in pool.digests):,}"
+
+
+def _text(figure: Figure, with_spread: bool) -> str:
+    low, high = figure_text(figure.low), figure_text(figure.high)
+    spread = f"\n[dim]{low}–{high}[/]" if with_spread and low != high else ""
+    return f"{figure_text(figure.value)}{spread}"

@@ -1,0 +1,151 @@
+"""`streamrag record`: what retrieval does for some questions, written to a trace."""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from streamrag.cli.source import add_source_arguments, make_source
+from streamrag.cli.view import one_line
+from streamrag.core import Chunk
+from streamrag.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from streamrag.trace.recorder import CountTokens
+
+__all__ = ["add_parser", "make_counter", "passage_counter"]
+
+EPILOG = """\
+examples:
+  streamrag record "How do I cancel a task group?" --url https://anyio.readthedocs.io --output crawl.jsonl.gz
+  streamrag record --questions questions.txt --index ./docs-index -k 10 --output search.jsonl.gz --text hash
+  streamrag trace show crawl.jsonl.gz
+"""
+
+WORDS = "words"
+"""The name, in traces, of counting words and signs instead of tokens."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command to the program's parser."""
+    parser = commands.add_parser(
+        "record",
+        help="record what retrieval does, to replay it later",
+        description=(
+            "Retrieves for each question and writes a trace: what came, when, how large it was. No model is needed. "
+            "An existing trace is appended to."
+        ),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("question", nargs="*", help="may be several, each in quotes")
+    parser.add_argument("--questions", metavar="FILE", help="a file with a question a line; - reads standard input")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl, .jsonl.gz or .jsonl.zst")
+    parser.add_argument(
+        "--text", choices=("full", "hash"), default="full", help="record texts, or only hashes and lengths (full)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="counts the tokens: a model's folder or name; without one, words and signs are counted instead",
+    )
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="questions under way at once (1)")
+    parser.add_argument("--note", metavar="TEXT", help="remembered in the trace's header")
+    add_source_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Record with a progress bar on stderr; 1 if a retrieval failed."""
+    questions = [*arguments.question, *_questions_in(arguments.questions)]
+    if not questions:
+        raise ConfigurationError("there is no question: give some, or a file of them with --questions")
+    if arguments.at_once < 1:
+        raise ConfigurationError(f"--at-once {arguments.at_once} must be at least 1")
+    return asyncio.run(_record(arguments, questions))
+
+
+def make_counter(tokenizer: str | None) -> tuple[str, Callable[[str], int]]:
+    """A name, and what counts tokens: a model's tokenizer or, without one, words and signs.
+
+    :raises ModelError: there is no such tokenizer.
+    :raises MissingDependencyError: transformers is not installed.
+    """
+    if tokenizer is None:
+        from streamrag.sources.passages import count_words
+
+        return WORDS, count_words
+    from streamrag.backends.tokenizer import HuggingFaceTokenizer
+
+    encode = HuggingFaceTokenizer(tokenizer).encode
+    name = Path(tokenizer).resolve().name if Path(tokenizer).exists() else tokenizer
+    return name, lambda text: len(encode(text))
+
+
+def _questions_in(file: str | None) -> Iterator[str]:
+    if file is None:
+        return
+    try:
+        with nullcontext(sys.stdin) if file == "-" else open(file, encoding="utf-8") as lines:
+            yield from (line.strip() for line in lines if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--questions {file} cannot be read: {error}") from error
+
+
+def passage_counter(count: Callable[[str], int]) -> "CountTokens":
+    """Counts tokens of passages as the default prompt has them, in a thread."""
+    from streamrag.modes import PromptTemplate
+
+    template, tokenizing = PromptTemplate(), anyio.CapacityLimiter(1)
+
+    async def count_tokens(chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
+        texts = [template.format_passage(number, chunk) for number, chunk in chunks]
+        return await anyio.to_thread.run_sync(lambda: [count(text) for text in texts], limiter=tokenizing)
+
+    return count_tokens
+
+
+async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> int:
+    from streamrag.trace.recorder import TraceRecorder
+    from streamrag.trace.session import record_queries
+
+    console = Console(stderr=True, highlight=False)
+    source = make_source(arguments)
+    tokenizer, count = make_counter(arguments.tokenizer)
+    provenance = {"note": arguments.note} if arguments.note else {}
+    recorder = TraceRecorder(arguments.output, text=arguments.text, provenance=provenance)
+    began_s = time.monotonic()
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as progress:
+        task = progress.add_task("starting", total=len(questions))
+        failed = await record_queries(
+            questions,
+            source,
+            recorder,
+            passage_counter(count),
+            tokenizer=tokenizer,
+            num_at_once=arguments.at_once,
+            progress=lambda line: progress.update(task, description=escape(line)),
+            on_recorded=lambda num_queries, num_events: progress.update(
+                task, completed=num_queries, description=f"retrieving, {num_events} chunk events"
+            ),
+        )
+    for question, error in failed.items():
+        console.print(f"failed: {one_line(question)}: {one_line(str(error))}", markup=False, soft_wrap=True)
+    console.print(
+        f"{arguments.output}: {len(questions) - len(failed)} of {len(questions)} retrievals recorded in "
+        f"{time.monotonic() - began_s:.1f} s, tokens counted by {tokenizer}",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 1 if failed else 0

@@ -1,0 +1,177 @@
+"""`streamrag trace`: what is in a trace, and traces made from those of others."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from streamrag.cli import trace_generate
+from streamrag.cli.record import make_counter
+from streamrag.cli.view import one_line
+from streamrag.errors import ConfigurationError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from streamrag.trace.statistics import Distribution, TraceStatistics
+    from streamrag.trace.values import Trace
+
+__all__ = ["add_parser"]
+
+FORMATS = {
+    "stream2llm-crawler": "a folder of query_*.csv",
+    "stream2llm-anns": "query_trace_map_5k.json, with its CSVs in res/ beside it, and the corpus",
+    "mooncake": "JSON Lines with hash_ids",
+    "azure-llm": "CSV of TIMESTAMP, ContextTokens, GeneratedTokens",
+}
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command to the program's parser."""
+    trace = commands.add_parser(
+        "trace", help="look at traces, convert and generate them", description="Works on traces of retrieval."
+    )
+    verbs = trace.add_subparsers(metavar="VERB", required=True)
+    show = verbs.add_parser(
+        "show",
+        help="print a trace's statistics and draw its distributions",
+        description="Prints the statistics of a trace, and draws when things came and how large they were.",
+    )
+    show.add_argument("file", type=Path, metavar="FILE")
+    show.add_argument("--plot", type=Path, metavar="PNG", help="where to draw (FILE.png)")
+    show.add_argument("--no-plot", action="store_true", help="do not draw")
+    show.add_argument("--json", action="store_true", help="print JSON instead, and draw only with --plot")
+    show.set_defaults(run=_show)
+    convert = verbs.add_parser(
+        "convert",
+        help="make a trace from somebody else's",
+        description="Reads a public trace as it is, and writes it as a trace of streamrag.",
+        epilog="formats: " + "; ".join(f"{name}: {what}" for name, what in FORMATS.items()),
+    )
+    convert.add_argument("format", choices=FORMATS)
+    convert.add_argument("path", type=Path)
+    convert.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl, .jsonl.gz or .jsonl.zst")
+    convert.add_argument("--tokenizer", metavar="PATH", help="counts tokens of texts; words and signs without one")
+    convert.add_argument("--corpus", type=Path, metavar="FOLDER", help="of stream2llm-anns, if not beside the map")
+    convert.add_argument("--text", choices=("full", "hash"), default="full", help="keep texts, or only lengths (full)")
+    convert.add_argument("--queries", type=int, metavar="N", help="only the first N")
+    convert.add_argument("--force", action="store_true", help="replace the file that is there")
+    convert.set_defaults(run=_convert)
+    trace_generate.add_parser(verbs)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from streamrag.trace.read import read_trace
+    from streamrag.trace.statistics import describe
+
+    trace = read_trace(arguments.file)
+    statistics = describe(trace)
+    console = Console(highlight=False)
+    if arguments.json:
+        print(json.dumps({**statistics.as_dict(), "provenance": dict(trace.provenance)}, indent=2))
+    else:
+        _print(console, arguments.file, trace, statistics)
+    plot = arguments.plot or (None if arguments.json else arguments.file.with_name(f"{arguments.file.name}.png"))
+    if plot and not arguments.no_plot:
+        _draw(plot, arguments, trace, statistics)
+    return 0
+
+
+def _draw(plot: Path, arguments: argparse.Namespace, trace: "Trace", statistics: "TraceStatistics") -> None:
+    from streamrag.trace.picture import draw_trace
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        draw_trace(plot, trace, statistics, title=arguments.file.name)
+    except MissingDependencyError as error:
+        if arguments.plot:
+            raise
+        console.print(f"not drawn: {error}", markup=False, soft_wrap=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{plot} cannot be written: {error.strerror or error}; name another place with --plot, or use --no-plot"
+        ) from error
+    else:
+        console.print(f"drawn: {plot}", markup=False, soft_wrap=True)
+
+
+def _print(console: Console, file: Path, trace: "Trace", statistics: "TraceStatistics") -> None:
+    texts = "with texts" if statistics.has_text else "without texts"
+    console.print(
+        f"{file}: {statistics.num_queries} queries, mode {statistics.mode}, {texts}", markup=False, soft_wrap=True
+    )
+    rate = f"{statistics.qps:.3g} arrivals per second" if statistics.qps else "all queries arrive at once"
+    seen = f"{statistics.prefix_seen_share:.1%} of tokens in a prefix that an earlier query had too"
+    console.print(f"{rate}; {seen}; {statistics.num_skipped} places skipped", markup=False, soft_wrap=True)
+    for name, value in trace.provenance.items():
+        if name != "notes":
+            console.print(f"  {one_line(name)}: {one_line(str(value))}", markup=False, style="dim", soft_wrap=True)
+    for note in trace.provenance.get("notes", ()):
+        console.print(f"note: {note}", markup=False, style="yellow")
+    if statistics.num_incomplete:
+        console.print(f"note: {statistics.num_incomplete} retrievals failed or were cancelled", style="yellow")
+    table = Table("", "num", "mean", "P50", "P75", "P95", "P99", "max", box=None, pad_edge=False)
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, values, form in _rows(statistics):
+        if values.num:
+            figures = (values.mean, *(values.percentile(percent) for percent in (50, 75, 95, 99)), values.max)
+            table.add_row(name, f"{values.num:,}", *(form(figure) for figure in figures))
+    console.print(table)
+
+
+def _rows(statistics: "TraceStatistics") -> "list[tuple[str, Distribution, Callable[[float], str]]]":
+    whole, two = "{:,.0f}".format, "{:,.2f}".format
+    return [
+        ("tokens per query", statistics.tokens_per_query, whole),
+        ("tokens per chunk", statistics.tokens_per_chunk, whole),
+        ("chunk events per query", statistics.chunks_per_query, two),
+        ("passages per query", statistics.passages_per_query, two),
+        ("retrieval, s", statistics.retrieval_s, two),
+        ("until first chunk, s", statistics.first_chunk_s, two),
+        ("first chunk to end, s", statistics.first_chunk_to_end_s, two),
+        ("gap between chunks, ms", statistics.gap_ms, lambda ms: f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}"),
+        ("changed by an update, %", statistics.changed_share, lambda share: f"{100 * share:.1f}"),
+        ("tokens invalidated per query", statistics.num_invalidated, whole),
+        ("between arrivals, s", statistics.interarrival_s, two),
+        ("tokens per answer", statistics.num_output_tokens, whole),
+    ]
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from streamrag.trace.write import write_trace
+
+    trace = _read(arguments)
+    write_trace(trace, arguments.output, text=arguments.text, overwrite=arguments.force)
+    Console(stderr=True, highlight=False).print(
+        f"{arguments.output}: {len(trace.queries)} queries from {arguments.path}", markup=False, soft_wrap=True
+    )
+    return 0
+
+
+def _read(arguments: argparse.Namespace) -> "Trace":
+    from streamrag.trace.arrivals import read_azure_llm, read_mooncake
+    from streamrag.trace.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
+
+    if arguments.queries is not None and arguments.queries < 1:
+        raise ConfigurationError(f"--queries {arguments.queries} must be at least 1")
+    match arguments.format:
+        case "mooncake":
+            return read_mooncake(arguments.path, max_queries=arguments.queries)
+        case "azure-llm":
+            return read_azure_llm(arguments.path, max_queries=arguments.queries)
+    tokenizer, count_tokens = make_counter(arguments.tokenizer)
+    if arguments.format == "stream2llm-crawler":
+        return read_stream2llm_crawler(
+            arguments.path, count_tokens=count_tokens, max_queries=arguments.queries, tokenizer=tokenizer
+        )
+    return read_stream2llm_anns(
+        arguments.path,
+        count_tokens=count_tokens,
+        corpus_dir=arguments.corpus,
+        max_queries=arguments.queries,
+        tokenizer=tokenizer,
+    )

@@ -1,0 +1,212 @@
+"""What a trace looks like in numbers: sizes, times, and how much of a context its updates change."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import ceil, floor
+from typing import Any, Literal, TypeAlias
+
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery
+
+__all__ = ["Distribution", "TraceMode", "TraceStatistics", "contexts", "describe", "num_common_tokens"]
+
+TraceMode: TypeAlias = Literal["plain", "append", "update", "mixed"]
+"""plain: no query has more than one chunk event. Otherwise what the chunk events are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Values in growing order. Of no values, every figure is 0."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Distribution":
+        """The distribution of these values, in any order."""
+        return cls(tuple(sorted(values)))
+
+    @property
+    def num(self) -> int:
+        return len(self.values)
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values) if self.values else 0.0
+
+    @property
+    def max(self) -> float:
+        return self.values[-1] if self.values else 0.0
+
+    @property
+    def min(self) -> float:
+        return self.values[0] if self.values else 0.0
+
+    def percentile(self, percent: float) -> float:
+        """The value that `percent` of them do not exceed, interpolated between neighbours.
+
+        >>> Distribution.of([4, 1, 2, 3]).percentile(50)
+        2.5
+        """
+        assert 0 <= percent <= 100
+        if not self.values:
+            return 0.0
+        position = (len(self.values) - 1) * percent / 100
+        below, above = self.values[floor(position)], self.values[ceil(position)]
+        return below + (above - below) * (position - floor(position))
+
+    def share_over(self, limit: float) -> float:
+        """Which share of them is larger than `limit`, from 0 to 1."""
+        return sum(value > limit for value in self.values) / len(self.values) if self.values else 0.0
+
+    def summary(self) -> dict[str, float]:
+        """The figures that are published of such things."""
+        percentiles = {f"p{percent}": self.percentile(percent) for percent in (50, 75, 95, 99)}
+        return {"num": self.num, "mean": self.mean, **percentiles, "min": self.min, "max": self.max}
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStatistics:
+    """A trace in numbers. What is counted once per query, per gap and so on is a `Distribution`."""
+
+    num_queries: int
+    num_incomplete: int
+    """Queries whose retrieval failed or was cancelled; they are counted in everything else."""
+    num_skipped: int
+    mode: TraceMode
+    has_text: bool
+    """Whether every chunk has its text."""
+    qps: float
+    """Arrivals per second between the first and the last; 0 if all came at once."""
+    prefix_seen_share: float
+    """Of the tokens of all final contexts, the share that lies in a prefix that an earlier query had too."""
+    interarrival_s: Distribution
+    tokens_per_query: Distribution
+    """Of the final context."""
+    chunks_per_query: Distribution
+    """Chunk events: appends, or updates."""
+    passages_per_query: Distribution
+    """Chunks of the final context."""
+    tokens_per_chunk: Distribution
+    """Of each chunk that comes to a query for the first time."""
+    retrieval_s: Distribution
+    """From the query's arrival to the end of its retrieval."""
+    first_chunk_s: Distribution
+    """From the query's arrival to its first chunk event."""
+    first_chunk_to_end_s: Distribution
+    gap_ms: Distribution
+    """Between two chunk events of a query."""
+    changed_share: Distribution
+    """Of each update but a query's first event: the share of its tokens past the LCP with the context before."""
+    num_invalidated: Distribution
+    """Per query, if all tokens delivered had been computed at once: the tokens of each context past its LCP with the
+    next one, summed."""
+    num_output_tokens: Distribution
+    """Of the queries whose trace tells."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; a distribution becomes its summary."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value.summary() if isinstance(value, Distribution) else value for name, value in values.items()}
+
+
+def describe(trace: Trace) -> TraceStatistics:
+    """The statistics of a trace."""
+    queries = trace.queries
+    with_events = [query for query in queries if query.events]
+    folded = [tuple(contexts(query.events)) for query in queries]
+    final = [states[-1] if states else () for states in folded]
+    arrivals = Distribution.of(query.arrival_s for query in queries).values
+    span_s = arrivals[-1] - arrivals[0] if arrivals else 0.0
+    per_query: Mapping[str, Callable[[TracedQuery], float]] = {
+        "chunks_per_query": lambda query: len(query.events),
+        "retrieval_s": lambda query: query.end_s,
+    }
+    return TraceStatistics(
+        num_queries=len(queries),
+        num_incomplete=sum(query.outcome != "complete" for query in queries),
+        num_skipped=sum(len(query.skipped) for query in queries),
+        mode=_mode(queries),
+        has_text=all(chunk.text is not None for query in queries for chunk in _arrivals_of_chunks(query)),
+        qps=(len(queries) - 1) / span_s if span_s > 0 else 0.0,
+        prefix_seen_share=_prefix_seen_share(final),
+        interarrival_s=Distribution.of(b - a for a, b in pairwise(arrivals)),
+        tokens_per_query=Distribution.of(map(_num_tokens, final)),
+        passages_per_query=Distribution.of(map(len, final)),
+        tokens_per_chunk=Distribution.of(chunk.num_tokens for query in queries for chunk in _arrivals_of_chunks(query)),
+        first_chunk_s=Distribution.of(query.events[0].at_s for query in with_events),
+        first_chunk_to_end_s=Distribution.of(query.end_s - query.events[0].at_s for query in with_events),
+        gap_ms=Distribution.of(1e3 * (b.at_s - a.at_s) for query in queries for a, b in pairwise(query.events)),
+        changed_share=Distribution.of(
+            share for query, states in zip(queries, folded, strict=True) for share in _changed_shares(query, states)
+        ),
+        num_invalidated=Distribution.of(
+            sum(_num_tokens(old) - num_common_tokens(old, new) for old, new in pairwise(states)) for states in folded
+        ),
+        num_output_tokens=Distribution.of(
+            query.num_output_tokens for query in queries if query.num_output_tokens is not None
+        ),
+        **{name: Distribution.of(map(value, queries)) for name, value in per_query.items()},
+    )
+
+
+def contexts(events: Iterable[TracedEvent]) -> Iterator[tuple[TracedChunk, ...]]:
+    """The context after each event, in prompt order."""
+    chunks: tuple[TracedChunk, ...] = ()
+    for event in events:
+        chunks = (*chunks, event.chunk) if isinstance(event, TracedAppend) else event.chunks
+        yield chunks
+
+
+def num_common_tokens(a: Sequence[TracedChunk], b: Sequence[TracedChunk]) -> int:
+    """Tokens of the leading chunks that two contexts share: their LCP, by the keys of whole chunks."""
+    num_tokens = 0
+    for old, new in zip(a, b, strict=False):
+        if old.key != new.key:
+            break
+        num_tokens += old.num_tokens
+    return num_tokens
+
+
+def _num_tokens(chunks: Iterable[TracedChunk]) -> int:
+    return sum(chunk.num_tokens for chunk in chunks)
+
+
+def _arrivals_of_chunks(query: TracedQuery) -> Iterable[TracedChunk]:
+    """The chunks of a query, each once."""
+    chunks = (
+        chunk
+        for event in query.events
+        for chunk in ((event.chunk,) if isinstance(event, TracedAppend) else event.chunks)
+    )
+    return {chunk.key: chunk for chunk in chunks}.values()
+
+
+def _changed_shares(query: TracedQuery, states: Sequence[tuple[TracedChunk, ...]]) -> Iterator[float]:
+    for event, (old, new) in zip(query.events[1:], pairwise(states), strict=True):
+        num_tokens = _num_tokens(new)
+        if num_tokens and not isinstance(event, TracedAppend):
+            yield 1 - num_common_tokens(old, new) / num_tokens
+
+
+def _mode(queries: Iterable[TracedQuery]) -> TraceMode:
+    kinds = {type(event) for query in queries if len(query.events) > 1 for event in query.events}
+    if not kinds:
+        return "plain"
+    if len(kinds) > 1:
+        return "mixed"
+    return "append" if kinds == {TracedAppend} else "update"
+
+
+def _prefix_seen_share(final: Iterable[tuple[TracedChunk, ...]]) -> float:
+    """A tree of the keys, as (node, key) to node."""
+    nodes: dict[tuple[int, str], int] = {}
+    num_seen = num_all = 0
+    for chunks in final:
+        node = 0
+        for chunk in chunks:
+            num_all += chunk.num_tokens
+            edge = (node, chunk.key)
+            if edge in nodes:
+                num_seen += chunk.num_tokens
+            node = nodes.setdefault(edge, len(nodes) + 1)
+    return num_seen / num_all if num_all else 0.0

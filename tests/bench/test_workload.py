@@ -1,0 +1,130 @@
+import asyncio
+import statistics
+from itertools import pairwise
+
+import pytest
+from small_loads import APPENDS, UPDATES, appending, settings, updating
+
+from streamrag.bench.virtual_time import run_virtual
+from streamrag.bench.workload import (
+    NUM_TAIL_TOKENS,
+    Arriving,
+    Piece,
+    Tokens,
+    load_trace,
+    longest_prompt,
+    make_load,
+    token_budget,
+)
+from streamrag.core import Hint
+from streamrag.errors import ConfigurationError
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
+
+
+def pieces_of(query: TracedQuery) -> tuple[list[tuple[float, Piece]], float | None]:
+    async def main() -> tuple[list[tuple[float, Piece]], float | None]:
+        arriving = Arriving(query, Tokens(), 0.0)
+        found = [(asyncio.get_running_loop().time(), piece) async for piece in arriving]
+        return found, arriving.end_s
+
+    return run_virtual(main())
+
+
+def test_equal_keys_have_equal_tokens_and_other_keys_others() -> None:
+    tokens = Tokens(num_in_vocabulary=1_000)
+    first = tokens.of_chunk(TracedChunk("a", 500))
+    assert tokens.of_chunk(TracedChunk("a", 500)) == first
+    assert tokens.of_chunk(TracedChunk("b", 500)) != first
+    assert len(first) == 500
+    assert max(first) < 1_000
+    assert len(set(Tokens().of_chunk(TracedChunk("a", 5_000)))) > 4_000
+
+
+def test_the_trace_keeps_its_own_arrivals_from_zero() -> None:
+    trace = Trace(tuple(appending(f"q{i}", 10.0 + i, 100) for i in range(3)))
+    assert [q.arrival_s for q in make_load(settings(), trace)] == [0.0, 1.0, 2.0]
+
+
+def test_poisson_arrivals_have_their_rate_and_their_seed() -> None:
+    trace = Trace(tuple(appending(f"q{i}", 0.0, 100) for i in range(2_000)))
+    arrivals, again, other = ([q.arrival_s for q in make_load(settings(qps=4.0, seed=s), trace)] for s in (1, 1, 2))
+    assert arrivals == again != other
+    assert arrivals == sorted(arrivals)
+    gaps = [b - a for a, b in pairwise(arrivals)]
+    assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1)
+
+
+def test_delay_stretches_the_gaps_but_not_the_first_chunk_nor_the_end() -> None:
+    query = updating("u", 0.0, ("a",), ("b",), ("c",))
+    (stretched,) = make_load(settings(delay=10.0), Trace((query,)))
+    assert [event.at_s for event in stretched.events] == pytest.approx([0.3, 3.3, 6.3])
+    assert stretched.end_s == pytest.approx(6.5)
+
+
+def test_delay_stretches_hints_too() -> None:
+    events = (TracedAppend(1.0, TracedChunk("a", 5), Hint(1, 2.0)), TracedAppend(3.0, TracedChunk("b", 5)))
+    (stretched,) = make_load(settings(delay=3.0), Trace((TracedQuery("q", 0.0, "", events, 3.0),)))
+    assert stretched.events[0].hint == Hint(1, 6.0)
+
+
+def test_pieces_come_when_they_arrive_and_the_question_stands_last() -> None:
+    query = appending("q", 1.0, 100, 50)
+    tokens = Tokens()
+    pieces, end_s = pieces_of(query)
+    first, second = (tokens.of_chunk(event.chunk) for event in query.events if isinstance(event, TracedAppend))
+    assert pieces == [
+        (1.5, Piece(first, is_append=True, is_last=False)),
+        (2.0, Piece(second + tokens.of_tail(query), is_append=True, is_last=True)),
+    ]
+    assert end_s == 2.0
+
+
+def test_the_question_waits_for_the_end_of_retrieval() -> None:
+    query = updating("u", 0.0, ("a", "b"), ("b", "a"))
+    pieces, end_s = pieces_of(query)
+    assert [(round(at_s, 9), len(p.token_ids), p.is_append, p.is_last) for at_s, p in pieces] == [
+        (0.3, 1_400, False, False),
+        (0.6, 1_400, False, False),
+        (0.8, NUM_TAIL_TOKENS, True, True),
+    ]
+    assert end_s == pytest.approx(0.8)
+
+
+def test_a_query_that_finds_nothing_is_its_question() -> None:
+    pieces, end_s = pieces_of(TracedQuery("q", 0.0, "", (), 0.7))
+    assert [(at_s, len(piece.token_ids), piece.is_last) for at_s, piece in pieces] == [(0.7, NUM_TAIL_TOKENS, True)]
+    assert end_s == 0.7
+
+
+def test_the_longest_prompt_may_be_one_that_shrank() -> None:
+    shrinking = updating("u", 0.0, ("a", "b", "c"), ("a",))
+    assert longest_prompt([shrinking]) == 2_100 + NUM_TAIL_TOKENS
+    assert longest_prompt(APPENDS.queries) == 900 + 1_570 + 2_500 + 300 + NUM_TAIL_TOKENS
+
+
+def test_budgets_are_the_published_ones_unless_set() -> None:
+    budgets = [token_budget(settings(workload=w)) for w in ("crawler", "anns", "my.jsonl")]
+    assert budgets == [2_048, 8_192, 2_048]
+    assert token_budget(settings(workload="anns", max_num_batched_tokens=512)) == 512
+
+
+def test_generated_workloads_have_the_queries_that_are_asked() -> None:
+    trace = load_trace(settings(workload="anns", qps=1.0, num_queries=7))
+    assert len(trace.queries) == 7
+    assert trace == load_trace(settings(workload="anns", qps=1.0, num_queries=7))
+
+
+def test_loads_that_cannot_be_are_refused() -> None:
+    twice = Trace((appending("q", 0.0, 10), appending("q", 1.0, 10)))
+    for changes, trace, named in (
+        ({"qps": 0.0}, UPDATES, "qps=0.0"),
+        ({"delay": -1.0}, UPDATES, r"delay=-1\.0"),
+        ({}, Trace(()), "the trace has 0 queries"),
+        ({}, twice, "same id"),
+    ):
+        with pytest.raises(ConfigurationError, match=named):
+            make_load(settings(**changes), trace)
+    for changes, named in (({}, "give qps"), ({"workload": "nowhere.jsonl"}, "'nowhere.jsonl'")):
+        with pytest.raises(ConfigurationError, match=named):
+            load_trace(settings(**changes))

@@ -1,0 +1,146 @@
+"""`streamrag bench` as a person uses it, on the real simulator with a few queries."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from streamrag.bench.store import CellStore
+from streamrag.cli import main
+from streamrag.cli.bench_options import add_parsers, grid_of
+
+SMALL = ["--workload", "crawler", "--qps", "2", "--queries", "4", "--seeds", "1", "--processes", "1"]
+
+
+def named(command: Sequence[str]) -> dict[str, object]:
+    """Which lists the options become."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_parsers(parser.add_subparsers())
+    grid = grid_of(parser.parse_args(["bench", *command]))
+    return {"policies": grid.policies, "qps": grid.qps, "seeds": grid.seeds, "profile": grid.profile}
+
+
+def test_commas_within_parentheses_belong_to_the_value() -> None:
+    lists = named(["simulate", "--workload", "anns", "--qps", "1,0.5", "--policy", "fcfs,srpf(0.5, 20000),k_lpm(inf)"])
+    assert lists["policies"] == ("fcfs", "srpf(0.5, 20000)", "k_lpm(inf)")
+    assert lists["qps"] == (1.0, 0.5)
+
+
+def test_poisson_arrivals_have_three_seeds_and_those_of_a_trace_one(tmp_path: Path) -> None:
+    assert named(["simulate", "--workload", "crawler", "--qps", "1"])["seeds"] == (1, 2, 3)
+    assert named(["simulate", "--workload", str(tmp_path)])["seeds"] == (1,)
+    assert named(["run", "--workload", "crawler", "--qps", "1", "--model", "m"])["seeds"] == (1,)
+
+
+@pytest.mark.parametrize("verb", [[], ["simulate"], ["run"], ["report"], ["timeline"]])
+def test_help_teaches(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *verb, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert ("example" in shown) is bool(verb)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["simulate", "--workload", "crawler"], "give --qps"),
+        (["simulate", *SMALL, "--slo", "ttft=1"], "ttft_after_retrieval_s"),
+        (["simulate", *SMALL, "--policy", "magic"], "no policy 'magic'"),
+        (["report", "/nowhere"], "holds no results"),
+        (["timeline", "/nowhere/cell.json.gz"], "is not the result of a cell"),
+        (["timeline", "--workload", "crawler", "--qps", "1,2"], "name 2"),
+        (
+            ["timeline", "--workload", "crawler", "--qps", "1", "--model", "m", "--profile", "p"],
+            "wall time takes a model",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_remedy(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *command]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--model", "--profile"])
+def test_the_two_clocks_cannot_be_mixed(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    verb = ["simulate"] if option == "--model" else ["run", "--model", "m"]
+    with pytest.raises(SystemExit):
+        main(["bench", *verb, *SMALL, option, "x"])
+    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+
+
+def test_a_benchmark_is_run_reported_and_not_run_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, figures = tmp_path / "results", tmp_path / "cells.json"
+    command = ["bench", "simulate", *SMALL, "--output", str(folder), "--json", str(figures), "--keep-steps"]
+    command += ["--slo", "ttft_s=1000"]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert "streaming fcfs/recompute" in shown.out
+    assert "2/2" in shown.err
+    cells = json.loads(figures.read_text())["cells"]
+    assert [cell["settings"]["arm"] for cell in cells] == ["no-streaming", "streaming"]
+    assert all(cell["goodput"] == pytest.approx(4 / cell["completion_s"]) for cell in cells)
+    assert (folder / "report.html").read_text().count("data:image/svg+xml") >= 4
+
+    files = {path: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()}
+    (folder / "report.html").unlink()
+    assert main(command) == 0
+    assert "2 of 2 cells are finished already" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()} == files
+    assert (folder / "report.html").exists()
+
+    streaming = next(path for path in files if "streaming-fcfs" in path.name)
+    assert main(["bench", "timeline", str(streaming), "--output", str(tmp_path / "timeline.json")]) == 0
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {"retrieval", "prefill", "step"} <= {event["name"] for event in events}
+
+
+def test_a_failed_cell_is_named_and_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "simulate", *SMALL, "--output", str(tmp_path), "--json", str(tmp_path / "cells.json")]
+    assert main([*command, "--kv-tokens", "16,1680000", "--arms", "no-streaming"]) == 1
+    shown = capsys.readouterr()
+    assert "failed: no-streaming, crawler, 4 queries, KV cache of 16 tokens" in shown.err
+    assert "kv_tokens=16" in shown.err
+    written = json.loads((tmp_path / "cells.json").read_text())
+    assert [cell["settings"]["kv_tokens"] for cell in written["cells"]] == [1_680_000]
+    assert len(written["failed"]) == 1
+    assert "1 cells failed" in (tmp_path / "report.html").read_text()
+
+
+def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
+    many = ["--workload", "crawler", "--qps", "4", "--seeds", "1", "--processes", "2", "--output", str(tmp_path)]
+    program = [sys.executable, "-c", "from streamrag.cli import main; raise SystemExit(main())", "bench", "simulate"]
+    with subprocess.Popen([*program, *many], stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+        logs = tmp_path / "logs"
+        while len(list(logs.glob("*.log"))) < 2:  # both cells have a process of their own by then
+            assert running.poll() is None
+        os.kill(running.pid, signal.SIGINT)
+        _, written = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert "0 of 2 cells are finished" in written
+    assert "the same command goes on from there" in written
+    assert list(CellStore(tmp_path).cells.glob("*")) == []
+    while running.pid in sessions():  # what forked the processes ends when it notices; pytest's timeout is the limit
+        pass
+
+
+def sessions() -> list[int]:
+    """The session of every process there is; those of the program's are its own."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":
+            found.append(int(session))
+    return found

@@ -1,0 +1,121 @@
+"""`streamrag record` and `streamrag trace`, as a person uses them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrag import Chunk, RetrieverSource
+from streamrag.cli import main, record
+from streamrag.errors import SourceError
+from streamrag.trace.read import read_trace
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
+from streamrag.trace.write import write_trace
+
+DATA = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}\n'
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retriever in place of the crawl."""
+
+    def retrieve(query: str) -> list[Chunk]:
+        if "broken" in query:
+            raise SourceError("the site\x1b is down")
+        return [Chunk("four words are here", "a.md", "A")]
+
+    monkeypatch.setattr(record, "make_source", lambda arguments: RetrieverSource(retrieve))
+
+
+@pytest.mark.usefixtures("site")
+def test_questions_are_recorded_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    questions, output = tmp_path / "questions.txt", tmp_path / "trace.jsonl.gz"
+    questions.write_text("two?\n\n three? \n")
+    command = ["record", "one?", "--questions", str(questions), "--output", str(output), "--url", "http://x"]
+    assert main([*command, "--note", "for a test"]) == 0
+    assert "3 of 3 retrievals recorded" in " ".join(capsys.readouterr().err.split())
+    trace = read_trace(output)
+    assert [query.text for query in trace.queries] == ["one?", "two?", "three?"]
+    assert (trace.provenance["tokenizer"], trace.provenance["note"]) == ("words", "for a test")
+    assert main(["trace", "show", str(output)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 queries, mode plain, with texts" in shown
+    assert "tokens per query" in shown
+    assert (tmp_path / "trace.jsonl.gz.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("site")
+def test_a_retrieval_that_fails_is_named_and_the_others_are_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "trace.jsonl"
+    arguments = ["--output", str(output), "--url", "http://x", "--text", "hash", "--at-once", "2"]
+    assert main(["record", "broken?", "whole?", *arguments]) == 1
+    printed = capsys.readouterr().err
+    assert "failed: broken?: " in printed
+    assert "the site\N{REPLACEMENT CHARACTER} is down" in printed
+    assert "1 of 2 retrievals recorded" in " ".join(printed.split())
+    assert {query.outcome for query in read_trace(output).queries} == {"failed", "complete"}
+    assert "four words" not in output.read_text()
+
+
+def test_recording_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", "--output", str(tmp_path / "x.jsonl"), "--url", "http://x"]) == 1
+    assert "there is no question" in capsys.readouterr().err
+    arguments = ["--questions", str(tmp_path / "none"), "--output", str(tmp_path / "x.jsonl"), "--url", "http://x"]
+    assert main(["record", *arguments]) == 1
+    assert "none cannot be read" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_s_tokenizer_counts_the_tokens(tiny_model: Path) -> None:
+    name, count = record.make_counter(str(tiny_model))
+    assert name == tiny_model.name
+    assert count("some words") > 0
+
+
+def test_a_trace_is_shown_as_json_without_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    query = TracedQuery("1", 0.0, "why?", (TracedAppend(0.5, TracedChunk("a", 7)),), 1.0, outcome="failed")
+    write_trace(Trace((query,), {"by": "hand"}), path)
+    assert main(["trace", "show", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["tokens_per_query"]["p50"], shown["num_incomplete"], shown["provenance"]["by"]) == (7, 1, "hand")
+    assert [each.name for each in tmp_path.iterdir()] == ["trace.jsonl"]
+
+
+def test_what_a_stranger_wrote_into_a_trace_cannot_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(Trace((), {"by\x1b[2J": "x\x07\x9b31m"}), path)
+    assert main(["trace", "show", str(path), "--no-plot"]) == 0
+    printed = capsys.readouterr()
+    assert not {"\x1b", "\x07", "\x9b"} & set(printed.out + printed.err)
+
+
+def test_a_public_trace_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.jsonl").write_text(DATA * 3)
+    output = tmp_path / "trace.jsonl.zst"
+    command = ["trace", "convert", "mooncake", str(tmp_path / "m.jsonl"), "--output", str(output), "--queries", "2"]
+    assert main(command) == 0
+    assert len(read_trace(output).queries) == 2
+    assert main(command) == 1
+    assert "exists" in capsys.readouterr().err
+    assert main([*command, "--force"]) == 0
+
+
+def test_a_crawl_of_others_is_converted_with_its_texts_counted(tmp_path: Path) -> None:
+    (tmp_path / "query_0.csv").write_text(
+        "type,query,content,startTime,endTime\ntavily_search,Who?,,0,1\npage_scrape,,three small words,1,2\n"
+    )
+    output = tmp_path / "trace.jsonl"
+    assert main(["trace", "convert", "stream2llm-crawler", str(tmp_path), "--output", str(output)]) == 0
+    event = read_trace(output).queries[0].events[0]
+    assert isinstance(event, TracedAppend)
+    assert event.chunk.num_tokens == 3
+
+
+def test_a_broken_trace_is_an_error_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trace.jsonl").write_text("{}\n")
+    assert main(["trace", "show", str(tmp_path / "trace.jsonl")]) == 1
+    assert "is not a trace of streamrag" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,52 @@
+"""What a query hands to its backend beside tokens, and what it hands on of what the backend tells."""
+
+import time
+from collections.abc import AsyncIterator
+
+from streamrag import Answer, AnswerChunk, Append, Chunk, Hint, Pipeline, Prompt, SamplingParams, Update
+from streamrag.core import BackendEvent
+from streamrag.records import RequestRecord
+from streamrag.testing import ScriptedBackend, ScriptedSource
+
+A, B = Chunk("alpha", "a.md"), Chunk("beta", "b.md")
+
+RECORD = RequestRecord("1", "finished", True, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 10, 2, 10, 0, 0, 0)
+
+
+async def ask(pipeline: Pipeline) -> Answer:
+    stream = pipeline.stream("What?")
+    assert [chunk async for chunk in stream]
+    return stream.result
+
+
+async def test_each_prompt_has_the_hint_of_its_own_chunk_event() -> None:
+    source = ScriptedSource([Append(A, Hint(num_chunks=2, end_s=3.0)), Append(B), Update((B,), Hint(num_chunks=0))])
+    backend = ScriptedBackend()
+    async with Pipeline(source, backend) as pipeline:
+        await ask(pipeline)
+    (prompts,) = backend.prompts
+    assert [prompt.hint for prompt in prompts] == [Hint(2, 3.0), None, Hint(0), None]
+    assert prompts[-1].is_complete
+
+
+class RecordingBackend(ScriptedBackend):
+    """Tells with its last token what it did."""
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async for _ in prompts:
+            pass
+        yield AnswerChunk("Y", (1,))
+        yield AnswerChunk("es", (2,), "stop", RECORD)
+
+
+async def test_an_answer_has_the_engines_record_and_the_time_that_relates_the_two() -> None:
+    before_s = time.monotonic()
+    async with Pipeline(ScriptedSource([Append(A)]), RecordingBackend()) as pipeline:
+        answer = await ask(pipeline)
+    assert answer.record == RECORD
+    assert before_s <= answer.submitted_s <= time.monotonic() - answer.timings.total_s
+
+
+async def test_an_answer_of_an_engine_that_tells_nothing_has_no_record() -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), ScriptedBackend()) as pipeline:
+        assert (await ask(pipeline)).record is None
