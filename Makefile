@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-stall fuzz mutants bench-step clean
+.PHONY: help demo test check bench-stall fuzz mutants bench-engine clean
 
 RUN := .venv/bin/python
 
@@ -27,8 +27,9 @@ fuzz: .venv/installed ## the scheduler against its KV oracle: 20,000 random load
 mutants: .venv/installed ## breaks the scheduler in one line each, and shows that the fuzz notices
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.mutants
 
-bench-step: .venv/installed ## time per step of vLLM's scheduler and of ours, and of one update
+bench-engine: .venv/installed ## what a step and an update cost, then time to the first token in four arms, real engine
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) bench/engine_step.py
+	$(RUN) bench/engine_arms.py --json bench/results/engine_arms.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

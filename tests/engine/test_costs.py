@@ -25,7 +25,7 @@ def shipped(name: str) -> AnalyticProfile:
     return profile
 
 
-@pytest.mark.parametrize("name", ["h200-llama8b-tp2", "h100-llama8b-tp2", "a40-llama8b-tp2"])
+@pytest.mark.parametrize("name", ["h200-llama8b-tp2", "h200-llama8b-tp2-sync", "h100-llama8b-tp2", "a40-llama8b-tp2"])
 def test_shipped_profiles_say_where_they_come_from(name: str) -> None:
     profile = shipped(name)
     assert name in profile_names()
