@@ -28,11 +28,11 @@ from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
 NUM_STREAMS, NUM_CHUNKS = 16, 6
-ROUND_S = 24.0
-SPREAD_S = 3.0
-MEAN_GAP_S = 1.5
+ROUND_S = 18.0
+SPREAD_S = 2.0
+MEAN_GAP_S = 1.3
 CHUNK_TOKENS = (100, 500)
-MAX_GAP_S = 4.0
+MAX_GAP_S = 3.0
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -46,7 +46,6 @@ ARMS: tuple[tuple[Arm, str], ...] = (
     ("warming", "fcfs"),
     ("stock-sessions", "fcfs"),
     ("streaming", "fcfs"),
-    ("streaming", "srpf(0.5, 4000)"),
 )
 
 console = Console(highlight=False)
@@ -70,7 +69,9 @@ def num_prompt_tokens(query: TracedQuery) -> int:
     return sum(event.chunk.num_tokens for event in query.events if isinstance(event, TracedAppend))
 
 
-def measure(model: Path, trace: Trace, kv_tokens: dict[str, int], done: Callable[[], None]) -> list[CellResult]:
+def measure(
+    model: Path, trace: Trace, kv_tokens: dict[str, int], done: Callable[[CellResult], None]
+) -> list[CellResult]:
     results = []
     for num_tokens in kv_tokens.values():
         for arm, policy in ARMS:
@@ -86,7 +87,7 @@ def measure(model: Path, trace: Trace, kv_tokens: dict[str, int], done: Callable
                 max_num_seqs=NUM_STREAMS,
             )
             results.append(run_cell(settings, trace=trace))
-            done()
+            done(results[-1])
     return results
 
 
@@ -133,7 +134,7 @@ def show(kv_tokens: dict[str, int], found: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4, help="of 16 streams each, per arm (default: 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="of 16 streams each, per arm (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     trace = load(arguments.rounds)
@@ -142,7 +143,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress:
         task = progress.add_task("cells", total=len(kv_tokens) * len(ARMS))
         model = make_tiny_llama(Path(folder, "model"), **MODEL)
-        found = rows(measure(model, trace, kv_tokens, lambda: progress.advance(task)))
+
+        def done(result: CellResult) -> None:
+            progress.advance(task)
+            (row,) = rows([result])
+            progress.console.print(row["arm"], row["kv_tokens"], row["ttft_after_retrieval_s"], row["num_preemptions"])
+
+        found = rows(measure(model, trace, kv_tokens, done))
     show(kv_tokens, found)
     if arguments.json:
         machine = {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()}
