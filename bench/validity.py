@@ -35,10 +35,10 @@ from streamrag.engine.costs import TableProfile, save_profile
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
-NUM_QUERIES, NUM_CHUNKS = 36, 6
+NUM_QUERIES, NUM_CHUNKS = 40, 6
 MEAN_GAP_S = 0.6
-CHUNK_TOKENS = (100, 500)
-UTILISATION = 0.55
+CHUNK_TOKENS = (50, 250)
+UTILISATION = 0.5
 """Of the engine, as the profile has it: queries arrive at the rate that makes it so, whatever the machine."""
 NUM_OUTPUT_TOKENS = 4
 BUDGET, NUM_SEQS = 1_024, 32

@@ -7,7 +7,6 @@ A step lasts from the end of the one before it to its own: what the engine does 
 """
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -28,11 +27,11 @@ __all__ = ["NUM_IN_VOCABULARY", "Measurement", "Measurements", "measure", "measu
 
 NUM_IN_VOCABULARY = 512
 """Token ids are below this, which every model has."""
-NUM_BLOCKER_TOKENS = 256
+NUM_BLOCKER_TOKENS = 128
 HEAD_START_S = 0.002
 """For the blocker to reach the engine: its step has begun then, and the batch arrives before it ends."""
 SIZES = (16, 64, 128, 256, 512, 1_024, 2_048, 4_096)
-NUM_DECODES = 4
+NUM_DECODES = 3
 NUM_REPETITIONS = 3
 NUM_TRIES = 4
 """To have a batch in one step, before it is left out. The quicker the engine, the harder it is."""
@@ -46,6 +45,11 @@ class _Batch:
     num_tokens: int
     num_context: int
     num_output_tokens: int = 1
+
+    @property
+    def num_most_tokens(self) -> int:
+        """Of one of its requests, answer included."""
+        return self.num_context + self.num_tokens + self.num_output_tokens
 
     def parts(self) -> Iterator[tuple[Part, ...]]:
         """Of each of its steps."""
@@ -106,30 +110,23 @@ def table_profile(found: Sequence[Measurements], client: "EngineClient", name: s
 async def measure(client: "EngineClient", budget: int, max_model_len: int, max_num_seqs: int) -> Measurements:
     """Steps of one request and of several, prefill and decode, without context and with as much as there may be."""
     tokens = _Fresh()
-    most = min(budget, max_model_len - NUM_DECODES - 2)
+    most = min(budget, max_model_len - 2)
     await _first_token_s(client, tokens.take(most))  # the very first step takes seconds
-    blocker = min(NUM_BLOCKER_TOKENS, most)
     steps: list[Measurement] = []
-    for num_context in _contexts(client.block_size, most, max_model_len):
-        prefix = tokens.take(num_context)
-        if prefix:
-            await _first_token_s(client, prefix + tokens.take(1))  # from now on in the prefix cache
-        for batch in _batches(most, num_context, max_num_seqs):
-            tried = [await _steps_of(client, batch, prefix, tokens, blocker) for _ in range(NUM_REPETITIONS)]
-            if repeated := [steps_s for steps_s in tried if steps_s]:
-                medians = [median(of_one) for of_one in zip(*repeated, strict=True)]
-                steps += [Measurement(parts, step_s) for parts, step_s in zip(batch.parts(), medians, strict=True)]
-    lone = []
-    for size in (size for size in SIZES if size <= min(most, 256)):
-        took_s = [await _first_token_s(client, tokens.take(size)) for _ in range(NUM_REPETITIONS)]
-        lone.append(Measurement(((size, 0),), median(took_s)))
+    for num_context in _contexts(client.block_size, max_model_len):
+        batches = [b for b in _batches(most, num_context, max_num_seqs) if b.num_most_tokens < max_model_len]
+        steps += await _measure_batches(client, batches, tokens, min(NUM_BLOCKER_TOKENS, most))
+    sizes = [size for size in SIZES if size <= min(most, 256)]
+    took_s = [[await _first_token_s(client, tokens.take(size)) for size in sizes] for _ in range(NUM_REPETITIONS)]
+    lone = [
+        Measurement(((size, 0),), median(of_one)) for size, of_one in zip(sizes, zip(*took_s, strict=True), strict=True)
+    ]
     return Measurements(tuple(steps), tuple(lone))
 
 
-def _contexts(block_size: int, most: int, max_model_len: int) -> list[int]:
-    """None, half of the longest and the longest, in whole blocks."""
-    longest = max_model_len - most - NUM_DECODES - 2
-    return sorted({max(n - n % block_size, 0) for n in (0, longest // 2, longest)})
+def _contexts(block_size: int, max_model_len: int) -> list[int]:
+    """None, half of the longest and nearly the longest, in whole blocks."""
+    return sorted({num - num % block_size for num in (0, max_model_len // 2, max_model_len * 7 // 8)})
 
 
 def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]:
@@ -140,6 +137,25 @@ def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]
             if num_requests > 1 and num_requests * num_tokens <= most:
                 yield _Batch(num_requests, num_tokens, num_context)
         yield _Batch(num_requests, 4, num_context, 1 + NUM_DECODES)
+
+
+async def _measure_batches(
+    client: "EngineClient", batches: Sequence[_Batch], tokens: "_Fresh", num_blocker_tokens: int
+) -> list[Measurement]:
+    """Medians of their steps. Repetitions are far apart, so that a disturbance spoils one of them only."""
+    prefix = tokens.take(batches[0].num_context)
+    if prefix:
+        await _first_token_s(client, prefix + tokens.take(1))  # from now on in the prefix cache
+    took_s: list[list[list[float]]] = [[] for _ in batches]
+    for _ in range(NUM_REPETITIONS):
+        for batch, of_batch in zip(batches, took_s, strict=True):
+            if steps_s := await _steps_of(client, batch, prefix, tokens, num_blocker_tokens):
+                of_batch.append(steps_s)
+    return [
+        Measurement(parts, median(of_step))
+        for batch, of_batch in zip(batches, took_s, strict=True)
+        for parts, of_step in zip(batch.parts(), zip(*of_batch, strict=True), strict=False)
+    ]
 
 
 async def _steps_of(
@@ -154,8 +170,8 @@ async def _steps_of(
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_first_token_s(client, tokens.take(num_blocker_tokens)))
             await asyncio.sleep(HEAD_START_S)
-            for prompt in prompts:
-                tasks.create_task(_answer(client, prompt, batch.num_output_tokens))
+            for index, prompt in enumerate(prompts):
+                tasks.create_task(_answer(client, f"together {index}", prompt, batch.num_output_tokens))
         steps = await _steps_since(client, num_before, num_tokens)
         if [(step.num_requests, step.num_tokens) for step in steps[1:]] == expected:
             return [after.end_s - before.end_s for before, after in pairwise(steps)]
@@ -184,14 +200,13 @@ class _Fresh:
 
 
 async def _first_token_s(client: "EngineClient", token_ids: list[int]) -> float:
-    start_s = time.monotonic()
-    async with aclosing(client.generate("measured", token_ids, 1)) as answer:
-        async for _ in answer:
-            return time.monotonic() - start_s
-    raise AssertionError("answered without a token")
+    clock = asyncio.get_running_loop().time
+    start_s = clock()
+    await _answer(client, "alone", token_ids, 1)
+    return clock() - start_s
 
 
-async def _answer(client: "EngineClient", token_ids: list[int], num_output_tokens: int) -> None:
-    async with aclosing(client.generate("measured", token_ids, num_output_tokens)) as answer:
+async def _answer(client: "EngineClient", query_id: str, token_ids: list[int], num_output_tokens: int) -> None:
+    async with aclosing(client.generate(query_id, token_ids, num_output_tokens)) as answer:
         async for _ in answer:
             pass

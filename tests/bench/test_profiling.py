@@ -1,0 +1,90 @@
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrag.backends.engine_client import MeasuredStep
+from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
+from streamrag.backends.simulated.config import EngineShape
+from streamrag.bench.profiling import measure, measure_profile
+from streamrag.bench.virtual_time import run_virtual
+from streamrag.engine.costs import Part, TableProfile
+
+TRUE = TableProfile(
+    "true", "none", ((1, 0.010), (64, 0.020), (512, 0.100)), 2e-7, 0.001, kv_tokens=32_000, delivery_s=0.003
+)
+SHAPE = EngineShape(1_000, 32, max_model_len=2_048, max_num_batched_tokens=512, max_num_seqs=16)
+
+
+class Measured:
+    """A simulated engine, seen as the client of a real one."""
+
+    kv_tokens, is_async = 32_000, False
+
+    def __init__(self, client: SimulatedClient) -> None:
+        self._client = client
+        self.block_size = client.block_size
+
+    def generate(self, query_id: str, token_ids: Sequence[int], num: int) -> AsyncGenerator[tuple[int, ...], None]:
+        return self._client.generate(query_id, token_ids, num)
+
+    @property
+    def steps(self) -> list[MeasuredStep]:
+        return [
+            MeasuredStep(s.end_s, s.end_s - s.start_s, sum(s.num_tokens_of.values()), len(s.num_tokens_of))
+            for s in self._client.steps
+        ]
+
+
+def run(is_stock: bool, **arguments: Any) -> TableProfile:
+    engine = simulated_engine(SHAPE, TRUE.step_s, is_stock=is_stock)
+
+    async def main() -> TableProfile:
+        async with SimulatedClient(engine, delivery_s=TRUE.delivery_s, keep_steps=True) as client:
+            return await measure_profile(Measured(client), "found", 512, 2_048, **arguments)  # type: ignore[arg-type]
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("is_stock", [True, False])
+def test_measuring_finds_what_the_steps_of_an_engine_take(is_stock: bool) -> None:
+    found = run(is_stock, max_num_seqs=16)
+    parts: list[list[Part]] = [[(1, 0)], [(64, 900)], [(300, 0)], [(100, 500)] * 4, [(1, 1_500)] * 10, [(512, 1_400)]]
+    for step in parts:
+        assert found.step_s(step) == pytest.approx(TRUE.step_s(step), rel=0.02)
+    assert found.request_s == pytest.approx(TRUE.request_s, rel=0.05)
+    assert found.pair_s == pytest.approx(TRUE.pair_s, rel=0.05)
+    assert found.delivery_s == pytest.approx(TRUE.delivery_s, abs=5e-4)
+    assert (found.kv_tokens, found.block_size, found.is_async) == (32_000, 32, False)
+
+
+def test_with_one_request_a_step_its_cost_is_part_of_the_base_line() -> None:
+    found = run(True, max_num_seqs=1)
+    assert found.step_s([(300, 1_000)]) == pytest.approx(TRUE.step_s([(300, 1_000)]), rel=0.02)
+    assert found.request_s == 0
+
+
+def test_what_does_not_come_together_in_one_step_is_left_out() -> None:
+    engine = simulated_engine(replace(SHAPE, max_num_seqs=2), TRUE.step_s, is_stock=True)
+
+    async def main() -> set[int]:
+        async with SimulatedClient(engine, keep_steps=True) as client:
+            found = await measure(Measured(client), 512, 2_048, max_num_seqs=16)  # type: ignore[arg-type]
+            return {len(step.parts) for step in found.steps}
+
+    assert run_virtual(main()) == {1}
+
+
+@pytest.mark.engine
+async def test_a_real_engine_is_measured(tiny_model: Path) -> None:
+    from streamrag.backends.engine_client import running_engine
+
+    args = {"max_model_len": 512, "max_num_batched_tokens": 256, "max_num_seqs": 8}
+    async with running_engine(str(tiny_model), args, policy=None, kv_tokens=4_096) as client:
+        found = await measure_profile(client, "tiny", 256, 512, max_num_seqs=8)
+    assert 0 < found.step_s([(16, 0)]) < found.step_s([(256, 0)]) < 5
+    assert found.step_s([(1, 100)] * 4) >= found.step_s([(1, 100)])
+    assert 0 <= found.delivery_s < 1
+    assert found.block_size == 32
