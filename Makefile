@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-stall fuzz mutants bench-engine clean
+.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity clean
 
 RUN := .venv/bin/python
 
@@ -30,6 +30,9 @@ mutants: .venv/installed ## breaks the scheduler in one line each, and shows tha
 bench-engine: .venv/installed ## what a step and an update cost, then time to the first token in four arms, real engine
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) bench/engine_step.py
 	$(RUN) bench/engine_arms.py --json bench/results/engine_arms.json
+
+bench-validity: .venv/installed ## the same loads on the real engine and on its simulation: do they agree? about eight minutes
+	$(RUN) bench/validity.py --json bench/results/validity.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

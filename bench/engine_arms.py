@@ -28,15 +28,15 @@ from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
 NUM_STREAMS, NUM_CHUNKS = 16, 6
-ROUND_S = 18.0
-SPREAD_S = 2.0
-MEAN_GAP_S = 1.3
-CHUNK_TOKENS = (100, 500)
+ROUND_S = 20.0
+SPREAD_S = 4.0
+MEAN_GAP_S = 1.5
+CHUNK_TOKENS = (60, 300)
 MAX_GAP_S = 3.0
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 768,
-    "num_layers": 8,
+    "num_layers": 5,
     "num_heads": 4,
     "num_kv_heads": 2,
     "max_model_len": 4_096,

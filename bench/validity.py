@@ -27,7 +27,7 @@ from rich.table import Table
 
 from streamrag.bench import simulate
 from streamrag.bench.cell import ARMS, Arm, CellResult, CellSettings
-from streamrag.bench.profiling import Measurements, measure, table_profile
+from streamrag.bench.profiling import Pass, measure, table_profile, warm_up
 from streamrag.bench.summary import percentile
 from streamrag.bench.wall import engine_for, max_model_len, play_cell
 from streamrag.bench.workload import NUM_TAIL_TOKENS, make_load
@@ -88,7 +88,7 @@ def rate(trace: Trace, profile: TableProfile) -> float:
 class Runs:
     """What was measured on the real engine."""
 
-    measurements: list[Measurements] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
     profile: TableProfile | None = None
     qps: float | None = None
     results: dict[Arm, list[CellResult]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
@@ -109,17 +109,18 @@ def settings(arm: Arm, qps: float | None, *, model: Path | None = None, profile:
 
 
 async def run_real(model: Path, trace: Trace, num_repetitions: int, done: Done) -> Runs:
-    """Arms take turns, so that a machine that becomes slower does so for all of them."""
+    """Arms take turns, and the profile is measured in between: a machine that becomes slower does so for all."""
     runs = Runs()
     groups: tuple[tuple[Arm, ...], ...] = (("no-streaming", "warming", "stock-sessions"), ("streaming",))
     for arms in groups:
         first = settings(arms[0], runs.qps, model=model)
+        longest = max_model_len(first, trace.queries)
         async with engine_for(first, trace.queries) as client:
-            runs.measurements.append(await measure(client, BUDGET, max_model_len(first, trace.queries), NUM_SEQS))
-            done()
-            runs.profile = table_profile(runs.measurements, client, "cpu-tiny-llama")
-            runs.qps = runs.qps or rate(trace, runs.profile)
+            await warm_up(client, BUDGET, longest)
             for _ in range(num_repetitions):
+                runs.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))
+                runs.profile = table_profile(runs.passes, client, "cpu-tiny-llama")
+                runs.qps = runs.qps or rate(trace, runs.profile)
                 for arm in arms:
                     await client.reset_prefix_cache()
                     cell = settings(arm, runs.qps, model=model)
@@ -180,7 +181,7 @@ def main() -> None:
     arguments = parser.parse_args()
     trace = load()
     with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("real engine", total=2 + len(ARMS) * arguments.repetitions)
+        task = progress.add_task("real engine", total=len(ARMS) * arguments.repetitions)
         model = make_tiny_llama(Path(folder, "model"), **MODEL)
         runs = asyncio.run(run_real(model, trace, arguments.repetitions, lambda: progress.advance(task)))
         assert runs.profile is not None

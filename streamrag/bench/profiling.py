@@ -9,7 +9,7 @@ A step lasts from the end of the one before it to its own: what the engine does 
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
@@ -23,16 +23,18 @@ from streamrag.trace.values import TracedChunk
 if TYPE_CHECKING:
     from streamrag.backends.engine_client import EngineClient, MeasuredStep
 
-__all__ = ["NUM_IN_VOCABULARY", "Measurement", "Measurements", "measure", "measure_profile", "table_profile"]
+__all__ = ["NUM_IN_VOCABULARY", "Pass", "StepTime", "measure", "measure_profile", "table_profile", "warm_up"]
 
 NUM_IN_VOCABULARY = 512
 """Token ids are below this, which every model has."""
 NUM_BLOCKER_TOKENS = 128
 HEAD_START_S = 0.002
 """For the blocker to reach the engine: its step has begun then, and the batch arrives before it ends."""
-SIZES = (16, 64, 128, 256, 512, 1_024, 2_048, 4_096)
+SIZES = (16, 50, 100, 200, 400, 700, 1_000, 2_000, 4_000)
+"""Most are no multiples of anything, as chunks are not."""
+LONE_SIZES = (16, 100, 200)
 NUM_DECODES = 3
-NUM_REPETITIONS = 3
+NUM_PASSES = 3
 NUM_TRIES = 4
 """To have a batch in one step, before it is left out. The quicker the engine, the harder it is."""
 
@@ -60,21 +62,21 @@ class _Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
-    """A step, and how long it took."""
+class StepTime:
+    """A step, and how long it took: from the end of the one before, and of this the model."""
 
     parts: tuple[Part, ...]
     step_s: float
+    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Measurements:
-    """Of one engine."""
+class Pass:
+    """One turn of measurements on one engine."""
 
-    steps: tuple[Measurement, ...]
-    """Medians of repetitions."""
-    lone: tuple[Measurement, ...]
-    """Requests that were alone on the engine: from the client's asking to its first token."""
+    steps: tuple[StepTime, ...]
+    beside_s: tuple[float, ...]
+    """Of requests that were alone: the time from asking to the first token, less that of the model."""
 
 
 async def measure_profile(
@@ -84,44 +86,58 @@ async def measure_profile(
 
     Steps hold `max_num_seqs` requests at most; with one, the cost of a request goes to the base line.
     """
-    return table_profile([await measure(client, budget, max_model_len, max_num_seqs)], client, name)
+    await warm_up(client, budget, max_model_len)
+    passes = [await measure(client, budget, max_model_len, max_num_seqs) for _ in range(NUM_PASSES)]
+    return table_profile(passes, client, name)
 
 
-def table_profile(found: Sequence[Measurements], client: "EngineClient", name: str) -> TableProfile:
-    """The profile that fits all these best; what is no matter of time is that of `client`."""
-    steps = [(step.parts, step.step_s) for of_one in found for step in of_one.steps]
-    knots = [1, *sorted({sum(new for new, _ in parts) for parts, _ in steps} & set(SIZES))]
-    points, pair_s, request_s = fit_table(steps, knots)
-    bare = TableProfile(
+def table_profile(passes: Sequence[Pass], client: "EngineClient", name: str) -> TableProfile:
+    """The profile that fits the medians of all passes best; what is no matter of time is that of `client`."""
+    steps_s: dict[tuple[Part, ...], list[float]] = {}
+    for step in (step for one in passes for step in one.steps):
+        steps_s.setdefault(step.parts, []).append(step.step_s)
+    knots = {1, *(parts[0][0] for parts in steps_s if len(parts) == 1)}
+    fitted = fit_table([(parts, median(of_one)) for parts, of_one in steps_s.items()], sorted(knots - {4}))
+    between_s = median(step.step_s - step.elapsed_s for one in passes for step in one.steps)
+    beside_s = median(seconds for one in passes for seconds in one.beside_s)
+    return TableProfile(
         name=name,
         device="this machine",
-        points=points,
-        pair_s=pair_s,
-        request_s=request_s,
+        points=fitted.points,
+        pair_s=fitted.pair_s,
+        own_pair_s=fitted.own_pair_s,
+        request_s=fitted.request_s,
         kv_tokens=client.kv_tokens,
         block_size=client.block_size,
         is_async=client.is_async,
-        provenance={"measured": f"{len(steps)} kinds of steps, each {NUM_REPETITIONS} times", **versions()},
+        delivery_s=max(beside_s - between_s, 0.0),
+        provenance={"measured": f"{len(steps_s)} kinds of steps in {len(passes)} passes", **versions()},
     )
-    beside_s = [lone.step_s - bare.step_s(lone.parts) for of_one in found for lone in of_one.lone]
-    return replace(bare, delivery_s=max(median(beside_s), 0.0))
 
 
-async def measure(client: "EngineClient", budget: int, max_model_len: int, max_num_seqs: int) -> Measurements:
-    """Steps of one request and of several, prefill and decode, without context and with as much as there may be."""
-    tokens = _Fresh()
+async def warm_up(client: "EngineClient", budget: int, max_model_len: int) -> None:
+    """The very first steps of an engine take seconds."""
+    for num_tokens in (min(budget, max_model_len - 2), 1):
+        await _answer(client, "warm-up", _Fresh("warm-up").take(num_tokens), 1)
+
+
+async def measure(client: "EngineClient", budget: int, max_model_len: int, max_num_seqs: int) -> Pass:
+    """Steps of one request and of several, prefill and decode, without context and with as much as there may be.
+
+    A pass measures everything once. Several, far apart, tell what a machine does that is not always equally fast.
+    """
+    tokens = _Fresh(f"measured {len(client.steps)}")
     most = min(budget, max_model_len - 2)
-    await _first_token_s(client, tokens.take(most))  # the very first step takes seconds
-    steps: list[Measurement] = []
+    steps: list[StepTime] = []
     for num_context in _contexts(client.block_size, max_model_len):
-        batches = [b for b in _batches(most, num_context, max_num_seqs) if b.num_most_tokens < max_model_len]
-        steps += await _measure_batches(client, batches, tokens, min(NUM_BLOCKER_TOKENS, most))
-    sizes = [size for size in SIZES if size <= min(most, 256)]
-    took_s = [[await _first_token_s(client, tokens.take(size)) for size in sizes] for _ in range(NUM_REPETITIONS)]
-    lone = [
-        Measurement(((size, 0),), median(of_one)) for size, of_one in zip(sizes, zip(*took_s, strict=True), strict=True)
-    ]
-    return Measurements(tuple(steps), tuple(lone))
+        prefix = tokens.take(num_context)
+        if prefix:
+            await _answer(client, "prefix", prefix + tokens.take(1), 1)  # from now on in the prefix cache
+        for batch in _batches(most, num_context, max_num_seqs):
+            if batch.num_most_tokens < max_model_len:
+                steps += await _steps_of(client, batch, prefix, tokens, min(NUM_BLOCKER_TOKENS, most))
+    sizes = [size for size in LONE_SIZES if size <= most]
+    return Pass(tuple(steps), tuple([await _beside_s(client, tokens.take(size)) for size in sizes]))
 
 
 def _contexts(block_size: int, max_model_len: int) -> list[int]:
@@ -132,50 +148,44 @@ def _contexts(block_size: int, max_model_len: int) -> list[int]:
 def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]:
     for num_tokens in sorted({*(size for size in SIZES if size < most), most}):
         yield _Batch(1, num_tokens, num_context)
-    for num_requests in (n for n in (1, 4, 16) if n <= max_num_seqs):
-        for num_tokens in (16, 64, 256):
+    for num_requests in (n for n in (1, 3, 10) if n <= max_num_seqs):
+        for num_tokens in (20, 90, 250):
             if num_requests > 1 and num_requests * num_tokens <= most:
                 yield _Batch(num_requests, num_tokens, num_context)
         yield _Batch(num_requests, 4, num_context, 1 + NUM_DECODES)
 
 
-async def _measure_batches(
-    client: "EngineClient", batches: Sequence[_Batch], tokens: "_Fresh", num_blocker_tokens: int
-) -> list[Measurement]:
-    """Medians of their steps. Repetitions are far apart, so that a disturbance spoils one of them only."""
-    prefix = tokens.take(batches[0].num_context)
-    if prefix:
-        await _first_token_s(client, prefix + tokens.take(1))  # from now on in the prefix cache
-    took_s: list[list[list[float]]] = [[] for _ in batches]
-    for _ in range(NUM_REPETITIONS):
-        for batch, of_batch in zip(batches, took_s, strict=True):
-            if steps_s := await _steps_of(client, batch, prefix, tokens, num_blocker_tokens):
-                of_batch.append(steps_s)
-    return [
-        Measurement(parts, median(of_step))
-        for batch, of_batch in zip(batches, took_s, strict=True)
-        for parts, of_step in zip(batch.parts(), zip(*of_batch, strict=True), strict=False)
-    ]
-
-
 async def _steps_of(
     client: "EngineClient", batch: _Batch, prefix: list[int], tokens: "_Fresh", num_blocker_tokens: int
-) -> list[float]:
-    """Seconds of each of its steps; none if it did not come together in one."""
-    expected = [(len(parts), sum(new for new, _ in parts)) for parts in batch.parts()]
+) -> list[StepTime]:
+    """Its steps; none if it did not come together in one."""
+    all_parts = list(batch.parts())
+    expected = [(len(parts), sum(new for new, _ in parts)) for parts in all_parts]
     num_tokens = num_blocker_tokens + sum(num for _, num in expected)
     for _ in range(NUM_TRIES):
         num_before = len(client.steps)
         prompts = [prefix + tokens.take(batch.num_tokens) for _ in range(batch.num_requests)]
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_first_token_s(client, tokens.take(num_blocker_tokens)))
+            tasks.create_task(_answer(client, "blocker", tokens.take(num_blocker_tokens), 1))
             await asyncio.sleep(HEAD_START_S)
             for index, prompt in enumerate(prompts):
                 tasks.create_task(_answer(client, f"together {index}", prompt, batch.num_output_tokens))
         steps = await _steps_since(client, num_before, num_tokens)
         if [(step.num_requests, step.num_tokens) for step in steps[1:]] == expected:
-            return [after.end_s - before.end_s for before, after in pairwise(steps)]
+            return [
+                StepTime(parts, after.end_s - before.end_s, after.elapsed_s)
+                for parts, (before, after) in zip(all_parts, pairwise(steps), strict=True)
+            ]
     return []
+
+
+async def _beside_s(client: "EngineClient", token_ids: list[int]) -> float:
+    """Of a request that is alone: what its first token takes beside the model."""
+    clock, num_before = asyncio.get_running_loop().time, len(client.steps)
+    start_s = clock()
+    await _answer(client, "alone", token_ids, 1)
+    took_s = clock() - start_s
+    return took_s - sum(step.elapsed_s for step in await _steps_since(client, num_before, len(token_ids)))
 
 
 async def _steps_since(client: "EngineClient", num_before: int, num_tokens: int) -> Sequence["MeasuredStep"]:
@@ -191,19 +201,13 @@ async def _steps_since(client: "EngineClient", num_before: int, num_tokens: int)
 class _Fresh:
     """Tokens that no request has had before."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._num_taken = 0
 
     def take(self, num_tokens: int) -> list[int]:
         self._num_taken += 1
-        return Tokens(NUM_IN_VOCABULARY).of_chunk(TracedChunk(f"measured {self._num_taken}", num_tokens))
-
-
-async def _first_token_s(client: "EngineClient", token_ids: list[int]) -> float:
-    clock = asyncio.get_running_loop().time
-    start_s = clock()
-    await _answer(client, "alone", token_ids, 1)
-    return clock() - start_s
+        return Tokens(NUM_IN_VOCABULARY).of_chunk(TracedChunk(f"{self._name} {self._num_taken}", num_tokens))
 
 
 async def _answer(client: "EngineClient", query_id: str, token_ids: list[int], num_output_tokens: int) -> None:

@@ -3,6 +3,8 @@
 parts of a step      (512 new tokens after 3,000), (1 after 900), ...
 analytic profile     max(FLOPs / (peak x efficiency), bytes / bandwidth) + overhead
 table profile        measured: piecewise linear in the tokens, plus what attention costs, plus so much a request
+
+Attention of new tokens to each other can cost less a pair than to what was there before: its KV is at hand.
 """
 
 import json
@@ -18,6 +20,7 @@ from streamrag.errors import ConfigurationError, MissingDependencyError
 
 __all__ = [
     "AnalyticProfile",
+    "FittedCosts",
     "ModelShape",
     "Part",
     "StepProfile",
@@ -59,9 +62,14 @@ class StepProfile(Protocol):
         """Seconds of a step with these parts, of which there is at least one."""
 
 
-def attention_pairs(parts: Sequence[Part]) -> float:
-    """Pairs of a new token and a token that it attends to, in all parts."""
-    return sum(num_new * (num_context + num_new / 2) for num_new, num_context in parts)
+def context_pairs(parts: Sequence[Part]) -> float:
+    """Pairs of a new token and one before the step that it attends to, in all parts."""
+    return sum(num_new * num_context for num_new, num_context in parts)
+
+
+def own_pairs(parts: Sequence[Part]) -> float:
+    """Pairs of two new tokens, of which the later attends to the earlier, in all parts."""
+    return sum(num_new * num_new / 2 for num_new, _ in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ class AnalyticProfile:
         num_new = sum(new for new, _ in parts)
         num_read = sum(context + new for new, context in parts)
         per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
-        flops = 2 * model.num_params * num_new + per_pair * attention_pairs(parts)
+        flops = 2 * model.num_params * num_new + per_pair * (context_pairs(parts) + own_pairs(parts))
         num_bytes = model.weight_bytes + model.kv_bytes_per_token * num_read
         compute_s = flops / (num_devices * self.peak_flops * self.efficiency)
         memory_s = num_bytes / (num_devices * self.bandwidth_bytes_per_s)
@@ -121,13 +129,15 @@ class TableProfile:
     points: tuple[tuple[float, float], ...]
     """(new tokens in the step, seconds) of steps without context, at least two, ascending."""
     pair_s: float
-    """Seconds for one pair of a new token and one that it attends to."""
+    """Seconds for one pair of a new token and one before the step that it attends to."""
     request_s: float
     """Seconds for each request in a step."""
     kv_tokens: int
     block_size: int = 32
     is_async: bool = False
     delivery_s: float = 0.0
+    own_pair_s: float | None = None
+    """Seconds for one pair of new tokens; None if it is `pair_s`."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -137,7 +147,9 @@ class TableProfile:
 
     def step_s(self, parts: Sequence[Part]) -> float:
         num_new = sum(new for new, _ in parts)
-        return self._base_s(num_new) + self.pair_s * attention_pairs(parts) + self.request_s * len(parts)
+        own_pair_s = self.pair_s if self.own_pair_s is None else self.own_pair_s
+        attention_s = self.pair_s * context_pairs(parts) + own_pair_s * own_pairs(parts)
+        return self._base_s(num_new) + attention_s + self.request_s * len(parts)
 
     def _base_s(self, num_new: int) -> float:
         points = self.points
@@ -146,10 +158,18 @@ class TableProfile:
         return y0 + (y1 - y0) * (num_new - x0) / (x1 - x0)
 
 
-def fit_table(
-    measured: Sequence[tuple[Sequence[Part], float]], knots: Sequence[int]
-) -> tuple[tuple[tuple[float, float], ...], float, float]:
-    """`points`, `pair_s` and `request_s` of a `TableProfile`: least squares of relative errors, no cost below zero.
+@dataclass(frozen=True, slots=True)
+class FittedCosts:
+    """What a `TableProfile` says of steps."""
+
+    points: tuple[tuple[float, float], ...]
+    pair_s: float
+    own_pair_s: float
+    request_s: float
+
+
+def fit_table(measured: Sequence[tuple[Sequence[Part], float]], knots: Sequence[int]) -> FittedCosts:
+    """The costs that fit best: least squares of relative errors, no cost below zero.
 
     `measured` holds steps with their seconds, `knots` the tokens at which the line may bend. Costs that the
     measurements do not tell apart (all steps with one request, say) go to the base line. Needs scipy.
@@ -168,18 +188,18 @@ def fit_table(
         # The line as a start and ramps, each non-negative: more tokens never take less time.
         widths = [min(max(num_new - a, 0), b - a) for a, b in pairwise(ascending)]
         widths[-1] += max(num_new - ascending[-1], 0)
-        rows.append([1.0, *widths, attention_pairs(parts), len(parts) - 1])
+        rows.append([1.0, *widths, context_pairs(parts), own_pairs(parts), len(parts) - 1])
         seconds.append(step_s)
     weights = 1 / np.asarray(seconds)
     matrix = np.asarray(rows, dtype=float) * weights[:, None]
     scales = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     found = nnls(matrix / scales, np.ones(len(seconds)))[0] / scales
-    start_s, *slopes = (float(v) for v in found[:-2])
-    pair_s, request_s = float(found[-2]), float(found[-1])
+    start_s, *slopes = (float(v) for v in found[:-3])
+    pair_s, own_pair_s, request_s = (float(v) for v in found[-3:])
     points = [(float(ascending[0]), start_s - request_s)]
     for slope, (a, b) in zip(slopes, pairwise(ascending), strict=True):
         points.append((float(b), points[-1][1] + slope * (b - a)))
-    return tuple(points), pair_s, request_s
+    return FittedCosts(tuple(points), pair_s, own_pair_s, request_s)
 
 
 def profile_names() -> list[str]:

@@ -13,7 +13,14 @@ from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs import Part, TableProfile
 
 TRUE = TableProfile(
-    "true", "none", ((1, 0.010), (64, 0.020), (512, 0.100)), 2e-7, 0.001, kv_tokens=32_000, delivery_s=0.003
+    "true",
+    "none",
+    ((1, 0.010), (64, 0.020), (512, 0.100)),
+    2e-7,
+    0.001,
+    kv_tokens=32_000,
+    delivery_s=0.003,
+    own_pair_s=1e-7,
 )
 SHAPE = EngineShape(1_000, 32, max_model_len=2_048, max_num_batched_tokens=512, max_num_seqs=16)
 
@@ -56,6 +63,7 @@ def test_measuring_finds_what_the_steps_of_an_engine_take(is_stock: bool) -> Non
         assert found.step_s(step) == pytest.approx(TRUE.step_s(step), rel=0.02)
     assert found.request_s == pytest.approx(TRUE.request_s, rel=0.05)
     assert found.pair_s == pytest.approx(TRUE.pair_s, rel=0.05)
+    assert found.own_pair_s == pytest.approx(TRUE.own_pair_s, rel=0.2)
     assert found.delivery_s == pytest.approx(TRUE.delivery_s, abs=5e-4)
     assert (found.kv_tokens, found.block_size, found.is_async) == (32_000, 32, False)
 

@@ -1,6 +1,6 @@
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,11 @@ def test_a_table_adds_attention_and_requests() -> None:
     assert TABLE.step_s([(50, 100), (50, 0)]) == pytest.approx(0.030 + 1e-6 * pairs + 2 * 0.001)
 
 
+def test_new_tokens_can_attend_to_each_other_for_less() -> None:
+    table = replace(TABLE, own_pair_s=1e-7)
+    assert table.step_s([(50, 100)]) == pytest.approx(TABLE.step_s([(50, 100)]) - 50 * 25 * 9e-7)
+
+
 def test_points_that_are_no_line_are_refused() -> None:
     for points in (((1, 0.1),), ((5, 0.1), (5, 0.2)), ((5, 0.1), (1, 0.2))):
         with pytest.raises(ConfigurationError, match="ascending"):
@@ -81,15 +86,15 @@ def test_points_that_are_no_line_are_refused() -> None:
 
 def test_a_fit_finds_what_made_the_measurements() -> None:
     rng = random.Random(0)
+    true = replace(TABLE, own_pair_s=3e-6)
     measured = []
     for _ in range(120):
         parts = [(rng.choice([1, 16, 64, 100, 150]), rng.randrange(3_000)) for _ in range(rng.choice([1, 1, 2, 6]))]
-        measured.append((parts, TABLE.step_s(parts) * rng.uniform(0.99, 1.01)))
-    points, pair_s, request_s = fit_table(measured, [1, 100, 200])
-    found = replace(TABLE, points=points, pair_s=pair_s, request_s=request_s)
+        measured.append((parts, true.step_s(parts) * rng.uniform(0.99, 1.01)))
+    found = replace(true, **asdict(fit_table(measured, [1, 100, 200])))
     for parts, _ in measured:
-        assert found.step_s(parts) == pytest.approx(TABLE.step_s(parts), rel=0.02)
-    assert found.step_s([(500, 2_000)]) == pytest.approx(TABLE.step_s([(500, 2_000)]), rel=0.05)
+        assert found.step_s(parts) == pytest.approx(true.step_s(parts), rel=0.02)
+    assert found.step_s([(500, 2_000)]) == pytest.approx(true.step_s([(500, 2_000)]), rel=0.05)
 
 
 def test_profiles_can_be_written_and_read(tmp_path: Path) -> None:
