@@ -16,7 +16,7 @@ import platform
 import random
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -173,6 +173,29 @@ def show(rows: Sequence[dict[str, Any]], num_repetitions: int) -> None:
     console.print(table)
 
 
+def compare(runs: Runs, trace: Trace, profile: TableProfile, path: Path) -> list[dict[str, Any]]:
+    """Simulate what was run, with `profile`, which is kept at `path`."""
+    save_profile(profile, path)
+    rows = []
+    for arm in ARMS:
+        simulated = simulate.run_cell(settings(arm, runs.qps, profile=path), trace=trace, keep_steps=True)
+        rows.append(row(arm, runs.results[arm], simulated))
+    return rows
+
+
+def write(path: Path, runs: Runs, profile: TableProfile, rows: list[dict[str, Any]]) -> None:
+    made = {
+        "command": "make bench-validity",
+        "machine": {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()},
+        "model": MODEL,
+        "qps": runs.qps,
+        "tolerance": TOLERANCE,
+        "results": rows,
+        "profile": asdict(profile),
+    }
+    path.write_text(json.dumps(made, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3, help="of each arm on the real engine (default: 3)")
@@ -186,24 +209,10 @@ def main() -> None:
         runs = asyncio.run(run_real(model, trace, arguments.repetitions, lambda: progress.advance(task)))
         assert runs.profile is not None
         profile = with_provenance(runs.profile)
-        path = arguments.profile or Path(folder, "profile.json")
-        save_profile(profile, path)
-        rows = []
-        for arm in ARMS:
-            simulated = simulate.run_cell(settings(arm, runs.qps, profile=path), trace=trace, keep_steps=True)
-            rows.append(row(arm, runs.results[arm], simulated))
+        rows = compare(runs, trace, profile, arguments.profile or Path(folder, "profile.json"))
     show(rows, arguments.repetitions)
     if arguments.json:
-        made = {
-            "command": "make bench-validity",
-            "machine": {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()},
-            "model": MODEL,
-            "qps": runs.qps,
-            "tolerance": TOLERANCE,
-            "results": rows,
-            "profile": json.loads(path.read_text()) if path.exists() else None,
-        }
-        arguments.json.write_text(json.dumps(made, indent=2) + "\n")
+        write(arguments.json, runs, profile, rows)
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ def table_profile(passes: Sequence[Pass], client: "EngineClient", name: str) -> 
     steps_s: dict[tuple[Part, ...], list[float]] = {}
     for step in (step for one in passes for step in one.steps):
         steps_s.setdefault(step.parts, []).append(step.step_s)
-    knots = {1, *(parts[0][0] for parts in steps_s if len(parts) == 1)}
-    fitted = fit_table([(parts, median(of_one)) for parts, of_one in steps_s.items()], sorted(knots - {4}))
+    most = max(sum(new for new, _ in parts) for parts in steps_s)
+    fitted = fit_table([(parts, median(of_one)) for parts, of_one in steps_s.items()], [1, *_sizes(most)])
     between_s = median(step.step_s - step.elapsed_s for one in passes for step in one.steps)
     beside_s = median(seconds for one in passes for seconds in one.beside_s)
     return TableProfile(
@@ -140,13 +140,18 @@ async def measure(client: "EngineClient", budget: int, max_model_len: int, max_n
     return Pass(tuple(steps), tuple([await _beside_s(client, tokens.take(size)) for size in sizes]))
 
 
+def _sizes(most: int) -> list[int]:
+    """Of steps of one request, the largest last and not too close to the one before."""
+    return [*(size for size in SIZES if size <= 0.75 * most), most]
+
+
 def _contexts(block_size: int, max_model_len: int) -> list[int]:
     """None, half of the longest and nearly the longest, in whole blocks."""
     return sorted({num - num % block_size for num in (0, max_model_len // 2, max_model_len * 7 // 8)})
 
 
 def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]:
-    for num_tokens in sorted({*(size for size in SIZES if size < most), most}):
+    for num_tokens in _sizes(most):
         yield _Batch(1, num_tokens, num_context)
     for num_requests in (n for n in (1, 3, 10) if n <= max_num_seqs):
         for num_tokens in (20, 90, 250):

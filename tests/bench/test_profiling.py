@@ -13,11 +13,11 @@ from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs import Part, TableProfile
 
 TRUE = TableProfile(
-    "true",
-    "none",
-    ((1, 0.010), (64, 0.020), (512, 0.100)),
-    2e-7,
-    0.001,
+    name="true",
+    device="none",
+    points=((1, 0.010), (64, 0.020), (512, 0.100)),
+    pair_s=2e-7,
+    request_s=0.001,
     kv_tokens=32_000,
     delivery_s=0.003,
     own_pair_s=1e-7,
