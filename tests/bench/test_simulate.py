@@ -116,7 +116,7 @@ def test_the_order_of_sets_in_a_process_changes_nothing() -> None:
     outputs = [
         subprocess.run(
             [sys.executable, "-c", code, os.path.dirname(__file__)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONHASHSEED": seed, "VLLM_LOGGING_LEVEL": "ERROR"},
             capture_output=True,
             text=True,
             check=True,
