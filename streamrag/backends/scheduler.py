@@ -128,7 +128,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         if policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
         num_tokens, num_seqs = self.max_num_scheduled_tokens, self.max_num_active_reqs
-        num_partial_tokens = self.pace.num_partial_tokens if self.pace else None
+        # Who is alone on the engine keeps nobody waiting.
+        num_partial_tokens = self.pace.num_partial_tokens if self.pace and len(self.requests) > 1 else None
         limits = Limits(num_tokens, num_seqs, self.options.can_partial_evict, len(decoding), num_partial_tokens)
         order = policy.order(views, self._step_s)
         made = plan(order, self._idle_views, limits, self.kv_memory)

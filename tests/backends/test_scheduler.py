@@ -196,6 +196,17 @@ def test_a_lean_step_leaves_partial_prompts_out_beside_a_complete_one(bench: Mak
     assert "partial" in b.scheduler.idle
 
 
+@pytest.mark.parametrize(("num_others", "num_computed"), [(0, 16), (1, 8)])
+def test_a_partial_prompt_that_is_alone_takes_whole_steps(bench: Make, num_others: int, num_computed: int) -> None:
+    b = bench(streamrag={"num_partial_tokens": 8})
+    for i in range(num_others):
+        b.chunk(f"other{i}", list(range(500, 510)))
+        b.run()
+    b.chunk("partial", list(range(100)))
+    b.step()
+    assert b.scheduler.requests["partial"].num_computed_tokens == num_computed
+
+
 def test_the_policy_named_in_the_configuration_is_used(bench: Make) -> None:
     b = bench(streamrag={"policy": "srpf(0)"})
     b.plain("long", 100)
