@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity clean
+.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-thrash clean
 
 RUN := .venv/bin/python
 
@@ -33,6 +33,12 @@ bench-engine: .venv/installed ## what a step and an update cost, then time to th
 
 bench-validity: .venv/installed ## the same loads on the real engine and on its simulation: do they agree? about eight minutes
 	$(RUN) bench/validity.py --json bench/results/validity.json
+
+bench-eviction: .venv/installed ## recompute, swap or what costs less, under memory pressure, simulated: hours, resumable
+	$(RUN) bench/eviction.py --json bench/results/eviction.json
+
+bench-thrash: .venv/installed ## tokens computed twice when idle streams outgrow memory, ours and the paper's rule, simulated
+	$(RUN) bench/thrash.py --json bench/results/thrash.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

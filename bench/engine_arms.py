@@ -4,7 +4,8 @@
 
 Sixteen streams at once append six chunks each, in rounds; every arm gets the same chunks at the same times, once with
 ample memory and once with memory for a third of them. `ttft_after_retrieval_s` runs from the last chunk to the first
-token. Random weights: the answers mean nothing, the work is real.
+token. Random weights: the answers mean nothing, the work is real. The arms take turns, repeatedly: the same step can
+take a third longer a minute later where a machine is shared, so a figure is the median of all turns, with its spread.
 """
 
 import argparse
@@ -13,15 +14,16 @@ import os
 import platform
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from streamrag.bench.cell import Arm, CellResult, CellSettings
+from streamrag.bench.cell import ARMS, Arm, CellResult, CellSettings, RequestResult
 from streamrag.bench.summary import percentile
 from streamrag.bench.wall import run_cell
 from streamrag.testing import make_tiny_llama
@@ -41,12 +43,7 @@ MODEL: dict[str, Any] = {
     "num_kv_heads": 2,
     "max_model_len": 4_096,
 }
-ARMS: tuple[tuple[Arm, str], ...] = (
-    ("no-streaming", "fcfs"),
-    ("warming", "fcfs"),
-    ("stock-sessions", "fcfs"),
-    ("streaming", "fcfs"),
-)
+PERCENTILES = {"p50": 0.5, "p95": 0.95}
 
 console = Console(highlight=False)
 
@@ -69,17 +66,22 @@ def num_prompt_tokens(query: TracedQuery) -> int:
     return sum(event.chunk.num_tokens for event in query.events if isinstance(event, TracedAppend))
 
 
+Turns = dict[tuple[int, Arm], list[CellResult]]
+"""Of each memory and arm."""
+
+
 def measure(
-    model: Path, trace: Trace, kv_tokens: dict[str, int], done: Callable[[CellResult], None]
-) -> list[CellResult]:
-    results = []
-    for num_tokens in kv_tokens.values():
-        for arm, policy in ARMS:
+    model: Path, trace: Trace, kv_tokens: Sequence[int], num_repetitions: int, done: Callable[[CellResult], None]
+) -> Turns:
+    turns: Turns = {(num_tokens, arm): [] for num_tokens in kv_tokens for arm in ARMS}
+    for _ in range(num_repetitions):
+        for (num_tokens, arm), results in turns.items():
+            if results and results[-1].num_unfinished:
+                continue  # it stood still, which takes a minute to find out
             settings = CellSettings(
                 "wall",
                 "16 streams of 6 chunks",
                 arm,
-                policy=policy,
                 kv_tokens=num_tokens,
                 num_output_tokens=4,
                 model=str(model),
@@ -88,68 +90,76 @@ def measure(
             )
             results.append(run_cell(settings, trace=trace))
             done(results[-1])
-    return results
+    return turns
 
 
-def rows(results: list[CellResult]) -> list[dict[str, Any]]:
-    made = []
-    for result in results:
-        times_s = [request.ttft_after_retrieval_s for request in result.requests]
-        floors_s = [request.floor_s for request in result.requests]
-        records = [request.record for request in result.requests if request.record]
-        is_complete = not result.num_unfinished
-        made.append(
-            {
-                "arm": result.settings.arm,
-                "policy": result.settings.policy if result.settings.arm == "streaming" else None,
-                "kv_tokens": result.settings.kv_tokens,
-                "num_queries": len(times_s),
-                "num_unfinished": result.num_unfinished,
-                "ttft_after_retrieval_s": {
-                    name: percentile(times_s, q) if is_complete else None for name, q in (("p50", 0.5), ("p95", 0.95))
-                },
-                "floor_s": {name: percentile(floors_s, q) for name, q in (("p50", 0.5), ("p95", 0.95))},
-                "num_preemptions": sum(len(record.preemptions) for record in records),
-                "busy_s": result.busy_s,
-            }
-        )
+def row(results: Sequence[CellResult]) -> dict[str, Any]:
+    """What one arm did in all its turns."""
+    settings = results[0].settings
+    is_complete = not any(result.num_unfinished for result in results)
+    made: dict[str, Any] = {
+        "arm": settings.arm,
+        "policy": settings.policy if settings.arm == "streaming" else None,
+        "kv_tokens": settings.kv_tokens,
+        "num_queries": sum(len(result.requests) for result in results),
+        "num_unfinished": sum(result.num_unfinished for result in results),
+        "floor_s": {name: of_turns(results, lambda r: r.floor_s, q)[0] for name, q in PERCENTILES.items()},
+        "num_preemptions": [sum(len(r.record.preemptions) for r in of.requests if r.record) for of in results],
+        "busy_s": [result.busy_s for result in results],
+    }
+    if is_complete:
+        for name, fraction in PERCENTILES.items():
+            found, all_found = of_turns(results, lambda r: r.ttft_after_retrieval_s, fraction)
+            made[name] = {"median_s": found, "all_s": all_found}
     return made
+
+
+def of_turns(
+    results: Sequence[CellResult], seconds: Callable[[RequestResult], float], fraction: float
+) -> tuple[float, list[float]]:
+    """The percentile in each turn, and the median of these."""
+    found = [percentile([seconds(request) for request in result.requests], fraction) for result in results]
+    return median(found), found
 
 
 def show(kv_tokens: dict[str, int], found: list[dict[str, Any]]) -> None:
     for label, num_tokens in kv_tokens.items():
         table = Table(title=f"{label}: {num_tokens:,} KV tokens", title_justify="left")
         table.add_column("ttft_after_retrieval_s")
-        for name in ("P50", "P95", "of the floor", "", "preempted", "busy s"):
+        for name in ("P50", "least .. most", "P95", "least .. most", "of the floor", "preempted", "busy s"):
             table.add_column(name, justify="right")
         for row in (row for row in found if row["kv_tokens"] == num_tokens):
-            times, floors = row["ttft_after_retrieval_s"], row["floor_s"]
-            cells = [f"{row['num_unfinished']} never answered", "", "", ""]
-            if times["p50"] is not None:
-                cells = [f"{times[p]:.3f}" for p in times] + [f"{times[p] / floors[p]:.1f}x" for p in times]
+            cells = ["never answered", "", "", "", ""]
+            if not row["num_unfinished"]:
+                cells = [cell for p in PERCENTILES for cell in (f"{row[p]['median_s']:.3f}", spread(row[p]["all_s"]))]
+                cells.append(" / ".join(f"{row[p]['median_s'] / row['floor_s'][p]:.1f}x" for p in PERCENTILES))
             name = row["arm"] + (f", {row['policy']}" if row["policy"] else "")
-            table.add_row(name, *cells, str(row["num_preemptions"]), f"{row['busy_s']:.1f}")
+            table.add_row(name, *cells, f"{median(row['num_preemptions']):.0f}", f"{median(row['busy_s']):.1f}")
         console.print(table)
+
+
+def spread(seconds: list[float]) -> str:
+    return f"{min(seconds):.3f} .. {max(seconds):.3f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="of 16 streams each, per arm (default: 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="of 16 streams each, per turn (default: 2)")
+    parser.add_argument("--repetitions", type=int, default=3, help="turns of each arm (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     trace = load(arguments.rounds)
     num_at_once = sum(num_prompt_tokens(query) for query in trace.queries) // arguments.rounds
     kv_tokens = {"ample memory": 2 * num_at_once // 32 * 32, "memory for a third": num_at_once // 3 // 32 * 32}
     with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("cells", total=len(kv_tokens) * len(ARMS))
+        task = progress.add_task("turns", total=len(kv_tokens) * len(ARMS) * arguments.repetitions)
         model = make_tiny_llama(Path(folder, "model"), **MODEL)
 
         def done(result: CellResult) -> None:
             progress.advance(task)
-            (row,) = rows([result])
-            progress.console.print(row["arm"], row["kv_tokens"], row["ttft_after_retrieval_s"], row["num_preemptions"])
 
-        found = rows(measure(model, trace, kv_tokens, done))
+        turns = measure(model, trace, tuple(kv_tokens.values()), arguments.repetitions, done)
+    found = [row(results) for results in turns.values()]
     show(kv_tokens, found)
     if arguments.json:
         machine = {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()}

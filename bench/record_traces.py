@@ -28,8 +28,9 @@ from rich.console import Console
 
 from streamrag import StretchedSource, VectorSource, WebSource
 from streamrag.cli.record import make_counter, passage_counter
-from streamrag.core import Append, Chunk, Hint, Progress, Skipped, Source, SourceEvent, Startable, Update
+from streamrag.core import Append, Chunk, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.sources.index import build_index
+from streamrag.sources.wrapped import WrappedSource
 from streamrag.trace.recorder import TraceRecorder
 from streamrag.trace.session import record_queries
 
@@ -160,20 +161,12 @@ def long_words(text: str) -> set[str]:
     return set(re.findall(r"\w{4,}", text.lower()))
 
 
-class Renamed:
+class Renamed(WrappedSource):
     """A source with one address in place of another in its events."""
 
     def __init__(self, source: Source, old: str, new: str) -> None:
-        self._source = source
+        super().__init__(source)
         self._old, self._new = old, new
-
-    async def start(self, progress: Progress) -> None:
-        if isinstance(self._source, Startable):
-            await self._source.start(progress)
-
-    async def aclose(self) -> None:
-        if isinstance(self._source, Startable):
-            await self._source.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         events = self._source.stream(query)

@@ -128,6 +128,8 @@ class Prompt:
     is_complete: bool
     hint: Hint | None = None
     """What the retriever expects still to come."""
+    source: str = ""
+    """What kind of retriever it comes from: those of one kind are expected to behave alike."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_shared <= len(self.token_ids)

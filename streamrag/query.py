@@ -211,7 +211,7 @@ class QueryRun:
                 if query.overlap:
                     step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=False))
                     await self._report(step, assembler.max_context_tokens)
-                    yield replace(step.prompt, hint=event.hint)
+                    yield replace(step.prompt, hint=event.hint, source=type(self._source).__name__)
         self._retrieval_s = self._now()
         step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=True))
         await self._report(step, assembler.max_context_tokens)

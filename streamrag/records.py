@@ -41,9 +41,13 @@ class PreemptionRecord:
 
     at_s: float
     fate: str
-    """"recompute": it was dropped."""
+    """"recompute": it was dropped; "swap": what others overwrite of it is copied to host memory."""
     num_tokens_lost: int
-    """Tokens of prompt and answer whose KV that was."""
+    """Tokens of prompt and answer whose KV that was. What nobody has overwritten is found again."""
+    recompute_s: float = 0.0
+    """What it was expected to take to compute it again; 0 if nothing was compared."""
+    swap_s: float = 0.0
+    """What it was expected to take to copy it out and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class RequestRecord:
     chunks: tuple[ChunkRecord, ...] = ()
     """In order of arrival; of a plain request none."""
     preemptions: tuple[PreemptionRecord, ...] = ()
+    num_loaded: int = 0
+    """Prompt tokens that came back from host memory."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

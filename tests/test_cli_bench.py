@@ -24,13 +24,34 @@ def named(command: Sequence[str]) -> dict[str, object]:
     parser = argparse.ArgumentParser()
     add_parsers(parser.add_subparsers())
     grid = grid_of(parser.parse_args(["bench", *command]))
-    return {"policies": grid.policies, "qps": grid.qps, "seeds": grid.seeds, "profile": grid.profile}
+    names = ("policies", "qps", "seeds", "profile", "evictions", "host_kv_bytes", "scheduler_options")
+    return {name: getattr(grid, name) for name in names}
 
 
 def test_commas_within_parentheses_belong_to_the_value() -> None:
     lists = named(["simulate", "--workload", "anns", "--qps", "1,0.5", "--policy", "fcfs,srpf(0.5, 20000),k_lpm(inf)"])
     assert lists["policies"] == ("fcfs", "srpf(0.5, 20000)", "k_lpm(inf)")
     assert lists["qps"] == (1.0, 0.5)
+
+
+def test_scheduler_options_are_json_or_text() -> None:
+    options = ["can_partial_evict=true", "num_partial_tokens=null", "low_water=0.2", "records=a=b.jsonl"]
+    command = ["simulate", "--workload", "anns", "--qps", "1", "--eviction", "cost", "--host-kv-bytes", "64e9"]
+    given = named([*command, *(word for option in options for word in ("--scheduler-option", option))])
+    assert given["scheduler_options"] == {
+        "can_partial_evict": True,
+        "num_partial_tokens": None,
+        "low_water": 0.2,
+        "records": "a=b.jsonl",
+    }
+    assert given["evictions"] == ("cost",)
+    assert given["host_kv_bytes"] == 64_000_000_000
+
+
+def test_a_scheduler_option_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        named(["simulate", "--workload", "anns", "--qps", "1", "--scheduler-option", "low_water"])
+    assert "'low_water' is not NAME=VALUE" in capsys.readouterr().err
 
 
 def test_poisson_arrivals_have_three_seeds_and_those_of_a_trace_one(tmp_path: Path) -> None:

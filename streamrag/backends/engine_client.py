@@ -1,7 +1,6 @@
-# mypy: allow-subclassing-any
-"""A real vLLM engine that answers token ids and tells its steps: for measuring, not for serving. Imports vLLM.
+"""A real vLLM engine that answers token ids and tells its steps: for measuring, not for serving.
 
-    async with running_engine(model, args, is_stock=False) as client:
+    async with running_engine(model, args, policy="fcfs") as client:
         async for token_ids in client.generate("q1", prompt, 16): ...
 
 `streamrag.bench.arms.Client` is what this and the simulated engine's client have in common.
@@ -9,32 +8,32 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import anyio
-import vllm
-from vllm.engine.protocol import StreamingInput
-from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import StatLoggerBase
+import anyio.to_thread
 
+from streamrag.backends.engine_facts import EngineFacts, engine_facts
 from streamrag.backends.strategy import scheduler_args
 from streamrag.backends.token_streams import StreamedTokens, TokenStream, TokenStreams, record_of
+from streamrag.backends.tokenizer import local_model_path
+from streamrag.backends.vllm_engine import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
+from streamrag.backends.vllm_errors import vllm_errors_translated
 from streamrag.core import Hint, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.records import RequestRecord
 
+if TYPE_CHECKING:
+    from vllm.engine.protocol import StreamingInput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
 __all__ = ["EngineClient", "EngineStream", "MeasuredStep", "running_engine"]
 
-CPU_BLOCK_SIZE = 32
-"""The smallest that vLLM's CPU attention takes."""
 GPU_BLOCK_SIZE = 16
 """vLLM's default."""
-CPU_KV_CACHE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +46,13 @@ class MeasuredStep:
     num_requests: int
 
 
-class _Steps(StatLoggerBase):
-    """Takes down every step that the engine reports."""
+class _Steps:
+    """Takes down every step that the engine reports; what vLLM calls a stat logger."""
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+    def __init__(self) -> None:
         self.steps: list[MeasuredStep] = []
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **ignored: Any) -> None:
         details = scheduler_stats and scheduler_stats.iteration_details
         if details:
             num_tokens = details.num_ctx_tokens + details.num_generation_tokens
@@ -70,58 +69,64 @@ async def running_engine(
 ) -> AsyncIterator["EngineClient"]:
     """An engine with our scheduler and this policy, or with vLLM's own if there is none.
 
-    `kv_tokens` is the capacity of its KV cache; None leaves that to vLLM, but on a CPU it is 4 GiB.
+    `kv_tokens` is the capacity of its KV cache; None leaves that to vLLM, but on a CPU it is 4 GiB. What the engine
+    prints is read when it fails.
 
     :raises ConfigurationError: the event loop's time is virtual, or vLLM refuses the arguments.
+    :raises MissingDependencyError: vLLM is not installed.
+    :raises ModelError: vLLM cannot load the model.
+    :raises BackendError: the engine fails otherwise.
     """
     if getattr(asyncio.get_running_loop(), "is_virtual", False):
         raise ConfigurationError("a real engine runs on the wall clock only: simulate the cell, or use asyncio.run")
-    args = {"skip_tokenizer_init": True, "enable_prefix_caching": True, **engine_args}
+    name_or_path = local_model_path(model) or model
+    check_can_start(name_or_path)
+    processes = EngineProcesses()
+    try:
+        vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
+        log = _Steps()
+        args = _for_measuring(engine_args, policy, kv_tokens, is_cpu=vllm.platforms.current_platform.is_cpu())
+        engine = await processes.start(name_or_path, args, stat_loggers=[lambda config, index: log])
+        try:
+            yield EngineClient(engine, log.steps, partial(processes.why_dead, engine))
+        finally:
+            await processes.stop(engine)
+    finally:
+        await processes.aclose()
+
+
+def _for_measuring(
+    engine_args: Mapping[str, Any], policy: str | None, kv_tokens: int | None, *, is_cpu: bool
+) -> dict[str, Any]:
+    args: dict[str, Any] = {"skip_tokenizer_init": True, "enable_logging_iteration_details": True}
+    if is_cpu:
+        args["dtype"] = "float32"
+    args |= engine_args
     if policy is not None:
         args |= scheduler_args("streaming", policy, None, args)
-    if vllm.platforms.current_platform.is_cpu():
-        args = {"block_size": CPU_BLOCK_SIZE, "enforce_eager": True, "dtype": "float32", **args}
-        args.setdefault("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)
     if kv_tokens is not None:
-        args["num_gpu_blocks_override"] = kv_tokens // args.get("block_size", GPU_BLOCK_SIZE)
-    steps: list[_Steps] = []
-
-    def make_steps(vllm_config: Any, engine_index: int = 0) -> _Steps:
-        steps.append(_Steps(vllm_config, engine_index))
-        return steps[-1]
-
-    try:
-        made = vllm.AsyncEngineArgs(model=model, enable_logging_iteration_details=True, **args)
-        engine = AsyncLLM.from_engine_args(made, stat_loggers=[make_steps])
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigurationError(f"vLLM cannot start {model}: {error}") from error
-    try:
-        yield EngineClient(engine, steps[0].steps)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await _stop(engine)
-
-
-async def _stop(engine: AsyncLLM) -> None:
-    resources = engine.engine_core.resources
-    tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
-    await asyncio.to_thread(engine.shutdown)
-    if tasks:
-        await asyncio.wait(tasks)
-    await asyncio.to_thread(resources.ctx.destroy, 0)
+        default = CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE
+        args["num_gpu_blocks_override"] = kv_tokens // args.get("block_size", default)
+    return args
 
 
 class EngineClient:
     """Speaks to one running engine. Made by `running_engine`."""
 
-    def __init__(self, engine: AsyncLLM, steps: list[MeasuredStep]) -> None:
+    def __init__(self, engine: "AsyncLLM", steps: list[MeasuredStep], why_dead: Callable[[], str]) -> None:
         self._engine = engine
-        self._streams = TokenStreams(engine)
+        self._streams = TokenStreams(engine, why_dead=why_dead)
+        self._why_dead = why_dead
         self._num_requests = 0
         self.steps = steps
         """All steps so far."""
         self.records: dict[str, list[RequestRecord]] = {}
         """By query: what became of its requests, from our scheduler only."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What a profile of it is about."""
+        return engine_facts(self._engine.vllm_config)
 
     @property
     def block_size(self) -> int:
@@ -145,9 +150,7 @@ class EngineClient:
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
     ) -> AsyncGenerator[tuple[int, ...], None]:
         """Send a prompt and yield its answer as it comes; closing aborts."""
-        params = _params(num_output_tokens)
-        outputs = self._engine.generate(tokens_input(list(token_ids)), params, self._request_id(query_id))
-        async with aclosing(outputs):
+        async with aclosing(self._outputs(query_id, _tokens_input(token_ids), num_output_tokens)) as outputs:
             async for output in outputs:
                 self._note(query_id, record_of(output))
                 if output.outputs[0].token_ids:
@@ -173,16 +176,17 @@ class EngineClient:
         num_before = 0  # tokens that answer chunks before the last
         is_last_sent = False
 
-        async def inputs() -> AsyncGenerator[StreamingInput, None]:
+        async def inputs() -> AsyncGenerator["StreamingInput", None]:
+            from vllm.engine.protocol import StreamingInput
+
             nonlocal num_before, is_last_sent
             async for token_ids, is_last in chunks:
                 is_last_sent = is_last
                 num_before += not is_last
-                yield StreamingInput(tokens_input(list(token_ids)), _params(num_output_tokens if is_last else 1))
+                yield StreamingInput(_tokens_input(token_ids), _params(num_output_tokens if is_last else 1))
 
         num_seen = 0
-        outputs = self._engine.generate(inputs(), _params(num_output_tokens), self._request_id(query_id))
-        async with aclosing(outputs):
+        async with aclosing(self._outputs(query_id, inputs(), num_output_tokens)) as outputs:
             async for output in outputs:
                 # Counted by tokens: what comes quickly, vLLM merges into one output, ends of chunks included.
                 new = output.outputs[0].token_ids
@@ -191,9 +195,14 @@ class EngineClient:
                 if num_shown > 0:
                     yield tuple(new[len(new) - num_shown :])
 
-    def _request_id(self, query_id: str) -> str:
+    async def _outputs(self, query_id: str, prompt: Any, num_output_tokens: int) -> AsyncGenerator[Any, None]:
+        """vLLM's RequestOutputs."""
         self._num_requests += 1
-        return f"{query_id}#{self._num_requests}"
+        request_id = f"{query_id}#{self._num_requests}"
+        with vllm_errors_translated(self._why_dead):
+            async with aclosing(self._engine.generate(prompt, _params(num_output_tokens), request_id)) as outputs:
+                async for output in outputs:
+                    yield output
 
     def _note(self, query_id: str, record: RequestRecord | None) -> None:
         if record is not None:
@@ -226,8 +235,16 @@ class EngineStream:
                 raise BackendError("the engine gave the stream up")
 
 
+def _tokens_input(token_ids: Sequence[int]) -> Any:
+    from vllm.inputs.engine import tokens_input
+
+    return tokens_input(list(token_ids))
+
+
 def _params(num_output_tokens: int) -> Any:
-    return vllm.SamplingParams(
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
         max_tokens=num_output_tokens,
         temperature=0.0,
         ignore_eos=True,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from streamrag.engine.swapping import Comparison
 from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRecord
 
 __all__ = ["RequestLog"]
@@ -22,6 +23,7 @@ class RequestLog:
     num_recomputed: int = 0
     num_invalidated: int = 0
     num_from_cache: int = 0
+    num_loaded: int = 0
     chunks: list[ChunkRecord] = field(default_factory=list)
     preemptions: list[PreemptionRecord] = field(default_factory=list)
 
@@ -37,12 +39,14 @@ class RequestLog:
         self.num_present = num_left
         self.num_known = min(self.num_known, chunk.num_common)
 
-    def computes(self, start: int, end: int, now_s: float) -> None:
-        """Prompt tokens [start, end) are computed in this step; what is new below `start` was in the prefix cache."""
+    def computes(self, start: int, end: int, now_s: float, num_loaded: int = 0) -> None:
+        """Prompt tokens [start, end) are computed in this step. What is new below `start` was in the prefix cache, but
+        for `num_loaded` tokens from host memory."""
         if self.scheduled_s is None:
             self.scheduled_s = now_s
         if start > self.num_present:
-            self.num_from_cache += start - self.num_present
+            self.num_from_cache += start - self.num_present - num_loaded
+            self.num_loaded += num_loaded
             if self.first_kv_s is None:
                 self.first_kv_s = now_s
         self.num_computed += end - start
@@ -57,9 +61,10 @@ class RequestLog:
         if is_complete and self.last_kv_s is None:
             self.last_kv_s = now_s
 
-    def loses(self, num_tokens: int, fate: str, now_s: float) -> None:
+    def loses(self, num_tokens: int, comparison: Comparison, now_s: float) -> None:
         """All of its KV was taken away, which was that of `num_tokens`, the answer's included."""
-        self.preemptions.append(PreemptionRecord(now_s, fate, num_tokens))
+        fate, recompute_s, swap_s = comparison.choice, comparison.recompute_s, comparison.swap_s
+        self.preemptions.append(PreemptionRecord(now_s, fate, num_tokens, recompute_s, swap_s))
         self.num_present = 0
 
     def ends(self, outcome: Outcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
@@ -79,6 +84,7 @@ class RequestLog:
             num_recomputed=self.num_recomputed,
             num_invalidated=self.num_invalidated,
             num_from_cache=self.num_from_cache,
+            num_loaded=self.num_loaded,
             chunks=tuple(self.chunks),
             preemptions=tuple(self.preemptions),
         )

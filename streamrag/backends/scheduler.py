@@ -20,12 +20,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from streamrag.backends.host_memory import Suspects
 from streamrag.backends.kv_memory import KvMemory
 from streamrag.backends.prompts import release_kv
 from streamrag.backends.stream_intake import StreamIntakeMixin
 from streamrag.backends.stream_request import StreamRequest
 from streamrag.backends.support import SchedulerOptions, check_supported, check_version
-from streamrag.engine import Limits, Pace, Plan, RequestView, make_policy, plan
+from streamrag.backends.swap_costs import swap_choice
+from streamrag.engine import Fate, Limits, Pace, Plan, RequestView, make_policy, plan
+from streamrag.engine.swapping import DROPPED, Comparison
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,9 +62,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self.options = SchedulerOptions.of(vllm_config)
         self.record_file = self.options.record_file()
         self.streaming_policy = make_policy(self.options.policy)
-        self.kv_memory = KvMemory(self)
-        num_most, step_s = self.options.num_partial_tokens, self.options.partial_step_s
-        self.pace = None if num_most is None else Pace(num_most, step_s)
+        self.kv_memory = KvMemory(self, self.host_memory)
+        if self.host_memory is not None:
+            choice = swap_choice(self.options, vllm_config, self.host_memory.block_bytes)
+            self.host_memory.attach(self.requests, choice)
+        self.is_lean = self.options.num_partial_tokens is not None
+        self.pace = Pace(self.options.num_partial_tokens or 0, self.options.partial_step_s)
+        self._num_kept_free = int(self.options.low_water * self.kv_cache_manager.block_pool.num_gpu_blocks)
         self._step_s = 0.0
         self._last_output_s = 0.0
         self._started_s: deque[float] = deque()  # of each step whose output is still to come
@@ -77,7 +84,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         is_stuck = not (step.plan.grants or step.decoding or step.held_up or self.deferred_frees)
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
         for eviction in step.plan.evictions:
-            self._evict(self._request(eviction.request), eviction.fate)
+            self._evict(self._request(eviction.request))
         running, waiting = self._set_aside(step)
         try:
             return super().schedule(throttle_prefills)
@@ -103,9 +110,15 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
     ) -> dict[int, "EngineCoreOutputs"]:
         now_s, started_s = self.clock(), self._started_s.popleft()
-        if self.pace:
-            num_tokens = scheduler_output.total_num_scheduled_tokens
-            self.pace.observe(num_tokens, now_s - max(started_s, self._last_output_s))
+        num_tokens, duration_s = (
+            scheduler_output.total_num_scheduled_tokens,
+            now_s - max(started_s, self._last_output_s),
+        )
+        self.pace.observe(num_tokens, duration_s)
+        if self.pace.tokens_per_s:
+            self.streaming_policy.runs_at(self.pace.tokens_per_s)
+        if self.host_memory is not None:
+            self.host_memory.has_run(scheduler_output, model_runner_output.kv_connector_output, duration_s)
         self._last_output_s = now_s
         return super().update_from_output(scheduler_output, model_runner_output)
 
@@ -116,6 +129,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
 
     def _plan(self) -> _Step:
         self.kv_memory.start_step()
+        if self.host_memory is not None:
+            self.host_memory.start_step(self._step_s)
         decoding, others = self._split_running()
         views, held_up = [self.kv_memory.view(r) for r in others], []
         for request in self.waiting:
@@ -129,10 +144,11 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
         num_tokens, num_seqs = self.max_num_scheduled_tokens, self.max_num_active_reqs
         # Who is alone on the engine keeps nobody waiting.
-        num_partial_tokens = self.pace.num_partial_tokens if self.pace and len(self.requests) > 1 else None
-        limits = Limits(num_tokens, num_seqs, self.options.can_partial_evict, len(decoding), num_partial_tokens)
+        num_partial_tokens = self.pace.num_partial_tokens if self.is_lean and len(self.requests) > 1 else None
+        can_evict, num_kept_free = self.options.can_partial_evict, self._num_kept_free
+        limits = Limits(num_tokens, num_seqs, can_evict, len(decoding), num_partial_tokens, num_kept_free)
         order = policy.order(views, self._step_s)
-        made = plan(order, self._idle_views, limits, self.kv_memory)
+        made = plan(order, self._idle_views, limits, self.kv_memory, self._fate)
         policy.admitted([g.request for g in made.grants if not g.request.is_running])
         return _Step(made, order, decoding, held_up)
 
@@ -149,8 +165,10 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         return decoding, [r for r in self.running if not r._output_token_ids or r.is_prefill_chunk]
 
     def _idle_views(self) -> list[RequestView]:
+        """Those that hold KV, the last of which is the first victim: the one that is expected to wait for longest."""
         views = [self.kv_memory.view(r, is_idle=True) for r in self.idle.values()]
-        return self.streaming_policy.order([v for v in views if v.num_blocks], self._step_s)
+        held = self.streaming_policy.order([v for v in views if v.num_blocks], self._step_s)
+        return sorted(held, key=lambda view: self.forecast.expected_s(view, self._step_s))
 
     def _is_held_up(self, request: Request) -> bool:
         """Whether vLLM itself would skip it: a grammar, or output in flight from before it was preempted."""
@@ -215,6 +233,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             prefills.append((request, self._record_prefill(request, num_tokens)))
             if request.is_partial:
                 partial.append(request)
+                if self.host_memory is not None:
+                    self.host_memory.computes(request)
         self._prefills_in_flight.append(prefills)
         self._started_s.append(self._step_s)
         super()._update_after_schedule(scheduler_output)
@@ -230,37 +250,86 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         num_prompt_tokens = request.num_prompt_tokens
         start = min(request.num_computed_tokens, num_prompt_tokens)
         end = min(request.num_computed_tokens + num_tokens, num_prompt_tokens)
-        request.log.computes(start, end, self._step_s)
+        request.log.computes(start, end, self._step_s, request.num_loaded_tokens)
+        request.num_loaded_tokens = 0
         return end == num_prompt_tokens  # never of a partial one, whose last token is hidden
 
     # -------------------------------------------------------------------------------------------------------- memory
 
-    def _evict(self, request: StreamRequest, fate: str) -> None:
+    def _evict(self, request: StreamRequest) -> None:
         if request.status == RequestStatus.RUNNING:
             self.running.remove(request)
             self._preempt_request(request, time.monotonic())
             # It may be resumed in this very step, for which the first model runner must be sent its tokens.
             self.prev_step_scheduled_req_ids.discard(request.request_id)
         else:
-            self._record_eviction(request, fate)
+            self._gives_up_kv(request)
             release_kv(self, request)
             request.num_preemptions += 1
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         assert isinstance(request, StreamRequest)
-        self._record_eviction(request, "recompute")
+        self._gives_up_kv(request)
         super()._preempt_request(request, timestamp, drop_stale_output)
 
-    def _record_eviction(self, request: StreamRequest, fate: str) -> None:
+    def _fate(self, view: RequestView) -> Fate:
+        request = self._request(view)
+        request.comparison = self._compare(request)
+        return request.comparison.choice
+
+    def _compare(self, request: StreamRequest) -> Comparison:
+        return DROPPED if self.host_memory is None else self.host_memory.compare(request)
+
+    def _gives_up_kv(self, request: StreamRequest) -> None:
+        comparison = request.comparison or self._compare(request)
+        if self.host_memory is not None and comparison.choice == "swap":
+            self.host_memory.releases(request)
+        request.view = request.comparison = None
+        request.was_evicted = True
+        request.log.loses(request.num_computed_tokens, comparison, self.clock())
+
+    def _handle_invalid_blocks(self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
+        """KV could not be loaded: whoever holds some of it, idle streams included, starts again without it.
+
+        vLLM's own way looks at the running requests only, and leaves it to the order in which they run next that one
+        of those that share a block computes it before the others read it.
+        """
+        assert self.host_memory is not None
+        wrong = self.host_memory.not_loaded(invalid_block_ids)
+        self.kv_cache_manager.evict_blocks(wrong.blocks)
+        affected = [r for r in self.requests.values() if self._is_affected(r, wrong)]
+        for request in affected:
+            self._restart(request)
+        return {request.request_id for request in affected}
+
+    def _is_affected(self, request: Request, wrong: Suspects) -> bool:
+        if request.is_finished():
+            return False
+        (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        # Who has lost the blocks since may still be sent what was computed from them.
+        return request.request_id in wrong.requests or not wrong.blocks.isdisjoint(block_ids)
+
+    def _restart(self, request: Request) -> None:
+        """Drop all KV of `request`, and what its steps in flight return."""
+        assert isinstance(request, StreamRequest)
         request.view = None
-        request.log.loses(request.num_computed_tokens, fate, self.clock())
+        if request.num_computed_tokens:
+            request.log.loses(request.num_computed_tokens, DROPPED, self.clock())
+        if request.status == RequestStatus.RUNNING:
+            self.running.remove(request)
+            super()._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
+        else:
+            release_kv(self, request)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if reset_running_requests:
             for request in (*self.idle.values(), *self.waiting):
                 assert isinstance(request, StreamRequest)
                 if self.kv_memory.num_blocks(request):
-                    self._evict(request, "recompute")
+                    self._evict(request)
+        if self.host_memory is not None:
+            self.host_memory.forget()
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     @staticmethod

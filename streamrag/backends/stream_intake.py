@@ -19,10 +19,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from streamrag.backends.host_memory import HostMemory, host_memory_of
 from streamrag.backends.prompts import replace_prompt
 from streamrag.backends.record_file import RecordFile
 from streamrag.backends.stream_request import StreamRequest
 from streamrag.backends.wire import KEY, ChunkMessage, EndOfInput, decode
+from streamrag.engine.forecast import ChunkForecast
 from streamrag.records import ChunkRecord
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class StreamIntakeMixin(_Base):
         self.wall_clock: Callable[[], float] = time.time
         """In seconds; of `Request.arrival_time`, which is all that vLLM says about when a plain request was sent."""
         self.record_file: RecordFile | None = None
+        self.forecast = ChunkForecast()
+        self.host_memory: HostMemory | None = host_memory_of(self.connector)
         self._outbox: list[tuple[int, EngineCoreOutput]] = []
         # Of each step whose output is still to come, the requests of whose prompts it computes tokens, and whether the
         # last of a complete one. vLLM calls `update_from_output` once per step, in order.
@@ -86,6 +90,7 @@ class StreamIntakeMixin(_Base):
         self._settle(stream)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: ChunkMessage) -> None:
+        now_s = self.clock()
         self._acknowledge(stream, num_chunks=stream.num_chunks)
         stream.num_chunks += 1
         num_held = len(stream._all_token_ids)
@@ -96,10 +101,12 @@ class StreamIntakeMixin(_Base):
         if problem:
             self._fail(stream, problem)
             return
+        self.forecast.observe(message.source, now_s - stream.last_chunk_s)
         num_computed = stream.num_computed_tokens
         stream.is_partial = not message.is_final  # first: a complete prompt has one token more to hash
         num_common = replace_prompt(self, stream, message.num_kept, request)
-        now_s = self.clock()
+        if self.host_memory is not None:
+            self.host_memory.changes(stream, num_computed, num_common)
         stream.sampling_params = request.sampling_params
         stream.max_tokens = request.max_tokens
         stream.last_chunk_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)

@@ -6,6 +6,7 @@ from vllm.v1.request import Request, RequestStatus
 from streamrag.backends.request_log import RequestLog
 from streamrag.backends.wire import ChunkMessage
 from streamrag.engine import RequestView
+from streamrag.engine.swapping import Comparison
 from streamrag.records import Outcome, RequestRecord
 
 __all__ = ["StreamRequest"]
@@ -28,6 +29,7 @@ class StreamRequest(Request):
     arrival_s: float
     last_chunk_s: float
     expected_complete_s: float | None
+    source: str
     num_chunks: int
     num_acknowledged: int
     """Chunks for which the client has been sent a finish. It expects exactly one each."""
@@ -35,6 +37,14 @@ class StreamRequest(Request):
     """While running: most tokens to compute in this step; None for no limit."""
     num_visible_tokens: int | None
     """While a partial prompt waits to be scheduled: as many of its tokens may be there after the step; None for all."""
+    num_loaded_tokens: int
+    """Tokens that the step for which it was admitted last loads from host memory."""
+    num_written_blocks: int
+    """Leading blocks that are in host memory, or were: written through."""
+    was_evicted: bool
+    """Whether it has lost KV to others."""
+    comparison: Comparison | None
+    """What is to become of its KV, while it is about to be evicted."""
     view: RequestView | None
     """The last view of it; None when it has changed since."""
     log: RequestLog
@@ -58,8 +68,12 @@ class StreamRequest(Request):
         request.resumable = False
         request.arrival_s = request.last_chunk_s = arrival_s
         request.expected_complete_s = chunk.expected_complete_s if chunk else None
+        request.source = chunk.source if chunk else ""
         request.num_chunks, request.num_acknowledged = 1, 0
         request.step_limit = request.num_visible_tokens = None
+        request.num_loaded_tokens = request.num_written_blocks = 0
+        request.was_evicted = False
+        request.comparison = None
         request.view = None
         request.log = RequestLog(request.request_id, request.is_stream, arrival_s, now_s)
         request.record = None
@@ -107,4 +121,6 @@ class StreamRequest(Request):
             is_idle,
             self.status == RequestStatus.RUNNING,
             self.expected_complete_s,
+            self.source,
+            self.was_evicted,
         )

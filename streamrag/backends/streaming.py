@@ -34,7 +34,9 @@ async def stream_then_generate(
             break
     else:
         raise BackendError(NO_COMPLETE_PROMPT)
-    async with streams.open(first.token_ids, params, is_complete=first.is_complete, hint=first.hint) as stream:
+    async with streams.open(
+        first.token_ids, params, is_complete=first.is_complete, hint=first.hint, source=first.source
+    ) as stream:
         pushing = asyncio.create_task(_push(prompts, stream), name="push prompts")
         try:
             async with aclosing(stream.events()) as events:

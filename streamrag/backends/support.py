@@ -4,17 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from streamrag.backends.record_file import RecordFile
+from streamrag.engine.swapping import EvictionMode
 from streamrag.errors import ConfigurationError, UnsupportedVersionError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["SUPPORTED_VERSION", "SchedulerOptions", "check_supported", "check_version"]
+__all__ = ["SUPPORTED_VERSION", "SchedulerOptions", "check_supported", "check_version", "why_no_host_memory"]
 
 SUPPORTED_VERSION = "0.32"
 
@@ -31,6 +32,16 @@ class SchedulerOptions:
     """See `streamrag.engine.Limits`; None fills every step."""
     partial_step_s: float = 0.05
     """See `streamrag.engine.Pace`."""
+    low_water: float = 0.1
+    """See `streamrag.engine.Limits.num_blocks_kept_free`, as a share of the KV blocks."""
+    eviction: EvictionMode = "recompute"
+    """What becomes of a victim's KV: see `streamrag.engine.swapping`. All but "recompute" need our KV connector."""
+    host_kv_bytes: int = 4 << 30
+    """Host memory for KV, of each worker."""
+    num_host_blocks: int | None = None
+    """Overrides `host_kv_bytes`: KV blocks that host memory holds."""
+    profile: str | None = None
+    """Hardware profile by which costs are compared, by name or path; None for one made from the model's shape."""
     records: str | None = None
     """A file to which the record of every request that ends is appended; see `streamrag.records.read_records`."""
 
@@ -41,7 +52,11 @@ class SchedulerOptions:
         names = [f.name for f in fields(cls)]
         if unknown := set(values) - set(names):
             raise ConfigurationError(f"additional_config['streamrag'] has {sorted(unknown)}; it may have {names}")
-        return cls(**values)
+        options = cls(**values)
+        modes = get_args(EvictionMode)
+        if options.eviction not in modes:
+            raise ConfigurationError(f"eviction={options.eviction!r} is none of {', '.join(modes)}")
+        return options
 
     def record_file(self) -> RecordFile | None:
         """:raises ConfigurationError: there cannot be such a file."""
@@ -95,3 +110,17 @@ def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> Non
         raise ConfigurationError(
             f"streaming does not work with {', '.join(found)}; switch that off, or use vLLM's own scheduler"
         )
+
+
+def why_no_host_memory(config: KVCacheConfig) -> str | None:
+    """What keeps blocks of this KV from being copied: they must be of one kind, kept whole and written by us alone."""
+    if len(config.kv_cache_groups) != 1:
+        return f"{len(config.kv_cache_groups)} kinds of KV blocks"
+    (group,) = config.kv_cache_groups
+    spec = group.kv_cache_spec
+    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    for each in specs:
+        # Their subclasses give blocks up, or keep tokens in them that are not the request's.
+        if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
+            return f"KV of the kind {type(each).__name__}"
+    return "KV of mixed precision" if config.needs_kv_cache_zeroing else None

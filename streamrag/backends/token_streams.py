@@ -75,7 +75,12 @@ class TokenStream:
     """One prompt that is still growing, and its answer. Made by `TokenStreams.open`."""
 
     def __init__(
-        self, engine: "AsyncLLM", params: SamplingParams, clock: Callable[[], float], why_dead: Callable[[], str]
+        self,
+        engine: "AsyncLLM",
+        params: SamplingParams,
+        clock: Callable[[], float],
+        why_dead: Callable[[], str],
+        source: str,
     ) -> None:
         self.record: RequestRecord | None = None
         """What the engine did with the request; there when the answer is complete, unless a stop text ended it."""
@@ -84,6 +89,7 @@ class TokenStream:
         self._engine = engine
         self._clock = clock
         self._why_dead = why_dead
+        self._source = source
         self._answer_params = to_vllm(params, engine.vllm_config)
         self._stream_params = for_stream(self._answer_params)
         self._max_model_len: int = engine.model_config.max_model_len
@@ -152,11 +158,9 @@ class TokenStream:
         num_kept = min(num_kept, len(new) - 1)  # vLLM takes no empty input
         now_s = self._clock()
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
-        message = ChunkMessage(self._num_chunks, num_kept, is_final, now_s, expected_s)
+        message = ChunkMessage(self._num_chunks, num_kept, is_final, now_s, expected_s, self._source)
         params = self._stream_params.clone()
         params.extra_args = {**(params.extra_args or {}), **message.extra_args()}
-        if is_final:
-            self._text = AnswerText(self._engine.tokenizer, new, self._answer_params)
         self._token_ids = new
         self._num_chunks += 1
         self.is_complete = is_final
@@ -166,6 +170,13 @@ class TokenStream:
             raise BackendError("the stream has ended: it was aborted or failed; iterating over it says why") from None
         if is_final:
             self._send_input.close()
+            self._answer_text()  # takes a while with a long prompt: while the engine computes
+
+    def _answer_text(self) -> AnswerText:
+        assert self.is_complete, "tokens came before the prompt was complete"
+        if self._text is None:
+            self._text = AnswerText(self._engine.tokenizer, self._token_ids, self._answer_params)
+        return self._text
 
     async def _inputs(self) -> AsyncGenerator["StreamingInput", None]:
         """For vLLM: the chunks, until the last."""
@@ -213,11 +224,10 @@ class TokenStream:
             is_newest = ours["chunk"] == self._num_chunks - 1
             return Prefilled(ours["num_computed"]) if is_newest else None
         self.record = record_of(output) or self.record
-        assert self._text is not None, "tokens came before the prompt was complete"
         new = part.token_ids[self._num_answered :]
         logprobs = part.logprobs[self._num_answered :] if part.logprobs else None
         self._num_answered += len(new)
-        piece = self._text.add(new, part.finish_reason)
+        piece = self._answer_text().add(new, part.finish_reason)
         return StreamedTokens(
             piece.text,
             tuple(new[: piece.num_tokens]),
@@ -264,14 +274,17 @@ class TokenStreams:
         *,
         is_complete: bool = False,
         hint: Hint | None = None,
+        source: str = "",
     ) -> AsyncIterator[TokenStream]:
         """A stream whose prompt begins with these tokens, or is these. Leaving the context aborts what is not finished.
+
+        `source` names what kind of retriever brings the chunks: the engine learns of each kind when to expect the next.
 
         :raises PromptTooLongError: the prompt leaves no room for an answer.
         :raises ConfigurationError: `params` have what vLLM refuses, or what a streamed prompt cannot have.
         :raises EngineDeadError: the engine's processes are gone.
         """
-        stream = TokenStream(self._engine, params, self._clock, self._why_dead)
+        stream = TokenStream(self._engine, params, self._clock, self._why_dead, source)
         self._open.add(stream)
         try:
             await stream.update(token_ids, is_last=is_complete, hint=hint)

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from streamrag.backends.strategy import Strategy, scheduler_args
+from streamrag.backends.strategy import EvictionMode, Strategy, scheduler_args
 from streamrag.backends.streaming import stream_then_generate
 from streamrag.backends.token_streams import TokenStreams, check_prompt_len, record_of
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
@@ -39,8 +39,14 @@ class VllmBackend:
 
     With the strategy "streaming" vLLM runs our scheduler, in which a prompt may grow and change while it is computed,
     see `streamrag.backends.scheduler`. `policy` orders the requests, see `streamrag.engine.make_policy`, and
-    `can_partial_evict` is explained at `streamrag.engine.Limits`. With "warming" vLLM is left as it is, and partial
-    prompts are prefilled by warming its prefix cache, see `streamrag.backends.warming`.
+    `can_partial_evict` is explained at `streamrag.engine.Limits`. `eviction` says what becomes of the KV of those that
+    must make room: it is computed again ("recompute"), copied to host memory and back ("swap"), or whatever is expected
+    to take less time ("cost"); "cost" is the default where there is a prefix cache. Host memory is bounded by
+    `host_kv_bytes` in each worker, 4 GiB by default. Costs are those of the hardware `profile`, by name or path;
+    without one they are estimated from the model's shape.
+
+    With "warming" vLLM is left as it is, and partial prompts are prefilled by warming its prefix cache, see
+    `streamrag.backends.warming`.
     """
 
     def __init__(
@@ -50,6 +56,9 @@ class VllmBackend:
         strategy: Strategy = "streaming",
         policy: str = "fcfs",
         can_partial_evict: bool | None = None,
+        eviction: EvictionMode | None = None,
+        host_kv_bytes: int | None = None,
+        profile: str | None = None,
         max_model_len: int | None = None,
         dtype: str = "auto",
         max_num_batched_tokens: int | None = None,
@@ -77,7 +86,15 @@ class VllmBackend:
         self._engine_args: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
         self._engine_args |= dict(engine_args or {})
         self._strategy = strategy
-        self._engine_args |= scheduler_args(strategy, policy, can_partial_evict, self._engine_args)
+        self._engine_args |= scheduler_args(
+            strategy,
+            policy,
+            can_partial_evict,
+            self._engine_args,
+            eviction=eviction,
+            host_kv_bytes=host_kv_bytes,
+            profile=profile,
+        )
         self._vllm: Any = None
         self._engine: Any = None
         self._streams: TokenStreams | None = None
@@ -117,16 +134,14 @@ class VllmBackend:
         """
         assert self._engine is None, "started already"
         began_s = time.monotonic()
-        check_can_start()
-        if self._path and self._path.is_dir() and not (self._path / "config.json").is_file():
-            raise ModelError(f"{self._path} is not a model: it has no config.json. Name the folder that has it")
+        check_can_start(self._path or self._model_name)
         self._processes = processes = EngineProcesses(self._log_path)
         try:
             progress("importing vLLM")
             self._vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
             progress(f"loading {self._model_name}" + ("" if self._path else " from the Hugging Face hub or its cache"))
             tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer, abandon_on_cancel=True)
-            self._engine = await self._start_engine(processes)
+            self._engine = await processes.start(self._path or self._model_name, self._engine_args)
             if "generate" not in await self._ask(self._engine.get_supported_tasks()):
                 raise ModelError(f"{self._model_name} does not generate text")
         except BaseException:
@@ -149,23 +164,6 @@ class VllmBackend:
             trust_remote_code=args.get("trust_remote_code", False),
         )
 
-    async def _start_engine(self, processes: EngineProcesses) -> Any:
-        starting = asyncio.ensure_future(
-            anyio.to_thread.run_sync(
-                processes.start, str(self._path or self._model_name), self._path is not None, self._engine_args
-            )
-        )
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            with anyio.CancelScope(shield=True):
-                while not starting.done():
-                    await anyio.to_thread.run_sync(processes.kill)
-                    await asyncio.wait([starting], timeout=0.5)
-                if not starting.exception():  # it was quicker
-                    self._engine = starting.result()
-            raise
-
     async def aclose(self) -> None:
         """Abort what is running, and end the engine's processes. Does nothing when not started."""
         engine, self._engine = self._engine, None
@@ -179,13 +177,8 @@ class VllmBackend:
                     await streams.aclose()
                 if not engine.errored:
                     await engine.abort(list(self._request_ids))
-                resources = engine.engine_core.resources
-                tasks = [engine.output_handler, resources.output_queue_task]
-                await anyio.to_thread.run_sync(processes.stop, engine)
-                if running := [task for task in tasks if task]:
-                    await asyncio.wait(running)
-                await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
-            await anyio.to_thread.run_sync(processes.close)
+                await processes.stop(engine)
+            await processes.aclose()
 
     # ------------------------------------------------------------------------------------------------------- answering
 
@@ -250,10 +243,7 @@ class VllmBackend:
     def _why_dead(self) -> str:
         if self._engine is None or self._processes is None:
             return "the engine was closed"
-        processes = self._engine.engine_core.resources.engine_manager.processes
-        codes = ", ".join(str(process.exitcode) for process in processes)
-        reason = self._processes.log.fatal_error()
-        return f"the engine's process is gone (exit code {codes})" + (f": {reason}" if reason else "")
+        return self._processes.why_dead(self._engine)
 
     # ----------------------------------------------------------------------------------------------------- maintenance
 

@@ -5,6 +5,7 @@ terminal. Its environment is put back once the engine's processes have it, its f
 and its output goes to a log, from which the reason of a failure is read.
 """
 
+import asyncio
 import importlib
 import importlib.metadata
 import multiprocessing
@@ -12,11 +13,14 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import anyio
+import anyio.to_thread
 
 from streamrag.backends.vllm_log import EngineLog
 from streamrag.errors import (
@@ -50,11 +54,12 @@ OWN_ERROR = re.compile(r"streamrag\.errors\.\w+: (.*)")
 _environment_lock = threading.Lock()  # the environment belongs to the process, so this does too
 
 
-def check_can_start() -> None:
-    """What can be known without importing vLLM, which takes seconds.
+def check_can_start(model: Path | str) -> None:
+    """What can be known without importing vLLM, which takes seconds. A model that is a path is in a folder.
 
     :raises MissingDependencyError: when vLLM is not installed.
     :raises UnsupportedVersionError: when another version is.
+    :raises ModelError: when the folder is no model.
     :raises ConfigurationError: in a process of an engine that is only just importing the program's main module.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -68,11 +73,14 @@ def check_can_start() -> None:
         except importlib.metadata.PackageNotFoundError:
             continue
         if version.startswith(SUPPORTED):
-            return
+            break
         raise UnsupportedVersionError(
             f"{name} {version} is installed, but streamrag runs on {SUPPORTED}x only. Install it with:  {INSTALL}"
         )
-    raise MissingDependencyError("vLLM", INSTALL)
+    else:
+        raise MissingDependencyError("vLLM", INSTALL)
+    if isinstance(model, Path) and model.is_dir() and not (model / "config.json").is_file():
+        raise ModelError(f"{model} is not a model: it has no config.json. Name the folder that has it")
 
 
 def import_vllm() -> Any:
@@ -105,22 +113,64 @@ def _environment(changes: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 class EngineProcesses:
-    """One engine from start to stop: its processes, folder and log. The methods block: call them in a thread."""
+    """One engine from start to stop: its processes, folder and log."""
 
     def __init__(self, log_path: Path | None = None) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
-        self.log = EngineLog(self._folder, log_path)
+        self._log = EngineLog(self._folder, log_path)
         self._processes: list[BaseProcess] = []
         self._is_started = threading.Event()
 
-    def start(self, model: str, is_local: bool, engine_args: Mapping[str, Any]) -> Any:
-        """A running AsyncLLM.
+    async def start(
+        self, model: Path | str, engine_args: Mapping[str, Any], *, stat_loggers: Sequence[Callable[..., Any]] = ()
+    ) -> Any:
+        """A running AsyncLLM of a model in a folder, or of that name on the hub. Cancelling ends its processes.
+
+        `stat_loggers` are factories as vLLM wants them; without one it counts nothing.
 
         :raises ModelError: when the model cannot be loaded.
         :raises ConfigurationError: when vLLM refuses the arguments or they need more memory than there is.
         :raises BackendError: when the engine fails otherwise.
         """
+        starting = asyncio.ensure_future(
+            anyio.to_thread.run_sync(self._start, str(model), isinstance(model, Path), engine_args, list(stat_loggers))
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):
+                while not starting.done():
+                    await anyio.to_thread.run_sync(self._kill)
+                    await asyncio.wait([starting], timeout=0.5)
+                if not starting.exception():  # it was quicker
+                    await self.stop(starting.result())
+            raise
+
+    async def stop(self, engine: Any) -> None:
+        """Stop a running AsyncLLM, whose requests have been aborted."""
+        resources = engine.engine_core.resources
+        tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(lambda: engine.shutdown(timeout=SHUTDOWN_GRACE_S))
+            if tasks:
+                await asyncio.wait(tasks)
+            await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
+
+    async def aclose(self) -> None:
+        """Remove what is left on disk; the log too, unless it was given a path."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._close)
+
+    def why_dead(self, engine: Any) -> str:
+        """The exit codes of this AsyncLLM's processes, and the reason that the log has."""
+        codes = ", ".join(str(process.exitcode) for process in engine.engine_core.resources.engine_manager.processes)
+        reason = self._log.fatal_error()
+        return f"the engine's process is gone (exit code {codes})" + (f": {reason}" if reason else "")
+
+    def _start(
+        self, model: str, is_local: bool, engine_args: Mapping[str, Any], stat_loggers: list[Callable[..., Any]]
+    ) -> Any:
         with _environment({}) as environment:
             # Sets its own place in the environment, so that compiled code outlives the folder that TMPDIR will name.
             importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
@@ -135,14 +185,14 @@ class EngineProcesses:
             environment["HF_HUB_OFFLINE"] = "1"
         borrowed = ExitStack()
         borrowed.enter_context(_environment(environment))
-        borrowed.enter_context(self.log.redirected())
+        borrowed.enter_context(self._log.redirected())
         others = set(multiprocessing.active_children())
         num_processes = config.parallel_config.data_parallel_size_local
         returning = threading.Thread(target=self._give_back_once_spawned, args=(borrowed, others, num_processes))
         returning.start()
         try:
             async_llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
-            return async_llm.from_vllm_config(config, disable_log_stats=True)
+            return async_llm.from_vllm_config(config, disable_log_stats=True, stat_loggers=stat_loggers)
         except Exception as error:
             raise self._start_error(model, error) from error
         finally:
@@ -156,31 +206,26 @@ class EngineProcesses:
                 new = set(multiprocessing.active_children()) - others
                 self._processes = [process for process in new if process.name.startswith("EngineCore")]
 
-    def kill(self) -> None:
-        """Make a `start` that runs in another thread fail soon."""
+    def _kill(self) -> None:
+        """Make a `_start` that runs in another thread fail soon."""
         for process in self._processes:
             if process.pid and not self._is_started.is_set():
                 importlib.import_module("vllm.utils.system_utils").kill_process_tree(process.pid)
 
-    def stop(self, engine: Any) -> None:
-        """Stop a running AsyncLLM."""
-        engine.shutdown(timeout=SHUTDOWN_GRACE_S)
-
-    def close(self) -> None:
-        """Remove what is left on disk; the log too, unless it was given a path."""
-        self.log.close()
+    def _close(self) -> None:
+        self._log.close()
         self._temporary.cleanup()
 
     def _start_error(self, model: str, error: Exception) -> Exception:
-        reason = self.log.fatal_error()
+        reason = self._log.fatal_error()
         if reason is None:
-            return BackendError(f"vLLM's engine failed while it was started: {error}\n{self.log.last_lines()}")
+            return BackendError(f"vLLM's engine failed while it was started: {error}\n{self._log.last_lines()}")
         if refused := OWN_ERROR.match(reason):
             return ConfigurationError(f'{refused.group(1)}: VllmBackend(..., strategy="warming")')
         if "memory" in reason.lower() or "KV cache" in reason:
             return ConfigurationError(
                 f"the model's KV cache does not fit: {reason}\n"
-                "Change kv_cache_bytes (or gpu_memory_utilization), or lower max_model_len"
+                "Change kv_cache_bytes or gpu_memory_utilization (of a benchmark: --kv-tokens), or lower max_model_len"
             )
         return ModelError(f"vLLM cannot load {model}: {reason}")
 

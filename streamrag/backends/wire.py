@@ -28,6 +28,8 @@ class ChunkMessage:
     """When the chunk arrived, on `time.monotonic` of this host; None if the client runs on another."""
     expected_complete_s: float | None = None
     """When the retriever expects the prompt to be complete, on the same clock."""
+    source: str = ""
+    """What kind of retriever the chunk comes from: those of one kind are expected to behave alike."""
 
     def extra_args(self) -> dict[str, Any]:
         return {KEY: asdict(self)}

@@ -2,16 +2,31 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
+from streamrag.engine.swapping import EvictionMode
 from streamrag.records import RequestRecord
 
-__all__ = ["ARMS", "Arm", "CellResult", "CellSettings", "CopyResult", "RequestResult", "StepPart", "StepResult"]
+__all__ = [
+    "ARMS",
+    "EVICTIONS",
+    "Arm",
+    "CellResult",
+    "CellSettings",
+    "CopyResult",
+    "CopyTotals",
+    "RequestResult",
+    "StepPart",
+    "StepResult",
+]
 
 Arm: TypeAlias = Literal["no-streaming", "warming", "stock-sessions", "streaming"]
 ARMS: tuple[Arm, ...] = ("no-streaming", "warming", "stock-sessions", "streaming")
 """What a client may do with chunks that arrive over time: wait for all of them; warm the prefix cache; use the sessions
 of vLLM's own scheduler, which can only append; stream into ours."""
+
+EVICTIONS: tuple[EvictionMode, ...] = get_args(EvictionMode)
+"""What becomes of KV that is taken away: dropped; copied to host memory; or what is expected to cost less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +36,14 @@ class CellSettings:
     clock: Literal["virtual", "wall"]
     """Virtual time comes from a hardware profile; wall time from a real engine. No cell mixes them."""
     workload: str
-    """"crawler" or "anns" (generated), or the path of a trace."""
+    """"crawler", "anns" or "anns-last" (generated), or the path of a trace."""
     arm: Arm
     policy: str = "fcfs"
     """For the streaming arm; see `streamrag.engine.make_policy`."""
-    eviction: str = "recompute"
+    eviction: EvictionMode = "recompute"
+    """For the streaming arm; the others run vLLM's own scheduler, which recomputes."""
+    host_kv_bytes: int | None = None
+    """Host memory for KV, of each worker; None for the scheduler's own choice. Not with "recompute"."""
     qps: float | None = None
     """Poisson arrivals, open loop, per second; None for the trace's own arrivals."""
     delay: float = 1.0
@@ -94,13 +112,26 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """KV of one request, copied between device and host."""
+    """KV of one request, copied between device and host in one step."""
 
     query_id: str
     direction: Literal["to-host", "to-device"]
     start_s: float
     end_s: float
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTotals:
+    """What was copied between device and host in a cell, by all ranks together."""
+
+    num_blocks_saved: int = 0
+    num_blocks_loaded: int = 0
+    num_bytes_out: int = 0
+    num_bytes_in: int = 0
+    out_s: float = 0.0
+    """Time in which blocks were copied to the host."""
+    in_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +154,8 @@ class CellResult:
     """Versions, device, profile, capacity."""
     num_unfinished: int = 0
     """Queries that the engine never answered: vLLM's own sessions can stand still for ever when memory is short."""
+    copy_totals: CopyTotals | None = None
+    """None where there is no host memory for KV, or the engine does not tell."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -137,5 +170,14 @@ class CellResult:
         )
         steps = tuple(StepResult(**{**s, "parts": tuple(StepPart(**p) for p in s["parts"])}) for s in values["steps"])
         copies = tuple(CopyResult(**c) for c in values["copies"])
-        settings = CellSettings(**values["settings"])
-        return cls(**{**values, "settings": settings, "requests": requests, "steps": steps, "copies": copies})
+        settings, totals = CellSettings(**values["settings"]), values.get("copy_totals")
+        return cls(
+            **{
+                **values,
+                "settings": settings,
+                "requests": requests,
+                "steps": steps,
+                "copies": copies,
+                "copy_totals": totals and CopyTotals(**totals),
+            }
+        )

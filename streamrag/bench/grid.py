@@ -1,18 +1,19 @@
 """The cells of a benchmark: every combination of what varies."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from streamrag.bench.cell import ARMS, Arm, CellSettings
+from streamrag.bench.cell import ARMS, EVICTIONS, Arm, CellSettings
 from streamrag.engine.policies import make_policy
+from streamrag.engine.swapping import EvictionMode
 from streamrag.errors import ConfigurationError
 
 __all__ = ["GENERATED", "Grid", "describe_cell", "describe_load", "describe_qps", "load_of", "variant_name"]
 
-GENERATED = ("crawler", "anns")
+GENERATED = ("crawler", "anns", "anns-last")
 """Workloads that are generated; any other is a trace file."""
 
 
@@ -20,7 +21,7 @@ GENERATED = ("crawler", "anns")
 class Grid:
     """What varies between the cells of a benchmark, and what does not.
 
-    Policies and evictions are the streaming arm's: the other arms run once for each load.
+    Policies, evictions and scheduler options are the streaming arm's: the other arms run once for each load.
 
     :raises ConfigurationError: a value that no cell could run with.
     """
@@ -29,7 +30,11 @@ class Grid:
     workload: str
     arms: tuple[Arm, ...] = ("no-streaming", "streaming")
     policies: tuple[str, ...] = ("fcfs",)
-    evictions: tuple[str, ...] = ("recompute",)
+    evictions: tuple[EvictionMode, ...] = ("recompute",)
+    host_kv_bytes: int | None = None
+    """For evictions that copy; None leaves it to the scheduler."""
+    scheduler_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further options of our scheduler."""
     qps: tuple[float, ...] = ()
     """None given: the trace's own arrivals."""
     delays: tuple[float, ...] = (1.0,)
@@ -50,6 +55,11 @@ class Grid:
                 raise ConfigurationError(f"there is no arm {arm!r}; choose from {', '.join(ARMS)}")
         for policy in self.policies:
             make_policy(policy)
+        for eviction in self.evictions:
+            if eviction not in EVICTIONS:
+                raise ConfigurationError(f"there is no eviction {eviction!r}; choose from {', '.join(EVICTIONS)}")
+        if self.host_kv_bytes is not None and self.host_kv_bytes < 1:
+            raise ConfigurationError(f"host-kv-bytes={self.host_kv_bytes}: it must be at least 1")
         for name, values in (("qps", self.qps), ("delay", self.delays), ("kv-tokens", self.kv_tokens)):
             for value in values:
                 if not value > 0:
@@ -71,7 +81,7 @@ class Grid:
                 )
         elif not Path(self.workload).exists():
             raise ConfigurationError(
-                f"workload {self.workload!r} is neither {' nor '.join(GENERATED)} nor a trace that is there"
+                f"workload {self.workload!r} is none of {', '.join(GENERATED)}, nor a trace that is there"
             )
 
     def cells(self) -> tuple[CellSettings, ...]:
@@ -84,6 +94,7 @@ class Grid:
                 arm=arm,
                 policy=policy,
                 eviction=eviction,
+                host_kv_bytes=self.host_kv_bytes if eviction != "recompute" else None,
                 qps=qps,
                 delay=delay,
                 kv_tokens=kv_tokens,
@@ -94,12 +105,13 @@ class Grid:
                 model=self.model,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_num_seqs=self.max_num_seqs,
+                scheduler_options=self.scheduler_options if arm == "streaming" else {},
             )
             for seed, delay, kv_tokens, qps in loads
             for arm, policy, eviction in self._variants()
         )
 
-    def _variants(self) -> Iterator[tuple[Arm, str, str]]:
+    def _variants(self) -> Iterator[tuple[Arm, str, EvictionMode]]:
         defaults = CellSettings("virtual", "", "streaming")
         for arm in self.arms:
             if arm == "streaming":
@@ -112,8 +124,9 @@ def variant_name(settings: CellSettings) -> str:
     """What is compared: the arm, and of the streaming arm the policy, the eviction and further options."""
     if settings.arm != "streaming":
         return settings.arm
+    host = "" if settings.host_kv_bytes is None else f" host_kv_bytes={settings.host_kv_bytes:,}"
     options = "".join(f" {name}={value}" for name, value in sorted(settings.scheduler_options.items()))
-    return f"streaming {settings.policy}/{settings.eviction}{options}"
+    return f"streaming {settings.policy}/{settings.eviction}{host}{options}"
 
 
 def load_of(settings: CellSettings) -> CellSettings:
@@ -124,6 +137,7 @@ def load_of(settings: CellSettings) -> CellSettings:
         arm=defaults.arm,
         policy=defaults.policy,
         eviction=defaults.eviction,
+        host_kv_bytes=defaults.host_kv_bytes,
         qps=defaults.qps,
         seed=defaults.seed,
         scheduler_options=defaults.scheduler_options,

@@ -16,14 +16,27 @@ from typing import TYPE_CHECKING
 
 from streamrag.bench.provenance import versions
 from streamrag.bench.workload import Tokens
-from streamrag.engine.costs import Part, TableProfile, fit_table
+from streamrag.engine.costs import TableProfile
+from streamrag.engine.fitting import fit_table
+from streamrag.engine.parts import Part
 from streamrag.errors import BackendError
 from streamrag.trace.values import TracedChunk
 
 if TYPE_CHECKING:
     from streamrag.backends.engine_client import EngineClient, MeasuredStep
 
-__all__ = ["NUM_IN_VOCABULARY", "Pass", "StepTime", "measure", "measure_profile", "table_profile", "warm_up"]
+__all__ = [
+    "NUM_IN_VOCABULARY",
+    "FreshTokens",
+    "Pass",
+    "StepTime",
+    "answer",
+    "measure",
+    "measure_profile",
+    "steps_since",
+    "table_profile",
+    "warm_up",
+]
 
 NUM_IN_VOCABULARY = 512
 """Token ids are below this, which every model has."""
@@ -118,7 +131,7 @@ def table_profile(passes: Sequence[Pass], client: "EngineClient", name: str) -> 
 async def warm_up(client: "EngineClient", budget: int, max_model_len: int) -> None:
     """The very first steps of an engine take seconds."""
     for num_tokens in (min(budget, max_model_len - 2), 1):
-        await _answer(client, "warm-up", _Fresh("warm-up").take(num_tokens), 1)
+        await answer(client, "warm-up", FreshTokens("warm-up").take(num_tokens), 1)
 
 
 async def measure(client: "EngineClient", budget: int, max_model_len: int, max_num_seqs: int) -> Pass:
@@ -126,13 +139,13 @@ async def measure(client: "EngineClient", budget: int, max_model_len: int, max_n
 
     A pass measures everything once. Several, far apart, tell what a machine does that is not always equally fast.
     """
-    tokens = _Fresh(f"measured {len(client.steps)}")
+    tokens = FreshTokens(f"measured {len(client.steps)}")
     most = min(budget, max_model_len - 2)
     steps: list[StepTime] = []
     for num_context in _contexts(client.block_size, max_model_len):
         prefix = tokens.take(num_context)
         if prefix:
-            await _answer(client, "prefix", prefix + tokens.take(1), 1)  # from now on in the prefix cache
+            await answer(client, "prefix", prefix + tokens.take(1), 1)  # from now on in the prefix cache
         for batch in _batches(most, num_context, max_num_seqs):
             if batch.num_most_tokens < max_model_len:
                 steps += await _steps_of(client, batch, prefix, tokens, min(NUM_BLOCKER_TOKENS, most))
@@ -161,7 +174,7 @@ def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]
 
 
 async def _steps_of(
-    client: "EngineClient", batch: _Batch, prefix: list[int], tokens: "_Fresh", num_blocker_tokens: int
+    client: "EngineClient", batch: _Batch, prefix: list[int], tokens: "FreshTokens", num_blocker_tokens: int
 ) -> list[StepTime]:
     """Its steps; none if it did not come together in one."""
     all_parts = list(batch.parts())
@@ -171,11 +184,11 @@ async def _steps_of(
         num_before = len(client.steps)
         prompts = [prefix + tokens.take(batch.num_tokens) for _ in range(batch.num_requests)]
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_answer(client, "blocker", tokens.take(num_blocker_tokens), 1))
+            tasks.create_task(answer(client, "blocker", tokens.take(num_blocker_tokens), 1))
             await asyncio.sleep(HEAD_START_S)
             for index, prompt in enumerate(prompts):
-                tasks.create_task(_answer(client, f"together {index}", prompt, batch.num_output_tokens))
-        steps = await _steps_since(client, num_before, num_tokens)
+                tasks.create_task(answer(client, f"together {index}", prompt, batch.num_output_tokens))
+        steps = await steps_since(client, num_before, num_tokens)
         if [(step.num_requests, step.num_tokens) for step in steps[1:]] == expected:
             return [
                 StepTime(parts, after.end_s - before.end_s, after.elapsed_s)
@@ -188,12 +201,12 @@ async def _beside_s(client: "EngineClient", token_ids: list[int]) -> float:
     """Of a request that is alone: what its first token takes beside the model."""
     clock, num_before = asyncio.get_running_loop().time, len(client.steps)
     start_s = clock()
-    await _answer(client, "alone", token_ids, 1)
+    await answer(client, "alone", token_ids, 1)
     took_s = clock() - start_s
-    return took_s - sum(step.elapsed_s for step in await _steps_since(client, num_before, len(token_ids)))
+    return took_s - sum(step.elapsed_s for step in await steps_since(client, num_before, len(token_ids)))
 
 
-async def _steps_since(client: "EngineClient", num_before: int, num_tokens: int) -> Sequence["MeasuredStep"]:
+async def steps_since(client: "EngineClient", num_before: int, num_tokens: int) -> Sequence["MeasuredStep"]:
     """The steps of so many tokens, of which the engine tells a moment after the tokens themselves."""
     for _ in range(100):
         steps = client.steps[num_before:]
@@ -203,7 +216,7 @@ async def _steps_since(client: "EngineClient", num_before: int, num_tokens: int)
     raise BackendError(f"the engine told of {sum(step.num_tokens for step in steps)} tokens' steps, not {num_tokens}")
 
 
-class _Fresh:
+class FreshTokens:
     """Tokens that no request has had before."""
 
     def __init__(self, name: str) -> None:
@@ -215,7 +228,7 @@ class _Fresh:
         return Tokens(NUM_IN_VOCABULARY).of_chunk(TracedChunk(f"{self._name} {self._num_taken}", num_tokens))
 
 
-async def _answer(client: "EngineClient", query_id: str, token_ids: list[int], num_output_tokens: int) -> None:
+async def answer(client: "EngineClient", query_id: str, token_ids: list[int], num_output_tokens: int) -> None:
     async with aclosing(client.generate(query_id, token_ids, num_output_tokens)) as answer:
         async for _ in answer:
             pass

@@ -18,6 +18,7 @@ def merged(records: Sequence[RequestRecord]) -> RequestRecord | None:
         num_recomputed=sum(r.num_recomputed for r in records),
         num_invalidated=sum(r.num_invalidated for r in records),
         num_from_cache=sum(r.num_from_cache for r in records),
+        num_loaded=sum(r.num_loaded for r in records),
         preemptions=tuple(p for r in records for p in r.preemptions),
     )
 

@@ -15,6 +15,9 @@ from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
 
 __all__ = ["make_report"]
 
+COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "num_bytes_in": 1e9}
+"""Of `CopyTotals`, and what the report counts them in."""
+
 
 def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, str] | None = None) -> str:
     """The page, as HTML; `failed` maps the names of cells that have no result to why.
@@ -170,28 +173,44 @@ def _goodput_at(comparison: Comparison, variant: str, qps: float | None, slos: S
 
 
 def _preemptions(comparison: Comparison) -> str:
-    fates = sorted({fate for _, _, p in _rows(comparison) for d in p.digests for fate in d.num_preemptions or {}})
+    digests = [digest for _, _, pool in _rows(comparison) for digest in pool.digests]
+    fates = sorted({fate for digest in digests for fate in digest.num_preemptions or {}})
     fates = sorted(fates, key=lambda fate: ["swap", "recompute"].index(fate) if fate in ("swap", "recompute") else 9)
+    has_copies = any(digest.copy_totals for digest in digests)
+    of_tokens = ["lost in them", "recomputed", "tax", "invalidated", *(["loaded"] if has_copies else [])]
+    of_copies = ["saved", "loaded", "out", "in"] if has_copies else []
+    names = [*fates, *of_tokens, *of_copies, "busy"]
     rows = []
     shown: float | str | None = ""
     for qps, variant, pool in _rows(comparison):
         if qps != shown:
             shown = qps
-            rows.append([Cell(describe_qps(qps), is_group=True), *[Cell("")] * (len(fates) + 5)])
-        if any(digest.num_preemptions is None for digest in pool.digests):
-            counts = [Cell("not told")] + [Cell("")] * (len(fates) + 2)
-        else:
-            counts = [
-                *(cell(pool.total(lambda d, fate=fate: (d.num_preemptions or {}).get(fate, 0))) for fate in fates),  # type: ignore[misc]
-                cell(pool.total(lambda d: d.num_tokens_lost)),
-                cell(pool.total(lambda d: sum(d.num_recomputed))),
-                cell(pool.total(lambda d: sum(d.num_invalidated))),
-            ]
+            rows.append([Cell(describe_qps(qps), is_group=True), *[Cell("")] * (1 + len(names))])
+        counts = _counts(pool, fates, has_copies=has_copies) or [Cell("not told"), *[Cell("")] * (len(names) - 2)]
         busy = cell(pool.total(lambda d: 100 * d.busy_s / d.completion_s if d.completion_s else math.nan), unit=" %")
         rows.append([Cell(""), Cell(variant), *counts, busy])
-    groups = [("", 2), ("preemptions", len(fates)), ("tokens", 3), ("engine", 1)]
-    names = ["load", "arm", *fates, "lost in them", "recomputed", "invalidated", "busy"]
-    return "<p>Per cell; means over seeds.</p>" + table(head(groups, names), rows)
+    num_copies = len(of_copies) // 2
+    groups = [("preemptions", len(fates)), ("tokens", len(of_tokens)), ("blocks", num_copies), ("GB", num_copies)]
+    note = "<p>Per cell; means over seeds. Tax: computed again because of preemption, of all tokens computed.</p>"
+    return note + table(head([("", 2), *groups, ("engine", 1)], ["load", "arm", *names]), rows)
+
+
+def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]:
+    """Nothing where the engine does not tell."""
+    if any(digest.num_preemptions is None for digest in pool.digests):
+        return []
+    counts = [
+        *(cell(pool.total(lambda d, fate=fate: (d.num_preemptions or {}).get(fate, 0))) for fate in fates),  # type: ignore[misc]
+        cell(pool.total(lambda d: d.num_tokens_lost)),
+        cell(pool.total(lambda d: sum(d.num_recomputed))),
+        cell(pool.total(lambda d: 100 * d.recompute_tax), unit=" %"),
+        cell(pool.total(lambda d: sum(d.num_invalidated))),
+    ]
+    if has_copies:
+        counts.append(cell(pool.total(lambda d: d.num_loaded)))
+        for name, unit in COPIED.items():
+            counts.append(cell(pool.total(lambda d, n=name, u=unit: getattr(d.copy_totals, n, math.nan) / u)))  # type: ignore[misc]
+    return counts
 
 
 def _arrivals(comparison: Comparison) -> str:

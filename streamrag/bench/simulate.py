@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamrag.bench.arms import Timing, check_arm, run_query
 from streamrag.bench.cell import CellResult, CellSettings, RequestResult, StepPart, StepResult
 from streamrag.bench.floor import floor_s
 from streamrag.bench.provenance import versions
 from streamrag.bench.query_records import merged
+from streamrag.bench.step_time import CopyLog, StepTimes
 from streamrag.bench.virtual_time import DeadlockError, run_virtual
 from streamrag.bench.workload import Arriving, Tokens, load_trace, longest_prompt, make_load, token_budget
 from streamrag.engine.costs import StepProfile, load_profile
@@ -67,9 +68,17 @@ def _checked_profile(settings: CellSettings) -> StepProfile:
         raise ConfigurationError(f"model={settings.model!r} needs wall time; virtual time takes a hardware profile")
     if settings.profile is None:
         raise ConfigurationError("virtual time needs a hardware profile; give one, e.g. profile='h200-llama8b-tp2'")
-    if settings.eviction != "recompute":
-        raise ConfigurationError(f"eviction={settings.eviction!r}: only 'recompute' is there so far")
-    return load_profile(settings.profile)
+    profile = load_profile(settings.profile)
+    if _has_host_memory(settings) and profile.copies is None:
+        raise ConfigurationError(
+            f"eviction={settings.eviction!r}: profile {settings.profile!r} does not say how long copies take; "
+            "take another, or eviction='recompute'"
+        )
+    return profile
+
+
+def _has_host_memory(settings: CellSettings) -> bool:
+    return settings.arm == "streaming" and settings.eviction != "recompute"
 
 
 @contextmanager
@@ -95,6 +104,8 @@ class _Run:
     profile: StepProfile
     progress: Progress
     timings: dict[str, Timing] = field(default_factory=dict)
+    step_times: StepTimes = field(init=False)
+    copy_log: CopyLog | None = field(default=None, init=False)
 
     @property
     def kv_tokens(self) -> int:
@@ -103,6 +114,7 @@ class _Run:
     def make_client(self, keep_steps: bool) -> "SimulatedClient":
         from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
         from streamrag.backends.simulated.config import EngineShape
+        from streamrag.backends.step_parts import parts_of
 
         settings, block_size = self.settings, self.profile.block_size
         longest = longest_prompt(self.queries) + settings.num_output_tokens + 1
@@ -118,10 +130,28 @@ class _Run:
             max_num_batched_tokens=token_budget(settings),
             max_num_seqs=settings.max_num_seqs,
             is_async=self.profile.is_async,
-            streamrag={"policy": settings.policy, **settings.scheduler_options},
+            streamrag=self._scheduler_options(),
         )
-        engine = simulated_engine(shape, self.profile.step_s, is_stock=settings.arm != "streaming")
+        copies = self.profile.copies if _has_host_memory(settings) else None
+        self.copy_log = CopyLog(copies, block_size) if copies and keep_steps else None
+        self.step_times = StepTimes(self.profile, parts_of, copies=copies, log=self.copy_log)
+        engine = simulated_engine(shape, self.step_times, is_stock=settings.arm != "streaming")
         return SimulatedClient(engine, delivery_s=self.profile.delivery_s, keep_steps=keep_steps)
+
+    def _scheduler_options(self) -> dict[str, Any]:
+        from streamrag.backends.support import SchedulerOptions
+
+        settings = self.settings
+        if settings.arm != "streaming":
+            return {}
+        options: dict[str, Any] = {"policy": settings.policy, "eviction": settings.eviction}
+        if _has_host_memory(settings):
+            assert self.profile.copies
+            host_kv_bytes = settings.host_kv_bytes or SchedulerOptions().host_kv_bytes
+            # In blocks of the profile: those of the simulated engine have a size that means nothing.
+            options["num_host_blocks"] = host_kv_bytes // self.profile.copies.block_bytes
+            options["profile"] = settings.profile
+        return options | settings.scheduler_options
 
     async def play(self, client: "SimulatedClient") -> None:
         async with client, asyncio.TaskGroup() as tasks:
@@ -169,8 +199,10 @@ class _Run:
             completion_s,
             wall_s,
             steps,
-            provenance=provenance,
+            tuple(self.copy_log.copies) if self.copy_log else (),
+            provenance,
             num_unfinished=len(self.queries) - len(requests),
+            copy_totals=self.step_times.totals,
         )
 
     def _request(self, query: TracedQuery, timing: Timing, records: Sequence[RequestRecord]) -> RequestResult:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from streamrag.bench.cell import CellResult, CellSettings, RequestResult
+from streamrag.bench.cell import CellResult, CellSettings, CopyTotals, RequestResult
 from streamrag.errors import ConfigurationError
 
 __all__ = ["LIMITS", "PERCENTILES", "Digest", "Slos", "digest", "parse_slos", "percentile", "spread", "summarise"]
@@ -84,12 +84,24 @@ class Digest:
     """By what became of the KV; None where the engine does not tell."""
     num_tokens_lost: int
     """In preemptions."""
+    num_computed: int
+    """Prompt tokens that were computed, all in all."""
+    num_taxed: int
+    """Of these, those that had to be computed again because of preemption: the recompute tax."""
+    num_loaded: int
+    """Prompt tokens that came back from host memory."""
     busy_s: float
     completion_s: float
     wall_s: float
     num_unfinished: int = 0
     """Queries that were never answered; the figures are of the others."""
+    copy_totals: CopyTotals | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def recompute_tax(self) -> float:
+        """Share of the computed tokens that were computed again because of preemption."""
+        return self.num_taxed / self.num_computed if self.num_computed else math.nan
 
     @property
     def speed(self) -> float:
@@ -123,10 +135,15 @@ def digest(result: CellResult) -> Digest:
         num_recomputed=tuple(record.num_recomputed for record in records),
         num_preemptions=_by_fate(p.fate for p in preemptions) if records else None,
         num_tokens_lost=sum(p.num_tokens_lost for p in preemptions),
+        num_computed=sum(record.num_computed for record in records),
+        # Of the others, what was computed again is the rest of a block that an update could not keep.
+        num_taxed=sum(record.num_recomputed for record in records if record.preemptions),
+        num_loaded=sum(record.num_loaded for record in records),
         busy_s=result.busy_s,
         completion_s=result.completion_s,
         wall_s=result.wall_s,
         num_unfinished=result.num_unfinished,
+        copy_totals=result.copy_totals,
         provenance=result.provenance,
     )
 
@@ -158,6 +175,9 @@ def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
         "num_preemptions": digest.num_preemptions,
         "num_tokens_invalidated": sum(digest.num_invalidated) if tells else None,
         "num_tokens_recomputed": sum(digest.num_recomputed) if tells else None,
+        "recompute_tax": _or_none(digest.recompute_tax) if tells else None,
+        "num_tokens_loaded": digest.num_loaded if tells else None,
+        "copies": asdict(digest.copy_totals) if digest.copy_totals else None,
         "busy_s": digest.busy_s,
         "completion_s": digest.completion_s,
         "wall_s": digest.wall_s,

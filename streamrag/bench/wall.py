@@ -58,8 +58,6 @@ def _check(settings: CellSettings) -> None:
         raise ConfigurationError(f"profile={settings.profile!r} is for virtual time; a real engine needs none")
     if settings.model is None:
         raise ConfigurationError("wall time needs a model: give its folder or its name")
-    if settings.eviction != "recompute":
-        raise ConfigurationError(f"eviction={settings.eviction!r}: only 'recompute' is there so far")
 
 
 async def _run(
@@ -93,10 +91,17 @@ async def engine_for(settings: CellSettings, queries: Sequence[TracedQuery]) -> 
         "max_model_len": max_model_len(settings, queries),
         "max_num_batched_tokens": token_budget(settings),
         "max_num_seqs": settings.max_num_seqs,
-        "additional_config": {"streamrag": dict(settings.scheduler_options)} if policy is not None else {},
+        "additional_config": {"streamrag": _scheduler_options(settings)} if policy is not None else {},
     }
     async with running_engine(settings.model, args, policy=policy, kv_tokens=settings.kv_tokens) as client:
         yield client
+
+
+def _scheduler_options(settings: CellSettings) -> dict[str, Any]:
+    options: dict[str, Any] = {"eviction": settings.eviction}
+    if settings.host_kv_bytes is not None:
+        options["host_kv_bytes"] = settings.host_kv_bytes
+    return options | settings.scheduler_options
 
 
 async def play_cell(

@@ -25,8 +25,8 @@ __all__ = [
     "token_budget",
 ]
 
-BUDGETS = {"crawler": 2_048, "anns": 8_192}
-"""Tokens per step as published for the two workloads."""
+BUDGETS = {"crawler": 2_048, "anns": 8_192, "anns-last": 8_192}
+"""Tokens per step as published for the workloads that are generated. "anns-last" has its long window last."""
 NUM_TAIL_TOKENS = 32
 """End of the template and the question, which stand last in every prompt. The paper does not tell how many."""
 
@@ -44,9 +44,11 @@ def load_trace(settings: CellSettings) -> Trace:
     if settings.workload in BUDGETS:
         if settings.qps is None:
             raise ConfigurationError(f"workload {settings.workload!r} has no arrivals of its own: give qps")
-        from streamrag.trace.generate import generate
+        from streamrag.trace.generate import LongWindow, WorkloadName, generate
 
-        return generate(settings.workload, settings.num_queries, settings.seed, settings.qps)  # type: ignore[arg-type]
+        name: WorkloadName = "crawler" if settings.workload == "crawler" else "anns"
+        long_window: LongWindow = "last" if settings.workload == "anns-last" else "first"
+        return generate(name, settings.num_queries, settings.seed, settings.qps, long_window=long_window)
     if not Path(settings.workload).exists():
         raise ConfigurationError(f"workload {settings.workload!r}: neither {', '.join(BUDGETS)}, nor a trace's file")
     from streamrag.trace.read import read_trace

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from streamrag import __version__
-from streamrag.cli import ask, bench, index, record, trace
+from streamrag.cli import ask, bench, index, profile, record, trace
 from streamrag.errors import StreamRagError
 
 __all__ = ["main"]
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ask.add_parser(commands)
     index.add_parser(commands)
     bench.add_parser(commands)
+    profile.add_parser(commands)
     record.add_parser(commands)
     trace.add_parser(commands)
     arguments = parser.parse_args(argv)

@@ -1,6 +1,7 @@
 """The options of `streamrag bench`, and the cells that they name."""
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ SIMULATE = """\
 examples:
   streamrag bench simulate --workload crawler --qps 1,2,4 --policy arrival,fcfs,lcas,mcps --seeds 1,2,3
   streamrag bench simulate --workload anns --qps 2 --delay 1,30 --kv-tokens 200000,1680000 --queries 200
+  streamrag bench simulate --workload crawler --qps 4 --delay 14 --kv-tokens 840000 --eviction recompute,swap,cost
   streamrag bench simulate --workload my-crawl.jsonl.gz --arms no-streaming,warming,streaming
   streamrag bench simulate --workload crawler --qps 4 --slo ttft_after_retrieval_s=0.5 --json cells.json
 
@@ -112,6 +114,8 @@ def grid_of(arguments: argparse.Namespace) -> Grid:
         arms=tuple(arguments.arms),
         policies=tuple(arguments.policy),
         evictions=tuple(arguments.eviction),
+        host_kv_bytes=arguments.host_kv_bytes,
+        scheduler_options=dict(arguments.scheduler_option),
         qps=tuple(arguments.qps),
         delays=tuple(arguments.delay),
         kv_tokens=tuple(arguments.kv_tokens),
@@ -141,11 +145,31 @@ def _whole(text: str) -> int:
     return int(text.replace("_", ""))
 
 
+def _bytes(text: str) -> int:
+    """`64e9` too: these are large numbers."""
+    return int(float(text))
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE`, where the value is JSON, or else a text."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, e.g. can_partial_evict=true")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def _add_load(parser: argparse.ArgumentParser, *, required: bool) -> None:
     load = parser.add_argument_group("load (lists have commas between their values)")
     default: dict[str, Any] = {} if required else {"default": "crawler"}
     load.add_argument(
-        "--workload", required=required, metavar="LOAD", help="crawler, anns (generated), or a trace file", **default
+        "--workload",
+        required=required,
+        metavar="LOAD",
+        help="crawler, anns, anns-last (generated), or a trace file",
+        **default,
     )
     load.add_argument(
         "--qps",
@@ -185,7 +209,18 @@ def _add_what(parser: argparse.ArgumentParser, *, arms: list[str], seeds: list[i
         type=_list_of(str),
         default=["recompute"],
         metavar="LIST",
-        help="what the streaming arm does with preempted KV (recompute)",
+        help="what the streaming arm does with preempted KV: recompute, swap, cost (recompute)",
+    )
+    what.add_argument(
+        "--host-kv-bytes", type=_bytes, metavar="N", help="host memory for KV, e.g. 64e9 (the scheduler's own choice)"
+    )
+    what.add_argument(
+        "--scheduler-option",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the streaming arm's scheduler, e.g. can_partial_evict=true; may be given repeatedly",
     )
     shown = ",".join(map(str, seeds)) if seeds else "1,2,3; 1 with the trace's own arrivals"
     what.add_argument("--seeds", type=_list_of(_whole), default=seeds, metavar="LIST", help=f"({shown})")

@@ -1,6 +1,7 @@
 """A benchmark as a person watches it in a terminal: how far it is, and what came of it."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
 
@@ -20,7 +21,9 @@ __all__ = ["CellsView", "print_comparison"]
 
 LEGEND = (
     "s: ttft_after_retrieval_s of all requests of all seeds; below it, the least and the most of one seed. "
-    "up: speed-up over no-streaming. /floor: ratio to the request alone on the engine. preempted: times, in all seeds."
+    "up: speed-up over no-streaming. /floor: ratio to the request alone on the engine. "
+    "preempted: times in all seeds, and the share of them whose KV was swapped. tax: share of the computed tokens that "
+    "were computed again because of it. GB: copied to the host and back, in all seeds."
 )
 
 
@@ -98,7 +101,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for name in PERCENTILES:
         for heading in (f"{name.upper()}\ns", "\nup", "\n/floor"):
             table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("pre-\nempted", justify="right", no_wrap=True)
+    for heading in ("pre-\nempted", "\ntax", "GB\nout/in"):
+        table.add_column(heading, justify="right", no_wrap=True)
     with_spread = console.width >= 110
     for qps in comparison.qps:
         table.add_row(f"[bold]{describe_qps(qps)}")
@@ -117,10 +121,23 @@ def _figures(comparison: Comparison, pool: Pool, variant: str, with_spread: bool
         yield "–" if up is None else f"{figure_text(up.value)}x"
         ratio = pool.ratio_to_floor(name)
         yield f"{figure_text(ratio)}x" if math.isfinite(ratio) else "–"
+    yield from _preempted(pool)
+
+
+def _preempted(pool: Pool) -> tuple[str, str, str]:
+    """How often, what it cost to compute again, and what was copied instead."""
     if any(digest.num_preemptions is None for digest in pool.digests):
-        yield "not told"
-    else:
-        yield f"{sum(sum((digest.num_preemptions or {}).values()) for digest in pool.digests):,}"
+        return "not told", "–", "–"
+    num = Counter[str]()
+    for digest in pool.digests:
+        num.update(digest.num_preemptions)
+    share = f"\n{num['swap'] / num.total():.0%} swap" if num["swap"] else ""
+    num_computed = sum(digest.num_computed for digest in pool.digests)
+    tax = sum(digest.num_taxed for digest in pool.digests) / num_computed if num_computed else math.nan
+    copies = [digest.copy_totals for digest in pool.digests if digest.copy_totals]
+    num_bytes = [sum(c.num_bytes_out for c in copies), sum(c.num_bytes_in for c in copies)]
+    gigabytes = "/".join(figure_text(num / 1e9) for num in num_bytes) if copies else "–"
+    return f"{num.total():,}{share}", f"{tax:.1%}" if math.isfinite(tax) else "–", gigabytes
 
 
 def _text(figure: Figure, with_spread: bool) -> str:

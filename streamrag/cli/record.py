@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,17 +22,19 @@ from streamrag.errors import ConfigurationError
 if TYPE_CHECKING:
     from streamrag.trace.recorder import CountTokens
 
-__all__ = ["add_parser", "make_counter", "passage_counter"]
+__all__ = ["WORDS", "WORDS_NOTE", "add_parser", "make_counter", "passage_counter"]
 
 EPILOG = """\
 examples:
-  streamrag record "How do I cancel a task group?" --url https://anyio.readthedocs.io --output crawl.jsonl.gz
+  streamrag record "How do I cancel a task group?" --url https://anyio.readthedocs.io \\
+      --tokenizer ./Llama-3.1-8B-Instruct --output crawl.jsonl.gz
   streamrag record --questions questions.txt --index ./docs-index -k 10 --output search.jsonl.gz --text hash
   streamrag trace show crawl.jsonl.gz
 """
 
 WORDS = "words"
 """The name, in traces, of counting words and signs instead of tokens."""
+WORDS_NOTE = "sizes are words and signs, of which there are fewer than tokens: `record --tokenizer MODEL` counts tokens"
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -122,6 +124,7 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
     source = make_source(arguments)
     tokenizer, count = make_counter(arguments.tokenizer)
     provenance = {"note": arguments.note} if arguments.note else {}
+    is_new = not arguments.output.exists()
     recorder = TraceRecorder(arguments.output, text=arguments.text, provenance=provenance)
     began_s = time.monotonic()
     with Progress(
@@ -140,12 +143,27 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
                 task, completed=num_queries, description=f"retrieving, {num_events} chunk events"
             ),
         )
-    for question, error in failed.items():
-        console.print(f"failed: {one_line(question)}: {one_line(str(error))}", markup=False, soft_wrap=True)
-    console.print(
-        f"{arguments.output}: {len(questions) - len(failed)} of {len(questions)} retrievals recorded in "
-        f"{time.monotonic() - began_s:.1f} s, tokens counted by {tokenizer}",
-        markup=False,
-        soft_wrap=True,
-    )
+    if is_new and len(failed) == len(questions):
+        arguments.output.unlink(missing_ok=True)  # nobody wants it, and the next attempt would be appended to it
+    for line in _summary(arguments.output, questions, failed, time.monotonic() - began_s, is_new=is_new):
+        console.print(line, markup=False, soft_wrap=True)
+    if tokenizer == WORDS and len(failed) < len(questions):
+        console.print(f"note: {WORDS_NOTE}", markup=False, soft_wrap=True, style="yellow")
     return 1 if failed else 0
+
+
+def _summary(
+    output: Path, questions: Sequence[str], failed: Mapping[str, Exception], elapsed_s: float, *, is_new: bool
+) -> Iterator[str]:
+    """What failed, each reason once, and what was recorded."""
+    questions_of: dict[str, list[str]] = {}
+    for question, error in failed.items():
+        questions_of.setdefault(one_line(str(error)), []).append(one_line(question))
+    for reason, (first, *more) in questions_of.items():
+        yield f"failed: {first}{f' (and {len(more)} more)' if more else ''}: {reason}"
+    num_recorded = len(questions) - len(failed)
+    if is_new and not num_recorded:
+        yield f"{output}: not written, no retrieval succeeded"
+    else:
+        where = "" if is_new else ", behind what was there"
+        yield f"{output}: {num_recorded} of {len(questions)} retrievals recorded in {elapsed_s:.1f} s{where}"

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag.cli import trace_generate
-from streamrag.cli.record import make_counter
+from streamrag.cli.record import WORDS, WORDS_NOTE, make_counter
 from streamrag.cli.view import one_line
 from streamrag.errors import ConfigurationError, MissingDependencyError
 
@@ -108,10 +108,13 @@ def _print(console: Console, file: Path, trace: "Trace", statistics: "TraceStati
     for name, value in trace.provenance.items():
         if name != "notes":
             console.print(f"  {one_line(name)}: {one_line(str(value))}", markup=False, style="dim", soft_wrap=True)
-    for note in trace.provenance.get("notes", ()):
-        console.print(f"note: {note}", markup=False, style="yellow")
+    notes = list(trace.provenance.get("notes", ()))
     if statistics.num_incomplete:
-        console.print(f"note: {statistics.num_incomplete} retrievals failed or were cancelled", style="yellow")
+        notes.append(f"{statistics.num_incomplete} retrievals failed or were cancelled")
+    if trace.provenance.get("tokenizer") == WORDS:
+        notes.append(WORDS_NOTE)
+    for note in notes:
+        console.print(f"note: {note}", markup=False, style="yellow", soft_wrap=True)
     table = Table("", "num", "mean", "P50", "P75", "P95", "P99", "max", box=None, pad_edge=False)
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:

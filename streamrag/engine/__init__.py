@@ -6,13 +6,14 @@ The vLLM scheduler and any simulator call the same functions; nothing here impor
 """
 
 from streamrag.engine.pace import Pace
-from streamrag.engine.planning import Eviction, Grant, Limits, Memory, Plan, plan
+from streamrag.engine.planning import Eviction, Fate, Grant, Limits, Memory, Plan, plan
 from streamrag.engine.policies import POLICIES, Policy, make_policy
 from streamrag.engine.request import RequestView
 
 __all__ = [
     "POLICIES",
     "Eviction",
+    "Fate",
     "Grant",
     "Limits",
     "Memory",

@@ -9,37 +9,50 @@ Attention of new tokens to each other can cost less a pair than to what was ther
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.engine.copies import CopyCosts, linear_copies
+from streamrag.engine.paper_profiles import is_paper_profile, read_paper_costs
+from streamrag.engine.parts import Part, context_pairs, own_pairs
+from streamrag.errors import ConfigurationError
 
 __all__ = [
+    "DEFAULT_BUDGET",
     "AnalyticProfile",
-    "FittedCosts",
     "ModelShape",
     "Part",
     "StepProfile",
     "TableProfile",
-    "fit_table",
     "load_profile",
     "profile_names",
+    "recompute_s",
     "save_profile",
 ]
 
-Part: TypeAlias = tuple[int, int]
-"""What one request computes in a step: its new tokens, and the tokens before them whose KV is there already."""
+DEFAULT_BUDGET = 2_048
+"""Tokens in a step, where nobody says how many."""
 
 
 class StepProfile(Protocol):
-    """What a simulated engine knows of its hardware."""
+    """What is known of an engine's hardware."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int:
+        """Of the model: as fine as copies and the forward can overlap."""
+
+    @property
+    def copies(self) -> CopyCosts | None:
+        """None if nothing is known of them."""
+
     @property
     def kv_tokens(self) -> int:
         """Capacity of the KV cache."""
@@ -60,16 +73,6 @@ class StepProfile(Protocol):
     def provenance(self) -> Mapping[str, Any]: ...
     def step_s(self, parts: Sequence[Part]) -> float:
         """Seconds of a step with these parts, of which there is at least one."""
-
-
-def context_pairs(parts: Sequence[Part]) -> float:
-    """Pairs of a new token and one before the step that it attends to, in all parts."""
-    return sum(num_new * num_context for num_new, num_context in parts)
-
-
-def own_pairs(parts: Sequence[Part]) -> float:
-    """Pairs of two new tokens, of which the later attends to the earlier, in all parts."""
-    return sum(num_new * num_new / 2 for num_new, _ in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,27 @@ class AnalyticProfile:
     block_size: int = 16
     is_async: bool = True
     delivery_s: float = 0.0
+    host_bandwidth_bytes_per_s: float | None = None
+    """Of one device's link to host memory, in each direction; None if nothing is known of copies."""
+    host_latency_s: float = 0.0
+    """Of each copy."""
+    is_overlapped: bool = True
+    """Whether the device computes while copies run."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.num_layers
+
+    @property
+    def copies(self) -> CopyCosts | None:
+        if self.host_bandwidth_bytes_per_s is None:
+            return None
+        # Each rank copies its share of a block over its own link, at the same time as the others.
+        block_bytes = self.model.kv_bytes_per_token * self.block_size // self.tensor_parallel_size
+        return linear_copies(
+            block_bytes, self.host_bandwidth_bytes_per_s, self.host_latency_s, is_overlapped=self.is_overlapped
+        )
 
     def step_s(self, parts: Sequence[Part]) -> float:
         model, num_devices = self.model, self.tensor_parallel_size
@@ -133,11 +156,15 @@ class TableProfile:
     request_s: float
     """Seconds for each request in a step."""
     kv_tokens: int
+    """Zero if it is not known."""
     block_size: int = 32
     is_async: bool = False
     delivery_s: float = 0.0
     own_pair_s: float | None = None
     """Seconds for one pair of new tokens; None if it is `pair_s`."""
+    tensor_parallel_size: int = 1
+    num_layers: int = 1
+    copies: CopyCosts | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -158,48 +185,30 @@ class TableProfile:
         return y0 + (y1 - y0) * (num_new - x0) / (x1 - x0)
 
 
-@dataclass(frozen=True, slots=True)
-class FittedCosts:
-    """What a `TableProfile` says of steps."""
+def recompute_s(
+    profile: StepProfile, start: int, end: int, budget: int = DEFAULT_BUDGET, beside: Sequence[Part] = ()
+) -> float:
+    """Seconds that computing tokens [start, end) of one request adds to steps of at most `budget` tokens.
 
-    points: tuple[tuple[float, float], ...]
-    pair_s: float
-    own_pair_s: float
-    request_s: float
+    `beside` is what each of these steps holds anyway, a running batch say. Without it that is only the token after
+    them, which the request computes in any case.
 
-
-def fit_table(measured: Sequence[tuple[Sequence[Part], float]], knots: Sequence[int]) -> FittedCosts:
-    """The costs that fit best: least squares of relative errors, no cost below zero.
-
-    `measured` holds steps with their seconds, `knots` the tokens at which the line may bend. Costs that the
-    measurements do not tell apart (all steps with one request, say) go to the base line. Needs scipy.
+    :raises ConfigurationError: what is beside leaves no room in a step.
     """
-    try:
-        import numpy as np
-        from scipy.optimize import nnls  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingDependencyError("scipy", "pip install scipy") from error
-    ascending = sorted(set(knots))
-    if len(ascending) < 2:
-        raise ConfigurationError(f"fit_table: {len(ascending)} knots given; a line needs two or more")
-    rows, seconds = [], []
-    for parts, step_s in measured:
-        num_new = sum(new for new, _ in parts)
-        # The line as a start and ramps, each non-negative: more tokens never take less time.
-        widths = [min(max(num_new - a, 0), b - a) for a, b in pairwise(ascending)]
-        widths[-1] += max(num_new - ascending[-1], 0)
-        rows.append([1.0, *widths, context_pairs(parts), own_pairs(parts), len(parts) - 1])
-        seconds.append(step_s)
-    weights = 1 / np.asarray(seconds)
-    matrix = np.asarray(rows, dtype=float) * weights[:, None]
-    scales = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
-    found = nnls(matrix / scales, np.ones(len(seconds)))[0] / scales
-    start_s, *slopes = (float(v) for v in found[:-3])
-    pair_s, own_pair_s, request_s = (float(v) for v in found[-3:])
-    points = [(float(ascending[0]), start_s - request_s)]
-    for slope, (a, b) in zip(slopes, pairwise(ascending), strict=True):
-        points.append((float(b), points[-1][1] + slope * (b - a)))
-    return FittedCosts(tuple(points), pair_s, own_pair_s, request_s)
+    room = budget - sum(num_new for num_new, _ in beside)
+    if room < 1:
+        raise ConfigurationError(f"budget={budget}: {len(beside)} requests beside leave no room in a step")
+    if end <= start:
+        return 0.0
+    if beside:
+        without_s = profile.step_s(beside)
+        return sum(profile.step_s([part, *beside]) - without_s for part in _chunks(start, end, room))
+    return sum(profile.step_s([part]) for part in _chunks(start, end + 1, room)) - profile.step_s([(1, end)])
+
+
+def _chunks(start: int, end: int, size: int) -> Iterator[Part]:
+    for num_before in range(start, end, size):
+        yield min(size, end - num_before), num_before
 
 
 def profile_names() -> list[str]:
@@ -211,18 +220,28 @@ def profile_names() -> list[str]:
 def load_profile(name_or_path: str) -> StepProfile:
     """A shipped profile by its name, or one from a file.
 
+    Files of Stream2LLM's artifact are taken too: the one of recomputing, or both, with a comma between them.
+
     :raises ConfigurationError: there is none of that name, or the file is no profile.
     """
     if name_or_path in profile_names():
         text = (resources.files("streamrag.engine") / "profiles" / f"{name_or_path}.json").read_text()
-    elif Path(name_or_path).is_file():
-        text = Path(name_or_path).read_text()
-    else:
-        raise ConfigurationError(f"no profile {name_or_path!r}: give a file, or one of {', '.join(profile_names())}")
-    try:
         return _from_dict(json.loads(text))
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"{name_or_path} is no hardware profile: {error}") from error
+    paths = [name_or_path] if Path(name_or_path).is_file() else [part.strip() for part in name_or_path.split(",")]
+    values: list[dict[str, Any]] = []
+    for path in paths:
+        if not Path(path).is_file():
+            raise ConfigurationError(f"no profile {path!r}: give a file, or one of {', '.join(profile_names())}")
+        values.append(_read(path))
+    try:
+        if any(is_paper_profile(each) for each in values):
+            return _from_paper(paths[0], values)
+        if len(values) > 1:
+            raise ValueError("only files of Stream2LLM come in pairs; give one")
+        return _from_dict(values[0])
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigurationError(f"{name_or_path} is no hardware profile: {reason}") from error
 
 
 def save_profile(profile: AnalyticProfile | TableProfile, path: Path) -> None:
@@ -231,13 +250,45 @@ def save_profile(profile: AnalyticProfile | TableProfile, path: Path) -> None:
     path.write_text(json.dumps({"kind": kind, **asdict(profile)}, indent=2) + "\n")
 
 
-def _from_dict(values: Any) -> StepProfile:
+def _read(path: str) -> dict[str, Any]:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is no hardware profile: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")
-    kind = values.get("kind")
+        raise ConfigurationError(f"{path} is no hardware profile: it is no JSON object")
+    return values
+
+
+def _from_dict(values: Mapping[str, Any]) -> AnalyticProfile | TableProfile:
     rest = {key: value for key, value in values.items() if key != "kind"}
-    if kind == "analytic":
-        return AnalyticProfile(**{**rest, "model": ModelShape(**values["model"])})
-    if kind == "table":
-        return TableProfile(**{**rest, "points": tuple((x, y) for x, y in values["points"])})
-    raise ValueError(f'its "kind" is {kind!r}, not "analytic" or "table"')
+    match values.get("kind"):
+        case "analytic":
+            return AnalyticProfile(**{**rest, "model": ModelShape(**values["model"])})
+        case "table":
+            copies = values.get("copies")
+            points = tuple((x, y) for x, y in values["points"])
+            return TableProfile(**{**rest, "points": points, "copies": copies and _copies_from(copies)})
+        case kind:
+            raise ValueError(f'its "kind" is {kind!r}, not "analytic" or "table"')
+
+
+def _copies_from(values: Mapping[str, Any]) -> CopyCosts:
+    points = {name: tuple((num, seconds) for num, seconds in values[name]) for name in ("out_points", "in_points")}
+    return CopyCosts(**{**values, **points})
+
+
+def _from_paper(path: str, values: Sequence[Mapping[str, Any]]) -> TableProfile:
+    costs = read_paper_costs(values)
+    return TableProfile(
+        name=Path(path).stem,
+        device=costs.device,
+        points=costs.points,
+        pair_s=costs.pair_s,
+        request_s=0.0,
+        kv_tokens=0,
+        block_size=costs.block_size,
+        tensor_parallel_size=costs.tensor_parallel_size,
+        copies=costs.copies,
+        provenance=costs.provenance,
+    )

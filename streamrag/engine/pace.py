@@ -28,6 +28,11 @@ class Pace:
         self._token_s = token_s if self._token_s is None else (1 - WEIGHT) * self._token_s + WEIGHT * token_s
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """None until a step has been seen."""
+        return 1 / self._token_s if self._token_s else None
+
+    @property
     def num_partial_tokens(self) -> int:
         if not self._token_s:
             return self._num_most_tokens

@@ -40,6 +40,9 @@ class Limits:
     num_partial_tokens: int | None = None
     """If given, steps are lean: partial prompts compute so many tokens at most, and none beside a complete one, so that
     neither those that wait for an answer nor those that come to do so wait for a long step. Not with a long backlog."""
+    num_blocks_kept_free: int = 0
+    """Blocks that must be left free where a partial prompt that was evicted starts again. What it needs before it is
+    complete is likely to be wanted by others soon, and then computed in vain a second time."""
 
 
 class Memory(Protocol):
@@ -172,8 +175,11 @@ def _select(
         num_tokens = min(request.num_tokens - num_present, num_most)
         num_needed_now = num_needed + memory.num_blocks_needed(request, num_tokens)
         num_missing = num_needed_now - memory.num_free_blocks
+        may_evict = is_complete or limits.can_partial_evict
+        if is_new and request.was_evicted and not may_evict and num_missing > -limits.num_blocks_kept_free:
+            continue
         if num_missing > 0:
-            if not (is_complete or limits.can_partial_evict):
+            if not may_evict:
                 victims.yields(request, position)
                 continue  # its turn comes when the prompt is complete: those behind need not wait for that
             # The most urgent request may take everything: what sharing hides from the estimate is free then.

@@ -17,6 +17,11 @@ from streamrag.errors import ConfigurationError
 
 __all__ = ["POLICIES", "Key", "KeyPolicy", "LongestPrefixPolicy", "Policy", "make_policy"]
 
+FIRST_GUESS = 20_000.0
+"""Tokens per second, as long as no step has been seen."""
+MOST_DRIFT = 1.5
+"""A speed that is off by less is not worth ordering all requests anew."""
+
 Key: TypeAlias = Callable[[RequestView, float], Any]
 """Given a request and the time in seconds, something to sort by; the smallest is served first."""
 
@@ -35,6 +40,9 @@ class Policy(Protocol):
 
     def admitted(self, requests: Sequence[RequestView]) -> None:
         """Told which requests, not being computed before, were taken up in this step, in order."""
+
+    def runs_at(self, tokens_per_s: float) -> None:
+        """Told how fast the engine computes prompts, again and again."""
 
 
 class KeyPolicy:
@@ -70,6 +78,9 @@ class KeyPolicy:
 
     def admitted(self, requests: Sequence[RequestView]) -> None:
         """Keeps nothing."""
+
+    def runs_at(self, tokens_per_s: float) -> None:
+        """Does not matter."""
 
 
 def arrival() -> Policy:
@@ -113,21 +124,32 @@ def mcps() -> Policy:
     return KeyPolicy(lambda r, now_s: -r.num_computed_tokens, "mcps", is_static=True)
 
 
-def srpf(ageing: float = 0.5, tokens_per_s: float = 20_000.0) -> Policy:
-    """Complete prompts first; in each tier by remaining prefill seconds, less `ageing` times the wait.
+class ShortestRemainingPolicy(KeyPolicy):
+    """SRPF: complete prompts first; in each tier by remaining prefill seconds, less `ageing` times the wait.
 
     The wait counts from the newest chunk. A request with T seconds left is overtaken only by requests whose newest
-    chunk came less than T / ageing seconds after its own; `ageing=0` can starve.
+    chunk came less than T / ageing seconds after its own; `ageing=0` can starve. Seconds are tokens over
+    `tokens_per_s`, or over the speed that the engine has shown if that is None.
     Source: shortest remaining processing time (Schrage 1968) with ageing; our simulations of arXiv 2604.16395's loads.
     """
-    if ageing < 0 or tokens_per_s <= 0:
-        raise ConfigurationError(f"srpf({ageing}, {tokens_per_s}): ageing must be at least 0, tokens_per_s over 0")
+
+    def __init__(self, ageing: float = 0.5, tokens_per_s: float | None = None) -> None:
+        if ageing < 0 or (tokens_per_s is not None and tokens_per_s <= 0):
+            raise ConfigurationError(f"srpf({ageing}, {tokens_per_s}): ageing must be at least 0, tokens_per_s over 0")
+        self._ageing = ageing
+        self._is_fixed = tokens_per_s is not None
+        self._tokens_per_s = tokens_per_s or FIRST_GUESS
+        super().__init__(self._key, f"srpf({ageing:g})", is_static=True)
+
+    def runs_at(self, tokens_per_s: float) -> None:
+        known = self._tokens_per_s
+        if not self._is_fixed and not known / MOST_DRIFT < tokens_per_s < known * MOST_DRIFT:
+            self._tokens_per_s = tokens_per_s
+            self._places.clear()
 
     # The wait is now - last_chunk_s; now is the same for all, so that it can be left out of the comparison.
-    def key(r: RequestView, now_s: float) -> tuple[bool, float]:
-        return (not r.is_complete, r.num_remaining_tokens / tokens_per_s + ageing * r.last_chunk_s)
-
-    return KeyPolicy(key, f"srpf({ageing:g})", is_static=True)
+    def _key(self, r: RequestView, now_s: float) -> tuple[bool, float]:
+        return (not r.is_complete, r.num_remaining_tokens / self._tokens_per_s + self._ageing * r.last_chunk_s)
 
 
 class LongestPrefixPolicy:
@@ -172,6 +194,9 @@ class LongestPrefixPolicy:
             position += 1
         return order
 
+    def runs_at(self, tokens_per_s: float) -> None:
+        """Does not matter."""
+
     def admitted(self, requests: Sequence[RequestView]) -> None:
         if not math.isinf(self.k):
             self._num_in_round = int((self._num_in_round + len(requests)) % self.k)
@@ -195,7 +220,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "lcas_oldest": lcas_oldest,
     "mcps": mcps,
     "k_lpm": LongestPrefixPolicy,
-    "srpf": srpf,
+    "srpf": ShortestRemainingPolicy,
 }
 """The policies that are selected by name."""
 

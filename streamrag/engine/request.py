@@ -35,6 +35,10 @@ class RequestView(NamedTuple):
     """Whether it holds a sequence slot."""
     expected_complete_s: float | None = None
     """When the retriever expects the prompt to be complete, if it said so."""
+    source: str = ""
+    """What kind of retriever its chunks come from, as the client calls it."""
+    was_evicted: bool = False
+    """Whether it has lost KV to others before."""
 
     @property
     def num_remaining_tokens(self) -> int:

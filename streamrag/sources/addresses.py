@@ -129,7 +129,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
             if not self._allow_private and not _is_public(ipaddress.ip_address(address)):
                 raise UnsafeUrlError(
                     f"{host} is at {address}, which is not a public address and is not fetched from. "
-                    "If you trust what this crawl can reach, pass allow_private=True"
+                    "If you trust what this crawl can reach, pass allow_private=True (--allow-private)"
                 )
         if not addresses:
             raise httpcore.ConnectError(f"the name {host} has no address")

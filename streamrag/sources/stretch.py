@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Append, Progress, Skipped, Source, SourceEvent, Startable, Update
+from streamrag.core import Append, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError
+from streamrag.sources.wrapped import WrappedSource
 from streamrag.tasks import wait_regardless
 
 __all__ = ["StretchedSource"]
@@ -19,7 +20,7 @@ _Arrived: TypeAlias = "tuple[float, SourceEvent | Exception | None]"
 """When, and what: an event, an error, or the end."""
 
 
-class StretchedSource:
+class StretchedSource(WrappedSource):
     """Holds back the events of `source`, which works at its own speed, until they are due.
 
     The first event is due at once. With `gaps_s`, each further one is due so many seconds after the one before was (the
@@ -49,21 +50,11 @@ class StretchedSource:
             raise ConfigurationError(f"StretchedSource: end_gap_s={end_gap_s!r} must be seconds, and goes with gaps_s")
         if factor is not None and not 1 <= factor < float("inf"):
             raise ConfigurationError(f"StretchedSource: factor={factor!r} must be at least 1: nothing comes sooner")
-        self._source = source
+        super().__init__(source)
         self._gaps_s = tuple(gaps_s or ())
         self._end_gap_s = end_gap_s
         self._factor = factor
         self._clock = clock
-
-    async def start(self, progress: Progress) -> None:
-        """Start the source."""
-        if isinstance(self._source, Startable):
-            await self._source.start(progress)
-
-    async def aclose(self) -> None:
-        """Close the source."""
-        if isinstance(self._source, Startable):
-            await self._source.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """The source's events and its error, later. Close it if it is not read to its end: that stops the source."""

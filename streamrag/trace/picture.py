@@ -81,7 +81,7 @@ def _histogram(panel: _Panel) -> Callable[[Any], None]:
             axes.hist(positive, bins=edges, color=BARS)
             axes.set_xscale("log")
         else:
-            is_count = all(value == int(value) for value in values.values) and values.max - values.min < num_bins
+            is_count = all(value == int(value) for value in values.values) and values.max - values.min < MAX_BINS
             bins = [low - 0.5 for low in range(int(values.min), int(values.max) + 2)] if is_count else num_bins
             axes.hist(values.values, bins=bins, color=BARS)
         for name, value in (("mean", values.mean), ("P50", values.percentile(50)), ("P95", values.percentile(95))):

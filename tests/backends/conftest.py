@@ -1,6 +1,8 @@
 """Engines without a model, for the tests of this folder."""
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.simulated.runner import V1OracleRunner
 from streamrag.backends.wire import ChunkMessage
 from streamrag.records import RequestRecord
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
 
 
 def is_last(output: EngineCoreOutput) -> bool:
@@ -34,7 +38,7 @@ class Bench:
             }
         )
         self.runner = V1OracleRunner(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
-        self.engine = SimulatedEngine(shape, self.runner, lambda step: 1.0)
+        self.engine = SimulatedEngine(shape, self.runner, lambda step, start_s: 1.0)
         assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
         self.scheduler = self.engine.scheduler
         self.outputs: list[EngineCoreOutput] = []

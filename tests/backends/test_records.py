@@ -84,7 +84,7 @@ def test_a_preempted_answer_loses_its_tokens_too_and_only_prompt_tokens_count_as
     b.plain("p", 10, max_tokens=10)
     for _ in range(4):  # the prompt, and three tokens after the first
         b.step()
-    b.scheduler._evict(b.scheduler.requests["p"], "recompute")
+    b.scheduler._evict(b.scheduler.requests["p"])
     b.run()
     record = b.record("p")
     assert [p.num_tokens_lost for p in record.preemptions] == [13]

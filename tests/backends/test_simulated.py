@@ -6,7 +6,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
+from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.hashing import quick_block_hasher
 from streamrag.bench.virtual_time import run_virtual
@@ -32,7 +32,7 @@ def test_quick_hashes_are_equal_where_those_of_vllm_are() -> None:
 
 @pytest.mark.parametrize("is_stock", [True, False])
 def test_closing_an_answer_frees_its_memory(is_stock: bool) -> None:
-    engine = simulated_engine(SHAPE, lambda parts: 1.0, is_stock=is_stock)
+    engine = simulated_engine(SHAPE, by_parts(lambda parts: 1.0), is_stock=is_stock)
 
     async def main() -> list[tuple[int, ...]]:
         async with SimulatedClient(engine) as client:
@@ -51,7 +51,7 @@ def test_closing_an_answer_frees_its_memory(is_stock: bool) -> None:
 def test_requests_take_the_time_of_their_steps_and_of_the_delivery() -> None:
     import asyncio
 
-    engine = simulated_engine(SHAPE, lambda parts: 0.25 * len(parts), is_stock=True)
+    engine = simulated_engine(SHAPE, by_parts(lambda parts: 0.25 * len(parts)), is_stock=True)
 
     async def main() -> list[float]:
         async with SimulatedClient(engine, delivery_s=0.01) as client:
@@ -65,7 +65,7 @@ def test_an_engine_that_fails_tells_its_clients() -> None:
     def step_s(parts: object) -> float:
         raise ZeroDivisionError("no such step")
 
-    engine = simulated_engine(SHAPE, step_s, is_stock=True)
+    engine = simulated_engine(SHAPE, by_parts(step_s), is_stock=True)
 
     async def main() -> None:
         async with SimulatedClient(engine) as client:

@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from streamrag.bench.cell import CellResult, CellSettings, CopyResult, RequestResult, StepPart, StepResult
+from streamrag.bench.cell import CellResult, CellSettings, CopyResult, CopyTotals, RequestResult, StepPart, StepResult
 from streamrag.records import ChunkRecord, PreemptionRecord, RequestRecord
 
 __all__ = ["made_result", "settings"]
@@ -28,8 +28,18 @@ def made_result(of: CellSettings, *, with_steps: bool = False) -> CellResult:
         requests.append(_request(of, f"q{i}", arrival_s, floor_s, wait_s, load, engine))
     steps, copies = _steps(requests) if with_steps else ((), ())
     completion_s = max(r.finished_s for r in requests)
+    num_blocks = sum(r.record.num_loaded for r in requests if r.record) // 16
+    totals = CopyTotals(2 * num_blocks, num_blocks, 2 * num_blocks << 20, num_blocks << 20, 0.2, 0.1)
     return CellResult(
-        of, tuple(requests), 0.4 * completion_s, completion_s, 2.5, steps, copies, {"streamrag": "0", "profile": "made"}
+        of,
+        tuple(requests),
+        0.4 * completion_s,
+        completion_s,
+        2.5,
+        steps,
+        copies,
+        {"streamrag": "0", "profile": "made"},
+        copy_totals=totals if of.eviction != "recompute" else None,
     )
 
 
@@ -67,11 +77,12 @@ def _request(
         num_prompt_tokens=sizes[-1],
         num_output_tokens=1,
         num_computed=sizes[-1],
-        num_recomputed=sum(p.num_tokens_lost for p in preemptions),
+        num_recomputed=sum(p.num_tokens_lost for p in preemptions if p.fate == "recompute"),
         num_invalidated=sum(chunk.num_invalidated for chunk in chunks),
         num_from_cache=0,
         chunks=chunks,
         preemptions=preemptions,
+        num_loaded=sum(p.num_tokens_lost for p in preemptions if p.fate == "swap"),
     )
     return RequestResult(name, arrival_s, ends_s, ends_s + wait_s, ends_s + wait_s + 0.05, len(sizes), floor_s, record)
 

@@ -32,6 +32,25 @@ def test_policies_and_evictions_multiply_the_streaming_arm_only() -> None:
     }
 
 
+def test_host_memory_and_options_are_for_the_cells_that_use_them() -> None:
+    grid = Grid(
+        "virtual",
+        "crawler",
+        arms=("no-streaming", "stock-sessions", "streaming"),
+        evictions=("recompute", "cost"),
+        host_kv_bytes=1_000,
+        scheduler_options={"low_water": 0.2},
+        qps=(1,),
+    )
+    assert {variant_name(cell): (cell.host_kv_bytes, cell.scheduler_options) for cell in grid.cells()} == {
+        "no-streaming": (None, {}),
+        "stock-sessions": (None, {}),
+        "streaming fcfs/recompute low_water=0.2": (None, {"low_water": 0.2}),
+        "streaming fcfs/cost host_kv_bytes=1,000 low_water=0.2": (1_000, {"low_water": 0.2}),
+    }
+    assert len({load_of(cell) for cell in grid.cells()}) == 1
+
+
 def test_the_first_seed_is_complete_before_the_next_begins() -> None:
     cells = Grid("virtual", "anns", qps=(1, 2), delays=(1.0, 30.0), kv_tokens=(1000, 2000), seeds=(7, 8)).cells()
     assert [cell.seed for cell in cells] == [7] * 16 + [8] * 16
@@ -47,9 +66,11 @@ def test_a_trace_may_bring_its_own_arrivals(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"qps": ()}, "give --qps"),
-        ({"workload": "/nowhere/trace.jsonl"}, "neither crawler nor anns nor a trace"),
+        ({"workload": "/nowhere/trace.jsonl"}, "none of crawler, anns, anns-last, nor a trace"),
         ({"arms": ("magic",)}, "no arm 'magic'"),
         ({"policies": ("magic",)}, "no policy 'magic'"),
+        ({"evictions": ("magic",)}, "no eviction 'magic'; choose from recompute, swap, cost"),
+        ({"host_kv_bytes": 0}, "host-kv-bytes=0"),
         ({"qps": (0.0,)}, "qps=0.0"),
         ({"qps": (float("nan"),)}, "qps=nan"),
         ({"delays": (-1.0,)}, "delay=-1.0"),

@@ -1,56 +1,19 @@
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from measured import SHAPE, TRUE, measured_engine
 
-from streamrag.backends.engine_client import MeasuredStep
-from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
-from streamrag.backends.simulated.config import EngineShape
 from streamrag.bench.profiling import measure, measure_profile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs import Part, TableProfile
 
-TRUE = TableProfile(
-    name="true",
-    device="none",
-    points=((1, 0.010), (64, 0.020), (512, 0.100)),
-    pair_s=2e-7,
-    request_s=0.001,
-    kv_tokens=32_000,
-    delivery_s=0.003,
-    own_pair_s=1e-7,
-)
-SHAPE = EngineShape(1_000, 32, max_model_len=2_048, max_num_batched_tokens=512, max_num_seqs=16)
-
-
-class Measured:
-    """A simulated engine, seen as the client of a real one."""
-
-    kv_tokens, is_async = 32_000, False
-
-    def __init__(self, client: SimulatedClient) -> None:
-        self._client = client
-        self.block_size = client.block_size
-
-    def generate(self, query_id: str, token_ids: Sequence[int], num: int) -> AsyncGenerator[tuple[int, ...], None]:
-        return self._client.generate(query_id, token_ids, num)
-
-    @property
-    def steps(self) -> list[MeasuredStep]:
-        return [
-            MeasuredStep(s.end_s, s.end_s - s.start_s, sum(s.num_tokens_of.values()), len(s.num_tokens_of))
-            for s in self._client.steps
-        ]
-
 
 def run(is_stock: bool, **arguments: Any) -> TableProfile:
-    engine = simulated_engine(SHAPE, TRUE.step_s, is_stock=is_stock)
-
     async def main() -> TableProfile:
-        async with SimulatedClient(engine, delivery_s=TRUE.delivery_s, keep_steps=True) as client:
-            return await measure_profile(Measured(client), "found", 512, 2_048, **arguments)  # type: ignore[arg-type]
+        async with measured_engine(is_stock=is_stock) as client:
+            return await measure_profile(client, "found", 512, 2_048, **arguments)  # type: ignore[arg-type]
 
     return run_virtual(main())
 
@@ -75,11 +38,9 @@ def test_with_one_request_a_step_its_cost_is_part_of_the_base_line() -> None:
 
 
 def test_what_does_not_come_together_in_one_step_is_left_out() -> None:
-    engine = simulated_engine(replace(SHAPE, max_num_seqs=2), TRUE.step_s, is_stock=True)
-
     async def main() -> set[int]:
-        async with SimulatedClient(engine, keep_steps=True) as client:
-            found = await measure(Measured(client), 512, 2_048, max_num_seqs=16)  # type: ignore[arg-type]
+        async with measured_engine(replace(SHAPE, max_num_seqs=2)) as client:
+            found = await measure(client, 512, 2_048, max_num_seqs=16)  # type: ignore[arg-type]
             return {len(step.parts) for step in found.steps}
 
     assert run_virtual(main()) == {1}

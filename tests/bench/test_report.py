@@ -116,6 +116,16 @@ def test_engines_that_do_not_tell_and_unanswered_queries_are_named() -> None:
     assert "Gaps are told by streaming cells only" in page.text
 
 
+def test_what_was_copied_is_told_of_cells_that_copy() -> None:
+    headings = ("blocks", "GB", "tax")
+    recompute, cost = (
+        Page(make_report(digests_of(Grid("virtual", "anns", evictions=(e,), qps=(2,), num_queries=40)), slos={})).text
+        for e in ("recompute", "cost")
+    )
+    assert [heading in cost for heading in headings] == [True, True, True]
+    assert [heading in recompute for heading in headings] == [False, False, True]
+
+
 def test_a_cell_in_which_nothing_was_answered_does_not_spoil_the_others() -> None:
     results = [made_result(cell) for cell in Grid("virtual", "crawler", qps=(1, 2), num_queries=5).cells()]
     stuck = replace(results[1], requests=(), num_unfinished=5, completion_s=0.0, busy_s=0.0)

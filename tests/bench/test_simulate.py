@@ -5,13 +5,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from small_loads import APPENDS, UPDATES, appending, random_query, settings
 
-from streamrag.bench.cell import ARMS, CellResult
+from streamrag.bench.cell import ARMS, EVICTIONS, CellResult
 from streamrag.bench.floor import floor_s
 from streamrag.bench.simulate import run_cell
+from streamrag.bench.summary import digest
+from streamrag.bench.timeline import make_timeline
 from streamrag.bench.workload import NUM_TAIL_TOKENS
 from streamrag.engine.costs import load_profile, save_profile
 from streamrag.errors import ConfigurationError
@@ -148,6 +151,47 @@ def test_short_memory_costs_preemptions_and_time() -> None:
     assert mean_s(tight) > mean_s(roomy)
 
 
+SLOW_STREAMS = Trace(tuple(appending(f"q{i}", 0.05 * i, 4_000, 4_000, 500, gap_s=4.0) for i in range(12)))
+"""Idle for most of the time, and together far more than 20,000 tokens."""
+
+
+def test_swapped_kv_is_copied_out_and_back_instead_of_computed_again() -> None:
+    recompute, swap = (run_cell(settings(kv_tokens=20_000, eviction=e), trace=SLOW_STREAMS) for e in EVICTIONS[:2])
+    assert recompute.copy_totals is None
+    totals = swap.copy_totals
+    assert totals is not None
+    records = [r.record for r in swap.requests if r.record]
+    assert {p.fate for record in records for p in record.preemptions} == {"swap"}
+    assert sum(record.num_loaded for record in records) == 16 * totals.num_blocks_loaded > 0
+    assert totals.num_bytes_out == totals.num_blocks_saved * 16 * 131_072 >= totals.num_bytes_in > 0
+    assert totals.out_s > 0
+    assert digest(swap).recompute_tax < digest(recompute).recompute_tax
+    assert mean_s(swap) < mean_s(recompute)
+
+
+def test_copies_are_kept_with_the_steps() -> None:
+    for eviction in ("swap", "cost"):
+        result = run_cell(settings(kv_tokens=20_000, eviction=eviction), trace=SLOW_STREAMS, keep_steps=True)
+        totals = result.copy_totals
+        assert totals is not None
+        num_tokens = {"to-host": 0, "to-device": 0}
+        for copy in result.copies:
+            num_tokens[copy.direction] += copy.num_tokens
+            assert copy.query_id in {q.query_id for q in SLOW_STREAMS.queries}
+        assert num_tokens == {"to-host": 16 * totals.num_blocks_saved, "to-device": 16 * totals.num_blocks_loaded}
+        assert make_timeline(result)["traceEvents"]
+        assert run_cell(settings(kv_tokens=20_000, eviction=eviction), trace=SLOW_STREAMS).copies == ()
+
+
+def test_a_host_memory_that_is_full_is_worth_less() -> None:
+    cell = settings(kv_tokens=20_000, eviction="swap")
+    roomy, tight = (run_cell(replace(cell, host_kv_bytes=n), trace=SLOW_STREAMS) for n in (64 << 30, 256 << 20))
+    assert roomy.copy_totals
+    assert tight.copy_totals
+    assert tight.copy_totals.num_blocks_loaded < roomy.copy_totals.num_blocks_loaded
+    assert len(tight.requests) == len(roomy.requests) == 12
+
+
 def test_preemptions_of_the_stock_scheduler_are_seen_too() -> None:
     # Answers so long that the prompts that were admitted together outgrow the memory.
     trace = Trace(tuple(appending(f"q{i}", 0.0, 900) for i in range(4)))
@@ -179,12 +223,15 @@ def test_progress_counts_the_answers() -> None:
     assert seen == [(i, 8) for i in range(1, 9)]
 
 
-def test_clocks_are_not_mixed() -> None:
+def test_clocks_are_not_mixed_and_copies_need_their_costs(tmp_path: Path) -> None:
+    without_copies = tmp_path / "profile.json"
+    save_profile(replace(H200, host_bandwidth_bytes_per_s=None), without_copies)  # type: ignore[arg-type, type-var]
     for changes, named in (
         ({"clock": "wall"}, "virtual time only"),
         ({"model": "some/model"}, "needs wall time"),
         ({"profile": None}, "needs a hardware profile"),
         ({"profile": "h300"}, "no profile 'h300'"),
+        ({"profile": str(without_copies), "eviction": "swap"}, "does not say how long copies take"),
     ):
         with pytest.raises(ConfigurationError, match=named):
             run_cell(settings(**changes), trace=APPENDS)
@@ -196,9 +243,9 @@ def test_a_prompt_that_fits_no_memory_is_refused() -> None:
 
 
 async def test_a_simulated_engine_refuses_the_wall_clock() -> None:
-    from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
+    from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
     from streamrag.backends.simulated.config import EngineShape
 
-    engine = simulated_engine(EngineShape(100), lambda parts: 1.0, is_stock=True)
+    engine = simulated_engine(EngineShape(100), by_parts(lambda parts: 1.0), is_stock=True)
     with pytest.raises(ConfigurationError, match="runs in virtual time only"):
         await SimulatedClient(engine).__aenter__()

@@ -49,6 +49,12 @@ def test_the_figures_are_those_of_the_requests() -> None:
     assert made["num_tokens_invalidated"] == sum(c.num_invalidated for r in records for c in r.chunks) > 0
     fates = [p.fate for r in records for p in r.preemptions]
     assert made["num_preemptions"] == {fate: fates.count(fate) for fate in ("swap", "recompute")}
+    assert made["num_tokens_loaded"] == sum(r.num_loaded for r in records) > 0
+    num_taxed = sum(r.num_recomputed for r in records if r.preemptions)
+    assert num_taxed > 0
+    assert made["recompute_tax"] == pytest.approx(num_taxed / sum(r.num_computed for r in records))
+    assert result.copy_totals is not None
+    assert made["copies"]["num_bytes_in"] == result.copy_totals.num_bytes_in > 0
     floor = spread([r.floor_s for r in result.requests])
     assert made["ratio_to_floor"]["p99"] == pytest.approx(np.percentile(after, 99) / floor["p99"])
     assert made["simulated_s_per_wall_s"] == result.completion_s / result.wall_s
@@ -59,8 +65,18 @@ def test_an_engine_that_does_not_tell_is_not_said_to_have_done_nothing() -> None
     result = made_result(settings())
     silent = replace(result, requests=tuple(replace(r, record=None) for r in result.requests))
     made = summarise(digest(silent), {})
-    assert [made[name] for name in ("num_preemptions", "num_tokens_invalidated", "num_tokens_recomputed")] == [None] * 3
+    names = ("num_preemptions", "num_tokens_invalidated", "num_tokens_recomputed", "recompute_tax", "num_tokens_loaded")
+    assert [made[name] for name in (*names, "copies")] == [None] * 6
     assert made["ttft_s"]["p50"] > 0
+
+
+def test_what_an_update_has_computed_again_is_no_tax() -> None:
+    result = made_result(settings(workload="anns"))
+    records = [replace(r.record, preemptions=(), num_recomputed=15) for r in result.requests if r.record]
+    requests = tuple(replace(r, record=record) for r, record in zip(result.requests, records, strict=True))
+    made = summarise(digest(replace(result, requests=requests)), {})
+    assert made["num_tokens_recomputed"] == 15 * len(requests)
+    assert made["recompute_tax"] == 0
 
 
 def test_a_cell_without_an_answered_request_has_no_figures() -> None:

@@ -104,8 +104,8 @@ def test_the_longest_prompt_may_be_one_that_shrank() -> None:
 
 
 def test_budgets_are_the_published_ones_unless_set() -> None:
-    budgets = [token_budget(settings(workload=w)) for w in ("crawler", "anns", "my.jsonl")]
-    assert budgets == [2_048, 8_192, 2_048]
+    budgets = [token_budget(settings(workload=w)) for w in ("crawler", "anns", "anns-last", "my.jsonl")]
+    assert budgets == [2_048, 8_192, 8_192, 2_048]
     assert token_budget(settings(workload="anns", max_num_batched_tokens=512)) == 512
 
 
@@ -113,6 +113,13 @@ def test_generated_workloads_have_the_queries_that_are_asked() -> None:
     trace = load_trace(settings(workload="anns", qps=1.0, num_queries=7))
     assert len(trace.queries) == 7
     assert trace == load_trace(settings(workload="anns", qps=1.0, num_queries=7))
+
+
+def test_the_long_window_of_a_search_stands_first_or_last() -> None:
+    first, last = (load_trace(settings(workload=w, qps=1.0, num_queries=50)) for w in ("anns", "anns-last"))
+    idle_s = [[q.end_s - q.events[0].at_s for q in trace.queries] for trace in (first, last)]
+    assert statistics.mean(idle_s[1]) > 4 * statistics.mean(idle_s[0])
+    assert [q.end_s for q in first.queries] == pytest.approx([q.end_s for q in last.queries])
 
 
 def test_loads_that_cannot_be_are_refused() -> None:

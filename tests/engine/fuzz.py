@@ -11,6 +11,7 @@ its client and the runner saw.
 import argparse
 import heapq
 import itertools
+import random
 import sys
 import tempfile
 import traceback
@@ -26,11 +27,14 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import RequestStatus
 
+from streamrag.backends.host_memory import HostMemory
 from streamrag.backends.scheduler import StreamingSchedulerMixin, streaming_scheduler
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.simulated.runner import fingerprint, next_token
 from streamrag.backends.wire import KEY, ChunkMessage
+from streamrag.engine.copies import CopyCosts
+from streamrag.engine.costs import TableProfile, save_profile
 from streamrag.records import RequestRecord, read_records
 
 try:
@@ -41,6 +45,9 @@ except ImportError:
     from tests.engine.scenarios import Abort, Chunk, Evict, Plain, Reset, Scenario, make_scenario
 
 VOCABULARY = 50
+COPIES = CopyCosts(((1, 0.5), (9, 0.9)), ((1, 0.5), (9, 0.9)), block_bytes=1, is_overlapped=True)
+PROFILE = TableProfile("fuzz", "none", ((1, 0.1), (100, 10.0)), 0.0, 0.0, kv_tokens=0, copies=COPIES)
+"""Of an engine on which copying a few blocks takes less time than computing them, and copying one takes more."""
 MOST_EMPTY_STEPS = 4
 
 
@@ -133,6 +140,7 @@ class Run:
         self.scenario = scenario
         self.records = records
         self.met = met
+        save_profile(PROFILE, records.with_name("profile.json"))
         shape = EngineShape(
             num_blocks=scenario.num_blocks,
             block_size=scenario.block_size,
@@ -148,6 +156,10 @@ class Run:
                 "policy": scenario.policy,
                 "can_partial_evict": scenario.can_partial_evict,
                 "num_partial_tokens": scenario.num_partial_tokens,
+                "low_water": scenario.low_water,
+                "eviction": scenario.eviction,
+                "num_host_blocks": scenario.num_host_blocks,
+                "profile": str(records.with_name("profile.json")),
                 "records": str(records),
             },
         )
@@ -157,11 +169,15 @@ class Run:
         if scenario.has_v2_runner:
             runner = CountingV2Runner(*arguments, windows=windows, num_slots=scenario.max_num_seqs)
         self.runner = runner
+        faults = random.Random(scenario.seed)
+        runner.fails = lambda: faults.random() < scenario.share_of_faults
         self.engine = SimulatedEngine(
-            shape, runner, lambda step: 1.0, make_scheduler, has_v2_runner=scenario.has_v2_runner
+            shape, runner, lambda step, start_s: 1.0, make_scheduler, has_v2_runner=scenario.has_v2_runner
         )
         assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
         self.scheduler = self.engine.scheduler
+        self.host_memory = self.scheduler.host_memory
+        check((self.host_memory is None) == (scenario.eviction == "recompute"), "host memory for nothing, or none")
         self.clients: dict[str, Client] = {}
 
     def play(self) -> None:
@@ -258,7 +274,7 @@ class Run:
         holders = [r for r in self.scheduler.requests.values() if memory.num_blocks(r)]  # type: ignore[arg-type]
         if holders:
             self.met["forced preemptions"] += 1
-            self.scheduler._evict(holders[nth % len(holders)], "recompute")  # type: ignore[arg-type]
+            self.scheduler._evict(holders[nth % len(holders)])  # type: ignore[arg-type]
 
     def check_integrity(self) -> None:
         """What must hold between two steps."""
@@ -279,6 +295,11 @@ class Run:
             check(block.ref_cnt == held[id(block)], f"{block} is held {held[id(block)]} times")
         if self.scenario.has_prefix_cache and self.scenario.sliding_window is None:
             self._check_hashes()
+        if self.host_memory is not None:
+            pool = self.host_memory.pool
+            check(pool.num_used <= pool.num_slots, f"{pool.num_used} of {pool.num_slots} host slots are in use")
+            self.met["steps with a full host memory"] += pool.is_full
+            self.met["steps with blocks in host memory"] += pool.num_used > 0
 
     def _check_hashes(self) -> None:
         (group,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -304,7 +325,8 @@ class Run:
                 memory.start_step()
                 num_tokens = min(request.num_remaining_tokens, self.scenario.max_num_batched_tokens)
                 num_missing = memory.num_blocks_needed(request.view, num_tokens) - memory.num_free_blocks
-                check(request.is_partial and num_missing > 0, f"{client.request_id} waits for nothing")
+                num_kept_free = self.scheduler._num_kept_free if request.was_evicted else 0
+                check(request.is_partial and num_missing > -num_kept_free, f"{client.request_id} waits for nothing")
                 self.met["partial prompts asleep for want of memory"] += 1
 
     def check_end(self) -> None:
@@ -319,12 +341,28 @@ class Run:
         pool = scheduler.kv_cache_manager.block_pool
         check(pool.get_num_free_blocks() == self.scenario.num_blocks, "blocks are leaked")
         check(not scheduler.deferred_frees, "blocks wait for ever to be freed")
+        if self.host_memory is not None:
+            self._check_host_memory(self.host_memory)
         check(not self.runner.rows, f"the runner still remembers {list(self.runner.rows)}")
         self.met[f"runs: {self.scenario.policy}"] += 1
+        self.met[f"runs: eviction={self.scenario.eviction}"] += 1
         self.met["runs: with a sliding window"] += self.scenario.sliding_window is not None
         self.met["runs: asynchronous" if self.scenario.is_async else "runs: synchronous"] += 1
         self.met["runs: runner V2" if self.scenario.has_v2_runner else "runs: runner V1"] += 1
         self.met["runs: with prefix cache" if self.scenario.has_prefix_cache else "runs: without prefix cache"] += 1
+
+    def _check_host_memory(self, memory: HostMemory) -> None:
+        check(memory.pool.num_used == 0, f"{memory.pool.num_used} host slots are leaked")
+        num_copies = memory.num_saved, memory.num_loaded, memory.num_failed
+        runner = self.runner
+        check(
+            num_copies == (runner.num_saved, runner.num_loaded + runner.num_not_loaded, runner.num_failed), num_copies
+        )
+        self.met["host blocks saved"] += runner.num_saved
+        self.met["host blocks written through"] += runner.num_written_through
+        self.met["host blocks loaded"] += runner.num_loaded
+        self.met["host blocks not saved"] += runner.num_failed - runner.num_not_loaded
+        self.met["host blocks not loaded"] += runner.num_not_loaded
 
     def check_records(self) -> None:
         records = read_records(self.records) if self.records.exists() else []
@@ -335,6 +373,8 @@ class Run:
             check(not found, f"{found} of {record}")
             self.met[f"records: {record.outcome}"] += 1
             self.met["preemptions"] += len(record.preemptions)
+            self.met["preemptions with swap"] += sum(p.fate == "swap" for p in record.preemptions)
+            self.met["tokens loaded from host memory"] += record.num_loaded
             self.met["tokens from the prefix cache"] += record.num_from_cache
             self.met["tokens recomputed"] += record.num_recomputed
             self.met["tokens invalidated"] += record.num_invalidated

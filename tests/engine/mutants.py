@@ -36,6 +36,7 @@ class Mutant:
 LOG = "streamrag.backends.request_log"
 PROMPTS, INTAKE = "streamrag.backends.prompts", "streamrag.backends.stream_intake"
 SCHEDULER = "streamrag.backends.scheduler"
+HOST_MEMORY, HOST_POOL = "streamrag.backends.host_memory", "streamrag.engine.host_pool"
 REQUEST, PLANNING = "streamrag.backends.stream_request", "streamrag.engine.planning"
 
 MUTANTS = (
@@ -130,6 +131,37 @@ MUTANTS = (
         "what an update invalidates stays known", LOG, "min(self.num_known, chunk.num_common)", "self.num_known", 50
     ),
     Mutant("a loss of KV is not noticed", LOG, "        self.num_present = 0\n", "", 100),
+    Mutant(
+        "a block is loaded that was not saved", HOST_POOL, "block is None or not block.is_valid", "block is None", 400
+    ),
+    Mutant("a slot has two blocks", HOST_POOL, "if self._saving.get(block.slot) != key:", "if True:", 400),
+    Mutant("a slot is loaded and overwritten", HOST_POOL, "        self._pinned.update(keys)\n", "", 400),
+    Mutant(
+        "a block is saved that was overwritten before",
+        HOST_MEMORY,
+        "            del self._released[block_id]\n",
+        "",
+        400,
+    ),
+    Mutant(
+        "blocks are loaded into the wrong place",
+        HOST_MEMORY,
+        "[request.request_id][start:end]",
+        "[request.request_id][: end - start]",
+        400,
+    ),
+    Mutant(
+        "what was computed from a failed load stays",
+        HOST_MEMORY,
+        "suspects = [self._suspects, *self._in_flight]",
+        "suspects = [Suspects(set(block_ids), set())]",
+        400,
+    ),
+    Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 2_000),
+    Mutant("the ended keep host memory", HOST_MEMORY, "        self.pool.release(request.request_id)\n", "", 100),
+    Mutant(
+        "an answer after a failed load counts", SCHEDULER, "drop_stale_output=True", "drop_stale_output=False", 1_000
+    ),
     Mutant("idle streams are no victims", PLANNING, "for r in self._idle() if r.num_blocks]", "for r in ()]", 100),
 )
 

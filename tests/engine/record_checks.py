@@ -66,7 +66,8 @@ def problems(record: RequestRecord, client: Any, runner: Counting, has_prefix_ca
         "num_invalidated if nothing is": not only_grows or record.num_invalidated == 0,
         "num_from_cache": has_prefix_cache or record.num_from_cache == 0,
         "tokens in all": not is_finished
-        or record.num_computed - record.num_recomputed + record.num_from_cache >= len(prompts[-1]),
+        or record.num_computed - record.num_recomputed + record.num_from_cache + record.num_loaded >= len(prompts[-1]),
+        "num_loaded": record.num_loaded >= 0,
         "preemptions": all(p.num_tokens_lost > 0 for p in record.preemptions),
         "the same on the result": client.record in (None, record),
     }

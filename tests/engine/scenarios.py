@@ -71,6 +71,11 @@ class Scenario:
     block_size: int
     max_model_len: int
     num_blocks: int
+    eviction: str
+    num_host_blocks: int
+    share_of_faults: float
+    """Of the copies between device and host memory, those that fail."""
+    low_water: float
     max_num_seqs: int
     max_num_batched_tokens: int
     events: tuple[tuple[float, Event], ...] = field(repr=False)
@@ -100,20 +105,38 @@ def make_scenario(seed: int) -> Scenario:
         events.append((rng.uniform(0, last_s + 5), Reset()))
     # Drawn last, and from elsewhere: the seeds above stay what they were.
     window = random.Random(-seed - 1).choice([None, None, None, 1, block_size, 3 * block_size + 1])
+    swap = random.Random(-2 * seed - 1_000_003)
+    if swap.random() < 0.6:
+        window = None
+    policy, can_partial_evict = rng.choice(POLICIES), rng.random() < 0.7
+    num_partial_tokens = rng.choice([None, 3, 2_048])
+    is_async, has_v2_runner, has_prefix_cache = rng.random() < 0.5, rng.random() < 0.4, rng.random() < 0.7
+    eviction = (
+        swap.choice(["recompute", "swap", "swap", "cost"]) if has_prefix_cache and window is None else "recompute"
+    )
+    scales = [1, 1, 1.3, 2, 4, 20]
+    if eviction != "recompute":
+        scales = [1, 1, 1.3, 1.6, 2]
+        num_evictions = swap.choice([0, 10, 40])
+        events += [(swap.uniform(0, last_s + 5), Evict(swap.randrange(100))) for _ in range(num_evictions)]
     return Scenario(
         seed=seed,
         sliding_window=window,
-        policy=rng.choice(POLICIES),
-        can_partial_evict=rng.random() < 0.7,
-        num_partial_tokens=rng.choice([None, 3, 2_048]),
-        is_async=rng.random() < 0.5,
-        has_v2_runner=rng.random() < 0.4,
-        has_prefix_cache=rng.random() < 0.6,
+        eviction=eviction,
+        num_host_blocks=swap.choice([3, 10, 40, 400]),
+        share_of_faults=swap.choice([0.0, 0.0, 0.1, 0.3]),
+        low_water=swap.choice([0.0, 0.1, 0.5]),
+        policy=policy,
+        can_partial_evict=can_partial_evict,
+        num_partial_tokens=num_partial_tokens,
+        is_async=is_async,
+        has_v2_runner=has_v2_runner,
+        has_prefix_cache=has_prefix_cache,
         must_fit_whole=rng.random() < 0.7,
         watermark=rng.choice([0.0, 0.0, 0.1]),
         block_size=block_size,
         max_model_len=max_model_len,
-        num_blocks=(1 if window is None else 2) * int(num_blocks_for_one * rng.choice([1, 1, 1.3, 2, 4, 20])),
+        num_blocks=(1 if window is None else 2) * int(num_blocks_for_one * rng.choice(scales)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_seqs, rng.choice([4, 8, 16, 40, 200])),
         events=tuple(sorted(events, key=lambda e: e[0])),

@@ -1,17 +1,17 @@
 import json
-import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from streamrag.engine.copies import linear_copies
 from streamrag.engine.costs import (
     AnalyticProfile,
     Part,
     TableProfile,
-    fit_table,
     load_profile,
     profile_names,
+    recompute_s,
     save_profile,
 )
 from streamrag.errors import ConfigurationError
@@ -25,12 +25,12 @@ def shipped(name: str) -> AnalyticProfile:
     return profile
 
 
-@pytest.mark.parametrize("name", ["h200-llama8b-tp2", "h200-llama8b-tp2-sync", "h100-llama8b-tp2", "a40-llama8b-tp2"])
+@pytest.mark.parametrize("name", profile_names())
 def test_shipped_profiles_say_where_they_come_from(name: str) -> None:
     profile = shipped(name)
-    assert name in profile_names()
     assert profile.name == name
-    assert profile.provenance.keys() >= {"date", "source", "efficiency", "overhead_s", "kv_tokens"}
+    told = {"date", "source", "efficiency", "overhead_s", "kv_tokens", "host_bandwidth_bytes_per_s", "host_latency_s"}
+    assert profile.provenance.keys() >= told
     assert profile.kv_tokens % profile.block_size == 0
 
 
@@ -84,23 +84,74 @@ def test_points_that_are_no_line_are_refused() -> None:
             replace(TABLE, points=points)
 
 
-def test_a_fit_finds_what_made_the_measurements() -> None:
-    rng = random.Random(0)
-    true = replace(TABLE, own_pair_s=3e-6)
-    measured = []
-    for _ in range(120):
-        parts = [(rng.choice([1, 16, 64, 100, 150]), rng.randrange(3_000)) for _ in range(rng.choice([1, 1, 2, 6]))]
-        measured.append((parts, true.step_s(parts) * rng.uniform(0.99, 1.01)))
-    found = replace(true, **asdict(fit_table(measured, [1, 100, 200])))
-    for parts, _ in measured:
-        assert found.step_s(parts) == pytest.approx(true.step_s(parts), rel=0.02)
-    assert found.step_s([(500, 2_000)]) == pytest.approx(true.step_s([(500, 2_000)]), rel=0.05)
+@pytest.mark.parametrize("end", [1, 40, 100, 101, 350])
+def test_recomputing_takes_what_the_steps_take_more_than_the_token_after_them(end: int) -> None:
+    chunks: list[Part] = [(min(100, end + 1 - done), done) for done in range(0, end + 1, 100)]
+    expected_s = sum(TABLE.step_s([chunk]) for chunk in chunks) - TABLE.step_s([(1, end)])
+    assert recompute_s(TABLE, 0, end, 100) == pytest.approx(expected_s)
+    assert recompute_s(TABLE, 0, 0, 100) == recompute_s(TABLE, end, end, 100) == 0.0
+
+
+def test_the_last_tokens_of_a_prompt_take_longer_than_the_first() -> None:
+    assert recompute_s(TABLE, 3_000, 3_100, 200) > recompute_s(TABLE, 0, 100, 200)
+    whole_s, halves_s = recompute_s(TABLE, 0, 400, 200), [recompute_s(TABLE, a, a + 200, 200) for a in (0, 200)]
+    assert whole_s == pytest.approx(sum(halves_s))
+
+
+def test_beside_a_batch_recomputing_takes_what_its_steps_take_longer() -> None:
+    batch: list[Part] = [(1, 500)] * 20
+    expected_s = sum(TABLE.step_s([(80, done), *batch]) - TABLE.step_s(batch) for done in (0, 80))
+    assert recompute_s(TABLE, 0, 160, 100, batch) == pytest.approx(expected_s)
+    with pytest.raises(ConfigurationError, match="budget=20"):
+        recompute_s(TABLE, 0, 160, 20, batch)
+
+
+def test_ranks_copy_their_shares_over_their_own_links() -> None:
+    profile = replace(shipped("h200-llama8b-tp2"), host_latency_s=0.0)
+    copies = profile.copies
+    assert copies is not None
+    assert (copies.block_bytes, copies.is_overlapped) == (16 * 131_072 // 2, True)
+    assert copies.in_s(1_000) == pytest.approx(1_000 * 16 * 65_536 / 50e9)
+    alone = replace(profile, tensor_parallel_size=1).copies
+    assert alone is not None
+    assert alone.in_s(1_000) == pytest.approx(2 * copies.in_s(1_000))
+    assert replace(profile, host_bandwidth_bytes_per_s=None).copies is None
+
+
+def test_profiles_for_comparison_differ_in_their_links_only() -> None:
+    profile = shipped("h200-llama8b-tp2")
+    for variant, bandwidth in (("slow", 8e9), ("fast", 450e9)):
+        other = shipped(f"h200-llama8b-tp2-{variant}-host")
+        assert other.host_bandwidth_bytes_per_s == bandwidth
+        same = {"name": "", "host_bandwidth_bytes_per_s": None, "provenance": {}}
+        assert replace(other, **same) == replace(profile, **same)
 
 
 def test_profiles_can_be_written_and_read(tmp_path: Path) -> None:
-    for profile in (TABLE, shipped("a40-llama8b-tp2")):
+    measured = replace(TABLE, copies=linear_copies(1_000, 1e9, 1e-5, is_overlapped=False), num_layers=2)
+    for profile in (TABLE, measured, shipped("a40-llama8b-tp2")):
         save_profile(profile, tmp_path / "profile.json")
         assert load_profile(str(tmp_path / "profile.json")) == profile
+
+
+def test_profiles_from_before_copies_were_known_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    save_profile(TABLE, path)
+    values = json.loads(path.read_text())
+    for name in ("copies", "num_layers", "tensor_parallel_size", "own_pair_s", "provenance"):
+        del values[name]
+    path.write_text(json.dumps(values))
+    assert load_profile(str(path)) == TABLE
+
+
+def test_copies_that_are_no_line_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    save_profile(replace(TABLE, copies=linear_copies(1_000, 1e9)), path)
+    values = json.loads(path.read_text())
+    values["copies"]["in_points"] = [[2, 0.2], [1, 0.1]]
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigurationError, match=r"broken\.json is no hardware profile: in_points"):
+        load_profile(str(path))
 
 
 def test_what_is_no_profile_is_refused_by_name(tmp_path: Path) -> None:

@@ -174,3 +174,12 @@ def test_the_callers_choice_decides_what_becomes_of_a_victim() -> None:
     idle = RequestView("idle", 0, 0, 32, 32, 2, is_complete=False, is_idle=True)
     made = plan([new], lambda: [idle], Limits(100, 8), Blocks(0), fate=lambda victim: "swap")
     assert [e.fate for e in made.evictions] == ["swap"]
+
+
+def test_an_evicted_partial_prompt_starts_again_only_where_memory_is_left_or_it_is_complete() -> None:
+    evicted = RequestView("r", 0.0, 0.0, 4 * BLOCK_SIZE, is_complete=False, was_evicted=True)
+    limits = Limits(1_000, 4, num_blocks_kept_free=3)
+    assert not make("fcfs", [evicted], [], limits, Blocks(6)).grants
+    assert make("fcfs", [evicted], [], limits, Blocks(7)).grants
+    assert make("fcfs", [evicted._replace(was_evicted=False)], [], limits, Blocks(6)).grants
+    assert make("fcfs", [evicted._replace(is_complete=True)], [], limits, Blocks(6)).grants

@@ -65,6 +65,17 @@ def test_srpf_prefers_short_prompts_until_a_long_one_has_waited() -> None:
     assert order("srpf(0, tokens_per_s=10_000)", long, short._replace(last_chunk_s=9)) == "short long"
 
 
+def test_srpf_counts_in_seconds_of_the_engine_at_hand_unless_it_is_told_a_speed() -> None:
+    long, short = view("long", num_tokens=10_000), view("short", num_tokens=100, last_chunk_s=9)
+    policy, told = make_policy("srpf(0.25)"), make_policy("srpf(0.25, tokens_per_s=100_000)")
+    for each in (policy, told):
+        each.runs_at(1_000_000.0)
+        assert [r.request_id for r in each.order([long, short], 9.0)] == ["long", "short"]
+        each.runs_at(1_000.0)
+    assert [r.request_id for r in policy.order([long, short], 9.0)] == ["short", "long"]
+    assert [r.request_id for r in told.order([long, short], 9.0)] == ["long", "short"]
+
+
 def test_k_lpm_takes_the_oldest_then_the_longest_prefixes() -> None:
     requests = [view(f"r{i}", i, num_cached_tokens=10 * i) for i in range(5)]
     assert order("k_lpm(1)", *requests) == "r0 r1 r2 r3 r4"

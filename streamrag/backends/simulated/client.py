@@ -26,14 +26,15 @@ from streamrag.backends.simulated.hashing import quick_block_hasher
 from streamrag.backends.simulated.loop import Abort, EngineLoop, Input, check_virtual
 from streamrag.backends.simulated.runner import BlindRunner
 from streamrag.backends.simulated.stream import Answer, SimulatedStream
-from streamrag.backends.simulated.watch import Watch, parts_of
+from streamrag.backends.simulated.watch import Watch
+from streamrag.backends.step_parts import parts_of
 from streamrag.backends.wire import KEY, ChunkMessage
 from streamrag.engine.costs import Part
 from streamrag.errors import BackendError
 from streamrag.records import RequestRecord
 from streamrag.tasks import wait_regardless
 
-__all__ = ["SimulatedClient", "SimulatedStep", "simulated_engine"]
+__all__ = ["SimulatedClient", "SimulatedStep", "by_parts", "simulated_engine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +55,20 @@ class _Progress:
     is_all_sent: bool = False
 
 
+def by_parts(step_s: Callable[[Sequence[Part]], float]) -> Callable[[SchedulerOutput, float], float]:
+    """How long steps take where only what they compute matters."""
+    return lambda step, start_s: step_s([part for _, part in parts_of(step)])
+
+
 def simulated_engine(
-    shape: EngineShape, step_s: Callable[[Sequence[Part]], float], *, is_stock: bool
+    shape: EngineShape, step_s: Callable[[SchedulerOutput, float], float], *, is_stock: bool
 ) -> SimulatedEngine:
     """An engine that answers always the same, with vLLM's own scheduler or with ours, and quick hashes."""
     stock = AsyncScheduler if shape.is_async else Scheduler
     return SimulatedEngine(
         shape,
         BlindRunner(),
-        lambda step: step_s([part for _, part in parts_of(step)]),
+        step_s,
         stock if is_stock else streaming_scheduler,
         block_hasher=quick_block_hasher(shape.block_size) if shape.has_prefix_cache else None,
     )

@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from vllm.sampling_params import SamplingParams
@@ -15,6 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from streamrag.backends.host_wire import HostCopies
 from streamrag.backends.scheduler import streaming_scheduler
 from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
 from streamrag.backends.simulated.runner import Runner
@@ -45,7 +47,7 @@ class SimulatedEngine:
         self,
         shape: EngineShape,
         runner: Runner,
-        step_s: Callable[[SchedulerOutput], float],
+        step_s: Callable[[SchedulerOutput, float], float],
         make_scheduler: Callable[..., Any] = streaming_scheduler,
         *,
         has_v2_runner: bool = False,
@@ -138,7 +140,15 @@ class SimulatedEngine:
     def _submit(self, scheduled: SchedulerOutput) -> None:
         self.num_steps += 1
         start_s = max(self.now_s, self._device_free_s)
-        self._device_free_s = start_s + (self.step_s(scheduled) if scheduled.total_num_scheduled_tokens else 0.0)
+        copies = scheduled.kv_connector_metadata
+        # What comes in must be there before the step computes, and what it overwrites must be out.
+        copied = self.runner.copy(copies) if isinstance(copies, HostCopies) else None
+        self._device_free_s = start_s + (
+            self.step_s(scheduled, start_s) if scheduled.total_num_scheduled_tokens else 0.0
+        )
         if self.on_step and scheduled.total_num_scheduled_tokens:
             self.on_step(scheduled, start_s, self._device_free_s)
-        self._in_flight.append(_Launched(scheduled, self.runner.execute(scheduled), self._device_free_s))
+        output = self.runner.execute(scheduled)
+        if copied is not None:
+            output = replace(output, kv_connector_output=copied)
+        self._in_flight.append(_Launched(scheduled, output, self._device_free_s))

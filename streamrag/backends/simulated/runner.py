@@ -9,11 +9,14 @@ wrongly it remembers wrongly too:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+
+from streamrag.backends.host_wire import CopyReport, HostCopies
 
 __all__ = [
     "BlindRunner",
@@ -49,8 +52,21 @@ def next_token(prefix: int, num_tokens_in_vocabulary: int) -> int:
 class Runner(Protocol):
     """What a simulated engine needs of a model runner."""
 
+    def copy(self, copies: HostCopies) -> KVConnectorOutput | None:
+        """Copy between the device and host memory, before the step computes."""
+
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """The output of one step. Steps are executed in the order in which they were scheduled."""
+
+
+def copied(
+    saved: list[int], failed: list[int] | None = None, invalid_block_ids: set[int] | None = None
+) -> KVConnectorOutput | None:
+    """What a worker says of its copies."""
+    if not (saved or failed or invalid_block_ids):
+        return None
+    report = CopyReport(saved=saved, failed=failed or [])
+    return KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids=invalid_block_ids or set())
 
 
 class BlindRunner:
@@ -59,6 +75,9 @@ class BlindRunner:
     def __init__(self, token: int = 1) -> None:
         self.token = token
         self._num_prompt_tokens: dict[str, int] = {}
+
+    def copy(self, copies: HostCopies) -> KVConnectorOutput | None:
+        return copied([slot for _, slot in copies.saves + copies.held_saves])
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in step.finished_req_ids:
@@ -116,8 +135,41 @@ class OracleRunner(ABC):
         self.is_async = is_async
         self.rows: dict[str, Row] = {}
         self.slots = [[UNKNOWN] * block_size for _ in range(num_blocks + 1)]
+        self.host: dict[int, list[int]] = {}
+        """What each slot of host memory holds."""
+        self.fails: Callable[[], bool] = lambda: False
+        """Whether the next copy of a block fails."""
+        self.num_saved = self.num_loaded = self.num_not_loaded = self.num_failed = 0
+        """Blocks; the last counts both directions."""
+        self.num_written_through = 0
+        """Of those saved."""
+        self.tainted: dict[int, int] = {}
+        """Blocks that were not loaded, or computed from such, and for how many steps more the scheduler cannot know."""
         self.last_sampled: dict[str, int] = {}
         """What the step before has sampled; on the device only, if scheduling is asynchronous."""
+
+    def copy(self, copies: HostCopies) -> KVConnectorOutput | None:
+        saved: list[int] = []
+        failed: list[int] = []
+        invalid: set[int] = set()
+        self.tainted = {block_id: num - 1 for block_id, num in self.tainted.items() if num > 1}
+        for block_id, slot in copies.saves + copies.held_saves:
+            fails = self.fails()
+            (failed if fails else saved).append(slot)
+            self.host[slot] = [UNKNOWN] * self.block_size if fails else self.slots[block_id].copy()
+        for slot, block_id in copies.loads:
+            if self.fails():
+                invalid.add(block_id)
+            else:
+                self.slots[block_id] = self.host[slot].copy()
+                self.tainted.pop(block_id, None)
+        self.num_saved += len(saved)
+        self.num_written_through += len(copies.held_saves)
+        self.num_loaded += len(copies.loads) - len(invalid)
+        self.num_not_loaded += len(invalid)
+        self.num_failed += len(failed) + len(invalid)
+        self._taint(invalid)
+        return copied(saved, failed, invalid)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self.update(step)
@@ -127,9 +179,11 @@ class OracleRunner(ABC):
         # As in each layer of a model: all write, then all read.
         for request_id, num_tokens in counts.items():
             self._write(request_id, num_tokens)
-        for request_id, num_tokens in counts.items():
-            self._read(request_id, num_tokens)
-        sampled = [self._sample(request_id, num_tokens) for request_id, num_tokens in counts.items()]
+        is_tainted = [self._read(request_id, num_tokens) for request_id, num_tokens in counts.items()]
+        sampled = [
+            self._sample(request_id, num_tokens, is_wrong=is_wrong)
+            for (request_id, num_tokens), is_wrong in zip(counts.items(), is_tainted, strict=True)
+        ]
         self.last_sampled = {r: tokens[0] for r, tokens in zip(counts, sampled, strict=True) if tokens}
         return ModelRunnerOutput(list(counts), {r: i for i, r in enumerate(counts)}, sampled)
 
@@ -165,14 +219,20 @@ class OracleRunner(ABC):
                 if index >= len(blocks) or blocks[index] == NULL_BLOCK:
                     raise StaleKVError(f"{request_id}: no block for token {position} in {blocks}")
                 self.slots[blocks[index]][offset] = row.prefixes[position + 1]
+                if offset == 0:
+                    self.tainted.pop(blocks[index], None)
 
-    def _read(self, request_id: str, num_tokens: int) -> None:
+    def _read(self, request_id: str, num_tokens: int) -> bool:
+        """Whether it reads what was not loaded, of which the scheduler has not heard: all that follows is wrong."""
         row = self.rows[request_id]
         end = row.num_computed + num_tokens
         for blocks, window in zip(row.blocks, self.windows, strict=True):
             start = 0 if window is None else max(row.num_computed - window + 1, 0)
             while start < end:
                 index, offset = divmod(start, self.block_size)
+                if blocks[index] in self.tainted:
+                    self._taint(blocks[row.num_computed // self.block_size : (end - 1) // self.block_size + 1])
+                    return True
                 last = min((index + 1) * self.block_size, end)
                 found = self.slots[blocks[index]][offset : offset + last - start]
                 if found != row.prefixes[start + 1 : last + 1]:
@@ -180,13 +240,19 @@ class OracleRunner(ABC):
                         f"{request_id}: block {blocks[index]}, tokens [{start}, {last}), holds KV of another prefix"
                     )
                 start = last
+        return False
 
-    def _sample(self, request_id: str, num_tokens: int) -> list[int]:
+    def _taint(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self.slots[block_id] = [UNKNOWN] * self.block_size
+            self.tainted[block_id] = 2 if self.is_async else 1
+
+    def _sample(self, request_id: str, num_tokens: int, *, is_wrong: bool) -> list[int]:
         row = self.rows[request_id]
         end = row.num_computed + num_tokens
         if end < len(row.tokens):
             return []
-        token = next_token(row.prefixes[end], self.vocabulary)
+        token = (next_token(row.prefixes[end], self.vocabulary) + is_wrong) % self.vocabulary
         self.remember_sample(request_id, token)
         return [token]
 

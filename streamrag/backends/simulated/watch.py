@@ -1,25 +1,15 @@
 """What happens to requests under a scheduler that keeps no records: vLLM's own. Imports vLLM."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from streamrag.backends.request_log import RequestLog
-from streamrag.engine.costs import Part
+from streamrag.backends.step_parts import parts_of
+from streamrag.engine.swapping import DROPPED
 from streamrag.records import Outcome, RequestRecord
 
-__all__ = ["Watch", "parts_of"]
-
-
-def parts_of(step: SchedulerOutput) -> Iterator[tuple[str, Part]]:
-    """The requests of a step, in its order of new ones before others, and what it computes of each."""
-    counts = step.num_scheduled_tokens
-    for new in step.scheduled_new_reqs:
-        yield new.req_id, (counts[new.req_id], new.num_computed_tokens)
-    cached = step.scheduled_cached_reqs
-    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, (counts[request_id], num_computed)
+__all__ = ["Watch"]
 
 
 @dataclass
@@ -50,7 +40,7 @@ class Watch:
         """A step that computes. Who was preempted for it lost its KV at its start."""
         for request_id in step.preempted_req_ids or ():
             if known := self._requests.get(request_id):
-                known.log.loses(known.num_held, "recompute", start_s)
+                known.log.loses(known.num_held, DROPPED, start_s)
                 known.num_held = 0
         for request_id, (num_new, num_context) in parts_of(step):
             known = self._requests.get(request_id)

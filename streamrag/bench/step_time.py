@@ -1,0 +1,118 @@
+"""How long the steps of a simulated engine take: what they compute, and what is copied around them.
+
+step (vLLM's SchedulerOutput) ──▶ parts  ──▶ StepProfile ─┐
+                             └──▶ copies ──▶ CopyClock ◀──┘──▶ seconds; on the side, totals and a log for timelines
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal, TypeAlias
+
+from streamrag.bench.cell import CopyResult, CopyTotals
+from streamrag.engine.copies import CopyClock, CopyCosts
+from streamrag.engine.costs import StepProfile
+from streamrag.engine.parts import Part
+
+__all__ = ["CopyLog", "StepTimes"]
+
+Step: TypeAlias = Any
+"""vLLM's `SchedulerOutput`: this module does not import vLLM."""
+PartsOf: TypeAlias = Callable[[Step], Iterable[tuple[str, Part]]]
+
+
+class StepTimes:
+    """Called with each step that computes and its start, in order; answers how long it takes."""
+
+    def __init__(
+        self, profile: StepProfile, parts_of: PartsOf, *, copies: CopyCosts | None, log: "CopyLog | None" = None
+    ) -> None:
+        self._profile = profile
+        self._parts_of = parts_of
+        self._clock = CopyClock(copies, profile.num_layers) if copies else None
+        self._log = log
+        self._num_saved = self._num_loaded = 0
+
+    def __call__(self, step: Step, start_s: float) -> float:
+        compute_s = self._profile.step_s([part for _, part in self._parts_of(step)])
+        copies = step.kv_connector_metadata
+        if copies is None or self._clock is None:
+            return compute_s
+        num_saves, num_held, num_loads = len(copies.saves), len(copies.held_saves), len(copies.loads)
+        self._num_saved += num_saves + num_held
+        self._num_loaded += num_loads
+        if self._log:
+            self._log.note(step, start_s)
+        return self._clock.step_s(start_s, compute_s, num_saves, num_held, num_loads)
+
+    @property
+    def totals(self) -> CopyTotals | None:
+        """Of all steps so far; None without a host memory."""
+        if self._clock is None:
+            return None
+        # Each rank copies its share of every block.
+        block_bytes = self._clock.costs.block_bytes * self._profile.tensor_parallel_size
+        return CopyTotals(
+            num_blocks_saved=self._num_saved,
+            num_blocks_loaded=self._num_loaded,
+            num_bytes_out=self._num_saved * block_bytes,
+            num_bytes_in=self._num_loaded * block_bytes,
+            out_s=self._clock.busy_out_s,
+            in_s=self._clock.busy_in_s,
+        )
+
+
+@dataclass(slots=True)
+class CopyLog:
+    """Whose blocks were copied, and when: as `CopyClock` has it, one after the other in each direction.
+
+    A block is its last holder's, which is where a save comes from.
+    """
+
+    costs: CopyCosts
+    block_size: int
+    """Tokens per block."""
+    copies: list[CopyResult] = field(default_factory=list)
+    _holders: dict[int, str] = field(default_factory=dict)
+    _out_free_s: float = 0.0
+
+    def note(self, step: Step, start_s: float) -> None:
+        """Take down the copies of one step; also called for steps without any, because they give blocks to requests."""
+        copies = step.kv_connector_metadata
+        saved = [self._holders.get(block, "") for block, _ in copies.saves]
+        for request_id, blocks in _blocks_given(step):
+            self._holders.update(dict.fromkeys(blocks, request_id.rpartition("#")[0]))
+        held = [self._holders.get(block, "") for block, _ in copies.held_saves]
+        loaded = [self._holders.get(block, "") for _, block in copies.loads]
+        start_s = max(start_s, self._out_free_s)
+        forward_s = self._add("to-host", saved, start_s, self.costs.out_s)
+        self._out_free_s = self._add("to-host", held, forward_s, self.costs.out_s)
+        in_s = forward_s if self.costs.is_overlapped else self._out_free_s
+        self._add("to-device", loaded, in_s, self.costs.in_s)
+
+    def _add(
+        self,
+        direction: Literal["to-host", "to-device"],
+        holders: Sequence[str],
+        start_s: float,
+        seconds: Callable[[int], float],
+    ) -> float:
+        """Blocks of the holders that are copied in one go, from `start_s` on. Returns when that ends."""
+        if not holders:
+            return start_s
+        block_s = seconds(len(holders)) / len(holders)
+        for query_id, blocks in groupby(sorted(holders)):
+            num_blocks = len(list(blocks))
+            end_s = start_s + num_blocks * block_s
+            self.copies.append(CopyResult(query_id, direction, start_s, end_s, num_blocks * self.block_size))
+            start_s = end_s
+        return start_s
+
+
+def _blocks_given(step: Step) -> Iterator[tuple[str, list[int]]]:
+    """The blocks that requests are told of in a step: their first ones, more of them, or all of them anew."""
+    for new in step.scheduled_new_reqs:
+        yield new.req_id, [block for group in new.block_ids for block in group]
+    cached = step.scheduled_cached_reqs
+    for request_id, given in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        yield request_id, [block for group in given or () for block in group]

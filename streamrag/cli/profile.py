@@ -1,0 +1,153 @@
+"""`streamrag profile`: what recomputing and copying KV takes on this machine, as a file that engines decide by."""
+
+import argparse
+import asyncio
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from streamrag.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from streamrag.engine.costs import TableProfile
+
+__all__ = ["add_parser"]
+
+EPILOG = """\
+examples:
+  streamrag profile                                        a tiny model, to see what it does
+  streamrag profile --model ./Llama-3.1-8B-Instruct --output h200.json
+  streamrag profile --model ./Llama-3.1-8B-Instruct --tensor-parallel-size 2 --max-num-batched-tokens 2048
+
+Measure with the step budget that the engine will run with. Nothing else should run meanwhile.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command to the program's parser."""
+    parser = commands.add_parser(
+        "profile",
+        help="measure what recomputing and copying KV takes here",
+        description="Starts vLLM, measures what recomputing tokens takes and what copying their KV to host memory and "
+        "back does, and writes both to a file and to a picture. A small model takes a minute or two.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="MODEL", help="folder or name of a model for vLLM (a tiny one, made here)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="what to write (profile-MODEL.json)")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw (FILE with .png)")
+    parser.add_argument("--no-plot", action="store_true", help="do not draw")
+    parser.add_argument("--tensor-parallel-size", type=_positive, default=1, metavar="N", help="devices (1)")
+    parser.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="most tokens a step (vLLM's own)")
+    parser.add_argument("--max-model-len", type=_positive, metavar="N", help="longest prompt (the model's own)")
+    parser.set_defaults(run=_run)
+
+
+def _positive(text: str) -> int:
+    value = text.replace("_", "")
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(value)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from streamrag.bench.profile_picture import draw_profile
+    from streamrag.bench.report_canvas import require_matplotlib
+    from streamrag.engine.costs import save_profile
+    from streamrag.engine.fitting import require_scipy
+
+    console = Console(stderr=True, highlight=False)
+    output = arguments.output or Path(f"profile-{_file_name(arguments.model or 'tiny-llama')}.json")
+    if not output.parent.is_dir():
+        raise ConfigurationError(f"there is no folder {output.parent}; make it, or name another place with --output")
+    plot = None if arguments.no_plot else arguments.plot or output.with_suffix(".png")
+    require_scipy()  # now rather than after minutes
+    if plot:
+        require_matplotlib()
+    with _model(arguments.model, console) as model:
+        profile = _measure(model, arguments, console)
+    save_profile(profile, output)
+    _print(profile, Console(highlight=False))
+    console.print(f"profile: {output}", markup=False, soft_wrap=True)
+    if plot:
+        draw_profile(plot, profile)
+        console.print(f"drawn: {plot}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _file_name(model: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
+
+
+@contextmanager
+def _model(name: str | None, console: Console) -> Iterator[str]:
+    """The model that was named, or one that is made for the while."""
+    if name is not None:
+        yield name
+        return
+    from streamrag.testing import make_tiny_llama
+
+    console.print("no --model: measuring a tiny one with random weights, made here; its figures are its own")
+    with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
+        yield str(make_tiny_llama(Path(folder) / "tiny-llama"))
+
+
+def _measure(model: str, arguments: argparse.Namespace, console: Console) -> "TableProfile":
+    from streamrag.bench.machine import measure_machine
+
+    args: dict[str, Any] = {
+        "tensor_parallel_size": arguments.tensor_parallel_size,
+        "max_num_batched_tokens": arguments.max_num_batched_tokens,
+        "max_model_len": arguments.max_model_len,
+    }
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=None)
+
+        def show(what: str, num_done: int, num_total: int | None) -> None:
+            bar.update(task, description=what, completed=num_done, total=num_total)
+
+        given = {name: value for name, value in args.items() if value is not None}
+        return asyncio.run(measure_machine(model, given, show))
+
+
+def _print(profile: "TableProfile", console: Console) -> None:
+    from streamrag.bench.profile_picture import crossing, most_tokens, step_budget
+    from streamrag.engine.costs import recompute_s
+
+    copies, budget = profile.copies, step_budget(profile)
+    assert copies is not None
+    measured = profile.provenance["recompute_s"]
+    console.print(f"{profile.name}, steps of at most {budget:,} tokens; in milliseconds", markup=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    headings = ("tokens", "recompute", "as fitted", f"beside {measured['num_beside']} decodes", "copy in", "copy out")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for size, alone_s in measured["alone"].items():
+        num_blocks = max(int(size) // profile.block_size, 1)
+        fitted_s = recompute_s(profile, 0, int(size), budget)
+        row = (alone_s, fitted_s, measured["beside"][size], copies.in_s(num_blocks), copies.out_s(num_blocks))
+        table.add_row(f"{int(size):,}", *(f"{1e3 * seconds:.3g}" for seconds in row))
+    console.print(table)
+    console.print(f"median error of the fit: {measured['median_error_of_the_fit']:.1%}")
+    found = crossing(profile, copies.in_s, most_tokens(profile))
+    console.print(
+        "recomputing is always quicker than copying in"
+        if found is None
+        else f"from {found:,} tokens on, KV in host memory is copied in sooner than computed"
+    )

@@ -1,0 +1,126 @@
+"""What copying KV blocks between a device and host memory takes, and how copies and steps get in each other's way.
+
+    step    start ──▶ must-saves ──▶ forward of num_layers layers ──▶ end
+    out     [held of the step before][must-saves][held ......]
+    in                               [loads ..........]
+
+What a step overwrites is saved before its forward. A block that stays is saved beside it, and what is loaded is read
+layer by layer.
+
+A device that cannot copy and compute at a time, as a CPU, stands still meanwhile: all copies add to the step.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeAlias
+
+from streamrag.errors import ConfigurationError
+
+__all__ = ["CopyClock", "CopyCosts", "CopyPoint", "linear_copies"]
+
+CopyPoint: TypeAlias = tuple[int, float]
+"""A number of blocks, and the seconds that copying them in one go takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCosts:
+    """Seconds to copy blocks out, to host memory, and back in. Ranks copy their shares at the same time.
+
+    Linear between the points. Beyond the last it goes on as it was; below the first it goes down to its latency, which
+    is where the first two points meet zero blocks, or nothing.
+
+    :raises ConfigurationError: the points are none, do not ascend, or more blocks take less time.
+    """
+
+    out_points: tuple[CopyPoint, ...]
+    in_points: tuple[CopyPoint, ...]
+    block_bytes: int
+    """Of one block on one device: with tensor parallelism a rank's share."""
+    is_overlapped: bool
+    """Whether the device computes while copies run (CUDA). It stands still meanwhile otherwise (CPU)."""
+
+    def __post_init__(self) -> None:
+        _check("out_points", self.out_points)
+        _check("in_points", self.in_points)
+        if self.block_bytes <= 0:
+            raise ConfigurationError(f"block_bytes={self.block_bytes}: must be positive")
+
+    def out_s(self, num_blocks: int) -> float:
+        """To copy so many blocks from the device to the host."""
+        return _interpolated(self.out_points, num_blocks)
+
+    def in_s(self, num_blocks: int) -> float:
+        """To copy so many blocks from the host to the device."""
+        return _interpolated(self.in_points, num_blocks)
+
+
+def linear_copies(
+    block_bytes: int, bytes_per_s: float, latency_s: float = 0.0, *, is_overlapped: bool = True
+) -> CopyCosts:
+    """Copies over one link in each direction, whose speed does not depend on how much is copied."""
+    if bytes_per_s <= 0:
+        raise ConfigurationError(f"bytes_per_s={bytes_per_s:g}: a link must be faster than that")
+    points = tuple((num, latency_s + num * block_bytes / bytes_per_s) for num in (1, 2))
+    return CopyCosts(points, points, block_bytes, is_overlapped)
+
+
+def _check(name: str, points: Sequence[CopyPoint]) -> None:
+    blocks, seconds = [num for num, _ in points], [taken_s for _, taken_s in points]
+    if not blocks or blocks[0] < 1 or any(a >= b for a, b in pairwise(blocks)):
+        raise ConfigurationError(f"{name}: must be one or more, of ascending numbers of blocks from 1 on; got {blocks}")
+    if not seconds[0] >= 0 or not all(a <= b for a, b in pairwise(seconds)):
+        raise ConfigurationError(f"{name}: more blocks must not take less time; got {seconds} s")
+
+
+def _interpolated(points: Sequence[CopyPoint], num_blocks: int) -> float:
+    if num_blocks <= 0:
+        return 0.0
+    first_num, first_s = points[0]
+    if len(points) == 1:
+        return first_s * num_blocks / first_num
+    right = min(max(bisect_left(points, (num_blocks,)), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    slope_s = (y1 - y0) / (x1 - x0)
+    if num_blocks < first_num:
+        latency_s = max(first_s - slope_s * first_num, 0.0)
+        return latency_s + (first_s - latency_s) * num_blocks / first_num
+    return y0 + slope_s * (num_blocks - x0)
+
+
+@dataclass(slots=True)
+class CopyClock:
+    """The copy engines of a device in virtual time, one for each direction: each does one thing after the other."""
+
+    costs: CopyCosts
+    num_layers: int
+    """Of the model: as fine as loads and the forward overlap."""
+    busy_out_s: float = 0.0
+    busy_in_s: float = 0.0
+    _out_free_s: float = field(default=0.0, init=False)
+    """When the engine that copies out will have done what it was given."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ConfigurationError(f"num_layers={self.num_layers}: a model has at least one")
+
+    def step_s(
+        self, start_s: float, compute_s: float, num_saves: int = 0, num_held_saves: int = 0, num_loads: int = 0
+    ) -> float:
+        """How long a step takes that begins at `start_s`, not before the end of the one before it.
+
+        `num_saves` blocks are overwritten in it and saved before; `num_held_saves` stay and are saved by the way.
+        """
+        saves_s, held_s = self.costs.out_s(num_saves), self.costs.out_s(num_held_saves)
+        loads_s = self.costs.in_s(num_loads)
+        self.busy_out_s += saves_s + held_s
+        self.busy_in_s += loads_s
+        if not self.costs.is_overlapped:
+            return saves_s + held_s + loads_s + compute_s
+        # The held saves of the step before come first: its blocks may be written from now on.
+        forward_s = max(start_s, self._out_free_s) + saves_s
+        self._out_free_s = forward_s + held_s
+        # What is loaded may go where the must-saves come from, and the last layer waits for its own load.
+        behind_loads_s = loads_s + compute_s / self.num_layers if num_loads else 0.0
+        return forward_s + max(compute_s, behind_loads_s) - start_s

@@ -1,0 +1,78 @@
+"""Lines through measurements: what steps and copies cost, as monotone and piecewise linear functions. Needs scipy."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from streamrag.engine.copies import CopyPoint
+from streamrag.engine.parts import Part, context_pairs, own_pairs
+from streamrag.errors import ConfigurationError, MissingDependencyError
+
+__all__ = ["FittedCosts", "fit_copies", "fit_table", "require_scipy"]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCosts:
+    """What a `TableProfile` says of steps."""
+
+    points: tuple[tuple[float, float], ...]
+    pair_s: float
+    own_pair_s: float
+    request_s: float
+
+
+def require_scipy() -> None:
+    """Raises MissingDependencyError without scipy."""
+    try:
+        import scipy  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError:
+        raise MissingDependencyError("scipy", "pip install scipy") from None
+
+
+def fit_table(measured: Sequence[tuple[Sequence[Part], float]], knots: Sequence[int]) -> FittedCosts:
+    """The costs that fit best: least squares of relative errors, no cost below zero.
+
+    `measured` holds steps with their seconds, `knots` the tokens at which the line may bend. Costs that the
+    measurements do not tell apart (all steps with one request, say) go to the base line.
+    """
+    require_scipy()
+    import numpy as np
+    from scipy.optimize import nnls  # type: ignore[import-untyped]
+
+    ascending = sorted(set(knots))
+    if len(ascending) < 2:
+        raise ConfigurationError(f"fit_table: {len(ascending)} knots given; a line needs two or more")
+    rows, seconds = [], []
+    for parts, step_s in measured:
+        num_new = sum(new for new, _ in parts)
+        # The line as a start and ramps, each non-negative: more tokens never take less time.
+        widths = [min(max(num_new - a, 0), b - a) for a, b in pairwise(ascending)]
+        widths[-1] += max(num_new - ascending[-1], 0)
+        rows.append([1.0, *widths, context_pairs(parts), own_pairs(parts), len(parts) - 1])
+        seconds.append(step_s)
+    weights = 1 / np.asarray(seconds)
+    matrix = np.asarray(rows, dtype=float) * weights[:, None]
+    scales = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    found = nnls(matrix / scales, np.ones(len(seconds)))[0] / scales
+    start_s, *slopes = (float(v) for v in found[:-3])
+    pair_s, own_pair_s, request_s = (float(v) for v in found[-3:])
+    points = [(float(ascending[0]), start_s - request_s)]
+    for slope, (a, b) in zip(slopes, pairwise(ascending), strict=True):
+        points.append((float(b), points[-1][1] + slope * (b - a)))
+    return FittedCosts(tuple(points), pair_s, own_pair_s, request_s)
+
+
+def fit_copies(measured: Mapping[int, Sequence[float]]) -> tuple[CopyPoint, ...]:
+    """The monotone line that is nearest to the medians, by relative errors.
+
+    `measured` holds the seconds of each copy, by numbers of blocks.
+    """
+    require_scipy()
+    from scipy.optimize import isotonic_regression
+
+    blocks = sorted(measured)
+    medians = [median(measured[num]) for num in blocks]
+    weights = [1 / max(seconds, 1e-9) ** 2 for seconds in medians]
+    fitted = isotonic_regression(medians, weights=weights).x
+    return tuple((num, float(seconds)) for num, seconds in zip(blocks, fitted, strict=True))

@@ -1,0 +1,151 @@
+"""Which KV blocks host memory holds, and for whom. Only the bookkeeping: slots are numbers.
+
+             reserve                    saved                    find, slots
+    (free) ─────────▶ being saved ─────────────▶ valid ─────────────────────▶ loaded
+       ▲                   │ failed                │ its last owner is gone, or it is the least useful of a full pool
+       └───────────────────┴───────────────────────┘
+
+Each block is stored once, by its key, which stands for its content and all before it. Owners are requests that want it
+back; a block that nobody owns is of no use, because whoever may need it owns it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["HostPool"]
+
+
+@dataclass(slots=True)
+class _Block:
+    slot: int
+    owners: set[str] = field(default_factory=set)
+    is_valid: bool = False
+
+
+class HostPool:
+    """A bounded pool of `num_slots` blocks."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._blocks: OrderedDict[Hashable, _Block] = OrderedDict()  # the least useful first
+        self._keys_of: dict[str, set[Hashable]] = {}
+        self._free = list(reversed(range(num_slots)))
+        self._saving: dict[int, Hashable] = {}  # of each slot under way; the block may be given up in the meantime
+        self._pinned: set[Hashable] = set()
+
+    @property
+    def num_used(self) -> int:
+        """Slots that are not free, also those that wait only for the end of their copy."""
+        return self.num_slots - len(self._free)
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
+    def owned(self, owner: str) -> Collection[Hashable]:
+        return self._keys_of.get(owner, ())
+
+    def claim(self, owner: str, key: Hashable) -> bool:
+        """Whether the block is there, or on its way; if so `owner` wants it too."""
+        block = self._blocks.get(key)
+        if block is None:
+            return False
+        self._own(owner, key, block)
+        self._blocks.move_to_end(key)
+        return True
+
+    def reserve(self, owner: str, key: Hashable) -> int | None:
+        """A slot into which the block, which is not there, is to be copied; None if there is no room."""
+        if not self._free:
+            self._give_up_one()
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        block = self._blocks[key] = _Block(slot)
+        self._saving[slot] = key
+        self._own(owner, key, block)
+        return slot
+
+    def saved(self, slot: int, *, is_valid: bool) -> None:
+        """The copy into `slot` has ended, well or not."""
+        key = self._saving.pop(slot)
+        block = self._blocks.get(key)
+        if block is None or block.slot != slot:  # nobody wants it any more
+            self._free.append(slot)
+        elif is_valid:
+            block.is_valid = True
+        else:
+            self._remove(key)
+
+    def num_valid(self, keys: Iterable[Hashable]) -> int:
+        """How many of `keys`, from the first on, can be loaded."""
+        num_valid = 0
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or not block.is_valid:
+                break
+            num_valid += 1
+        return num_valid
+
+    def pin(self, keys: Sequence[Hashable]) -> list[int]:
+        """The slots of valid blocks, which stay where they are until `unpin`. The first is the most useful."""
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
+        self._pinned.update(keys)
+        return [self._blocks[key].slot for key in keys]
+
+    def unpin(self) -> None:
+        """The loads have been sent: what is copied into their slots from now on comes later."""
+        pinned, self._pinned = self._pinned, set()
+        for key in pinned:
+            if key in self._blocks and not self._blocks[key].owners:
+                self._remove(key)
+
+    def release(self, owner: str, *, but: Collection[Hashable] = ()) -> None:
+        """`owner` has no use for its blocks any more, but for some."""
+        keys = self._keys_of.get(owner)
+        if keys is None:
+            return
+        for key in [key for key in keys if key not in but]:
+            keys.discard(key)
+            self._disown(owner, key)
+        if not keys:
+            del self._keys_of[owner]
+
+    def drop(self, keys: Iterable[Hashable]) -> None:
+        """These blocks cannot be loaded: forget them."""
+        for key in keys:
+            if key in self._blocks:
+                self._remove(key)
+
+    def clear(self) -> None:
+        """Forget all blocks. Slots that are being copied into are free when that has ended."""
+        self.drop(list(self._blocks))
+
+    def _own(self, owner: str, key: Hashable, block: _Block) -> None:
+        block.owners.add(owner)
+        self._keys_of.setdefault(owner, set()).add(key)
+
+    def _disown(self, owner: str, key: Hashable) -> None:
+        block = self._blocks[key]
+        block.owners.discard(owner)
+        if not block.owners and key not in self._pinned:
+            self._remove(key)
+
+    def _give_up_one(self) -> None:
+        """The least recently used of those that nothing is copied into or out of."""
+        for key, block in self._blocks.items():
+            if block.is_valid and key not in self._pinned:
+                self._remove(key)
+                return
+
+    def _remove(self, key: Hashable) -> None:
+        block = self._blocks.pop(key)
+        for owner in block.owners:
+            keys = self._keys_of[owner]
+            keys.discard(key)
+            if not keys:
+                del self._keys_of[owner]
+        if self._saving.get(block.slot) != key:
+            self._free.append(block.slot)

@@ -1,0 +1,128 @@
+"""Reads the latency profiles of Stream2LLM's artifact (github.com/rajveerb/stream2llm), as they are.
+
+    {"recomputation_latencies": {"16": [ms, ...], "32": [...], ...}, "metadata": {...}}
+    {"swap_in_latency": {"16": [ms, ...], ...}, "swap_out_latency": {...}, "metadata": {...}}
+
+All numbers are of tokens, in powers of two from one KV block on; the swaps of all workers are in one list. A recompute
+latency is that of one step from nothing, so that above `max_num_batched_tokens` it is not of so many tokens: such
+latencies are left out. The files tell neither the capacity of the KV cache nor how large a block is in bytes: that is
+known here for the models below.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+from streamrag.engine.copies import CopyCosts, CopyPoint
+from streamrag.engine.fitting import fit_copies, fit_table
+
+__all__ = ["PaperCosts", "is_paper_profile", "read_paper_costs"]
+
+RECOMPUTE, SWAP_IN, SWAP_OUT, METADATA = "recomputation_latencies", "swap_in_latency", "swap_out_latency", "metadata"
+SHARED = ("model_name", "tensor_parallel_size")
+"""What must be the same in a pair of files."""
+KV_BYTES_PER_TOKEN = {"llama-3.1-8b": 131_072, "llama-3.1-70b": 327_680}
+"""Of models with 16 bits, by what their names begin with."""
+NUM_FITTED = 3
+"""Of the costs of a step: what each takes, what a token takes, and what a pair of tokens takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaperCosts:
+    """What the files say, in seconds."""
+
+    device: str
+    points: tuple[tuple[float, float], ...]
+    """(new tokens, seconds without attention) of steps."""
+    pair_s: float
+    block_size: int
+    tensor_parallel_size: int
+    copies: CopyCosts | None
+    provenance: Mapping[str, Any]
+
+
+def is_paper_profile(values: Mapping[str, Any]) -> bool:
+    return bool({RECOMPUTE, SWAP_IN, SWAP_OUT} & values.keys())
+
+
+def read_paper_costs(files: Sequence[Mapping[str, Any]]) -> PaperCosts:
+    """From the file of recomputing, and that of swapping if there is one.
+
+    :raises ValueError: they are not as described above, or not of the same engine.
+    """
+    recompute = [values for values in files if RECOMPUTE in values]
+    swap = [values for values in files if {SWAP_IN, SWAP_OUT} & values.keys()]
+    if len(recompute) != 1:
+        raise ValueError(f'one file must have "{RECOMPUTE}", and {len(recompute)} have; give FILE or FILE,SWAP_FILE')
+    if len(swap) > 1 or any(not is_paper_profile(values) for values in files):
+        raise ValueError("beside it there can be one file of swap latencies, and nothing else")
+    metadata = _metadata(recompute[0])
+    for name in SHARED if swap else ():
+        ours, theirs = metadata.get(name), _metadata(swap[0]).get(name)
+        if ours != theirs:
+            raise ValueError(f"{name} is {ours!r} in the recompute file and {theirs!r} in that of swapping")
+    latencies = _latencies(recompute[0], RECOMPUTE)
+    points, pair_s = _steps(latencies, metadata.get("max_num_batched_tokens"))
+    block_size, num_ranks = min(latencies), metadata.get("tensor_parallel_size", 1)
+    return PaperCosts(
+        device=f"unknown; {metadata.get('model_name', 'unknown model')}, profiled with Stream2LLM's artifact",
+        points=points,
+        pair_s=pair_s,
+        block_size=block_size,
+        tensor_parallel_size=num_ranks,
+        copies=_copies(swap[0], block_size, block_size * _kv_bytes_per_token(metadata) // num_ranks) if swap else None,
+        provenance={"source": "latency profiles of Stream2LLM's artifact, arXiv 2604.16395", **metadata},
+    )
+
+
+def _metadata(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    metadata = values.get(METADATA, {})
+    if not isinstance(metadata, dict):
+        raise ValueError(f'its "{METADATA}" is {metadata!r}, not an object')
+    return metadata
+
+
+def _latencies(values: Mapping[str, Any], name: str) -> dict[int, list[float]]:
+    """Seconds, by tokens."""
+    measured = values.get(name)
+    if not isinstance(measured, dict) or not measured:
+        raise ValueError(f'its "{name}" is missing or empty; it must have latencies in ms by numbers of tokens')
+    latencies = {}
+    for num_tokens, found_ms in measured.items():
+        is_list = isinstance(found_ms, list) and found_ms
+        if not num_tokens.isdecimal() or not is_list or not all(isinstance(ms, int | float) for ms in found_ms):
+            raise ValueError(f'"{name}" has {num_tokens!r}: {found_ms!r}, not latencies in ms by a number of tokens')
+        latencies[int(num_tokens)] = [ms / 1e3 for ms in found_ms]
+    return latencies
+
+
+def _steps(
+    latencies: Mapping[int, Sequence[float]], budget: int | None
+) -> tuple[tuple[tuple[float, float], ...], float]:
+    """Points of the base line and the seconds of a pair, which together give every latency as it was measured."""
+    seconds = {num: median(found) for num, found in sorted(latencies.items()) if budget is None or num <= budget}
+    if len(seconds) < 2:
+        raise ValueError(f'"{RECOMPUTE}" has {len(seconds)} numbers of tokens up to a step of {budget}; two are needed')
+    pair_s = 0.0
+    if len(seconds) > NUM_FITTED:
+        measured = [([(num, 0)], step_s) for num, step_s in seconds.items()]
+        pair_s = fit_table(measured, [min(seconds), max(seconds)]).own_pair_s
+    base = accumulate((step_s - pair_s * num * num / 2 for num, step_s in seconds.items()), max)
+    return tuple((float(num), step_s) for num, step_s in zip(seconds, base, strict=True)), pair_s
+
+
+def _kv_bytes_per_token(metadata: Mapping[str, Any]) -> int:
+    name = str(metadata.get("model_name")).rpartition("/")[2].lower()
+    for known, num_bytes in KV_BYTES_PER_TOKEN.items():
+        if name.removeprefix("meta-").startswith(known):
+            return num_bytes
+    raise ValueError(f"how large the KV of model {name!r} is, is not known; give the recompute file alone")
+
+
+def _copies(values: Mapping[str, Any], block_size: int, block_bytes: int) -> CopyCosts:
+    def points(name: str) -> tuple[CopyPoint, ...]:
+        return fit_copies({num // block_size: seconds for num, seconds in _latencies(values, name).items()})
+
+    return CopyCosts(points(SWAP_OUT), points(SWAP_IN), block_bytes, is_overlapped=True)

@@ -1,0 +1,22 @@
+"""What sources that are made from another source have in common."""
+
+from streamrag.core import Progress, Source, Startable
+
+__all__ = ["WrappedSource"]
+
+
+class WrappedSource:
+    """Base of a source that changes the events of `source`, which it starts and closes."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    async def start(self, progress: Progress) -> None:
+        """Start the source, if it is one that must be."""
+        if isinstance(self._source, Startable):
+            await self._source.start(progress)
+
+    async def aclose(self) -> None:
+        """Close the source."""
+        if isinstance(self._source, Startable):
+            await self._source.aclose()

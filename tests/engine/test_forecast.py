@@ -1,0 +1,43 @@
+"""When the next chunk is expected."""
+
+from streamrag.engine.forecast import ChunkForecast
+from streamrag.engine.request import RequestView
+
+
+def view(last_chunk_s: float, source: str = "crawl", expected_complete_s: float | None = None) -> RequestView:
+    return RequestView(
+        "r", 0.0, last_chunk_s, 10, source=source, expected_complete_s=expected_complete_s, is_complete=False
+    )
+
+
+def test_a_stream_is_expected_to_go_on_after_the_mean_gap_of_its_source() -> None:
+    forecast = ChunkForecast()
+    for _ in range(100):
+        forecast.observe("crawl", 4.0)
+        forecast.observe("search", 0.5)
+    assert round(forecast.expected_s(view(10.0), 11.0), 6) == 14.0
+    assert round(forecast.expected_s(view(10.0, "search"), 10.1), 6) == 10.5
+
+
+def test_one_that_is_late_is_expected_to_stay_away_as_long_again() -> None:
+    forecast = ChunkForecast()
+    forecast.observe("crawl", 1.0)
+    assert forecast.expected_s(view(10.0), 30.0) == 50.0
+
+
+def test_the_longest_idle_is_expected_last_where_nothing_is_known() -> None:
+    forecast = ChunkForecast()
+    assert forecast.expected_s(view(1.0), 9.0) > forecast.expected_s(view(5.0), 9.0) > 9.0
+
+
+def test_what_the_retriever_expects_counts_more_until_it_has_passed() -> None:
+    forecast = ChunkForecast()
+    assert forecast.expected_s(view(10.0, expected_complete_s=13.0), 12.0) == 13.0
+    assert forecast.expected_s(view(10.0, expected_complete_s=11.0), 12.0) == 14.0
+
+
+def test_names_that_never_come_twice_do_not_fill_the_memory() -> None:
+    forecast = ChunkForecast()
+    for number in range(5_000):
+        forecast.observe(f"source {number}", 1.0)
+    assert len(forecast._gap_s) <= 1_000

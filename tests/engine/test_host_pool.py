@@ -1,0 +1,133 @@
+"""The bookkeeping of host memory."""
+
+import random
+
+from streamrag.engine.host_pool import HostPool
+
+
+def pool_with(*keys: str, owner: str = "a", num_slots: int = 4) -> HostPool:
+    pool = HostPool(num_slots)
+    for key in keys:
+        slot = pool.reserve(owner, key)
+        assert slot is not None
+        pool.saved(slot, is_valid=True)
+    return pool
+
+
+def test_a_block_can_be_loaded_only_after_its_copy_has_ended() -> None:
+    pool = HostPool(2)
+    slot = pool.reserve("a", "x")
+    assert slot is not None
+    assert pool.num_valid(["x"]) == 0
+    pool.saved(slot, is_valid=True)
+    assert pool.num_valid(["x"]) == 1
+
+
+def test_what_was_not_saved_is_not_there_and_takes_no_room() -> None:
+    pool = HostPool(1)
+    slot = pool.reserve("a", "x")
+    assert slot is not None
+    pool.saved(slot, is_valid=False)
+    assert (pool.num_valid(["x"]), pool.num_used) == (0, 0)
+
+
+def test_only_leading_blocks_count() -> None:
+    pool = pool_with("x", "z")
+    assert pool.num_valid(["x", "y", "z"]) == 1
+
+
+def test_a_block_is_stored_once_and_stays_until_its_last_owner_is_gone() -> None:
+    pool = pool_with("x")
+    assert pool.claim("b", "x")
+    pool.release("a")
+    assert pool.num_valid(["x"]) == 1
+    pool.release("b")
+    assert (pool.num_valid(["x"]), pool.num_used) == (0, 0)
+
+
+def test_an_owner_may_keep_some() -> None:
+    pool = pool_with("x", "y", "z")
+    pool.release("a", but={"x", "z"})
+    assert sorted(map(str, pool.owned("a"))) == ["x", "z"]
+    assert pool.num_used == 2
+
+
+def test_a_full_pool_gives_up_what_was_used_longest_ago() -> None:
+    pool = pool_with("x", "y", "z", num_slots=3)
+    pool.pin(["x"])
+    pool.unpin()
+    pool.reserve("b", "new")
+    assert [pool.num_valid([key]) for key in "xyz"] == [1, 0, 1]
+    assert sorted(map(str, pool.owned("a"))) == ["x", "z"]
+
+
+def test_what_is_being_copied_either_way_is_not_given_up() -> None:
+    pool = pool_with("x", num_slots=2)
+    pool.reserve("a", "saving")
+    pool.pin(["x"])
+    assert pool.reserve("b", "new") is None
+    pool.unpin()
+    assert pool.reserve("b", "new") is not None
+    assert pool.num_valid(["x"]) == 0
+
+
+def test_a_slot_is_free_only_when_the_copy_into_it_has_ended() -> None:
+    pool = HostPool(1)
+    slot = pool.reserve("a", "x")
+    assert slot is not None
+    pool.release("a")
+    assert pool.reserve("b", "y") is None
+    pool.saved(slot, is_valid=True)
+    assert pool.num_valid(["x"]) == 0
+    assert pool.reserve("b", "y") == slot
+
+
+def test_a_block_that_comes_back_while_its_first_copy_is_under_way_waits_for_the_second() -> None:
+    pool = HostPool(2)
+    first = pool.reserve("a", "x")
+    pool.release("a")
+    second = pool.reserve("b", "x")
+    assert first is not None
+    assert second is not None
+    pool.saved(first, is_valid=True)
+    assert pool.num_valid(["x"]) == 0
+    pool.saved(second, is_valid=True)
+    assert pool.num_valid(["x"]) == 1
+
+
+def test_a_pinned_block_outlives_its_owner_until_it_is_sent() -> None:
+    pool = pool_with("x")
+    (slot,) = pool.pin(["x"])
+    pool.release("a")
+    assert pool.num_used == 1
+    pool.unpin()
+    assert (pool.num_used, pool.num_valid(["x"])) == (0, 0)
+    assert slot in range(4)
+
+
+def test_after_any_calls_no_slot_is_lost_and_none_is_used_twice() -> None:
+    rng = random.Random(0)
+    pool = HostPool(5)
+    saving: list[int] = []
+    for _ in range(3_000):
+        owner, key = rng.choice("abc"), rng.choice("tuvwxyz")
+        match rng.randrange(6):
+            case 0 | 1 if not pool.claim(owner, key):
+                slot = pool.reserve(owner, key)
+                assert slot not in saving
+                saving += [slot] if slot is not None else []
+            case 2 if saving:
+                pool.saved(saving.pop(rng.randrange(len(saving))), is_valid=rng.random() < 0.8)
+            case 3:
+                pool.release(owner, but={key})
+            case 4 if pool.num_valid([key]):
+                pool.pin([key])
+                pool.unpin()
+            case 5 if rng.random() < 0.1:
+                pool.clear()
+        assert len(saving) <= pool.num_used <= pool.num_slots
+    for slot in saving:
+        pool.saved(slot, is_valid=True)
+    for owner in "abc":
+        pool.release(owner)
+    assert pool.num_used == 0

@@ -1,0 +1,95 @@
+"""Recompute or copy: what costs less, as far as is known."""
+
+import pytest
+
+from streamrag.engine.copies import CopyCosts, linear_copies
+from streamrag.engine.costs import TableProfile
+from streamrag.engine.swapping import CostChoice, SwapAlways, make_swap_choice
+from streamrag.errors import ConfigurationError
+
+BLOCK_BYTES = 1_000_000
+
+
+def profile(copies: CopyCosts | None = None) -> TableProfile:
+    """A token takes a millisecond, and more after much context."""
+    return TableProfile("p", "d", ((1, 0.001), (1_000, 1.0)), 1e-7, 0.0, kv_tokens=0, block_size=16, copies=copies)
+
+
+def choice(bytes_per_s: float, *, is_overlapped: bool = True) -> CostChoice:
+    copies = linear_copies(BLOCK_BYTES, bytes_per_s, is_overlapped=is_overlapped)
+    return CostChoice(profile(copies), copies, 16)
+
+
+def test_a_fast_link_swaps_and_a_slow_one_recomputes() -> None:
+    assert choice(1e10).evict(10, 10, 0.0).choice == "swap"
+    assert choice(1e7).evict(10, 10, 0.0).choice == "recompute"
+
+
+def test_a_comparison_tells_both_costs() -> None:
+    found = choice(1e9).evict(10, 10, 0.0)
+    assert found.swap_s == pytest.approx(2 * 10 * BLOCK_BYTES / 1e9)
+    assert found.recompute_s == pytest.approx(0.160, rel=0.05)
+    assert found.predicted_s == found.swap_s
+
+
+def test_what_is_in_host_memory_already_need_not_be_copied_out() -> None:
+    between = choice(1.0e8)  # out and in take 0.2 s, in alone 0.1 s, and computing it 0.16 s
+    assert between.evict(10, 10, 0.0).choice == "recompute"
+    assert between.evict(10, 0, 0.0).choice == "swap"
+    assert between.resume(0, 10, 0.0).choice == "swap"
+
+
+def test_copies_wait_for_those_before_them() -> None:
+    found = choice(1e9)
+    found.sends(500, 500, now_s=10.0)
+    assert found.resume(0, 10, 10.0).choice == "recompute"
+    assert found.resume(0, 10, 10.6).choice == "swap"
+
+
+def test_updates_that_invalidate_make_saving_less_worth_than_recomputing() -> None:
+    found = choice(1.5e8)
+    assert found.evict(10, 10, 0.0).choice == "swap"
+    for _ in range(50):
+        found.observe_chunk(1_000, 100)
+    assert found.evict(10, 10, 0.0).choice == "recompute"
+
+
+def test_what_steps_and_copies_really_take_corrects_the_profile() -> None:
+    slow_steps = choice(1e7)
+    for _ in range(100):
+        slow_steps.observe_step([(1_000, 0)], 1_000.0, 0.0)
+    assert slow_steps.evict(10, 10, 0.0).choice == "swap"
+    slow_copies = choice(1e10)
+    for _ in range(100):
+        slow_copies.observe_copies(10, 100.0, 10, 100.0)
+    assert slow_copies.evict(10, 10, 0.0).choice == "recompute"
+
+
+def test_copies_that_stop_the_engine_are_no_part_of_what_a_step_computes() -> None:
+    found = choice(1e9, is_overlapped=False)
+    before = found.evict(10, 10, 0.0)
+    for _ in range(100):
+        found.observe_step([(1_000, 0)], profile().step_s([(1_000, 0)]) + 5.0, 5.0)
+    assert found.evict(10, 10, 0.0).recompute_s == pytest.approx(before.recompute_s)
+
+
+def test_blocks_are_written_through_where_memory_is_short_and_copies_disturb_nobody() -> None:
+    found = choice(1e10)
+    found.observe_step([(1_000, 0)], 0.01, 0.0)
+    assert found.num_to_write_through(0.1) == pytest.approx(100, abs=1)
+    assert found.num_to_write_through(0.9) == 0
+    assert choice(1e10, is_overlapped=False).num_to_write_through(0.1) == 0
+    slow = choice(1e7)
+    slow.observe_step([(1_000, 0)], 0.01, 0.0)
+    assert slow.num_to_write_through(0.1) == 0
+
+
+def test_swap_always_swaps() -> None:
+    always = make_swap_choice("swap", profile(), 16)
+    assert isinstance(always, SwapAlways)
+    assert always.evict(1, 1, 0.0).choice == always.resume(0, 1, 0.0).choice == "swap"
+
+
+def test_costs_cannot_be_compared_by_a_profile_without_copies() -> None:
+    with pytest.raises(ConfigurationError, match="streamrag profile"):
+        make_swap_choice("cost", profile(), 16)

