@@ -164,7 +164,7 @@ def better_rows(digests: Digests, profiles: Sequence[str]) -> Iterator[dict[str,
             after = {eviction: after_retrieval(digests[point, way]) for eviction, way in ways.items()}
             found = percentile_ratios(after["cost"], [after["recompute"], after["swap"]], BETTER_AT)
             for rank, one in zip(BETTER_AT, found, strict=True):
-                seconds = {eviction: pooled(values, rank) for eviction, values in after.items()}
+                seconds: dict[str, Any] = {e: pooled(values, rank) for e, values in after.items()}
                 yield {**point._asdict(), "profile": profile, "percentile": rank, **seconds, **told(one)}
 
 

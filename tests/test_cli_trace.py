@@ -59,6 +59,38 @@ def test_a_retrieval_that_fails_is_named_and_the_others_are_recorded(
     assert "four words" not in output.read_text()
 
 
+@pytest.mark.usefixtures("site")
+def test_where_every_retrieval_fails_no_trace_is_begun_and_a_reason_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "trace.jsonl"
+    command = ["record", "broken?", "broken again?", "--output", str(output), "--url", "http://x"]
+    assert main(command) == 1
+    printed = capsys.readouterr().err
+    assert "failed: broken? (and 1 more): " in printed
+    assert printed.count("is down") == 1
+    assert f"{output}: not written" in printed
+    assert not output.exists()
+    assert main(["record", "whole?", *command[3:]]) == 0
+    assert "behind what was there" not in capsys.readouterr().err
+    assert main(command) == 1
+    assert "0 of 2 retrievals recorded" in (printed := capsys.readouterr().err)
+    assert "behind what was there" in printed
+    assert [query.outcome for query in read_trace(output).queries] == ["complete", "failed", "failed"]
+
+
+@pytest.mark.usefixtures("site")
+def test_sizes_in_words_are_said_to_be_no_tokens(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, is_noted in (([], True), (["--tokenizer", str(tiny_model)], False)):
+        output = tmp_path / f"{is_noted}.jsonl"
+        assert main(["record", "one?", "--output", str(output), "--url", "http://x", *options]) == 0
+        assert ("record --tokenizer MODEL" in capsys.readouterr().err) == is_noted
+        assert main(["trace", "show", str(output), "--no-plot"]) == 0
+        assert ("record --tokenizer MODEL" in capsys.readouterr().out) == is_noted
+
+
 def test_recording_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["record", "--output", str(tmp_path / "x.jsonl"), "--url", "http://x"]) == 1
     assert "there is no question" in capsys.readouterr().err

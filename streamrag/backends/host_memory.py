@@ -6,7 +6,7 @@
     resumed ◀──────────┴── prefix cache                    host memory ───┴─▶ resumed, past what the prefix cache has
 
 vLLM reuses the block that was freed first, and of a victim the last: so what is saved is the tail, and no more of it
-than was needed. Blocks are known by vLLM's hashes, of their content and all before it: a prompt that changes has others.
+than was needed. Blocks are known by vLLM's hashes, of their content and all before it: changed prompts have others.
 """
 
 from collections import deque
@@ -131,7 +131,7 @@ class HostMemory:
             self.choice.observe_step([part for _, part in parts_of(step)], duration_s, copies_s)
 
     def not_loaded(self, block_ids: set[int]) -> "Suspects":
-        """Of the step that has just ended, these loads failed. Returns what may be wrong, also of the steps after it."""
+        """Of the step that has just ended, these loads failed. Returns what may be wrong, of later steps too."""
         keys = [self._key_in[block_id] for block_id in block_ids]
         self.num_failed += len(keys)
         self.pool.drop(keys)
@@ -189,6 +189,8 @@ class HostMemory:
 
     def reported(self, report: CopyReport) -> None:
         """Copies have ended."""
+        if report.num_slots is not None:
+            self.pool.limit(report.num_slots)
         for slot in report.saved:
             self.pool.saved(slot, is_valid=True)
         for slot in report.failed:

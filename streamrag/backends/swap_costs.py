@@ -23,7 +23,8 @@ def swap_choice(options: SchedulerOptions, config: "VllmConfig", block_bytes: in
     """
     if options.eviction == "swap":
         return SwapAlways()
-    return make_swap_choice(options.eviction, _profile(options, config, block_bytes), config.cache_config.block_size)
+    profile, budget = _profile(options, config, block_bytes), config.scheduler_config.max_num_batched_tokens
+    return make_swap_choice(options.eviction, profile, config.cache_config.block_size, budget)
 
 
 def model_shape(config: "VllmConfig") -> ModelShape:

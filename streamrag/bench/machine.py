@@ -97,11 +97,13 @@ def _measured(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict
     batch = ((1, NUM_CONTEXT_BESIDE),) * times.num_beside
     alone = {size: median(seconds) for size, seconds in times.alone.items()}
     beside = {size: median(seconds) for size, seconds in times.beside.items()}
-    errors = [abs(recompute_s(profile, 0, size, budget) / taken_s - 1) for size, taken_s in alone.items()]
-    errors += [abs(recompute_s(profile, 0, size, budget, batch) / taken_s - 1) for size, taken_s in beside.items()]
+    fitted = [(recompute_s(profile, 0, size, budget), taken_s) for size, taken_s in alone.items()]
+    fitted += [(recompute_s(profile, 0, size, budget, batch), taken_s) for size, taken_s in beside.items()]
+    # A difference of two steps can come out below zero, where they differ less than one repetition from the next.
+    errors = [abs(fitted_s / taken_s - 1) for fitted_s, taken_s in fitted if taken_s > 0]
     return {
         "num_beside": times.num_beside,
         "alone": {str(size): taken_s for size, taken_s in alone.items()},
         "beside": {str(size): taken_s for size, taken_s in beside.items()},
-        "median_error_of_the_fit": median(errors),
+        "median_error_of_the_fit": median(errors) if errors else None,
     }

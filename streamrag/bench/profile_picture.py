@@ -60,7 +60,7 @@ def draw_profile(path: Path, profile: StepProfile) -> None:
     most = most_tokens(profile)
     _draw_recompute(panel, profile, most)
     _draw_copies(panel, profile, copies, most)
-    _mark(panel, profile, crossing(profile, copies.in_s, most), "restored sooner\nthan recomputed", copies.in_s)
+    _mark(panel, profile, crossing(profile, copies.in_s, most))
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlim(profile.block_size, most)
@@ -107,15 +107,16 @@ def _draw_copies(panel: Any, profile: StepProfile, copies: CopyCosts, most: int)
             panel.plot([num * size for num, _ in points], [taken for _, taken in points], ".", color=color)
 
 
-def _mark(panel: Any, profile: StepProfile, tokens: int | None, text: str, seconds: Callable[[int], float]) -> None:
+def _mark(panel: Any, profile: StepProfile, tokens: int | None) -> None:
+    """Where copying in becomes the quicker way."""
     if tokens is None:
-        panel.set_title("recomputing is always quicker here", loc="left", fontsize=9)
-        return
-    at_s = seconds(tokens // profile.block_size)
-    panel.axvline(tokens, color="#777777", linewidth=0.8, linestyle="--")
-    panel.annotate(
-        f"from {tokens:,} tokens on\n{text}", (tokens, at_s), xytext=(8, -34), textcoords="offset points", fontsize=8
-    )
+        text = "recomputing is always quicker than copying in"
+    elif tokens == profile.block_size:
+        text = "copying in is always quicker than recomputing"
+    else:
+        text = f"copying in is quicker than recomputing from {tokens:,} tokens on"
+        panel.axvline(tokens, color="#777777", linewidth=0.8, linestyle="--")
+    panel.set_title(text, loc="left", fontsize=9)
 
 
 def _spread(low: int, high: int) -> Sequence[int]:

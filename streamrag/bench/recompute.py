@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["NUM_CONTEXT_BESIDE", "RecomputeTimes", "measure_recompute", "prompt_sizes"]
 
 FIRST_SIZE = 64
-NUM_REPEATS = 3
+NUM_REPEATS, NUM_REPEATS_SMALL = 3, 9
+SMALL = 1_024
+"""Prompts of so many tokens are quick, and what disturbs them weighs more."""
 NUM_TRIES = 5
 """To have a prompt computed in the steps that it should take."""
 NUM_WAITS = 1_000
@@ -88,7 +90,7 @@ async def measure_recompute(
             break
         progress(size)
         for into, measure in ((found.alone, measuring.alone), (found.beside, measuring.beside)):
-            for _ in range(NUM_REPEATS):
+            for _ in range(NUM_REPEATS_SMALL if size <= SMALL else NUM_REPEATS):
                 seconds, steps = await measure(size)
                 into.setdefault(size, []).append(seconds)
                 found.steps.extend(steps)
@@ -151,17 +153,17 @@ class _Measuring:
         """A batch of requests decodes inside."""
         begun = [asyncio.Event() for _ in range(self._num_beside)]
 
-        async def decode(event: asyncio.Event) -> None:
+        async def decode(index: int, event: asyncio.Event) -> None:
             prompt = self._tokens.take(NUM_CONTEXT_BESIDE)
             num_output_tokens = self._max_model_len - NUM_CONTEXT_BESIDE - 1
             try:
-                async with aclosing(self._client.generate("beside", prompt, num_output_tokens)) as outputs:
+                async with aclosing(self._client.generate(f"beside {index}", prompt, num_output_tokens)) as outputs:
                     async for _ in outputs:
                         event.set()
             finally:
                 event.set()  # whoever waits must not wait for ever
 
-        tasks = [asyncio.create_task(decode(event)) for event in begun]
+        tasks = [asyncio.create_task(decode(index, event)) for index, event in enumerate(begun)]
         try:
             for event in begun:
                 await event.wait()

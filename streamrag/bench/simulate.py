@@ -39,8 +39,11 @@ def run_cell(
     trace: Trace | None = None,
     keep_steps: bool = False,
     progress: Progress | None = None,
+    unsteady_seed: int = 0,
 ) -> CellResult:
     """Simulate one cell. The same settings and trace give the same result, but for `wall_s`.
+
+    Where the profile is of a machine that is not always equally fast, `unsteady_seed` says when it is slow.
 
     A load that the stock sessions never get through is reported as far as it came: `num_unfinished` tells.
 
@@ -49,7 +52,7 @@ def run_cell(
     profile = _checked_profile(settings)
     queries = make_load(settings, trace or load_trace(settings))
     check_arm(settings.arm, queries)
-    run = _Run(settings, queries, profile, progress or (lambda num_done, num_total: None))
+    run = _Run(settings, queries, profile, progress or (lambda num_done, num_total: None), unsteady_seed)
     client = run.make_client(keep_steps)
     start_s = time.perf_counter()
     with _few_collections():
@@ -103,6 +106,7 @@ class _Run:
     queries: tuple[TracedQuery, ...]
     profile: StepProfile
     progress: Progress
+    unsteady_seed: int
     timings: dict[str, Timing] = field(default_factory=dict)
     step_times: StepTimes = field(init=False)
     copy_log: CopyLog | None = field(default=None, init=False)
@@ -134,7 +138,9 @@ class _Run:
         )
         copies = self.profile.copies if _has_host_memory(settings) else None
         self.copy_log = CopyLog(copies, block_size) if copies and keep_steps else None
-        self.step_times = StepTimes(self.profile, parts_of, copies=copies, log=self.copy_log)
+        self.step_times = StepTimes(
+            self.profile, parts_of, copies=copies, log=self.copy_log, unsteady_seed=self.unsteady_seed
+        )
         engine = simulated_engine(shape, self.step_times, is_stock=settings.arm != "streaming")
         return SimulatedClient(engine, delivery_s=self.profile.delivery_s, keep_steps=keep_steps)
 
@@ -151,7 +157,7 @@ class _Run:
             # In blocks of the profile: those of the simulated engine have a size that means nothing.
             options["num_host_blocks"] = host_kv_bytes // self.profile.copies.block_bytes
             options["profile"] = settings.profile
-        return options | settings.scheduler_options
+        return {**options, **settings.scheduler_options}
 
     async def play(self, client: "SimulatedClient") -> None:
         async with client, asyncio.TaskGroup() as tasks:

@@ -4,6 +4,7 @@ step (vLLM's SchedulerOutput) ──▶ parts  ──▶ StepProfile ─┐
                              └──▶ copies ──▶ CopyClock ◀──┘──▶ seconds; on the side, totals and a log for timelines
 """
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from streamrag.bench.cell import CopyResult, CopyTotals
 from streamrag.engine.copies import CopyClock, CopyCosts
-from streamrag.engine.costs import StepProfile
+from streamrag.engine.costs import StepProfile, TableProfile
 from streamrag.engine.parts import Part
 
 __all__ = ["CopyLog", "StepTimes"]
@@ -20,21 +21,31 @@ Step: TypeAlias = Any
 """vLLM's `SchedulerOutput`: this module does not import vLLM."""
 PartsOf: TypeAlias = Callable[[Step], Iterable[tuple[str, Part]]]
 
+ROW = 50
+"""Steps that are as unsteady as so many measured ones in a row were."""
+
 
 class StepTimes:
     """Called with each step that computes and its start, in order; answers how long it takes."""
 
     def __init__(
-        self, profile: StepProfile, parts_of: PartsOf, *, copies: CopyCosts | None, log: "CopyLog | None" = None
+        self,
+        profile: StepProfile,
+        parts_of: PartsOf,
+        *,
+        copies: CopyCosts | None,
+        log: "CopyLog | None" = None,
+        unsteady_seed: int = 0,
     ) -> None:
         self._profile = profile
+        self._factors = _unsteadiness(profile, unsteady_seed)
         self._parts_of = parts_of
         self._clock = CopyClock(copies, profile.num_layers) if copies else None
         self._log = log
         self._num_saved = self._num_loaded = 0
 
     def __call__(self, step: Step, start_s: float) -> float:
-        compute_s = self._profile.step_s([part for _, part in self._parts_of(step)])
+        compute_s = self._profile.step_s([part for _, part in self._parts_of(step)]) * next(self._factors)
         copies = step.kv_connector_metadata
         if copies is None or self._clock is None:
             return compute_s
@@ -60,6 +71,15 @@ class StepTimes:
             out_s=self._clock.busy_out_s,
             in_s=self._clock.busy_in_s,
         )
+
+
+def _unsteadiness(profile: StepProfile, seed: int) -> Iterator[float]:
+    """Factors of step after step: rows of those that were measured, from anywhere (a moving block bootstrap)."""
+    measured = profile.unsteadiness if isinstance(profile, TableProfile) else ()
+    rng = random.Random(f"unsteadiness {seed}")
+    while True:
+        start = rng.randrange(max(len(measured) - ROW, 0) + 1)
+        yield from measured[start : start + ROW] or (1.0,)
 
 
 @dataclass(slots=True)

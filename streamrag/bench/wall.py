@@ -101,7 +101,7 @@ def _scheduler_options(settings: CellSettings) -> dict[str, Any]:
     options: dict[str, Any] = {"eviction": settings.eviction}
     if settings.host_kv_bytes is not None:
         options["host_kv_bytes"] = settings.host_kv_bytes
-    return options | settings.scheduler_options
+    return {**options, **settings.scheduler_options}
 
 
 async def play_cell(

@@ -94,7 +94,9 @@ def _model(name: str | None, console: Console) -> Iterator[str]:
         return
     from streamrag.testing import make_tiny_llama
 
-    console.print("no --model: measuring a tiny one with random weights, made here; its figures are its own")
+    console.print(
+        "no --model: measuring a tiny one with random weights, made here; its figures are its own", soft_wrap=True
+    )
     with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
         yield str(make_tiny_llama(Path(folder) / "tiny-llama"))
 
@@ -144,7 +146,9 @@ def _print(profile: "TableProfile", console: Console) -> None:
         row = (alone_s, fitted_s, measured["beside"][size], copies.in_s(num_blocks), copies.out_s(num_blocks))
         table.add_row(f"{int(size):,}", *(f"{1e3 * seconds:.3g}" for seconds in row))
     console.print(table)
-    console.print(f"median error of the fit: {measured['median_error_of_the_fit']:.1%}")
+    error = measured["median_error_of_the_fit"]
+    if error is not None:
+        console.print(f"median error of the fit: {error:.1%}")
     found = crossing(profile, copies.in_s, most_tokens(profile))
     console.print(
         "recomputing is always quicker than copying in"

@@ -165,6 +165,9 @@ class TableProfile:
     tensor_parallel_size: int = 1
     num_layers: int = 1
     copies: CopyCosts | None = None
+    unsteadiness: tuple[float, ...] = ()
+    """How much longer than its like each measured step took, as a factor, in the order in which they ran: on a machine
+    that is not always equally fast, slow steps come in rows. Empty if nothing is known."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -268,7 +271,9 @@ def _from_dict(values: Mapping[str, Any]) -> AnalyticProfile | TableProfile:
         case "table":
             copies = values.get("copies")
             points = tuple((x, y) for x, y in values["points"])
-            return TableProfile(**{**rest, "points": points, "copies": copies and _copies_from(copies)})
+            unsteadiness = tuple(values.get("unsteadiness", ()))
+            made = {"points": points, "copies": copies and _copies_from(copies), "unsteadiness": unsteadiness}
+            return TableProfile(**{**rest, **made})
         case kind:
             raise ValueError(f'its "kind" is {kind!r}, not "analytic" or "table"')
 

@@ -72,11 +72,16 @@ class HostPool:
         key = self._saving.pop(slot)
         block = self._blocks.get(key)
         if block is None or block.slot != slot:  # nobody wants it any more
-            self._free.append(slot)
+            self._give_back(slot)
         elif is_valid:
             block.is_valid = True
         else:
             self._remove(key)
+
+    def limit(self, num_slots: int) -> None:
+        """There are fewer slots than was thought, the first so many; into the others nothing could be saved."""
+        self.num_slots = min(self.num_slots, num_slots)
+        self._free = [slot for slot in self._free if slot < self.num_slots]
 
     def num_valid(self, keys: Iterable[Hashable]) -> int:
         """How many of `keys`, from the first on, can be loaded."""
@@ -148,4 +153,8 @@ class HostPool:
             if not keys:
                 del self._keys_of[owner]
         if self._saving.get(block.slot) != key:
-            self._free.append(block.slot)
+            self._give_back(block.slot)
+
+    def _give_back(self, slot: int) -> None:
+        if slot < self.num_slots:
+            self._free.append(slot)

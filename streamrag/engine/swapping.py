@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from streamrag.engine.copies import CopyCosts
-from streamrag.engine.costs import Part, StepProfile, recompute_s
+from streamrag.engine.costs import DEFAULT_BUDGET, Part, StepProfile, recompute_s
 from streamrag.engine.planning import Fate
 from streamrag.errors import ConfigurationError
 
@@ -102,8 +102,9 @@ class CostChoice:
     it comes back: updates invalidate some. Copies wait for those before them.
     """
 
-    def __init__(self, profile: StepProfile, copies: CopyCosts, block_size: int) -> None:
+    def __init__(self, profile: StepProfile, copies: CopyCosts, block_size: int, budget: int = DEFAULT_BUDGET) -> None:
         self.profile = profile
+        self._budget = budget
         self._copies = copies
         self._block_size = block_size
         self._share_valid = 1.0
@@ -154,7 +155,7 @@ class CostChoice:
 
     def _recompute_s(self, start: int, end: int) -> float:
         size = self._block_size
-        return self._compute_scale * recompute_s(self.profile, start * size, end * size)
+        return self._compute_scale * recompute_s(self.profile, start * size, end * size, self._budget)
 
     def _out_s(self, num_blocks: int) -> float:
         return self._out_scale * self._copies.out_s(num_blocks)
@@ -163,8 +164,12 @@ class CostChoice:
         return self._in_scale * self._copies.in_s(num_blocks)
 
 
-def make_swap_choice(mode: EvictionMode, profile: StepProfile, block_size: int) -> SwapChoice:
-    """:raises ConfigurationError: costs are to be compared, but the profile does not know what copies take."""
+def make_swap_choice(
+    mode: EvictionMode, profile: StepProfile, block_size: int, budget: int = DEFAULT_BUDGET
+) -> SwapChoice:
+    """Of an engine with blocks of `block_size` tokens and steps of `budget` tokens.
+
+    :raises ConfigurationError: costs are to be compared, but the profile does not know what copies take."""
     if mode == "swap":
         return SwapAlways()
     if profile.copies is None:
@@ -172,7 +177,7 @@ def make_swap_choice(mode: EvictionMode, profile: StepProfile, block_size: int) 
             f"eviction='cost' needs to know what copies take, which profile {profile.name!r} does not say; "
             "make one with:  streamrag profile --model MODEL"
         )
-    return CostChoice(profile, profile.copies, block_size)
+    return CostChoice(profile, profile.copies, block_size, budget)
 
 
 def _cheaper(recompute_s: float, swap_s: float) -> Comparison:

@@ -76,6 +76,16 @@ SURFACE = {
     "vllm.v1.engine.async_llm:AsyncLLM._add_streaming_input_request": "6188c4df0919",
     "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": "ba5c58eb57b3",
     "vllm.v1.engine.output_processor:OutputProcessor._update_streaming_request_state": "1ad3cb35a1c6",
+    "vllm.v1.core.sched.scheduler:Scheduler._handle_invalid_blocks": "8aaa5295b7ab",
+    "vllm.v1.core.sched.scheduler:Scheduler._build_kv_connector_meta": "e0c952aafb6d",
+    "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished": "5595793c83c6",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks": "abd354279358",
+    "vllm.v1.core.block_pool:BlockPool.evict_blocks": "4e2fa1ea0ee7",
+    "vllm.v1.core.block_pool:BlockPool.get_new_blocks": "4b0fc9dc5c4c",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "251949378c17",
+    "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output": "5fdebf99fb76",
+    "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector": "48ff8dd378e1",
+    "vllm.v1.simple_kv_offload.cuda_mem_ops:copy_blocks": "92f519324f90",
 }
 
 

@@ -10,15 +10,25 @@ from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs import recompute_s
 from streamrag.errors import BackendError
 
-BUDGET = 512
+BUDGET, LONGEST = 200, 600
+LEAST = replace(SHAPE, max_num_batched_tokens=BUDGET)
 
 
-def run(shape: EngineShape = SHAPE, *, num_beside: int = 4, max_s: float = 1e6) -> RecomputeTimes:
+def run(
+    shape: EngineShape = LEAST, *, longest: int = LONGEST, num_beside: int = 4, max_s: float = 1e6
+) -> RecomputeTimes:
+    budget = BUDGET if shape is LEAST else 16
+
     async def main() -> RecomputeTimes:
         async with measured_engine(shape) as client:
-            return await measure_recompute(client, BUDGET, 2_048, num_beside, max_s=max_s)  # type: ignore[arg-type]
+            return await measure_recompute(client, budget, longest, num_beside, max_s=max_s)  # type: ignore[arg-type]
 
     return run_virtual(main())
+
+
+@pytest.fixture(scope="module")
+def found() -> RecomputeTimes:
+    return run()
 
 
 @pytest.mark.parametrize("longest", [20, 100, 2_048, 8_192])
@@ -28,9 +38,8 @@ def test_sizes_grow_to_what_the_model_takes(longest: int) -> None:
     assert sizes[-1] == longest - 4
 
 
-def test_measuring_finds_what_recomputing_adds_to_the_steps() -> None:
-    found = run()
-    assert list(found.alone) == list(found.beside) == prompt_sizes(2_048)
+def test_measuring_finds_what_recomputing_adds_to_the_steps(found: RecomputeTimes) -> None:
+    assert list(found.alone) == list(found.beside) == prompt_sizes(LONGEST)
     batch = ((1, NUM_CONTEXT_BESIDE),) * 4
     for size, seconds in found.alone.items():
         assert median(seconds) == pytest.approx(recompute_s(TRUE, 0, size, BUDGET), rel=0.01)
@@ -38,23 +47,22 @@ def test_measuring_finds_what_recomputing_adds_to_the_steps() -> None:
         assert median(seconds) == pytest.approx(recompute_s(TRUE, 0, size, BUDGET, batch), rel=0.02)
 
 
-def test_the_steps_on_the_way_are_kept_for_the_fit() -> None:
-    steps = run().as_pass().steps
+def test_the_steps_on_the_way_are_kept_for_the_fit(found: RecomputeTimes) -> None:
+    steps = found.as_pass().steps
     for step in steps:
         assert step.step_s == pytest.approx(TRUE.step_s(step.parts), rel=0.01)
     assert {len(step.parts) for step in steps} == {1, 5}
 
 
 def test_what_would_take_too_long_is_left_out() -> None:
-    found = run(max_s=2.0)
-    assert 1 <= len(found.alone) < len(prompt_sizes(2_048))
+    assert list(run(max_s=0.1).alone) == prompt_sizes(LONGEST)[:1]
 
 
 def test_a_batch_leaves_room_for_the_prompt() -> None:
-    found = run(replace(SHAPE, max_num_seqs=256), num_beside=400)
-    assert found.num_beside == 256
+    small = replace(SHAPE, max_num_batched_tokens=16)
+    assert run(small, longest=150, num_beside=400).num_beside == 8
 
 
 def test_an_engine_that_takes_other_steps_is_noticed() -> None:
-    with pytest.raises(BackendError, match="steps of 512"):
-        run(replace(SHAPE, max_num_batched_tokens=300))
+    with pytest.raises(BackendError, match="steps of 16"):
+        run(replace(SHAPE, max_num_batched_tokens=10), longest=40)

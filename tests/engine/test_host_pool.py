@@ -105,6 +105,17 @@ def test_a_pinned_block_outlives_its_owner_until_it_is_sent() -> None:
     assert slot in range(4)
 
 
+def test_a_pool_can_turn_out_to_be_smaller() -> None:
+    pool = HostPool(3)
+    slots = [pool.reserve("a", key) for key in "xy"]
+    assert None not in slots
+    pool.limit(1)
+    for slot in slots:
+        pool.saved(slot or 0, is_valid=slot == 0)
+    assert pool.num_valid("xy") == 1
+    assert pool.reserve("a", "z") == 0
+
+
 def test_after_any_calls_no_slot_is_lost_and_none_is_used_twice() -> None:
     rng = random.Random(0)
     pool = HostPool(5)
