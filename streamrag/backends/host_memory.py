@@ -128,7 +128,9 @@ class HostMemory:
         if step.num_scheduled_tokens:
             report = output.kv_connector_worker_meta if output else None
             copies_s = report.out_s + report.in_s if isinstance(report, CopyReport) else 0.0
-            self.choice.observe_step([part for _, part in parts_of(step)], duration_s, copies_s)
+            copies = step.kv_connector_metadata
+            is_held_up = isinstance(copies, HostCopies) and bool(copies.saves or copies.loads)
+            self.choice.observe_step([part for _, part in parts_of(step)], duration_s, copies_s, is_held_up=is_held_up)
 
     def not_loaded(self, block_ids: set[int]) -> "Suspects":
         """Of the step that has just ended, these loads failed. Returns what may be wrong, of later steps too."""

@@ -171,12 +171,16 @@ def _select(
         num_most = num_tokens_left if is_complete else min(num_tokens_left, num_partial_left)
         if num_most <= 0:
             continue
+        may_evict = is_complete or limits.can_partial_evict
+        waits = is_new and request.was_evicted and not may_evict
+        # Before it is asked what is left of its KV: that takes a while, and in most steps it would be for nothing.
+        if waits and num_needed - memory.num_free_blocks > -limits.num_blocks_kept_free:
+            continue
         num_present = request.num_computed_tokens or (memory.num_cached_tokens(request) if is_new else 0)
         num_tokens = min(request.num_tokens - num_present, num_most)
         num_needed_now = num_needed + memory.num_blocks_needed(request, num_tokens)
         num_missing = num_needed_now - memory.num_free_blocks
-        may_evict = is_complete or limits.can_partial_evict
-        if is_new and request.was_evicted and not may_evict and num_missing > -limits.num_blocks_kept_free:
+        if waits and num_missing > -limits.num_blocks_kept_free:
             continue
         if num_missing > 0:
             if not may_evict:

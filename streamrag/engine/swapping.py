@@ -64,8 +64,10 @@ class SwapChoice(Protocol):
     def sends(self, num_out: int, num_in: int, now_s: float) -> None:
         """Told of each step's copies."""
 
-    def observe_step(self, parts: Sequence[Part], duration_s: float, copies_s: float) -> None:
-        """Told what a step has computed, how long it took, and its copies."""
+    def observe_step(
+        self, parts: Sequence[Part], duration_s: float, copies_s: float, *, is_held_up: bool = False
+    ) -> None:
+        """Told what a step has computed, how long it took, and its copies, for which it may have had to wait."""
 
     def observe_copies(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
         """Told how long copies took."""
@@ -88,7 +90,9 @@ class SwapAlways:
 
     def sends(self, num_out: int, num_in: int, now_s: float) -> None: ...
 
-    def observe_step(self, parts: Sequence[Part], duration_s: float, copies_s: float) -> None: ...
+    def observe_step(
+        self, parts: Sequence[Part], duration_s: float, copies_s: float, *, is_held_up: bool = False
+    ) -> None: ...
 
     def observe_copies(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None: ...
 
@@ -137,9 +141,13 @@ class CostChoice:
         if num_in:
             self._in_free_s = max(self._in_free_s, now_s) + self._in_s(num_in)
 
-    def observe_step(self, parts: Sequence[Part], duration_s: float, copies_s: float) -> None:
+    def observe_step(
+        self, parts: Sequence[Part], duration_s: float, copies_s: float, *, is_held_up: bool = False
+    ) -> None:
         if not self._copies.is_overlapped:
             duration_s -= copies_s
+        elif is_held_up:
+            return  # for how long is not known
         self._step_s = duration_s
         if sum(num_new for num_new, _ in parts) >= FEWEST_TOKENS:
             self._compute_scale = _moved(self._compute_scale, duration_s / self.profile.step_s(parts))

@@ -83,7 +83,7 @@ SURFACE = {
     "vllm.v1.core.block_pool:BlockPool.evict_blocks": "4e2fa1ea0ee7",
     "vllm.v1.core.block_pool:BlockPool.get_new_blocks": "4b0fc9dc5c4c",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "251949378c17",
-    "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output": "5fdebf99fb76",
+    "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin": "80c9cbaee51c",
     "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector": "48ff8dd378e1",
     "vllm.v1.simple_kv_offload.cuda_mem_ops:copy_blocks": "92f519324f90",
 }

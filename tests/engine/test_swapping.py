@@ -73,6 +73,14 @@ def test_copies_that_stop_the_engine_are_no_part_of_what_a_step_computes() -> No
     assert found.evict(10, 10, 0.0).recompute_s == pytest.approx(before.recompute_s)
 
 
+def test_steps_that_wait_for_copies_say_nothing_of_what_computing_takes() -> None:
+    found = choice(1e9)
+    before = found.evict(10, 10, 0.0)
+    for _ in range(100):
+        found.observe_step([(1_000, 0)], 100.0, 0.0, is_held_up=True)
+    assert found.evict(10, 10, 0.0) == before
+
+
 def test_blocks_are_written_through_where_memory_is_short_and_copies_disturb_nobody() -> None:
     found = choice(1e10)
     found.observe_step([(1_000, 0)], 0.01, 0.0)
