@@ -62,8 +62,11 @@ class HostMemory:
 
     def __init__(self, config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         options = SchedulerOptions.of(config)
-        self.is_supported = why_no_host_memory(kv_cache_config) is None
-        """Whether all layers have one kind of KV blocks; what models with several kinds lose is recomputed."""
+        why_not = why_no_host_memory(kv_cache_config)
+        self.is_supported = why_not is None
+        """Whether blocks can be copied. What models lose whose blocks cannot is recomputed."""
+        if why_not is not None:
+            logger.warning("This model has %s: what is evicted is recomputed, not copied.", why_not)
         self.block_bytes = _block_bytes(kv_cache_config)
         self.pool = HostPool(num_host_blocks(options, kv_cache_config) if self.is_supported else 0)
         self.num_saved = self.num_loaded = self.num_failed = 0
@@ -80,7 +83,6 @@ class HostMemory:
         """Told by vLLM."""
         self._block_pool = manager.block_pool
         if not self.is_supported:
-            logger.warning("This model has several kinds of KV blocks: evicted KV is recomputed, not swapped.")
             return
         (self._group,) = manager.coordinator.single_type_managers
         self._block_size = self._group.block_size
@@ -281,8 +283,8 @@ def num_host_blocks(options: SchedulerOptions, config: "KVCacheConfig") -> int:
 
 
 def _block_bytes(config: "KVCacheConfig") -> int:
-    """Of a block, all layers, on one device."""
-    return sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
+    """Of a block, all layers, on one device. Each tensor tells the size of the allocation that all are part of."""
+    return max((tensor.size for tensor in config.kv_cache_tensors), default=0) // config.num_blocks
 
 
 def host_memory_of(connector: Any) -> HostMemory | None:
