@@ -84,6 +84,9 @@ def _histogram(panel: _Panel) -> Callable[[Any], None]:
             is_count = all(value == int(value) for value in values.values) and values.max - values.min < MAX_BINS
             bins = [low - 0.5 for low in range(int(values.min), int(values.max) + 2)] if is_count else num_bins
             axes.hist(values.values, bins=bins, color=BARS)
+            axes.xaxis.get_major_locator().set_params(integer=is_count)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylabel("how many", fontsize=8)
         for name, value in (("mean", values.mean), ("P50", values.percentile(50)), ("P95", values.percentile(95))):
             if value > 0 or not is_wide:
                 axes.axvline(value, color=LINE, linewidth=1, linestyle=":" if name == "mean" else "-")
