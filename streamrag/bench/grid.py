@@ -1,5 +1,6 @@
 """The cells of a benchmark: every combination of what varies."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -11,7 +12,16 @@ from streamrag.engine.policies import make_policy
 from streamrag.engine.swapping import EvictionMode
 from streamrag.errors import ConfigurationError
 
-__all__ = ["GENERATED", "Grid", "describe_cell", "describe_load", "describe_qps", "load_of", "variant_name"]
+__all__ = [
+    "GENERATED",
+    "Grid",
+    "describe_cell",
+    "describe_load",
+    "describe_qps",
+    "load_of",
+    "variant_name",
+    "workload_name",
+]
 
 GENERATED = ("crawler", "anns", "anns-last")
 """Workloads that are generated; any other is a trace file."""
@@ -118,6 +128,11 @@ class Grid:
                 yield from product([arm], self.policies, self.evictions)
             else:
                 yield arm, defaults.policy, defaults.eviction
+
+
+def workload_name(workload: str) -> str:
+    """For names of files: of a trace, that of its file without what tells its format."""
+    return re.sub(r"(\.(jsonl|csv|json|gz|zst))+$", "", Path(workload).name)
 
 
 def variant_name(settings: CellSettings) -> str:

@@ -203,6 +203,8 @@ def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, con
         sys.exit(130)
     except Exception as error:
         traceback.print_exc()
+        while isinstance(error, ExceptionGroup):  # of a task group: the first of its tasks that failed says why
+            error = error.exceptions[0]
         text = str(error) if isinstance(error, StreamRagError) else f"{type(error).__name__}: {error}"
         connection.send(text)
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 from streamrag import __version__
 from streamrag.bench.cell import CellResult, CellSettings
-from streamrag.bench.grid import GENERATED, variant_name
+from streamrag.bench.grid import GENERATED, variant_name, workload_name
 from streamrag.errors import ConfigurationError
 
 __all__ = ["CellStore", "cell_key", "read_cell"]
@@ -62,7 +62,7 @@ def _hash_of(path: str) -> str | None:
 def _slug(settings: CellSettings) -> str:
     """The start of a file's name, for people; the hash after it is what counts."""
     qps = "" if settings.qps is None else f"-{settings.qps:g}qps"
-    name = f"{Path(settings.workload).stem}-{variant_name(settings)}{qps}-seed{settings.seed}"
+    name = f"{workload_name(settings.workload)}-{variant_name(settings)}{qps}-seed{settings.seed}"
     return re.sub(r"[^\w.]+", "-", name).strip("-.")[:100]
 
 

@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.compare import compare
-from streamrag.bench.grid import describe_cell
+from streamrag.bench.grid import describe_cell, workload_name
 from streamrag.bench.report import make_report
 from streamrag.bench.report_canvas import require_matplotlib
 from streamrag.bench.runner import CellFailed, CellStarted, run_cell, run_cells
@@ -39,7 +41,7 @@ def _run_grid(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     grid, slos = grid_of(arguments), parse_slos(arguments.slo)
     require_matplotlib()  # now rather than after hours
-    store = CellStore(arguments.output or Path("bench-results") / f"{arguments.verb}-{Path(grid.workload).stem}")
+    store = CellStore(arguments.output or Path("bench-results") / f"{arguments.verb}-{workload_name(grid.workload)}")
     store.check_clock(grid.clock)
     cells = grid.cells()
     todo = [c for c in cells if arguments.force or store.find(c, with_steps=arguments.keep_steps) is None]
@@ -48,7 +50,8 @@ def _run_grid(arguments: argparse.Namespace) -> int:
     num_processes = arguments.processes or (_num_cores() if grid.clock == "virtual" else 1)
     start_s = time.monotonic()
     try:
-        failed = _run_cells(todo, store, console, num_processes=num_processes, keep_steps=arguments.keep_steps)
+        with _ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
+            failed = _run_cells(todo, store, console, num_processes=num_processes, keep_steps=arguments.keep_steps)
     except KeyboardInterrupt:
         num_done = sum(store.find(c, with_steps=arguments.keep_steps) is not None for c in cells)
         print_line(
@@ -60,6 +63,17 @@ def _run_grid(arguments: argparse.Namespace) -> int:
     print_line(console, f"{len(todo) - len(failed)} cells in {time.monotonic() - start_s:.1f} s")
     _publish(store, cells, slos, failed, arguments.json, console)
     return 1 if failed else 0
+
+
+@contextmanager
+def _ended_like_ctrl_c(*signals: signal.Signals) -> Iterator[None]:
+    """Their default would end this process and leave those of its cells behind."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run_cells(

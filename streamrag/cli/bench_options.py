@@ -30,7 +30,7 @@ Every combination of the lists is a cell. A cell that is finished stays: the sam
 """
 RUN = """\
 examples:
-  streamrag bench run --workload traces/crawl.jsonl.gz --model ./Llama-3.1-8B-Instruct
+  streamrag bench run --workload traces/crawl-python-docs.jsonl.gz --model ./Llama-3.1-8B-Instruct
   streamrag bench run --workload crawler --qps 0.5 --queries 20 --model ./Llama-3.1-8B-Instruct --seeds 1,2,3
 
 Every combination of the lists is a cell. A cell that is finished stays: the same command again runs the others only.

@@ -34,10 +34,10 @@ class CellsView:
         self._console = console
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=28),
+            BarColumn(bar_width=14),
             TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
             console=console,
             disable=not console.is_terminal,
         )

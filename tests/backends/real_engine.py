@@ -103,7 +103,7 @@ class Load:
         rng = random.Random(number)
         shared = random.Random(number % 5)
         prompt = tokens(shared, 70) + tokens(rng, rng.randrange(20, 500))
-        await asyncio.sleep(rng.uniform(0, 6))
+        await asyncio.sleep(rng.uniform(0, 20))
         async with self.streams.open(prompt, GREEDY) as stream:
             for _ in range(rng.randrange(1, 5)):
                 await asyncio.sleep(rng.choice([0.0, 0.01, 0.03, 1.0]))

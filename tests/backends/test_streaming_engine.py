@@ -40,7 +40,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_of_memory(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_engine(model, "rotating.RotatingScheduler", monkeypatch) as engine:
+    # So that partial prompts are computed again and again: updates are to invalidate much.
+    options = {"streamrag": {"low_water": 0.0}}
+    async with running_engine(model, "rotating.RotatingScheduler", monkeypatch, additional_config=options) as engine:
         load = Load(TokenStreams(engine))
         await load.run(NUM_STREAMS)
         largest = await differences(engine, load)
