@@ -54,9 +54,9 @@ async def swapping_engine(
         yield engine
 
 
-async def run_load(engine: AsyncLLM, num_streams: int = NUM_STREAMS) -> tuple[Load, list[float]]:
+async def run_load(engine: AsyncLLM) -> tuple[Load, list[float]]:
     load = Load(TokenStreams(engine))
-    await load.run(num_streams)
+    await load.run(NUM_STREAMS)
     largest = await differences(engine, load)
     counts = {name: load.count(name) for name in ("preemptions", "num_loaded", "num_recomputed", "num_invalidated")}
     print(f"largest difference {max(largest):.2e}, {counts}")
@@ -87,5 +87,6 @@ async def test_copies_that_fail_change_no_answer(model: Path, monkeypatch: pytes
 
 async def test_one_wrong_block_would_be_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with swapping_engine(model, monkeypatch, connector_class="ForgetfulConnector") as engine:
-        _, largest = await run_load(engine, 32)
+        load, largest = await run_load(engine)
+        assert load.count("num_loaded") >= 10 * BLOCK_SIZE
         assert max(largest) > 1_000 * MOST_DIFFERENCE
