@@ -231,6 +231,7 @@ class FreshTokens:
 
 
 async def answer(client: "EngineClient", query_id: str, token_ids: list[int], num_output_tokens: int) -> None:
+    """Ask, and wait for the whole answer."""
     async with aclosing(client.generate(query_id, token_ids, num_output_tokens)) as answer:
         async for _ in answer:
             pass

@@ -44,6 +44,7 @@ class PaperCosts:
 
 
 def is_paper_profile(values: Mapping[str, Any]) -> bool:
+    """Whether these values have the keys of one of the two kinds of file."""
     return bool({RECOMPUTE, SWAP_IN, SWAP_OUT} & values.keys())
 
 
