@@ -110,11 +110,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
     ) -> dict[int, "EngineCoreOutputs"]:
         now_s, started_s = self.clock(), self._started_s.popleft()
-        num_tokens, duration_s = (
-            scheduler_output.total_num_scheduled_tokens,
-            now_s - max(started_s, self._last_output_s),
-        )
-        self.pace.observe(num_tokens, duration_s)
+        duration_s = now_s - max(started_s, self._last_output_s)
+        self.pace.observe(scheduler_output.total_num_scheduled_tokens, duration_s)
         if self.pace.tokens_per_s:
             self.streaming_policy.runs_at(self.pace.tokens_per_s)
         if self.host_memory is not None:
@@ -294,7 +291,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         vLLM's own way looks at the running requests only, and leaves it to the order in which they run next that one
         of those that share a block computes it before the others read it.
         """
-        assert self.host_memory is not None
+        if self.host_memory is None:  # somebody else's KV connector
+            return super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
         wrong = self.host_memory.not_loaded(invalid_block_ids)
         self.kv_cache_manager.evict_blocks(wrong.blocks)
         affected = [r for r in self.requests.values() if self._is_affected(r, wrong)]
