@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from streamrag.errors import ConfigurationError
 
-__all__ = ["ChunkRecord", "Outcome", "PreemptionRecord", "RequestRecord", "read_records"]
+__all__ = ["ChunkRecord", "Outcome", "PreemptionRecord", "RequestRecord", "RestoreRecord", "read_records"]
 
 Outcome: TypeAlias = Literal["finished", "aborted", "failed"]
 """Aborted: the client had enough, went away, or gave up. Failed: the engine refused it, or gave it up."""
@@ -48,6 +48,36 @@ class PreemptionRecord:
     """What it was expected to take to compute it again; 0 if nothing was compared."""
     swap_s: float = 0.0
     """What it was expected to take to copy it out and back."""
+    num_tokens_saved: int = 0
+    """Of those lost, tokens that others were about to overwrite, and that were copied to host memory before."""
+    expected_save_s: float = 0.0
+    """What these copies were expected to take when they were sent."""
+    save_s: float = 0.0
+    """What they took. Zero too if nobody has measured it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRecord:
+    """A request that had lost KV runs again, and gets it back one way or the other."""
+
+    at_s: float
+    choice: str
+    """"swap": it is copied back from host memory; "recompute": it is computed again."""
+    num_tokens: int
+    """Tokens that there was a choice for: those that host memory has, past what the prefix cache still has. If it has
+    none, all that were lost in whole blocks."""
+    recompute_s: float
+    """What it was expected to take to compute them again."""
+    swap_s: float | None
+    """What it was expected to take to copy them; None if host memory had nothing."""
+    observed_s: float | None
+    """What it took: to copy them, or the share that computing them had in their steps. None if it did not come to that,
+    because the request was evicted again, changed or ended; or if nobody has measured it."""
+
+    @property
+    def expected_s(self) -> float:
+        """Of what was chosen."""
+        return self.swap_s if self.choice == "swap" and self.swap_s is not None else self.recompute_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +117,8 @@ class RequestRecord:
     preemptions: tuple[PreemptionRecord, ...] = ()
     num_loaded: int = 0
     """Prompt tokens that came back from host memory."""
+    restores: tuple[RestoreRecord, ...] = ()
+    """In order of time, of engines with host memory."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -97,7 +129,8 @@ class RequestRecord:
         """The record that `as_dict` made."""
         chunks = tuple(ChunkRecord(**chunk) for chunk in values["chunks"])
         preemptions = tuple(PreemptionRecord(**preemption) for preemption in values["preemptions"])
-        return cls(**{**values, "chunks": chunks, "preemptions": preemptions})
+        restores = tuple(RestoreRecord(**restore) for restore in values.get("restores", ()))
+        return cls(**{**values, "chunks": chunks, "preemptions": preemptions, "restores": restores})
 
 
 def read_records(path: str | Path) -> list[RequestRecord]:

@@ -1,10 +1,23 @@
-"""Fixtures that more than one folder of tests uses."""
+"""What more than one folder of tests uses."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+# The threads of vLLM's CPU backend wait for each other by spinning, each bound to a core: beside anything else, and with
+# models as small as these, several take six times the CPU time of one. Read when torch is imported, here and elsewhere.
+os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+
 from streamrag.testing import make_tiny_llama
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process runs all tests with an engine: two at a time would be slow and take too much memory."""
+    for item in items:
+        if item.get_closest_marker("engine"):
+            item.add_marker(pytest.mark.xdist_group("engine"))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -144,6 +145,7 @@ def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
         logs = tmp_path / "logs"
         while len(list(logs.glob("*.log"))) < 2:  # both cells have a process of their own by then
             assert running.poll() is None
+            time.sleep(0.05)
         os.kill(running.pid, signal.SIGINT)
         _, written = running.communicate(timeout=120)
     assert running.returncode == 130
@@ -151,7 +153,7 @@ def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert "the same command goes on from there" in written
     assert list(CellStore(tmp_path).cells.glob("*")) == []
     while running.pid in sessions():  # what forked the processes ends when it notices; pytest's timeout is the limit
-        pass
+        time.sleep(0.05)
 
 
 def sessions() -> list[int]:

@@ -9,13 +9,14 @@ vLLM reuses the block that was freed first, and of a victim the last: so what is
 than was needed. Blocks are known by vLLM's hashes, of their content and all before it: changed prompts have others.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
+from streamrag.backends.host_costs import HostCosts
 from streamrag.backends.host_wire import CopyReport, HostCopies
 from streamrag.backends.step_parts import parts_of
 from streamrag.backends.stream_request import StreamRequest
@@ -91,12 +92,14 @@ class HostMemory:
         """Told by the scheduler, once. `requests` are those that live."""
         self._requests = requests
         self.choice = choice
+        self.costs = HostCosts(choice, self._block_size)
 
     # ------------------------------------------------------------------------------------- what the scheduler tells
 
     def start_step(self, now_s: float) -> None:
         self._now_s = now_s
         self._starts.clear()
+        self.costs.start_step()
 
     def compare(self, request: StreamRequest) -> Comparison:
         """Dropping the KV of a victim with saving it."""
@@ -132,12 +135,15 @@ class HostMemory:
             copies_s = report.out_s + report.in_s if isinstance(report, CopyReport) else 0.0
             copies = step.kv_connector_metadata
             is_held_up = isinstance(copies, HostCopies) and bool(copies.saves or copies.loads)
-            self.choice.observe_step([part for _, part in parts_of(step)], duration_s, copies_s, is_held_up=is_held_up)
+            parts = list(parts_of(step))
+            self.choice.observe_step([part for _, part in parts], duration_s, copies_s, is_held_up=is_held_up)
+            self.costs.has_run(parts, duration_s if self.choice.is_overlapped else duration_s - copies_s)
 
     def not_loaded(self, block_ids: set[int]) -> "Suspects":
         """Of the step that has just ended, these loads failed. Returns what may be wrong, of later steps too."""
         keys = [self._key_in[block_id] for block_id in block_ids]
         self.num_failed += len(keys)
+        self.costs.lost_count()
         self.pool.drop(keys)
         suspects = [self._suspects, *self._in_flight]
         return Suspects(set().union(*(s.blocks for s in suspects)), set().union(*(s.requests for s in suspects)))
@@ -160,14 +166,15 @@ class HostMemory:
         start, end = num_local // self._block_size, (request.num_tokens - 1) // self._block_size
         self._starts[request.request_id] = start
         num_blocks = self.pool.num_valid(request.block_hashes[start:end]) if end > start else 0
-        if num_blocks == 0 or request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache or (num_blocks == 0 and not request.was_evicted):
             return 0
-        is_worth_it = self.choice.resume(start, num_blocks, self._now_s).choice == "swap"
-        return num_blocks * self._block_size if is_worth_it else 0
+        is_loaded = self.costs.considers(request, start, num_blocks, self._now_s)
+        return num_blocks * self._block_size if is_loaded else 0
 
     def allocated(self, request: StreamRequest, num_external: int) -> None:
         """There are blocks for `num_external` tokens that are to be loaded."""
         request.num_loaded_tokens = num_external
+        self.costs.begins(request)
         if num_external == 0:
             return
         start = self._starts[request.request_id]
@@ -182,12 +189,17 @@ class HostMemory:
         """What is to be copied for this step."""
         if not self.is_supported:
             return HostCopies()
-        saves = list(self._saves(step)) if self._released else []
+        losers: Counter[str] = Counter()
+        saves = list(self._saves(step, losers)) if self._released else []
         loads, self._loads = self._loads, []
         held_saves = list(self._write_through()) if self._unwritten else []
         self.pool.unpin()
         self._in_flight.append(self._suspects_of(step, {block_id for _, block_id in loads}))
         self.num_loaded += len(loads)
+        for request_id, num_blocks in losers.items():
+            self.costs.saves(self._requests[request_id], num_blocks, len(saves))
+        if held_saves:
+            self.costs.writes_through(len(held_saves))
         self.choice.sends(len(saves) + len(held_saves), len(loads), self._now_s)
         return HostCopies(saves=saves, loads=loads, held_saves=held_saves)
 
@@ -201,14 +213,18 @@ class HostMemory:
             self.pool.saved(slot, is_valid=False)
         self.num_saved += len(report.saved)
         self.num_failed += len(report.failed)
+        if report.failed:
+            self.costs.lost_count()
+        self.costs.copied(report.num_blocks_out, report.out_s, report.num_blocks_in, report.in_s)
         self.choice.observe_copies(report.num_blocks_out, report.out_s, report.num_blocks_in, report.in_s)
 
     def finished(self, request: StreamRequest) -> None:
         self.pool.release(request.request_id)
+        self.costs.finished(request.request_id)
         self._unwritten.pop(request.request_id, None)
 
-    def _saves(self, step: "SchedulerOutput") -> Iterator[tuple[int, int]]:
-        """Of the released blocks that are overwritten in this step, those that somebody wants back."""
+    def _saves(self, step: "SchedulerOutput", losers: Counter[str]) -> Iterator[tuple[int, int]]:
+        """Of the released blocks that are overwritten in this step, those that somebody wants back. Counts for whom."""
         unheard_of = self._unheard_of()
         for block_id in _blocks_in(step):
             released = self._released.get(block_id)
@@ -223,6 +239,7 @@ class HostMemory:
             if block_id not in unheard_of:
                 slot = self.pool.reserve(released.request_id, released.key)
                 if slot is not None:
+                    losers[released.request_id] += 1
                     yield block_id, slot
 
     def _suspects_of(self, step: "SchedulerOutput", loaded: set[int]) -> "Suspects":

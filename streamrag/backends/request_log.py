@@ -1,9 +1,9 @@
 """What happens to a request inside the engine, noted by the scheduler while it happens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from streamrag.engine.swapping import Comparison
-from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRecord
+from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRecord, RestoreRecord
 
 __all__ = ["RequestLog"]
 
@@ -26,6 +26,7 @@ class RequestLog:
     num_loaded: int = 0
     chunks: list[ChunkRecord] = field(default_factory=list)
     preemptions: list[PreemptionRecord] = field(default_factory=list)
+    restores: list[RestoreRecord] = field(default_factory=list)
 
     num_known: int = 0
     """Leading tokens of the current prompt whose KV has been there at some time."""
@@ -67,6 +68,25 @@ class RequestLog:
         self.preemptions.append(PreemptionRecord(now_s, fate, num_tokens, recompute_s, swap_s))
         self.num_present = 0
 
+    def saves(self, index: int, num_tokens: int, expected_s: float) -> None:
+        """Some of what the preemption of that index took away is being copied to host memory."""
+        known = self.preemptions[index]
+        self.preemptions[index] = replace(
+            known,
+            num_tokens_saved=known.num_tokens_saved + num_tokens,
+            expected_save_s=known.expected_save_s + expected_s,
+        )
+
+    def has_saved(self, index: int, seconds: float) -> None:
+        """Such copies took so long."""
+        known = self.preemptions[index]
+        self.preemptions[index] = replace(known, save_s=known.save_s + seconds)
+
+    def restored(self, index: int, seconds: float) -> None:
+        """The restore of that index took so long, or so long for a part of it."""
+        known = self.restores[index]
+        self.restores[index] = replace(known, observed_s=(known.observed_s or 0.0) + seconds)
+
     def ends(self, outcome: Outcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
         return RequestRecord(
             request_id=self.request_id,
@@ -87,4 +107,5 @@ class RequestLog:
             num_loaded=self.num_loaded,
             chunks=tuple(self.chunks),
             preemptions=tuple(self.preemptions),
+            restores=tuple(self.restores),
         )

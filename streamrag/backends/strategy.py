@@ -1,5 +1,6 @@
 """What an engine is told so that it prefills partial prompts in one way or the other."""
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -18,8 +19,8 @@ Strategy: TypeAlias = Literal["streaming", "warming"]
 
 SCHEDULER = "streamrag.backends.scheduler.streaming_scheduler"
 
-DEFAULT_EVICTION: EvictionMode = "recompute"
-"""Where there is a prefix cache, which host memory needs; without one, "recompute"."""
+DEFAULT_EVICTION: EvictionMode = "cost"
+"""Where vLLM takes our KV connector and has a prefix cache, which host memory needs; elsewhere "recompute"."""
 
 KV_TRANSFER = {
     "kv_connector": "HostKVConnector",
@@ -101,7 +102,9 @@ def _checked_eviction(options: Mapping[str, Any], engine_args: Mapping[str, Any]
         reasons.append("a kv_transfer_config of its own, and vLLM takes one KV connector")
     given = options.get("eviction")
     if given is None:
-        return "recompute" if reasons else DEFAULT_EVICTION
+        # With this setting vLLM refuses KV connectors, for some engines and not for others: those who ask hear of it.
+        is_doubtful = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        return "recompute" if reasons or is_doubtful else DEFAULT_EVICTION
     if given not in get_args(EvictionMode):
         raise ConfigurationError(f"eviction={given!r} must be one of {', '.join(map(repr, get_args(EvictionMode)))}")
     if given != "recompute" and reasons:

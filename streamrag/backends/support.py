@@ -34,8 +34,8 @@ class SchedulerOptions:
     """See `streamrag.engine.Pace`."""
     low_water: float = 0.1
     """See `streamrag.engine.Limits.num_blocks_kept_free`, as a share of the KV blocks."""
-    eviction: EvictionMode = "recompute"
-    """What becomes of a victim's KV: see `streamrag.engine.swapping`. All but "recompute" need our KV connector."""
+    eviction: EvictionMode = "cost"
+    """What becomes of a victim's KV: see `streamrag.engine.swapping`. Without our KV connector it is recomputed."""
     host_kv_bytes: int = 4 << 30
     """Host memory for KV, of each worker."""
     num_host_blocks: int | None = None

@@ -40,10 +40,10 @@ class VllmBackend:
     With the strategy "streaming" vLLM runs our scheduler, in which a prompt may grow and change while it is computed,
     see `streamrag.backends.scheduler`. `policy` orders the requests, see `streamrag.engine.make_policy`, and
     `can_partial_evict` is explained at `streamrag.engine.Limits`. `eviction` says what becomes of the KV of those that
-    must make room: it is computed again ("recompute", the default), copied to host memory and back ("swap"), or
-    whatever is expected to take less time ("cost"). Host memory is bounded by `host_kv_bytes` in each worker, 4 GiB by
-    default. Costs are those of the hardware `profile`, by name or path; without one they are estimated from the model's
-    shape.
+    must make room: it is computed again ("recompute"), copied to host memory and back ("swap"), or whatever is
+    expected to take less time ("cost", the default where host memory can be had). Host memory is bounded by
+    `host_kv_bytes` in each worker, 4 GiB by default. Costs are those of the hardware `profile`, by name or path;
+    without one they are estimated from the model's shape, and corrected by what the engine's own steps take.
 
     With "warming" vLLM is left as it is, and partial prompts are prefilled by warming its prefix cache, see
     `streamrag.backends.warming`.

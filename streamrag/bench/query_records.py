@@ -20,6 +20,7 @@ def merged(records: Sequence[RequestRecord]) -> RequestRecord | None:
         num_from_cache=sum(r.num_from_cache for r in records),
         num_loaded=sum(r.num_loaded for r in records),
         preemptions=tuple(p for r in records for p in r.preemptions),
+        restores=tuple(restore for r in records for restore in r.restores),
     )
 
 
@@ -39,4 +40,5 @@ def shifted(record: RequestRecord, by_s: float) -> RequestRecord:
         finished_s=record.finished_s + by_s,
         chunks=tuple(replace(c, arrival_s=c.arrival_s + by_s) for c in record.chunks),
         preemptions=tuple(replace(p, at_s=p.at_s + by_s) for p in record.preemptions),
+        restores=tuple(replace(r, at_s=r.at_s + by_s) for r in record.restores),
     )

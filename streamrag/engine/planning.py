@@ -19,6 +19,10 @@ __all__ = ["Eviction", "Fate", "Grant", "Limits", "Memory", "Plan", "plan"]
 BACKLOG_STEPS = 8
 """Steps of work from which on steps are not lean. Source: our simulations of arXiv 2604.16395's crawler load."""
 
+MOST_TRIES = 8
+"""Partial prompts in a step that are found not to fit, before no more of them are asked: what each needs is costly to
+know, they are many when memory is short, and hardly anybody fits then."""
+
 NO_LIMIT = 1 << 62
 
 Fate: TypeAlias = Literal["recompute", "swap"]
@@ -161,7 +165,7 @@ def _select(
     num_tokens_left = limits.num_tokens - limits.num_ahead
     num_seqs_left = limits.num_seqs - limits.num_ahead
     num_partial_left = _num_partial_tokens(order, limits)
-    num_needed, last, is_blocked = 0, -1, False
+    num_needed, last, is_blocked, num_tries_left = 0, -1, False, MOST_TRIES
     for position, request in enumerate(order):
         if num_tokens_left <= 0 or len(grants) >= num_seqs_left:
             break
@@ -172,6 +176,8 @@ def _select(
         if num_most <= 0:
             continue
         may_evict = is_complete or limits.can_partial_evict
+        if num_tries_left == 0 and is_new and not may_evict:
+            continue
         waits = is_new and request.was_evicted and not may_evict
         # Before it is asked what is left of its KV: that takes a while, and in most steps it would be for nothing.
         if waits and num_needed - memory.num_free_blocks > -limits.num_blocks_kept_free:
@@ -181,9 +187,11 @@ def _select(
         num_needed_now = num_needed + memory.num_blocks_needed(request, num_tokens)
         num_missing = num_needed_now - memory.num_free_blocks
         if waits and num_missing > -limits.num_blocks_kept_free:
+            num_tries_left -= 1
             continue
         if num_missing > 0:
             if not may_evict:
+                num_tries_left -= is_new
                 victims.yields(request, position)
                 continue  # its turn comes when the prompt is complete: those behind need not wait for that
             # The most urgent request may take everything: what sharing hides from the estimate is free then.

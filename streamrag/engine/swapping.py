@@ -38,6 +38,8 @@ class Comparison:
     choice: Fate
     recompute_s: float
     swap_s: float
+    hidden_s: float = 0.0
+    """Of `swap_s`, what is expected to run beside other work. The choice does not count it."""
 
     @property
     def predicted_s(self) -> float:
@@ -52,11 +54,24 @@ DROPPED = Comparison("recompute", 0.0, 0.0)
 class SwapChoice(Protocol):
     """Decides between recomputing and copying. Block counts are of whole blocks, times on the engine's clock."""
 
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether copies run beside the computation."""
+
     def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> Comparison:
         """For a victim whose first `num_blocks` blocks are computed, of which `num_unsaved` are not in host memory."""
 
     def resume(self, start: int, num_blocks: int, now_s: float) -> Comparison:
         """For a request whose blocks [start, start + num_blocks) are in host memory."""
+
+    def recompute_s(self, start: int, num_blocks: int) -> float:
+        """What computing blocks [start, start + num_blocks) of a request adds to steps."""
+
+    def save_s(self, num_blocks: int) -> float:
+        """What copying so many blocks to host memory takes, in one go."""
+
+    def share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
+        """Of a step with these parts, the share of its time that the first `num_tokens` tokens of one of them add."""
 
     def num_to_write_through(self, share_free: float) -> int:
         """Blocks to be copied ahead of their eviction, beside a step that computes. `share_free` is that of the KV."""
@@ -76,14 +91,43 @@ class SwapChoice(Protocol):
         """Told of each chunk that found computed tokens, and of how many the KV is still true."""
 
 
+@dataclass(slots=True)
+class _Scale:
+    """How many times longer things take than the profile says, as a running mean.
+
+    Geometric, so that one that took ten times as long weighs no more than one that took a tenth. What is seen first
+    counts more, so that a profile that is always wrong by the same factor does little harm.
+    """
+
+    value: float = 1.0
+    _num: int = 1
+
+    def observe(self, ratio: float) -> None:
+        if ratio > 0:
+            self._num += 1
+            weight = max(WEIGHT, 1 / self._num)
+            self.value = self.value ** (1 - weight) * ratio**weight
+
+
 class SwapAlways:
     """Saves and loads whatever can be."""
+
+    is_overlapped = True  # that is, the time of a step is taken as it is
 
     def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> Comparison:
         return Comparison("swap", 0.0, 0.0)
 
     def resume(self, start: int, num_blocks: int, now_s: float) -> Comparison:
         return Comparison("swap", 0.0, 0.0)
+
+    def recompute_s(self, start: int, num_blocks: int) -> float:
+        return 0.0
+
+    def save_s(self, num_blocks: int) -> float:
+        return 0.0
+
+    def share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
+        return num_tokens / sum(num_new for num_new, _ in parts)
 
     def num_to_write_through(self, share_free: float) -> int:
         return 0
@@ -112,26 +156,45 @@ class CostChoice:
         self._copies = copies
         self._block_size = block_size
         self._share_valid = 1.0
-        self._compute_scale = self._out_scale = self._in_scale = 1.0
-        self._step_s = 0.0
+        self._compute_scale, self._out_scale, self._in_scale = _Scale(), _Scale(), _Scale()
+        self._step_s = self._mean_step_s = 0.0
         """Of the last step that computed."""
         self._out_free_s = self._in_free_s = 0.0
         """When the copies that were sent are expected to be done."""
 
+    @property
+    def is_overlapped(self) -> bool:
+        return self._copies.is_overlapped
+
     def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> Comparison:
         wait_s = max(self._out_free_s - now_s, 0.0)
         save_s = self._out_s(num_unsaved) + (wait_s if num_unsaved else 0.0)
-        swap_s = save_s + self._share_valid * self._in_s(num_blocks)
-        return _cheaper(self._share_valid * self._recompute_s(0, num_blocks), swap_s)
+        load_s = self._share_valid * self._in_s(num_blocks)
+        return self._cheaper(self._share_valid * self._recompute_s(0, num_blocks), save_s + load_s, load_s)
 
     def resume(self, start: int, num_blocks: int, now_s: float) -> Comparison:
         wait_s = max(self._in_free_s - now_s, 0.0)
-        return _cheaper(self._recompute_s(start, start + num_blocks), wait_s + self._in_s(num_blocks))
+        load_s = wait_s + self._in_s(num_blocks)
+        return self._cheaper(self._recompute_s(start, start + num_blocks), load_s, load_s)
+
+    def recompute_s(self, start: int, num_blocks: int) -> float:
+        return self._recompute_s(start, start + num_blocks)
+
+    def save_s(self, num_blocks: int) -> float:
+        return self._out_s(num_blocks)
+
+    def share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
+        num_new, num_before = parts[index]
+        rest = [(num_new - num_tokens, num_before + num_tokens)] if num_tokens < num_new else []
+        # A step of its own would have computed one token after them in any case.
+        without = [*parts[:index], *parts[index + 1 :], *rest] or [(1, num_before + num_tokens)]
+        whole_s = self.profile.step_s(parts)
+        return max(whole_s - self.profile.step_s(without), 0.0) / whole_s
 
     def num_to_write_through(self, share_free: float) -> int:
         if not self._copies.is_overlapped or share_free > WRITE_THROUGH_BELOW:
             return 0
-        if self._share_valid * self._recompute_s(0, RUN) < self._out_s(RUN) + self._in_s(RUN):
+        if self._recompute_s(0, RUN) < self._in_s(RUN):
             return 0
         return min(int(self._step_s / self._out_s(RUN) * RUN), MOST_WRITTEN_THROUGH)
 
@@ -149,27 +212,33 @@ class CostChoice:
         elif is_held_up:
             return  # for how long is not known
         self._step_s = duration_s
+        self._mean_step_s = _moved(self._mean_step_s, duration_s)
         if sum(num_new for num_new, _ in parts) >= FEWEST_TOKENS:
-            self._compute_scale = _moved(self._compute_scale, duration_s / self.profile.step_s(parts))
+            self._compute_scale.observe(duration_s / self.profile.step_s(parts))
 
     def observe_copies(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
         if num_out:
-            self._out_scale = _moved(self._out_scale, out_s / self._copies.out_s(num_out))
+            self._out_scale.observe(out_s / self._copies.out_s(num_out))
         if num_in:
-            self._in_scale = _moved(self._in_scale, in_s / self._copies.in_s(num_in))
+            self._in_scale.observe(in_s / self._copies.in_s(num_in))
 
     def observe_chunk(self, num_computed: int, num_valid: int) -> None:
         self._share_valid = _moved(self._share_valid, num_valid / num_computed)
 
+    def _cheaper(self, recompute_s: float, swap_s: float, load_s: float) -> Comparison:
+        """Loads run beside what their step computes: for so long they hold up nobody."""
+        hidden_s = min(load_s, self._mean_step_s) if self._copies.is_overlapped else 0.0
+        return Comparison("swap" if swap_s - hidden_s < recompute_s else "recompute", recompute_s, swap_s, hidden_s)
+
     def _recompute_s(self, start: int, end: int) -> float:
         size = self._block_size
-        return self._compute_scale * recompute_s(self.profile, start * size, end * size, self._budget)
+        return self._compute_scale.value * recompute_s(self.profile, start * size, end * size, self._budget)
 
     def _out_s(self, num_blocks: int) -> float:
-        return self._out_scale * self._copies.out_s(num_blocks)
+        return self._out_scale.value * self._copies.out_s(num_blocks)
 
     def _in_s(self, num_blocks: int) -> float:
-        return self._in_scale * self._copies.in_s(num_blocks)
+        return self._in_scale.value * self._copies.in_s(num_blocks)
 
 
 def make_swap_choice(
@@ -186,10 +255,6 @@ def make_swap_choice(
             "make one with:  streamrag profile --model MODEL"
         )
     return CostChoice(profile, profile.copies, block_size, budget)
-
-
-def _cheaper(recompute_s: float, swap_s: float) -> Comparison:
-    return Comparison("swap" if swap_s < recompute_s else "recompute", recompute_s, swap_s)
 
 
 def _moved(mean: float, newest: float) -> float:

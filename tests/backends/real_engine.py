@@ -24,6 +24,8 @@ VOCABULARY = 1_000
 BLOCK_SIZE = 32  # attention on the CPU takes no smaller one
 MAX_MODEL_LEN = 1_024
 MOST_DIFFERENCE = 1e-5
+STREAMS_PER_S = 6
+"""More than the engine serves: those that wait take each other's memory."""
 GREEDY = SamplingParams(max_tokens=NUM_ANSWER_TOKENS, ignore_eos=True, extra={"logprobs": 1})
 
 Answer = list[tuple[int, float]]
@@ -51,14 +53,13 @@ def make_model(folder: Path) -> Path:
 
 
 @asynccontextmanager
-async def running_engine(
-    model: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch, **engine_args: Any
-) -> AsyncIterator[AsyncLLM]:
+async def running_engine(model: Path, monkeypatch: pytest.MonkeyPatch, **engine_args: Any) -> AsyncIterator[AsyncLLM]:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     # Else vLLM splits the context of few tokens over its threads, and adds up in another order where a request starts
     # from other tokens: differences of up to 1e-5 that have nothing to do with us.
     monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # vLLM would compile what ranks logprobs: 20 s
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
@@ -71,13 +72,12 @@ async def running_engine(
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=MAX_MODEL_LEN // BLOCK_SIZE + 10,  # hardly more than one request may need
             enforce_eager=True,
-            scheduler_cls=scheduler,
+            scheduler_cls="rotating.RotatingScheduler",
             disable_log_stats=True,
             **engine_args,
         )
     )
     try:
-        await fresh(engine, "first", [1, 2, 3], [(0, 0.0)])  # the first step takes seconds
         yield engine
     finally:
         resources = engine.engine_core.resources
@@ -97,13 +97,13 @@ class Load:
     records: list[RequestRecord] = field(default_factory=list)
 
     async def run(self, num_streams: int) -> None:
-        await asyncio.gather(*(self._one(i) for i in range(num_streams)))
+        await asyncio.gather(*(self._one(i, num_streams / STREAMS_PER_S) for i in range(num_streams)))
 
-    async def _one(self, number: int) -> None:
+    async def _one(self, number: int, within_s: float) -> None:
         rng = random.Random(number)
         shared = random.Random(number % 5)
         prompt = tokens(shared, 70) + tokens(rng, rng.randrange(20, 500))
-        await asyncio.sleep(rng.uniform(0, 20))
+        await asyncio.sleep(rng.uniform(0, within_s))
         async with self.streams.open(prompt, GREEDY) as stream:
             for _ in range(rng.randrange(1, 5)):
                 await asyncio.sleep(rng.choice([0.0, 0.01, 0.03, 1.0]))

@@ -1,18 +1,37 @@
-"""A KV connector for a test on a real engine. It is made in the engine's own processes, from its name."""
+"""What goes wrong with copies on a real engine. It is made in the engine's own processes, from its name."""
 
 import random
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from streamrag.backends.host_connector import HostKVConnector
+from streamrag.backends.host_copier import HostCopier, _Faults
 from streamrag.backends.host_wire import HostCopies
 
 
-class ForgetfulConnector(HostKVConnector):
-    """Loads every second block or so from the slot of another, and says nothing."""
+class CopyFaults:
+    """What vLLM's worker can do besides, when a test calls it: see `AsyncLLM.collective_rpc`."""
 
-    def start_load_kv(self, forward_context, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        copies = self._get_connector_metadata()
-        assert isinstance(copies, HostCopies)
+    def set_copy_faults(self, fail_saves: int = 0, fail_loads: int = 0, confuses_loads: bool = False) -> None:
+        """From now on; of so many copies of a block, one fails. Zero: none does."""
+        connector = get_kv_transfer_group()
+        assert type(connector) is HostKVConnector
+        copier = connector.copier
+        copier._save_faults, copier._load_faults = _Faults(fail_saves), _Faults(fail_loads)
+        copier.__dict__.pop("load", None)
+        if confuses_loads:
+            copier.__dict__["load"] = _confused(copier)
+
+
+def _confused(copier: HostCopier) -> Callable[..., None]:
+    """Loads every second block or so from the slot of another, and says nothing."""
+    load = copier.load
+
+    def load_wrong(copies: HostCopies, **keywords: Any) -> None:
         rng = random.Random(len(copies.loads))
         loads = [(slot if rng.random() > 0.5 else slot // 2, block) for slot, block in copies.loads]
-        self.bind_connector_metadata(HostCopies(copies.saves, loads, copies.held_saves))
-        super().start_load_kv(forward_context, **kwargs)
+        load(HostCopies(copies.saves, loads, copies.held_saves), **keywords)
+
+    return load_wrong

@@ -1,13 +1,22 @@
 """The streaming scheduler inside vLLM's, one situation at a time. The fuzz mixes them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
+from streamrag.backends.scheduler import streaming_scheduler
 from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
+from streamrag.backends.simulated.engine import SimulatedEngine
+from streamrag.backends.simulated.runner import V1OracleRunner
 from streamrag.backends.support import CHECKS, check_supported, check_version
 from streamrag.errors import ConfigurationError, UnsupportedVersionError
 
@@ -242,6 +251,43 @@ def test_a_paused_engine_goes_on_where_it_was(bench: Make, state: PauseState) ->
     b.run()
     assert b.tokens("s") == b.fresh_answer(TOKENS[:30] + TOKENS)
     assert b.tokens("p") == b.fresh_answer(list(range(500, 600)))
+
+
+class FailingLoads(V1OracleRunner):
+    """Of what another connector was to load for a new request, nothing comes."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        missing: set[int] = set()
+        for new in step.scheduled_new_reqs:
+            missing.update(new.block_ids[0][: -(-new.num_computed_tokens // self.block_size)])
+        self._taint(missing)
+        output = super().execute(step)
+        return replace(output, kv_connector_output=KVConnectorOutput(invalid_block_ids=missing)) if missing else output
+
+
+def test_loads_of_another_connector_that_fail_are_left_to_vllm(bench: Make) -> None:
+    def with_their_connector(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
+        # It claims to have the KV of all prompts.
+        vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector="DecodeBenchConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
+        )
+        return streaming_scheduler(vllm_config=vllm_config, **arguments)
+
+    b = bench()
+    shape = b.engine.shape
+    runner = FailingLoads(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
+    b.engine = SimulatedEngine(shape, runner, lambda step, start_s: 1.0, with_their_connector)
+    b.scheduler = b.engine.scheduler
+    assert b.scheduler.connector is not None
+    assert b.scheduler.host_memory is None
+    b.plain("p", len(TOKENS))
+    b.step()
+    request = b.scheduler.requests["p"]
+    assert (request.status, request.num_computed_tokens) == (RequestStatus.RUNNING, 0)  # ours would have to queue anew
+    assert b.tokens("p") == []
+    b.run()
+    assert b.tokens("p") == b.fresh_answer(TOKENS)
+    assert b.record("p").preemptions == ()
 
 
 SHAPE = EngineShape(num_blocks=10, block_size=4, max_model_len=40)

@@ -4,9 +4,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from real_engine import (
     GREEDY,
     MOST_DIFFERENCE,
@@ -19,6 +19,7 @@ from real_engine import (
     running_engine,
     tokens,
 )
+from rotating import STALE, TRUE
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from streamrag.backends.streaming import stream_then_generate
@@ -27,38 +28,38 @@ from streamrag.core import Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, SourceError
 from streamrag.records import RequestRecord
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(280), pytest.mark.asyncio(loop_scope="module")]
 
 NUM_STREAMS = 64
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_of_memory(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # So that partial prompts are computed again and again: updates are to invalidate much.
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncLLM]:
+    # Without low water partial prompts are computed again and again: updates are to invalidate much.
     options = {"streamrag": {"low_water": 0.0}}
-    async with running_engine(model, "rotating.RotatingScheduler", monkeypatch, additional_config=options) as engine:
-        load = Load(TokenStreams(engine))
-        await load.run(NUM_STREAMS)
-        largest = await differences(engine, load)
-        assert max(largest) <= MOST_DIFFERENCE
-        assert len(largest) == NUM_STREAMS
-        assert all(len(answer) == NUM_ANSWER_TOKENS for answer in load.answers.values())
-        counts = {name: load.count(name) for name in ("preemptions", "num_invalidated", "num_recomputed")}
-        num_in_work = sum(num_mid_prefill(record) for record in load.records)
-        print(f"largest difference {max(largest):.2e}, chunks in mid-prefill {num_in_work}, {counts}")
-        assert counts["preemptions"] >= 10
-        assert counts["num_invalidated"] >= 1_000
-        assert num_in_work >= 10
-        assert not await engine.engine_core.call_utility_async("has_work")
-        await check_limits(engine, load.streams)
-        await check_prompts(engine, load.streams)
-        assert engine.output_processor.get_num_unfinished_requests() == 0
+    with pytest.MonkeyPatch.context() as patch:
+        model = make_model(tmp_path_factory.mktemp("model"))
+        async with running_engine(model, patch, additional_config=options) as engine:
+            yield engine
+
+
+async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_of_memory(engine: AsyncLLM) -> None:
+    load = Load(TokenStreams(engine))
+    await load.run(NUM_STREAMS)
+    largest = await differences(engine, load)
+    assert max(largest) <= MOST_DIFFERENCE
+    assert len(largest) == NUM_STREAMS
+    assert all(len(answer) == NUM_ANSWER_TOKENS for answer in load.answers.values())
+    counts = {name: load.count(name) for name in ("preemptions", "num_invalidated", "num_recomputed")}
+    num_in_work = sum(num_mid_prefill(record) for record in load.records)
+    print(f"largest difference {max(largest):.2e}, chunks in mid-prefill {num_in_work}, {counts}")
+    assert counts["preemptions"] >= 10
+    assert counts["num_invalidated"] >= 1_000
+    assert num_in_work >= 10
+    assert not await engine.engine_core.call_utility_async("has_work")
+    await check_limits(engine, load.streams)
+    await check_prompts(engine, load.streams)
+    assert engine.output_processor.get_num_unfinished_requests() == 0
 
 
 def num_mid_prefill(record: RequestRecord) -> int:
@@ -122,10 +123,12 @@ async def check_limits(engine: AsyncLLM, streams: TokenStreams) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_one_stale_block_would_be_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_engine(model, "rotating.StaleScheduler", monkeypatch) as engine:
-        load = Load(TokenStreams(engine))
-        await load.run(12)
-        largest = await differences(engine, load)
-        print(f"with a stale block: {sorted(largest)}")
-        assert max(largest) > 1_000 * MOST_DIFFERENCE
+async def test_one_stale_block_would_be_noticed(engine: AsyncLLM) -> None:
+    assert await engine.reset_prefix_cache()
+    await fresh(engine, STALE, [1], [(0, 0.0)])
+    load = Load(TokenStreams(engine))
+    await load.run(12)
+    await fresh(engine, TRUE, [1], [(0, 0.0)])
+    largest = await differences(engine, load)
+    print(f"with a stale block: {sorted(largest)}")
+    assert max(largest) > 1_000 * MOST_DIFFERENCE

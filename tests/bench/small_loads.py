@@ -47,5 +47,6 @@ UPDATES = Trace(tuple(updating(f"u{i}", 0.2 * i, ("a", "b", "c"), ("a", "d", "b"
 
 
 def settings(**changes: object) -> CellSettings:
-    values = {"clock": "virtual", "workload": "crawler", "arm": "streaming", "profile": PROFILE, **changes}
-    return CellSettings(**values)  # type: ignore[arg-type]
+    """Of an engine with room for all of such a load; the profile's would take a second to make."""
+    values = {"clock": "virtual", "workload": "crawler", "arm": "streaming", "profile": PROFILE, "kv_tokens": 200_000}
+    return CellSettings(**{**values, **changes})  # type: ignore[arg-type]

@@ -65,6 +65,23 @@ def test_what_steps_and_copies_really_take_corrects_the_profile() -> None:
     assert slow_copies.evict(10, 10, 0.0).choice == "recompute"
 
 
+def test_one_copy_that_takes_long_does_not_outweigh_all_others() -> None:
+    found = choice(1e9)
+    usual_s = found.save_s(10)
+    for _ in range(30):
+        found.observe_copies(10, usual_s, 0, 0.0)
+    found.observe_copies(10, 10 * usual_s, 0, 0.0)
+    assert found.save_s(10) < 1.3 * usual_s
+
+
+def test_a_profile_that_is_always_wrong_is_corrected_by_the_first_copies() -> None:
+    found = choice(1e9)
+    usual_s = found.save_s(10)
+    for _ in range(3):
+        found.observe_copies(10, 2 * usual_s, 0, 0.0)
+    assert found.save_s(10) > 1.6 * usual_s
+
+
 def test_copies_that_stop_the_engine_are_no_part_of_what_a_step_computes() -> None:
     found = choice(1e9, is_overlapped=False)
     before = found.evict(10, 10, 0.0)
