@@ -1,11 +1,11 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-thrash clean
+.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash clean
 
 RUN := .venv/bin/python
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: .venv/installed ## crawl and search real documentation into a real vLLM, streaming and not; prints and draws it
 	$(RUN) examples/demo.py
@@ -31,11 +31,14 @@ bench-engine: .venv/installed ## what a step and an update cost, then time to th
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) bench/engine_step.py
 	$(RUN) bench/engine_arms.py --json bench/results/engine_arms.json
 
-bench-validity: .venv/installed ## the same loads on the real engine and on its simulation: do they agree? about eight minutes
+bench-validity: .venv/installed ## the same loads on the real engine and on its simulation: do they agree? a quarter of an hour
 	$(RUN) bench/validity.py --json bench/results/validity.json
 
 bench-eviction: .venv/installed ## recompute, swap or what costs less, under memory pressure, simulated: hours, resumable
 	$(RUN) bench/eviction.py --json bench/results/eviction.json
+
+bench-eviction-engine: .venv/installed ## recompute, swap or what costs less on the real engine, and did costs come true? about 15 minutes
+	$(RUN) bench/eviction_engine.py --json bench/results/eviction_engine.json --plot docs/decision-costs.png
 
 bench-thrash: .venv/installed ## tokens computed twice when idle streams outgrow memory, ours and the paper's rule, simulated
 	$(RUN) bench/thrash.py --json bench/results/thrash.json

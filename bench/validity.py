@@ -5,7 +5,7 @@
 Measures a hardware profile of vLLM on this machine, with vLLM's own scheduler and with ours; plays one load on the
 real engine in each arm, repeatedly; simulates it with that profile, which also says how unsteady the machine is; and
 compares the medians of P50 and P95 of `ttft_after_retrieval_s`. Random weights: the answers mean nothing, the work is
-real. About ten minutes on two cores.
+real. About fifteen minutes on two cores.
 """
 
 import argparse
@@ -213,7 +213,7 @@ def write(path: Path, runs: Runs, profile: TableProfile, rows: list[dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=3, help="of each arm on the real engine (default: 3)")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each arm on the real engine (default: 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write the hardware profile there")
     arguments = parser.parse_args()

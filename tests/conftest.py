@@ -4,12 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
-# The threads of vLLM's CPU backend wait for each other by spinning, each bound to a core: beside anything else, and with
-# models as small as these, several take six times the CPU time of one. Read when torch is imported, here and elsewhere.
+# How long an example takes depends on what else the machine does.
+settings.register_profile("streamrag", deadline=None)
+settings.load_profile("streamrag")
+
+# The threads of vLLM's CPU backend spin while they wait for each other, each bound to a core. With models as small as
+# these, several take six times the CPU time of one. Read when torch is imported, here and in processes started here.
 os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
-
-from streamrag.testing import make_tiny_llama
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups

@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int | None], None]
 NUM_BESIDE = 8
 MOST_TOGETHER = 16
 """Requests in a step that is measured, at most."""
-MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 40.0, 90.0
+MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 30.0, 90.0
 
 
 async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: Progress) -> TableProfile:

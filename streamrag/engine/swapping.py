@@ -6,8 +6,10 @@
 Two ways that always do the same, and one that compares costs, share one interface.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal, Protocol, TypeAlias
 
 from streamrag.engine.copies import CopyCosts
@@ -21,6 +23,8 @@ EvictionMode: TypeAlias = Literal["recompute", "swap", "cost"]
 
 WEIGHT = 0.1
 """Of the newest observation in a running mean."""
+NUM_NEWEST = 9
+"""Observations that correct a profile."""
 WRITE_THROUGH_BELOW = 0.3
 """Share of the KV blocks that is free, from which on evictions are near enough to copy ahead of them."""
 MOST_WRITTEN_THROUGH = 1_024
@@ -93,20 +97,18 @@ class SwapChoice(Protocol):
 
 @dataclass(slots=True)
 class _Scale:
-    """How many times longer things take than the profile says, as a running mean.
+    """How many times longer things take than the profile says: the median of the last few.
 
-    Geometric, so that one that took ten times as long weighs no more than one that took a tenth. What is seen first
-    counts more, so that a profile that is always wrong by the same factor does little harm.
+    Not a mean: the first copies into memory that was never written take several times as long as all later ones, and
+    a machine that is shared becomes faster or slower from one moment to the next.
     """
 
     value: float = 1.0
-    _num: int = 1
+    _newest: deque[float] = field(default_factory=lambda: deque([1.0], maxlen=NUM_NEWEST))
 
     def observe(self, ratio: float) -> None:
-        if ratio > 0:
-            self._num += 1
-            weight = max(WEIGHT, 1 / self._num)
-            self.value = self.value ** (1 - weight) * ratio**weight
+        self._newest.append(ratio)
+        self.value = median(self._newest)
 
 
 class SwapAlways:

@@ -24,8 +24,6 @@ VOCABULARY = 1_000
 BLOCK_SIZE = 32  # attention on the CPU takes no smaller one
 MAX_MODEL_LEN = 1_024
 MOST_DIFFERENCE = 1e-5
-STREAMS_PER_S = 6
-"""More than the engine serves: those that wait take each other's memory."""
 GREEDY = SamplingParams(max_tokens=NUM_ANSWER_TOKENS, ignore_eos=True, extra={"logprobs": 1})
 
 Answer = list[tuple[int, float]]
@@ -96,8 +94,9 @@ class Load:
     answers: dict[int, Answer] = field(default_factory=dict)
     records: list[RequestRecord] = field(default_factory=list)
 
-    async def run(self, num_streams: int) -> None:
-        await asyncio.gather(*(self._one(i, num_streams / STREAMS_PER_S) for i in range(num_streams)))
+    async def run(self, num_streams: int, within_s: float) -> None:
+        """They come within so many seconds."""
+        await asyncio.gather(*(self._one(i, within_s) for i in range(num_streams)))
 
     async def _one(self, number: int, within_s: float) -> None:
         rng = random.Random(number)

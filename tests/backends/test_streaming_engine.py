@@ -45,7 +45,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
 
 async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_of_memory(engine: AsyncLLM) -> None:
     load = Load(TokenStreams(engine))
-    await load.run(NUM_STREAMS)
+    await load.run(NUM_STREAMS, within_s=20)  # time to compute what is changed then
     largest = await differences(engine, load)
     assert max(largest) <= MOST_DIFFERENCE
     assert len(largest) == NUM_STREAMS
@@ -127,7 +127,7 @@ async def test_one_stale_block_would_be_noticed(engine: AsyncLLM) -> None:
     assert await engine.reset_prefix_cache()
     await fresh(engine, STALE, [1], [(0, 0.0)])
     load = Load(TokenStreams(engine))
-    await load.run(12)
+    await load.run(12, within_s=4)
     await fresh(engine, TRUE, [1], [(0, 0.0)])
     largest = await differences(engine, load)
     print(f"with a stale block: {sorted(largest)}")

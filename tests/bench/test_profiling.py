@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,16 +43,3 @@ def test_what_does_not_come_together_in_one_step_is_left_out() -> None:
             return {len(step.parts) for step in found.steps}
 
     assert run_virtual(main()) == {1}
-
-
-@pytest.mark.engine
-async def test_a_real_engine_is_measured(tiny_model: Path) -> None:
-    from streamrag.backends.engine_client import running_engine
-
-    args = {"max_model_len": 512, "max_num_batched_tokens": 256, "max_num_seqs": 8}
-    async with running_engine(str(tiny_model), args, policy=None, kv_tokens=4_096) as client:
-        found = await measure_profile(client, "tiny", 256, 512, max_num_seqs=8)
-    assert 0 < found.step_s([(16, 0)]) < found.step_s([(256, 0)]) < 5
-    assert found.step_s([(1, 100)] * 4) >= found.step_s([(1, 100)])
-    assert 0 <= found.delivery_s < 1
-    assert found.block_size == 32

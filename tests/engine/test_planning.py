@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from strategies import BLOCK_SIZE, SPECS, view_lists, views
 
 from streamrag.engine import Limits, Plan, RequestView, make_policy, plan
+from streamrag.engine.planning import MOST_TRIES
 
 
 @dataclass
@@ -128,6 +129,16 @@ def test_a_partial_prompt_that_may_not_evict_stands_in_nobodys_way() -> None:
     complete = RequestView("complete", 1, 1, 32)
     made = plan([partial, complete], list, Limits(1000, 8), Blocks(2))
     assert [g.request.request_id for g in made.grants] == ["complete"]
+
+
+def test_of_many_partial_prompts_that_do_not_fit_only_the_first_are_asked_what_they_need() -> None:
+    too_big = [RequestView(f"partial {i}", i, i, 160, is_complete=False) for i in range(MOST_TRIES)]
+    small = RequestView("small", 98, 98, 16, is_complete=False)
+    complete = RequestView("complete", 99, 99, 32)
+    one_less = plan([*too_big[1:], small, complete], list, Limits(1000, 8), Blocks(3))
+    enough = plan([*too_big, small, complete], list, Limits(1000, 8), Blocks(3))
+    assert [g.request.request_id for g in one_less.grants] == ["small", "complete"]
+    assert [g.request.request_id for g in enough.grants] == ["complete"]
 
 
 def test_what_a_stuck_partial_prompt_holds_may_be_had_from_behind_it() -> None:

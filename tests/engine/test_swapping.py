@@ -109,6 +109,24 @@ def test_blocks_are_written_through_where_memory_is_short_and_copies_disturb_nob
     assert slow.num_to_write_through(0.1) == 0
 
 
+def test_blocks_are_written_through_if_only_the_way_back_pays() -> None:
+    found = choice(1e8)
+    found.observe_step([(1_000, 0)], profile().step_s([(1_000, 0)]), 0.0)
+    computed_s, copied_s = found.recompute_s(0, 64), found.save_s(64)
+    assert copied_s < computed_s < 2 * copied_s
+    assert found.num_to_write_through(0.1) > 0
+
+
+def test_loads_that_run_beside_a_step_are_not_counted() -> None:
+    beside, alone = choice(5e7), choice(5e7, is_overlapped=False)
+    for found in (beside, alone):
+        for _ in range(100):
+            found.observe_step([(1_000, 0)], profile().step_s([(1_000, 0)]), 0.0)
+    hidden = beside.resume(0, 10, 0.0)
+    assert hidden.swap_s == alone.resume(0, 10, 0.0).swap_s == hidden.hidden_s
+    assert (hidden.choice, alone.resume(0, 10, 0.0).choice) == ("swap", "recompute")
+
+
 def test_swap_always_swaps() -> None:
     always = make_swap_choice("swap", profile(), 16)
     assert isinstance(always, SwapAlways)

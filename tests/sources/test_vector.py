@@ -377,7 +377,7 @@ async def test_cancelling_a_search_frees_its_worker(source: VectorSource, tmp_pa
     with pytest.raises(asyncio.CancelledError):
         await task
     assert workers_of(source).num_busy == 0
-    await until(lambda: not alive(int(waiting.read_text())))
+    await until(lambda: not alive(int(waiting.read_text())))  # in its own time
     assert len((await updates(source, QUERIES[0]))[-1].chunks) == 5
 
 
@@ -404,7 +404,7 @@ async def test_cancelling_the_start_leaves_no_worker(small: Path, tmp_path: Path
             await task
     finally:
         sys.path.remove(str(tmp_path / "slow"))
-    await until(lambda: not alive(int(waiting.read_text())))
+    assert not alive(int(waiting.read_text()))
 
 
 async def test_closing_ends_a_search_that_is_under_way(source: VectorSource, tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ async def test_closing_ends_a_search_that_is_under_way(source: VectorSource, tmp
     await source.aclose()
     with pytest.raises(SourceError):
         await task
-    await until(lambda: not alive(int(waiting.read_text())))
+    assert not alive(int(waiting.read_text()))
 
 
 async def test_an_index_that_is_replaced_serves_until_its_worker_must_open_it_again(
