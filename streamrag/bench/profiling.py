@@ -111,7 +111,7 @@ def table_profile(passes: Sequence[Pass], client: "EngineClient", name: str) -> 
         steps_s.setdefault(step.parts, []).append(step.step_s)
     most = max(sum(new for new, _ in parts) for parts in steps_s)
     usual_s = {parts: median(of_one) for parts, of_one in steps_s.items()}
-    usually_s = median(usual_s.values())  # of shorter ones, what disturbs them is a larger share than of those that count
+    usually_s = median(usual_s.values())  # of shorter ones, what disturbs them is a larger share
     fitted = fit_table(list(usual_s.items()), [1, *_sizes(most)])
     between_s = median(step.step_s - step.elapsed_s for one in passes for step in one.steps)
     beside_s = median(seconds for one in passes for seconds in one.beside_s)

@@ -141,7 +141,7 @@ class _Run:
         self.step_times = StepTimes(
             self.profile, parts_of, copies=copies, log=self.copy_log, unsteady_seed=self.unsteady_seed
         )
-        engine = simulated_engine(shape, self.step_times, is_stock=settings.arm != "streaming")
+        engine = simulated_engine(shape, self.step_times, is_stock=settings.arm != "streaming", copy_costs=copies)
         return SimulatedClient(engine, delivery_s=self.profile.delivery_s, keep_steps=keep_steps)
 
     def _scheduler_options(self) -> dict[str, Any]:

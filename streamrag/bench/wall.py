@@ -128,7 +128,7 @@ async def play_cell(
         "is_async": client.is_async,
         "simulated_s_per_wall_s": 1.0,
         "num_steps": len(measured),
-        "floor": f"steps as measured before the load: {profile.points}, {profile.pair_s=}, {profile.delivery_s=}",
+        "floor": _told(profile),
     }
     requests = tuple(
         _request(query, timing, start_s, profile, token_budget(settings), client)
@@ -147,6 +147,14 @@ async def play_cell(
         steps=steps if keep_steps else (),
         provenance=provenance,
         num_unfinished=len(queries) - len(requests),
+    )
+
+
+def _told(profile: TableProfile) -> str:
+    steps = ", ".join(f"{num:,.0f}: {step_s * 1e3:.3g}" for num, step_s in profile.points)
+    return (
+        f"of steps as measured before the load, in ms by tokens: {steps}; "
+        f"{profile.pair_s * 1e9:.3g} ns a pair, {profile.delivery_s * 1e3:.3g} ms for delivery"
     )
 
 

@@ -29,6 +29,7 @@ from streamrag.backends.simulated.stream import Answer, SimulatedStream
 from streamrag.backends.simulated.watch import Watch
 from streamrag.backends.step_parts import parts_of
 from streamrag.backends.wire import KEY, ChunkMessage
+from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import Part
 from streamrag.errors import BackendError
 from streamrag.records import RequestRecord
@@ -61,13 +62,17 @@ def by_parts(step_s: Callable[[Sequence[Part]], float]) -> Callable[[SchedulerOu
 
 
 def simulated_engine(
-    shape: EngineShape, step_s: Callable[[SchedulerOutput, float], float], *, is_stock: bool
+    shape: EngineShape,
+    step_s: Callable[[SchedulerOutput, float], float],
+    *,
+    is_stock: bool,
+    copy_costs: CopyCosts | None = None,
 ) -> SimulatedEngine:
     """An engine that answers always the same, with vLLM's own scheduler or with ours, and quick hashes."""
     stock = AsyncScheduler if shape.is_async else Scheduler
     return SimulatedEngine(
         shape,
-        BlindRunner(),
+        BlindRunner(copy_costs=copy_costs),
         step_s,
         stock if is_stock else streaming_scheduler,
         block_hasher=quick_block_hasher(shape.block_size) if shape.has_prefix_cache else None,

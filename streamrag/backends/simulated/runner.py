@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from streamrag.backends.host_wire import CopyReport, HostCopies
+from streamrag.engine.copies import CopyCosts
 
 __all__ = [
     "BlindRunner",
@@ -70,14 +71,26 @@ def copied(
 
 
 class BlindRunner:
-    """Answers always the same token, and checks nothing: for simulations of large loads. Follows V1."""
+    """Answers always the same token, and checks nothing: for simulations of large loads. Follows V1.
 
-    def __init__(self, token: int = 1) -> None:
+    If `copy_costs` are known, it tells of copies how long they took.
+    """
+
+    def __init__(self, token: int = 1, copy_costs: CopyCosts | None = None) -> None:
         self.token = token
+        self.copy_costs = copy_costs
         self._num_prompt_tokens: dict[str, int] = {}
 
     def copy(self, copies: HostCopies) -> KVConnectorOutput | None:
-        return copied([slot for _, slot in copies.saves + copies.held_saves])
+        saves, loads, costs = copies.saves + copies.held_saves, copies.loads, self.copy_costs
+        if not (saves or loads):
+            return None
+        report = CopyReport(saved=[slot for _, slot in saves])
+        if costs is not None:
+            report.num_blocks_out, report.num_blocks_in = len(saves), len(loads)
+            report.out_s = costs.out_s(len(copies.saves)) + costs.out_s(len(copies.held_saves))
+            report.in_s = costs.in_s(len(loads))
+        return KVConnectorOutput(kv_connector_worker_meta=report)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in step.finished_req_ids:
