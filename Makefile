@@ -11,7 +11,7 @@ demo: .venv/installed ## crawl and search real documentation into a real vLLM, s
 	$(RUN) examples/demo.py
 
 test: .venv/installed check ## types, style and all tests
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2
 
 check: .venv/installed ## types and style
 	.venv/bin/ruff check .
@@ -37,7 +37,7 @@ bench-validity: .venv/installed ## the same loads on the real engine and on its 
 bench-eviction: .venv/installed ## recompute, swap or what costs less, under memory pressure, simulated: hours, resumable
 	$(RUN) bench/eviction.py --json bench/results/eviction.json
 
-bench-eviction-engine: .venv/installed ## recompute, swap or what costs less on the real engine, and did costs come true? about 15 minutes
+bench-eviction-engine: .venv/installed ## recompute, swap or what costs less on the real engine, and did costs come true? about 17 minutes
 	$(RUN) bench/eviction_engine.py --json bench/results/eviction_engine.json --plot docs/decision-costs.png
 
 bench-thrash: .venv/installed ## tokens computed twice when idle streams outgrow memory, ours and the paper's rule, simulated

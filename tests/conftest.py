@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from streamrag.testing import make_tiny_llama
+
 # How long an example takes depends on what else the machine does.
 settings.register_profile("streamrag", deadline=None)
 settings.load_profile("streamrag")

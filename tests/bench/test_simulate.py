@@ -211,7 +211,7 @@ def test_stock_sessions_that_stand_still_are_reported_as_far_as_they_came() -> N
 
 
 def test_a_result_can_be_written_and_read() -> None:
-    result = run_cell(settings(arm="streaming"), trace=APPENDS, keep_steps=True)
+    result = run_cell(settings(arm="streaming", kv_tokens=None), trace=APPENDS, keep_steps=True)
     assert CellResult.from_dict(json.loads(json.dumps(result.as_dict()))) == result
     assert result.provenance["kv_tokens"] == H200.kv_tokens
     assert result.provenance["simulated_s_per_wall_s"] > 0
