@@ -3,6 +3,7 @@
 import random
 
 from streamrag.bench.cell import CellSettings
+from streamrag.bench.simulate import run_cell
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
 
 PROFILE = "h200-llama8b-tp2"
@@ -50,3 +51,11 @@ def settings(**changes: object) -> CellSettings:
     """Of an engine with room for all of such a load; the profile's would take a second to make."""
     values = {"clock": "virtual", "workload": "crawler", "arm": "streaming", "profile": PROFILE, "kv_tokens": 200_000}
     return CellSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def outcomes() -> str:
+    """When the queries of a load of appends and updates had their first tokens."""
+    rng = random.Random(2)
+    trace = Trace(tuple(random_query(f"q{i}", rng) for i in range(30)))
+    cells = [run_cell(settings(arm=arm, qps=20.0, kv_tokens=60_000), trace=trace) for arm in ("warming", "streaming")]
+    return str([([r.first_token_s for r in cell.requests], cell.busy_s) for cell in cells])
