@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from streamrag.testing import make_tiny_llama
 
@@ -17,12 +19,28 @@ settings.load_profile("streamrag")
 os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process runs all tests with an engine: two at a time would be slow and take too much memory."""
-    for item in items:
-        if item.get_closest_marker("engine"):
-            item.add_marker(pytest.mark.xdist_group("engine"))
+class OneWithEngines(LoadScopeScheduling):
+    """For `pytest -n`: one process has all files with tests that start an engine, and the tests of the others come as
+    they may. Two engines at a time would be slow, and take too much memory."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = self.config.rootpath / nodeid.partition("::")[0]
+        return "engine" if "mark.engine" in path.read_text() else nodeid
+
+
+@pytest.hookimpl
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneWithEngines:
+    return OneWithEngines(config, log)
+
+
+@pytest.fixture(autouse=True)
+def one_process_has_the_engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker and request.node.get_closest_marker("engine"):
+        shared = tmp_path_factory.getbasetemp().parent / "have-engines"
+        shared.mkdir(exist_ok=True)
+        (shared / worker).touch()
+        assert [path.name for path in shared.iterdir()] == [worker]
 
 
 @pytest.fixture(scope="session")
