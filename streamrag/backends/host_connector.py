@@ -32,10 +32,7 @@ __all__ = ["HostKVConnector"]
 
 
 class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM makes one in the scheduler's process and one in each worker.
-
-    Tests may set `fail_saves` and `fail_loads` in `kv_connector_extra_config`: of so many copies of a block, one fails.
-    """
+    """vLLM makes one in the scheduler's process and one in each worker."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -44,13 +41,10 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self.host_memory = HostMemory(vllm_config, kv_cache_config)
             return
-        faults = self._kv_transfer_config.kv_connector_extra_config
         self._is_used = why_no_host_memory(kv_cache_config) is None
         self.copier = HostCopier(
             num_host_blocks(SchedulerOptions.of(vllm_config), kv_cache_config) if self._is_used else 0,
             kv_cache_config.num_blocks,
-            fail_saves=faults.get("fail_saves", 0),
-            fail_loads=faults.get("fail_loads", 0),
         )
 
     @property

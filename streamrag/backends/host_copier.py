@@ -26,20 +26,23 @@ logger = logging.getLogger(__name__)
 class HostCopier:
     """Carries out the `HostCopies` of each step: `save`, then `load`, `wait_for_layer` of each layer, `end_step`.
 
-    `num_slots` is what the scheduler counts with, `num_blocks` what the cache has. Of every `fail_saves` and
-    `fail_loads` blocks one fails, for tests; none if it is 0.
+    `num_slots` is what the scheduler counts with, `num_blocks` what the cache has.
     """
 
-    def __init__(self, num_slots: int, num_blocks: int, *, fail_saves: int = 0, fail_loads: int = 0) -> None:
+    def __init__(self, num_slots: int, num_blocks: int) -> None:
         self.num_slots = num_slots
         self.block_bytes = 0
         """Of a block of all layers."""
         self._num_blocks = num_blocks
         self._num_slots_promised = num_slots
-        self._save_faults, self._load_faults = _Faults(fail_saves), _Faults(fail_loads)
+        self.fail()
         self._copies: CpuCopies | CudaCopies | None = None
         self._report = CopyReport()
         self._failed_loads: set[int] = set()
+
+    def fail(self, save: int = 0, load: int = 0) -> None:
+        """For tests: from now on, of so many saves and loads of a block one fails; none if it is 0."""
+        self._save_faults, self._load_faults = _Faults(save), _Faults(load)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Told by vLLM once: the KV of each layer, of which several layers may have the same.

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from streamrag.backends.host_connector import HostKVConnector
-from streamrag.backends.host_copier import HostCopier, _Faults
+from streamrag.backends.host_copier import HostCopier
 from streamrag.backends.host_wire import HostCopies
 
 
@@ -19,7 +19,7 @@ class CopyFaults:
         connector = get_kv_transfer_group()
         assert type(connector) is HostKVConnector
         copier = connector.copier
-        copier._save_faults, copier._load_faults = _Faults(fail_saves), _Faults(fail_loads)
+        copier.fail(fail_saves, fail_loads)
         copier.__dict__.pop("load", None)
         if confuses_loads:
             copier.__dict__["load"] = _confused(copier)

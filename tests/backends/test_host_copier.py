@@ -1,7 +1,6 @@
 """What a worker copies out comes back as it was, and what fails is said."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -22,8 +21,8 @@ def made_caches(num_layers: int = 3, order: tuple[int, ...] = (0, 1, 2, 3)) -> d
     return {f"layer{i}": torch.rand([SHAPE[dim] for dim in order]).permute(back) for i in range(num_layers)}
 
 
-def made_copier(caches: dict[str, torch.Tensor], num_slots: int = 20, **options: Any) -> HostCopier:
-    copier = HostCopier(num_slots, NUM_BLOCKS, **options)
+def made_copier(caches: dict[str, torch.Tensor], num_slots: int = 20) -> HostCopier:
+    copier = HostCopier(num_slots, NUM_BLOCKS)
     copier.register(caches)
     return copier
 
@@ -120,7 +119,8 @@ def test_copies_are_counted_and_timed_once() -> None:
 
 def test_faults_are_said_and_hurt_nobody_else() -> None:
     caches = made_caches()
-    copier = made_copier(caches, fail_saves=3, fail_loads=2)
+    copier = made_copier(caches)
+    copier.fail(save=3, load=2)
     report, _ = step(copier, saves=[(0, 10), (1, 11), (2, 12), (3, 13)])
     assert (report.saved, report.failed) == ([10, 11, 13], [12])
     before = overwrite(caches)
