@@ -324,7 +324,7 @@ class Run:
                 memory = self.scheduler.kv_memory
                 memory.start_step()
                 num_tokens = min(request.num_remaining_tokens, self.scenario.max_num_batched_tokens)
-                num_missing = memory.num_blocks_needed(request.view, num_tokens) - memory.num_free_blocks
+                num_missing = memory.num_blocks_needed(memory.view(request), num_tokens) - memory.num_free_blocks
                 num_kept_free = self.scheduler._num_kept_free if request.was_evicted else 0
                 check(request.is_partial and num_missing > -num_kept_free, f"{client.request_id} waits for nothing")
                 self.met["partial prompts asleep for want of memory"] += 1
