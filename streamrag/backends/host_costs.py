@@ -9,11 +9,12 @@ Reports of copies tell by numbers only what has ended; copies in one direction e
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from streamrag.backends.request_log import RequestLog
 from streamrag.backends.stream_request import StreamRequest
 from streamrag.engine.costs import Part
-from streamrag.engine.swapping import SwapChoice
+from streamrag.engine.swapping import Comparison, SwapChoice
 from streamrag.records import RestoreRecord
 
 __all__ = ["HostCosts"]
@@ -25,6 +26,16 @@ class _Entry:
 
     log: RequestLog
     index: int
+
+
+class _Considered(NamedTuple):
+    """How a request would run again. It may be asked in many steps before it does."""
+
+    start: int
+    num_blocks: int
+    comparison: Comparison | None
+    """None if host memory has nothing of it."""
+    at_s: float
 
 
 @dataclass(slots=True)
@@ -61,7 +72,7 @@ class HostCosts:
     def __init__(self, choice: SwapChoice, block_size: int) -> None:
         self._choice = choice
         self._block_size = block_size
-        self._considered: dict[str, tuple[RestoreRecord, int]] = {}
+        self._considered: dict[str, _Considered] = {}
         self._recomputing: dict[str, _Recomputing] = {}
         self._out, self._in = _CopyQueue(), _CopyQueue()
 
@@ -70,31 +81,32 @@ class HostCosts:
 
     def considers(self, request: StreamRequest, start: int, num_blocks: int, now_s: float) -> bool:
         """Whether `request` is to load blocks [start, start + num_blocks), which are all that host memory has of it."""
-        comparison = self._choice.resume(start, num_blocks, now_s)
-        num_tokens, recompute_s = num_blocks * self._block_size, comparison.recompute_s
-        if num_blocks == 0:
-            num_lost = request.log.num_known // self._block_size - start  # what is in no whole block cannot be kept
-            num_tokens = max(num_lost, 0) * self._block_size
-            recompute_s = self._choice.recompute_s(start, num_lost) if num_lost > 0 else 0.0
-        is_loaded = num_blocks > 0 and comparison.choice == "swap"
-        if num_tokens > 0:
-            choice, swap_s = "swap" if is_loaded else "recompute", comparison.swap_s if num_blocks else None
-            record = RestoreRecord(now_s, choice, num_tokens, recompute_s, swap_s, None)
-            self._considered[request.request_id] = record, start * self._block_size
-        return is_loaded
+        comparison = self._choice.resume(start, num_blocks, now_s) if num_blocks else None
+        self._considered[request.request_id] = _Considered(start, num_blocks, comparison, now_s)
+        return comparison is not None and comparison.choice == "swap"
 
     def begins(self, request: StreamRequest) -> None:
         """It has blocks, and runs in this step as it was considered last."""
         considered = self._considered.pop(request.request_id, None)
         if considered is None or not request.was_evicted:
             return
-        record, start = considered
+        start, num_blocks, comparison, at_s = considered
+        if comparison is None:
+            num_blocks = request.log.num_known // self._block_size - start  # what is in no whole block cannot be kept
+            if num_blocks <= 0:
+                return
+            recompute_s, swap_s = self._choice.recompute_s(start, num_blocks), None
+        else:
+            recompute_s, swap_s = comparison.recompute_s, comparison.swap_s
+        choice = "recompute" if comparison is None else comparison.choice
+        record = RestoreRecord(at_s, choice, num_blocks * self._block_size, recompute_s, swap_s, None)
         entry = _Entry(request.log, len(request.log.restores))
         request.log.restores.append(record)
         if record.choice == "swap":
-            self._in.sent.append((entry, record.num_tokens // self._block_size))
+            self._in.sent.append((entry, num_blocks))
         else:
-            self._recomputing[request.request_id] = _Recomputing(entry, start, start + record.num_tokens)
+            first = start * self._block_size
+            self._recomputing[request.request_id] = _Recomputing(entry, first, first + record.num_tokens)
 
     def saves(self, request: StreamRequest, num_blocks: int, num_together: int) -> None:
         """Blocks of an evicted request are sent to host memory, as some of `num_together` blocks."""
@@ -111,16 +123,16 @@ class HostCosts:
         """A step has ended, which took `compute_s` without its copies."""
         if not self._recomputing:
             return
-        for index, (request_id, part) in enumerate(parts):
+        computed = [part for _, part in parts]
+        for index, (request_id, (num_new, num_before)) in enumerate(parts):
             known = self._recomputing.get(request_id)
             if known is None:
                 continue
-            num_new, num_before = part
             if num_before != known.done:  # it was evicted again, or its prompt has changed
                 del self._recomputing[request_id]
                 continue
             known.done = min(num_before + num_new, known.end)
-            share = self._choice.share([part for _, part in parts], index, known.done - num_before)
+            share = self._choice.share(computed, index, known.done - num_before)
             known.observed_s += share * compute_s
             if known.done == known.end:
                 del self._recomputing[request_id]

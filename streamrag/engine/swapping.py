@@ -170,20 +170,22 @@ class CostChoice:
 
     def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> Comparison:
         wait_s = max(self._out_free_s - now_s, 0.0)
-        save_s = self._out_s(num_unsaved) + (wait_s if num_unsaved else 0.0)
+        save_s = self.save_s(num_unsaved) + (wait_s if num_unsaved else 0.0)
         load_s = self._share_valid * self._in_s(num_blocks)
-        return self._cheaper(self._share_valid * self._recompute_s(0, num_blocks), save_s + load_s, load_s)
+        return self._cheaper(self._share_valid * self.recompute_s(0, num_blocks), save_s + load_s, load_s)
 
     def resume(self, start: int, num_blocks: int, now_s: float) -> Comparison:
         wait_s = max(self._in_free_s - now_s, 0.0)
         load_s = wait_s + self._in_s(num_blocks)
-        return self._cheaper(self._recompute_s(start, start + num_blocks), load_s, load_s)
+        return self._cheaper(self.recompute_s(start, num_blocks), load_s, load_s)
 
     def recompute_s(self, start: int, num_blocks: int) -> float:
-        return self._recompute_s(start, start + num_blocks)
+        size = self._block_size
+        end = (start + num_blocks) * size
+        return self._compute_scale.value * recompute_s(self.profile, start * size, end, self._budget)
 
     def save_s(self, num_blocks: int) -> float:
-        return self._out_s(num_blocks)
+        return self._out_scale.value * self._copies.out_s(num_blocks)
 
     def share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
         num_new, num_before = parts[index]
@@ -196,13 +198,13 @@ class CostChoice:
     def num_to_write_through(self, share_free: float) -> int:
         if not self._copies.is_overlapped or share_free > WRITE_THROUGH_BELOW:
             return 0
-        if self._recompute_s(0, RUN) < self._in_s(RUN):
+        if self.recompute_s(0, RUN) < self._in_s(RUN):
             return 0
-        return min(int(self._step_s / self._out_s(RUN) * RUN), MOST_WRITTEN_THROUGH)
+        return min(int(self._step_s / self.save_s(RUN) * RUN), MOST_WRITTEN_THROUGH)
 
     def sends(self, num_out: int, num_in: int, now_s: float) -> None:
         if num_out:
-            self._out_free_s = max(self._out_free_s, now_s) + self._out_s(num_out)
+            self._out_free_s = max(self._out_free_s, now_s) + self.save_s(num_out)
         if num_in:
             self._in_free_s = max(self._in_free_s, now_s) + self._in_s(num_in)
 
@@ -231,13 +233,6 @@ class CostChoice:
         """Loads run beside what their step computes: for so long they hold up nobody."""
         hidden_s = min(load_s, self._mean_step_s) if self._copies.is_overlapped else 0.0
         return Comparison("swap" if swap_s - hidden_s < recompute_s else "recompute", recompute_s, swap_s, hidden_s)
-
-    def _recompute_s(self, start: int, end: int) -> float:
-        size = self._block_size
-        return self._compute_scale.value * recompute_s(self.profile, start * size, end * size, self._budget)
-
-    def _out_s(self, num_blocks: int) -> float:
-        return self._out_scale.value * self._copies.out_s(num_blocks)
 
     def _in_s(self, num_blocks: int) -> float:
         return self._in_scale.value * self._copies.in_s(num_blocks)
