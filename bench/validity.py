@@ -2,10 +2,13 @@
 
     python bench/validity.py [--json FILE] [--profile FILE]
 
-Measures a hardware profile of vLLM on this machine, with vLLM's own scheduler and with ours; plays one load on the
-real engine in each arm, repeatedly; simulates it with that profile, which also says how unsteady the machine is; and
-compares the medians of P50 and P95 of `ttft_after_retrieval_s`. Random weights: the answers mean nothing, the work is
-real. About fifteen minutes on two cores.
+    pass ─▶ load ─▶ pass ─▶ load ─▶ pass ...     a pass measures steps; each load is simulated with a profile of all
+            not     │       warming              passes, as slow as the machine was in the two beside it
+            streaming
+
+Plays one load on the real engine in each arm, repeatedly, with vLLM's own scheduler and with ours; simulates each of
+these runs; and compares P50 and P95 of `ttft_after_retrieval_s`. Nothing is taken from the loads themselves. Random
+weights: the answers mean nothing, the work is real. About twenty minutes on two cores.
 """
 
 import argparse
@@ -19,8 +22,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -28,13 +31,16 @@ from rich.table import Table
 
 from streamrag.bench import simulate
 from streamrag.bench.cell import ARMS, Arm, CellResult, CellSettings
-from streamrag.bench.profiling import Pass, measure, table_profile, warm_up
+from streamrag.bench.profiling import Pass, measure, slowness, table_profile, warm_up
 from streamrag.bench.summary import percentile
 from streamrag.bench.wall import engine_for, max_model_len, play_cell
 from streamrag.bench.workload import NUM_TAIL_TOKENS, make_load
 from streamrag.engine.costs import TableProfile, save_profile
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
+
+if TYPE_CHECKING:
+    from streamrag.backends.engine_client import EngineClient
 
 NUM_QUERIES, NUM_CHUNKS = 40, 6
 MEAN_GAP_S = 0.6
@@ -44,7 +50,8 @@ UTILISATION = 0.5
 NUM_OUTPUT_TOKENS = 4
 BUDGET, NUM_SEQS = 1_024, 32
 TOLERANCE = 0.15
-NUM_SIMULATIONS = 15
+NUM_SIMULATIONS = 9
+"""Of each run: the machine is slow for a moment now and then, in each of them at other times."""
 PERCENTILES = {"p50": 0.5, "p95": 0.95}
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
@@ -87,13 +94,34 @@ def rate(trace: Trace, profile: TableProfile) -> float:
 
 
 @dataclass
-class Runs:
+class Run:
+    """A load on the real engine, between two passes, and in simulations."""
+
+    arm: Arm
+    num_passes_before: int
+    real: CellResult
+    simulated: list[CellResult] = field(default_factory=list)
+
+    def slowness(self, of_passes: Sequence[float]) -> float:
+        return mean(of_passes[self.num_passes_before - 1 : self.num_passes_before + 1])
+
+
+@dataclass
+class Measured:
     """What was measured on the real engine."""
 
     passes: list[Pass] = field(default_factory=list)
-    profile: TableProfile | None = None
+    runs: list[Run] = field(default_factory=list)
     qps: float | None = None
-    results: dict[Arm, list[CellResult]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
+    client: "EngineClient | None" = None
+
+    def profile(self, at: float | None = None) -> TableProfile:
+        """Of all passes; on a machine that is always as slow as `at`, or sometimes slower, as it was."""
+        assert self.client
+        passes = self.passes
+        if at is not None:
+            passes = [one.times(at / of_it) for one, of_it in zip(passes, slowness(passes), strict=True)]
+        return with_provenance(table_profile(passes, self.client, "cpu-tiny-llama"))
 
 
 def settings(arm: Arm, qps: float | None, *, model: Path | None = None, profile: Path | None = None) -> CellSettings:
@@ -110,26 +138,26 @@ def settings(arm: Arm, qps: float | None, *, model: Path | None = None, profile:
     )
 
 
-async def run_real(model: Path, trace: Trace, num_repetitions: int, done: Done) -> Runs:
-    """Arms take turns, and the profile is measured in between: a machine that becomes slower does so for all."""
-    runs = Runs()
+async def run_real(model: Path, trace: Trace, num_repetitions: int, done: Done) -> Measured:
+    """Arms take turns, and steps are measured in between: a machine that becomes slower does so for all."""
+    found = Measured()
     groups: tuple[tuple[Arm, ...], ...] = (("no-streaming", "warming", "stock-sessions"), ("streaming",))
     for arms in groups:
-        first = settings(arms[0], runs.qps, model=model)
+        first = settings(arms[0], found.qps, model=model)
         longest = max_model_len(first, trace.queries)
         async with engine_for(first, trace.queries) as client:
+            found.client = client
             await warm_up(client, BUDGET, longest)
-            for _ in range(num_repetitions):
-                runs.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))
-                runs.profile = table_profile(runs.passes, client, "cpu-tiny-llama")
-                runs.qps = runs.qps or rate(trace, runs.profile)
-                for arm in arms:
-                    await client.reset_prefix_cache()
-                    cell = settings(arm, runs.qps, model=model)
-                    queries = make_load(cell, trace)
-                    runs.results[arm].append(await play_cell(cell, queries, client, runs.profile, keep_steps=True))
-                    done()
-    return runs
+            found.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))
+            found.qps = found.qps or rate(trace, found.profile())
+            for arm in arms * num_repetitions:
+                await client.reset_prefix_cache()
+                cell = settings(arm, found.qps, model=model)
+                real = await play_cell(cell, make_load(cell, trace), client, found.profile(), keep_steps=True)
+                found.runs.append(Run(arm, len(found.passes), real))
+                found.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))
+                done()
+    return found
 
 
 def with_provenance(profile: TableProfile) -> TableProfile:
@@ -142,71 +170,77 @@ def with_provenance(profile: TableProfile) -> TableProfile:
     return replace(profile, device=of_here["device"], provenance={**of_here, **profile.provenance})
 
 
-def row(arm: Arm, real: Sequence[CellResult], simulated: Sequence[CellResult]) -> dict[str, Any]:
-    made: dict[str, Any] = {"arm": arm, "num_queries": len(simulated[0].requests)}
+def simulate_runs(found: Measured, trace: Trace, done: Done) -> None:
+    """Each as slow as the machine was."""
+    of_passes = slowness(found.passes)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, run in enumerate(found.runs):
+            path = Path(folder, f"{number}.json")
+            save_profile(found.profile(run.slowness(of_passes)), path)
+            cell = settings(run.arm, found.qps, profile=path)
+            for seed in range(number * NUM_SIMULATIONS, (number + 1) * NUM_SIMULATIONS):
+                run.simulated.append(simulate.run_cell(cell, trace=trace, keep_steps=True, unsteady_seed=seed))
+                done()
+
+
+def row(arm: Arm, runs: Sequence[Run], of_passes: Sequence[float]) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "arm": arm,
+        "num_queries": NUM_QUERIES,
+        "slowness": [run.slowness(of_passes) for run in runs],
+        "busy_s, real": [run.real.busy_s for run in runs],
+        "busy_s, simulated": [median(result.busy_s for result in run.simulated) for run in runs],
+        "num_steps, real": [len(run.real.steps) for run in runs],
+        "num_steps, simulated": [median(len(result.steps) for result in run.simulated) for run in runs],
+    }
     for name, fraction in PERCENTILES.items():
-        found, expected = (
-            [percentile([r.ttft_after_retrieval_s for r in result.requests], fraction) for result in results]
-            for results in (real, simulated)
-        )
-        ratio = median(expected) / median(found)
+        real = [of_run(run.real, fraction) for run in runs]
+        simulated = [[of_run(result, fraction) for result in run.simulated] for run in runs]
+        ratios = [median(expected) / seen for expected, seen in zip(simulated, real, strict=True)]
         made[name] = {
-            "real_s": found,
-            "simulated_s": expected,
-            "real_median_s": median(found),
-            "simulated_median_s": median(expected),
-            "ratio": ratio,
-            "is_within_tolerance": abs(ratio - 1) <= TOLERANCE,
+            "real_s": real,
+            "simulated_s": simulated,
+            "ratios": ratios,
+            "ratio": median(ratios),
+            "is_within_tolerance": abs(median(ratios) - 1) <= TOLERANCE,
         }
-    for name, results in (("real", real), ("simulated", simulated)):
-        made[f"busy_s, {name}"] = [r.busy_s for r in results]
-        made[f"num_steps, {name}"] = [len(r.steps) for r in results]
     return made
 
 
+def of_run(result: CellResult, fraction: float) -> float:
+    return percentile([request.ttft_after_retrieval_s for request in result.requests], fraction)
+
+
 def show(rows: Sequence[dict[str, Any]], num_repetitions: int) -> None:
-    table = Table(title=f"ttft_after_retrieval_s, real engine ({num_repetitions} times) and simulation")
+    table = Table(title=f"ttft_after_retrieval_s: {num_repetitions} runs on the real engine, and simulations of each")
     table.add_column("arm")
-    for name in ("", "real", "least .. most", "simulated", "least .. most", "simulated/real"):
+    for name in ("", "real, s", "least .. most", "simulated, s", "least .. most", "simulated/real", "of the runs"):
         table.add_column(name, justify="right")
     for found in rows:
         for name in PERCENTILES:
             of = found[name]
             mark = "" if of["is_within_tolerance"] else f"  over {TOLERANCE:.0%} off"
-            cells = [
-                text
-                for kind in ("real", "simulated")
-                for text in (
-                    f"{of[f'{kind}_median_s']:.3f}",
-                    f"{min(of[f'{kind}_s']):.3f} .. {max(of[f'{kind}_s']):.3f}",
-                )
-            ]
-            table.add_row(found["arm"] if name == "p50" else "", name.upper(), *cells, f"{of['ratio']:.2f}{mark}")
+            simulated_s = [median(of_run) for of_run in of["simulated_s"]]
+            cells = [text for values in (of["real_s"], simulated_s) for text in (f"{median(values):.3f}", span(values))]
+            ratio = f"{of['ratio']:.2f}{mark}"
+            table.add_row(found["arm"] if name == "p50" else "", name.upper(), *cells, ratio, span(of["ratios"]))
     console.print(table)
 
 
-def compare(runs: Runs, trace: Trace, profile: TableProfile, path: Path) -> list[dict[str, Any]]:
-    """Simulate what was run, with `profile`, which is kept at `path`."""
-    save_profile(profile, path)
-    rows = []
-    for arm in ARMS:
-        cell = settings(arm, runs.qps, profile=path)
-        simulated = [
-            simulate.run_cell(cell, trace=trace, keep_steps=True, unsteady_seed=seed) for seed in range(NUM_SIMULATIONS)
-        ]
-        rows.append(row(arm, runs.results[arm], simulated))
-    return rows
+def span(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} .. {max(values):.2f}"
 
 
-def write(path: Path, runs: Runs, profile: TableProfile, rows: list[dict[str, Any]]) -> None:
+def write(path: Path, found: Measured, rows: list[dict[str, Any]]) -> None:
     made = {
         "command": "make bench-validity",
         "machine": {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()},
         "model": MODEL,
-        "qps": runs.qps,
+        "qps": found.qps,
         "tolerance": TOLERANCE,
+        "slowness of each pass": slowness(found.passes),
         "results": rows,
-        "profile": asdict(profile),
+        "profile": asdict(found.profile()),
     }
     path.write_text(json.dumps(made, indent=2) + "\n")
 
@@ -217,17 +251,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write the hardware profile there")
     arguments = parser.parse_args()
-    trace = load()
+    trace, num_runs = load(), len(ARMS) * arguments.repetitions
     with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("real engine", total=len(ARMS) * arguments.repetitions)
+        real = progress.add_task("real engine", total=num_runs)
+        simulated = progress.add_task("simulation", total=num_runs * NUM_SIMULATIONS)
         model = make_tiny_llama(Path(folder, "model"), **MODEL)
-        runs = asyncio.run(run_real(model, trace, arguments.repetitions, lambda: progress.advance(task)))
-        assert runs.profile is not None
-        profile = with_provenance(runs.profile)
-        rows = compare(runs, trace, profile, arguments.profile or Path(folder, "profile.json"))
+        found = asyncio.run(run_real(model, trace, arguments.repetitions, lambda: progress.advance(real)))
+        simulate_runs(found, trace, lambda: progress.advance(simulated))
+    of_passes = slowness(found.passes)
+    rows = [row(arm, [run for run in found.runs if run.arm == arm], of_passes) for arm in ARMS]
     show(rows, arguments.repetitions)
+    if arguments.profile:
+        save_profile(found.profile(), arguments.profile)
     if arguments.json:
-        write(arguments.json, runs, profile, rows)
+        write(arguments.json, found, rows)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ A step lasts from the end of the one before it to its own: what the engine does 
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ __all__ = [
     "answer",
     "measure",
     "measure_profile",
+    "slowness",
     "steps_since",
     "table_profile",
     "warm_up",
@@ -91,6 +92,11 @@ class Pass:
     beside_s: tuple[float, ...]
     """Of requests that were alone: the time from asking to the first token, less that of the model."""
 
+    def times(self, factor: float) -> "Pass":
+        """The same on a machine that takes so many times as long for everything."""
+        steps = [replace(s, step_s=s.step_s * factor, elapsed_s=s.elapsed_s * factor) for s in self.steps]
+        return Pass(tuple(steps), tuple(seconds * factor for seconds in self.beside_s))
+
 
 async def measure_profile(
     client: "EngineClient", name: str, budget: int, max_model_len: int, max_num_seqs: int = 1
@@ -106,12 +112,8 @@ async def measure_profile(
 
 def table_profile(passes: Sequence[Pass], client: "EngineClient", name: str) -> TableProfile:
     """The profile that fits the medians of all passes best; what is no matter of time is that of `client`."""
-    steps_s: dict[tuple[Part, ...], list[float]] = {}
-    for step in (step for one in passes for step in one.steps):
-        steps_s.setdefault(step.parts, []).append(step.step_s)
-    most = max(sum(new for new, _ in parts) for parts in steps_s)
-    usual_s = {parts: median(of_one) for parts, of_one in steps_s.items()}
-    usually_s = median(usual_s.values())  # of shorter ones, what disturbs them is a larger share
+    usual_s = _usual_s(passes)
+    most = max(sum(new for new, _ in parts) for parts in usual_s)
     fitted = fit_table(list(usual_s.items()), [1, *_sizes(most)])
     between_s = median(step.step_s - step.elapsed_s for one in passes for step in one.steps)
     beside_s = median(seconds for one in passes for seconds in one.beside_s)
@@ -126,14 +128,32 @@ def table_profile(passes: Sequence[Pass], client: "EngineClient", name: str) -> 
         block_size=client.block_size,
         is_async=client.is_async,
         delivery_s=max(beside_s - between_s, 0.0),
-        unsteadiness=tuple(
-            step.step_s / usual_s[step.parts]
-            for one in passes
-            for step in one.steps
-            if usual_s[step.parts] >= usually_s
-        ),
-        provenance={"measured": f"{len(steps_s)} kinds of steps in {len(passes)} passes", **versions()},
+        unsteadiness=tuple(factor for one in passes for factor in _factors(one, usual_s)),
+        provenance={"measured": f"{len(usual_s)} kinds of steps in {len(passes)} passes", **versions()},
     )
+
+
+def slowness(passes: Sequence[Pass]) -> list[float]:
+    """Of each pass: how much longer its steps took than such steps usually do, as a factor.
+
+    A machine that others use as well is faster in one minute than in the next.
+    """
+    usual_s = _usual_s(passes)
+    return [median(_factors(one, usual_s)) for one in passes]
+
+
+def _usual_s(passes: Sequence[Pass]) -> dict[tuple[Part, ...], float]:
+    """Of each kind of step."""
+    steps_s: dict[tuple[Part, ...], list[float]] = {}
+    for step in (step for one in passes for step in one.steps):
+        steps_s.setdefault(step.parts, []).append(step.step_s)
+    return {parts: median(of_one) for parts, of_one in steps_s.items()}
+
+
+def _factors(one: Pass, usual_s: Mapping[tuple[Part, ...], float]) -> list[float]:
+    """Of the steps of a pass that are longer than most; of shorter ones, what disturbs them is a larger share."""
+    usually_s = median(usual_s.values())
+    return [step.step_s / usual_s[step.parts] for step in one.steps if usual_s[step.parts] >= usually_s]
 
 
 async def warm_up(client: "EngineClient", budget: int, max_model_len: int) -> None:
