@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -38,9 +38,6 @@ from streamrag.bench.workload import NUM_TAIL_TOKENS, make_load
 from streamrag.engine.costs import TableProfile, save_profile
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
-
-if TYPE_CHECKING:
-    from streamrag.backends.engine_client import EngineClient
 
 NUM_QUERIES, NUM_CHUNKS = 40, 6
 MEAN_GAP_S = 0.6
@@ -62,7 +59,7 @@ MODEL: dict[str, Any] = {
     "max_model_len": 4_096,
 }
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if Console().is_terminal else 140)
 Done = Callable[[], None]
 
 
@@ -106,6 +103,14 @@ class Run:
         return mean(of_passes[self.num_passes_before - 1 : self.num_passes_before + 1])
 
 
+class Engine(NamedTuple):
+    """The real one."""
+
+    kv_tokens: int
+    block_size: int
+    is_async: bool
+
+
 @dataclass
 class Measured:
     """What was measured on the real engine."""
@@ -113,15 +118,15 @@ class Measured:
     passes: list[Pass] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     qps: float | None = None
-    client: "EngineClient | None" = None
+    engine: Engine | None = None
 
     def profile(self, at: float | None = None) -> TableProfile:
         """Of all passes; on a machine that is always as slow as `at`, or sometimes slower, as it was."""
-        assert self.client
+        assert self.engine
         passes = self.passes
         if at is not None:
             passes = [one.times(at / of_it) for one, of_it in zip(passes, slowness(passes), strict=True)]
-        return with_provenance(table_profile(passes, self.client, "cpu-tiny-llama"))
+        return with_provenance(table_profile(passes, self.engine, "cpu-tiny-llama"))
 
 
 def settings(arm: Arm, qps: float | None, *, model: Path | None = None, profile: Path | None = None) -> CellSettings:
@@ -146,7 +151,7 @@ async def run_real(model: Path, trace: Trace, num_repetitions: int, done: Done) 
         first = settings(arms[0], found.qps, model=model)
         longest = max_model_len(first, trace.queries)
         async with engine_for(first, trace.queries) as client:
-            found.client = client
+            found.engine = Engine(client.kv_tokens, client.block_size, client.is_async)
             await warm_up(client, BUDGET, longest)
             found.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))
             found.qps = found.qps or rate(trace, found.profile())
@@ -219,7 +224,7 @@ def show(rows: Sequence[dict[str, Any]], num_repetitions: int) -> None:
     for found in rows:
         for name in PERCENTILES:
             of = found[name]
-            mark = "" if of["is_within_tolerance"] else f"  over {TOLERANCE:.0%} off"
+            mark = "" if of["is_within_tolerance"] else f", over {TOLERANCE:.0%} off"
             simulated_s = [median(of_run) for of_run in of["simulated_s"]]
             cells = [text for values in (of["real_s"], simulated_s) for text in (f"{median(values):.3f}", span(values))]
             ratio = f"{of['ratio']:.2f}{mark}"

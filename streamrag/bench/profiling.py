@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from streamrag.bench.provenance import versions
 from streamrag.bench.workload import Tokens
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NUM_IN_VOCABULARY",
     "FreshTokens",
+    "KvFacts",
     "Pass",
     "StepTime",
     "answer",
@@ -98,6 +99,17 @@ class Pass:
         return Pass(tuple(steps), tuple(seconds * factor for seconds in self.beside_s))
 
 
+class KvFacts(Protocol):
+    """What a profile says of an engine beside times. An `EngineClient` knows it."""
+
+    @property
+    def kv_tokens(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def is_async(self) -> bool: ...
+
+
 async def measure_profile(
     client: "EngineClient", name: str, budget: int, max_model_len: int, max_num_seqs: int = 1
 ) -> TableProfile:
@@ -110,8 +122,8 @@ async def measure_profile(
     return table_profile(passes, client, name)
 
 
-def table_profile(passes: Sequence[Pass], client: "EngineClient", name: str) -> TableProfile:
-    """The profile that fits the medians of all passes best; what is no matter of time is that of `client`."""
+def table_profile(passes: Sequence[Pass], engine: KvFacts, name: str) -> TableProfile:
+    """The profile that fits the medians of all passes best; what is no matter of time is that of `engine`."""
     usual_s = _usual_s(passes)
     most = max(sum(new for new, _ in parts) for parts in usual_s)
     fitted = fit_table(list(usual_s.items()), [1, *_sizes(most)])
@@ -124,9 +136,9 @@ def table_profile(passes: Sequence[Pass], client: "EngineClient", name: str) -> 
         pair_s=fitted.pair_s,
         own_pair_s=fitted.own_pair_s,
         request_s=fitted.request_s,
-        kv_tokens=client.kv_tokens,
-        block_size=client.block_size,
-        is_async=client.is_async,
+        kv_tokens=engine.kv_tokens,
+        block_size=engine.block_size,
+        is_async=engine.is_async,
         delivery_s=max(beside_s - between_s, 0.0),
         unsteadiness=tuple(factor for one in passes for factor in _factors(one, usual_s)),
         provenance={"measured": f"{len(usual_s)} kinds of steps in {len(passes)} passes", **versions()},
