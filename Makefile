@@ -31,7 +31,7 @@ bench-engine: .venv/installed ## what a step and an update cost, then time to th
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) bench/engine_step.py
 	$(RUN) bench/engine_arms.py --json bench/results/engine_arms.json
 
-bench-validity: .venv/installed ## the same loads on the real engine and on its simulation: do they agree? a quarter of an hour
+bench-validity: .venv/installed ## the same loads on the real engine and on its simulation: do they agree? twenty minutes
 	$(RUN) bench/validity.py --json bench/results/validity.json
 
 bench-eviction: .venv/installed ## recompute, swap or what costs less, under memory pressure, simulated: hours, resumable

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from rich.console import Console
 from rich.table import Table
 
-from streamrag.bench.report_canvas import make_panels, show_seconds
+from streamrag.bench.report_canvas import make_panels, plain_log_ticks
 from streamrag.bench.summary import percentile
 from streamrag.engine.costs import TableProfile, recompute_s
 from streamrag.records import RequestRecord
@@ -156,8 +156,8 @@ def draw(path: Path, decisions: Sequence[Decision]) -> None:
     panel.set_xlabel("expected, when it was decided: seconds")
     panel.set_ylabel("observed: seconds")
     panel.grid(color="#e4e4e4", linewidth=0.6)
-    show_seconds(panel.xaxis)
-    show_seconds(panel.yaxis)
+    plain_log_ticks(panel.xaxis)
+    plain_log_ticks(panel.yaxis)
     panel.set_title(
         f"What {len(decisions)} decisions about evicted KV were to cost, and did cost", loc="left", fontsize=10
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from streamrag.bench.store import CellStore
 from streamrag.cli import main
 from streamrag.cli.bench_options import add_parsers, grid_of
+from streamrag.engine.costs import AnalyticProfile, load_profile, save_profile
 
 SMALL = ["--workload", "crawler", "--qps", "2", "--queries", "4", "--seeds", "1", "--processes", "1"]
 
@@ -47,6 +49,15 @@ def test_scheduler_options_are_json_or_text() -> None:
     }
     assert given["evictions"] == ("cost",)
     assert given["host_kv_bytes"] == 64_000_000_000
+
+
+def test_kv_is_copied_or_computed_unless_nothing_is_known_of_copies(tmp_path: Path) -> None:
+    command = ["simulate", "--workload", "anns", "--qps", "1"]
+    assert named(command)["evictions"] == ("cost",)
+    profile = load_profile("h100-llama8b-tp2")
+    assert isinstance(profile, AnalyticProfile)
+    save_profile(replace(profile, host_bandwidth_bytes_per_s=None), tmp_path / "no-copies.json")
+    assert named([*command, "--profile", str(tmp_path / "no-copies.json")])["evictions"] == ("recompute",)
 
 
 def test_a_scheduler_option_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +117,7 @@ def test_a_benchmark_is_run_reported_and_not_run_twice(tmp_path: Path, capsys: p
     command += ["--slo", "ttft_s=1000"]
     assert main(command) == 0
     shown = capsys.readouterr()
-    assert "streaming fcfs/recompute" in shown.out
+    assert "streaming fcfs/cost" in shown.out
     assert "2/2" in shown.err
     cells = json.loads(figures.read_text())["cells"]
     assert [cell["settings"]["arm"] for cell in cells] == ["no-streaming", "streaming"]
@@ -128,14 +139,15 @@ def test_a_benchmark_is_run_reported_and_not_run_twice(tmp_path: Path, capsys: p
 
 def test_a_failed_cell_is_named_and_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "simulate", *SMALL, "--output", str(tmp_path), "--json", str(tmp_path / "cells.json")]
-    assert main([*command, "--kv-tokens", "16,1680000", "--arms", "no-streaming"]) == 1
+    assert main([*command, "--kv-tokens", "16,1680000", "--arms", "no-streaming", "--qps", "2,4"]) == 1
     shown = capsys.readouterr()
     assert "failed: no-streaming, crawler, 4 queries, KV cache of 16 tokens" in shown.err
-    assert "kv_tokens=16" in shown.err
+    assert shown.err.count("kv_tokens=16") == 1, "what fails alike is told once"
+    assert "4 QPS, seed 1: the same" in shown.err
     written = json.loads((tmp_path / "cells.json").read_text())
-    assert [cell["settings"]["kv_tokens"] for cell in written["cells"]] == [1_680_000]
-    assert len(written["failed"]) == 1
-    assert "1 cells failed" in (tmp_path / "report.html").read_text()
+    assert [cell["settings"]["kv_tokens"] for cell in written["cells"]] == [1_680_000] * 2
+    assert len(written["failed"]) == 2
+    assert "2 cells failed" in (tmp_path / "report.html").read_text()
 
 
 def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:

@@ -12,15 +12,12 @@ from streamrag.errors import ConfigurationError
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
-__all__ = ["DEFAULT_EVICTION", "EvictionMode", "Strategy", "kv_transfer_config", "scheduler_args"]
+__all__ = ["EvictionMode", "Strategy", "default_eviction", "kv_transfer_config", "scheduler_args"]
 
 Strategy: TypeAlias = Literal["streaming", "warming"]
 """How partial prompts are prefilled: by streams into our scheduler, or by requests that fill vLLM's prefix cache."""
 
 SCHEDULER = "streamrag.backends.scheduler.streaming_scheduler"
-
-DEFAULT_EVICTION: EvictionMode = "cost"
-"""Where vLLM takes our KV connector and has a prefix cache, which host memory needs; elsewhere "recompute"."""
 
 KV_TRANSFER = {
     "kv_connector": "HostKVConnector",
@@ -30,6 +27,11 @@ KV_TRANSFER = {
     "kv_role": "kv_producer",
     "kv_load_failure_policy": "recompute",
 }
+
+
+def default_eviction() -> EvictionMode:
+    """What costs less; "recompute" where vLLM may refuse our KV connector, as it does for some engines."""
+    return "recompute" if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") else "cost"
 
 
 def kv_transfer_config() -> "KVTransferConfig":
@@ -102,9 +104,7 @@ def _checked_eviction(options: Mapping[str, Any], engine_args: Mapping[str, Any]
         reasons.append("a kv_transfer_config of its own, and vLLM takes one KV connector")
     given = options.get("eviction")
     if given is None:
-        # With this setting vLLM refuses KV connectors, for some engines and not for others: those who ask hear of it.
-        is_doubtful = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        return "recompute" if reasons or is_doubtful else DEFAULT_EVICTION
+        return "recompute" if reasons else default_eviction()  # those who ask hear of the reasons
     if given not in get_args(EvictionMode):
         raise ConfigurationError(f"eviction={given!r} must be one of {', '.join(map(repr, get_args(EvictionMode)))}")
     if given != "recompute" and reasons:

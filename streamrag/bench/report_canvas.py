@@ -7,7 +7,7 @@ from typing import Any
 
 from streamrag.errors import MissingDependencyError
 
-__all__ = ["as_svg", "formatter", "make_panels", "require_matplotlib", "seconds_upwards", "show_seconds"]
+__all__ = ["as_svg", "formatter", "make_panels", "plain_log_ticks", "require_matplotlib", "seconds_upwards"]
 
 
 def require_matplotlib() -> None:
@@ -39,14 +39,15 @@ def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, lis
     return figure, panels[:num]
 
 
-def show_seconds(axis: Any) -> None:
+def plain_log_ticks(axis: Any) -> None:
     """Plain numbers on a logarithmic axis, also where it spans less than a decade."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     low, high = axis.get_view_interval()
     decades = math.log10(high / low) if low > 0 else 9.0
-    axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1, 2, 5)))
-    axis.set_major_formatter(formatter(lambda x: f"{x:g}"))
+    subs = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=subs) if decades > 0.6 else MaxNLocator(4))
+    axis.set_major_formatter(formatter(lambda x: f"{x:,g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -58,7 +59,7 @@ def seconds_upwards(panel: Any) -> None:
         return
     if low > 0 and high / low > 4:
         panel.set_yscale("log")
-        show_seconds(panel.yaxis)
+        plain_log_ticks(panel.yaxis)
     else:
         panel.set_ylim(0, 1.08 * high)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from streamrag.bench.compare import Comparison, Figure, Values
 from streamrag.bench.grid import describe_qps
-from streamrag.bench.report_canvas import as_svg, formatter, make_panels, seconds_upwards, show_seconds
+from streamrag.bench.report_canvas import as_svg, formatter, make_panels, plain_log_ticks, seconds_upwards
 from streamrag.bench.report_html import figure_text
 from streamrag.bench.summary import percentile
 
@@ -34,7 +34,7 @@ def draw_ccdf(comparison: Comparison) -> str:
             if pool := comparison.pools.get((variant, qps)):
                 _ccdf(panel, pool.values(lambda d: d.ttft_after_retrieval_s), **_style(comparison, variant))
         _share_axis(panel, max(len(floor) for floor in floors))
-        show_seconds(panel.xaxis)
+        plain_log_ticks(panel.xaxis)
         panel.set_xlabel("ttft_after_retrieval_s (seconds)")
     _legend(figure, comparison, comparison.variants, floor=True)
     return as_svg(figure)
@@ -231,7 +231,7 @@ def _log_histogram(panel: Any, values: Sequence[float]) -> None:
     num = 30
     panel.hist(values, bins=[10 ** (low + (high + 1e-9 - low) * i / num) for i in range(num + 1)], color=COLOURS[4])
     panel.set_xscale("log")
-    panel.xaxis.set_major_formatter(formatter(lambda x: f"{x:,g}"))
+    plain_log_ticks(panel.xaxis)
 
 
 def _count_histogram(panel: Any, values: Sequence[int]) -> None:

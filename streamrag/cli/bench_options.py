@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from streamrag.backends.strategy import EvictionMode, default_eviction
 from streamrag.bench.cell import ARMS
 from streamrag.bench.grid import Grid
 from streamrag.bench.summary import LIMITS
+from streamrag.engine.costs import load_profile
 
 __all__ = ["add_parsers", "grid_of"]
 
@@ -108,12 +110,13 @@ def grid_of(arguments: argparse.Namespace) -> Grid:
     """
     is_wall = arguments.model is not None
     seeds = arguments.seeds or ([1, 2, 3] if arguments.qps else [1])
+    profile = arguments.profile if is_wall else arguments.profile or DEFAULT_PROFILE
     return Grid(
         clock="wall" if is_wall else "virtual",
         workload=arguments.workload,
         arms=tuple(arguments.arms),
         policies=tuple(arguments.policy),
-        evictions=tuple(arguments.eviction),
+        evictions=tuple(arguments.eviction or [_default_eviction(None if is_wall else profile)]),
         host_kv_bytes=arguments.host_kv_bytes,
         scheduler_options=dict(arguments.scheduler_option),
         qps=tuple(arguments.qps),
@@ -122,11 +125,18 @@ def grid_of(arguments: argparse.Namespace) -> Grid:
         seeds=tuple(seeds),
         num_queries=arguments.queries,
         num_output_tokens=arguments.output_tokens,
-        profile=arguments.profile if is_wall else arguments.profile or DEFAULT_PROFILE,
+        profile=profile,
         model=arguments.model,
         max_num_batched_tokens=arguments.budget,
         max_num_seqs=arguments.max_num_seqs,
     )
+
+
+def _default_eviction(profile: str | None) -> EvictionMode:
+    """That of the library, where it is known how long copies take; a real engine finds out."""
+    if profile is not None and load_profile(profile).copies is None:
+        return "recompute"
+    return default_eviction()
 
 
 def _list_of(convert: Callable[[str], T]) -> Callable[[str], list[T]]:
@@ -207,9 +217,8 @@ def _add_what(parser: argparse.ArgumentParser, *, arms: list[str], seeds: list[i
     what.add_argument(
         "--eviction",
         type=_list_of(str),
-        default=["recompute"],
         metavar="LIST",
-        help="what the streaming arm does with preempted KV: recompute, swap, cost (recompute)",
+        help="what the streaming arm does with preempted KV: recompute, swap, cost (cost, if the profile has copies)",
     )
     what.add_argument(
         "--host-kv-bytes", type=_bytes, metavar="N", help="host memory for KV, e.g. 64e9 (the scheduler's own choice)"

@@ -46,6 +46,7 @@ class CellsView:
         self._all = self._progress.add_task("[bold]all cells", total=num_cells, count=f"0/{num_cells} cells")
         self._running: dict[CellSettings, TaskID] = {}
         self._shares: dict[CellSettings, float] = {}
+        self._errors: set[str] = set()
 
     def __enter__(self) -> "CellsView":
         self._progress.start()
@@ -74,7 +75,9 @@ class CellsView:
                     print_line(self._console, f"{self._num_through}/{self._num_cells} {describe_cell(settings)}")
             case CellFailed():
                 self._through(settings)
-                print_line(self._console, f"failed: {describe_cell(settings)}: {event.error}", style="red")
+                error = "the same" if event.error in self._errors else event.error
+                self._errors.add(event.error)
+                print_line(self._console, f"failed: {describe_cell(settings)}: {error}", style="red")
                 print_line(self._console, f"  its log: {event.log}", style="dim")
         done = self._num_through + sum(self._shares.values())
         self._progress.update(self._all, completed=done, count=f"{self._num_through}/{self._num_cells} cells")

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from streamrag.backends.strategy import DEFAULT_EVICTION, KV_TRANSFER, kv_transfer_config, scheduler_args
+from streamrag.backends.strategy import KV_TRANSFER, default_eviction, kv_transfer_config, scheduler_args
 from streamrag.errors import ConfigurationError
 
 
@@ -33,7 +33,7 @@ def test_recomputing_needs_no_connector() -> None:
 )
 def test_where_host_memory_cannot_be_had_it_is_not_the_default(engine_args: dict[str, Any]) -> None:
     assert options_of(engine_args).get("eviction", "recompute") == "recompute"
-    assert options_of().get("eviction", "recompute") == DEFAULT_EVICTION
+    assert options_of().get("eviction", "recompute") == default_eviction() == "cost"
 
 
 @pytest.mark.parametrize(
