@@ -146,7 +146,10 @@ class HostMemory:
         self.costs.lost_count()
         self.pool.drop(keys)
         suspects = [self._suspects, *self._in_flight]
-        return Suspects(set().union(*(s.blocks for s in suspects)), set().union(*(s.requests for s in suspects)))
+        wrong = Suspects(set().union(*(s.blocks for s in suspects)), set().union(*(s.requests for s in suspects)))
+        for block_id in wrong.blocks:  # whoever has lost such a block since does not want it back
+            self._released.pop(block_id, None)
+        return wrong
 
     def forget(self) -> None:
         """All KV is invalid from now on, as after other weights were loaded."""

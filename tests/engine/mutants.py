@@ -158,6 +158,7 @@ MUTANTS = (
         400,
     ),
     Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 2_000),
+    Mutant("what is known to be wrong is saved", HOST_MEMORY, "self._released.pop(block_id, None)", "pass", 3_000),
     Mutant("the ended keep host memory", HOST_MEMORY, "        self.pool.release(request.request_id)\n", "", 100),
     Mutant(
         "an answer after a failed load counts", SCHEDULER, "drop_stale_output=True", "drop_stale_output=False", 1_000
