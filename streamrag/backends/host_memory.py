@@ -283,10 +283,10 @@ class HostMemory:
                 if num_left == 0:
                     return
                 key = request.block_hashes[index]
-                if not self.pool.claim(request_id, key):
+                if not self.pool.claim(request_id, key, is_spare=True):
                     if any(blocks[index].block_id in suspects.blocks for suspects in self._in_flight):
                         return
-                    slot = self.pool.reserve(request_id, key)
+                    slot = self.pool.reserve(request_id, key, is_spare=True)
                     if slot is None:
                         return
                     num_left -= 1

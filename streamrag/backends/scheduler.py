@@ -328,6 +328,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                     self._evict(request)
         if self.host_memory is not None:
             self.host_memory.forget()
+        self._num_free_when_stuck = None  # who finds nothing in the cache needs fewer blocks to start
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     @staticmethod

@@ -5,6 +5,9 @@
        ▲                   │ failed                │ its last owner is gone, or it is the least useful of a full pool
        └───────────────────┴───────────────────────┘
 
+A spare is a block that the device has as well: written through, or loaded. It takes only room that is free, and is the
+first to go when that is needed. Of spares the newest goes first: the device loses those that nobody has used for long.
+
 Each block is stored once, by its key, which stands for its content and all before it. Owners are requests that want it
 back; a block that nobody owns is of no use, because whoever may need it owns it.
 """
@@ -12,6 +15,7 @@ back; a block that nobody owns is of no use, because whoever may need it owns it
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 __all__ = ["HostPool"]
 
@@ -19,6 +23,7 @@ __all__ = ["HostPool"]
 @dataclass(slots=True)
 class _Block:
     slot: int
+    is_spare: bool
     owners: set[str] = field(default_factory=set)
     is_valid: bool = False
 
@@ -28,7 +33,10 @@ class HostPool:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._blocks: OrderedDict[Hashable, _Block] = OrderedDict()  # the least useful first
+        self._blocks: dict[Hashable, _Block] = {}
+        # Those that can be given up, the longest unused first.
+        self._spare: OrderedDict[Hashable, None] = OrderedDict()
+        self._sole: OrderedDict[Hashable, None] = OrderedDict()
         self._keys_of: dict[str, set[Hashable]] = {}
         self._free = list(reversed(range(num_slots)))
         self._saving: dict[int, Hashable] = {}  # of each slot under way; the block may be given up in the meantime
@@ -46,23 +54,28 @@ class HostPool:
     def owned(self, owner: str) -> Collection[Hashable]:
         return self._keys_of.get(owner, ())
 
-    def claim(self, owner: str, key: Hashable) -> bool:
-        """Whether the block is there, or on its way; if so `owner` wants it too."""
+    def claim(self, owner: str, key: Hashable, *, is_spare: bool = False) -> bool:
+        """Whether the block is there, or on its way; if so `owner` wants it too, and the device has it or loses it."""
         block = self._blocks.get(key)
         if block is None:
             return False
         self._own(owner, key, block)
-        self._blocks.move_to_end(key)
+        if block.is_valid and key not in self._pinned:
+            self._forget_use(key, block)
+            block.is_spare = is_spare
+            self._note_use(key, block)
+        else:
+            block.is_spare = is_spare
         return True
 
-    def reserve(self, owner: str, key: Hashable) -> int | None:
+    def reserve(self, owner: str, key: Hashable, *, is_spare: bool = False) -> int | None:
         """A slot into which the block, which is not there, is to be copied; None if there is no room."""
-        if not self._free:
+        if not self._free and not is_spare:
             self._give_up_one()
         if not self._free:
             return None
         slot = self._free.pop()
-        block = self._blocks[key] = _Block(slot)
+        block = self._blocks[key] = _Block(slot, is_spare)
         self._saving[slot] = key
         self._own(owner, key, block)
         return slot
@@ -75,6 +88,7 @@ class HostPool:
             self._give_back(slot)
         elif is_valid:
             block.is_valid = True
+            self._note_use(key, block)
         else:
             self._remove(key)
 
@@ -94,9 +108,9 @@ class HostPool:
         return num_valid
 
     def pin(self, keys: Sequence[Hashable]) -> list[int]:
-        """The slots of valid blocks, which stay where they are until `unpin`. The first is the most useful."""
-        for key in reversed(keys):
-            self._blocks.move_to_end(key)
+        """The slots of valid blocks, which are loaded, and stay where they are until `unpin`."""
+        for key in keys:
+            self._forget_use(key, self._blocks[key])
         self._pinned.update(keys)
         return [self._blocks[key].slot for key in keys]
 
@@ -104,7 +118,12 @@ class HostPool:
         """The loads have been sent: what is copied into their slots from now on comes later."""
         pinned, self._pinned = self._pinned, set()
         for key in pinned:
-            if key in self._blocks and not self._blocks[key].owners:
+            block = self._blocks.get(key)
+            if block is None or not block.is_valid:
+                continue
+            block.is_spare = True
+            self._note_use(key, block)
+            if not block.owners:
                 self._remove(key)
 
     def release(self, owner: str, *, but: Collection[Hashable] = ()) -> None:
@@ -139,14 +158,19 @@ class HostPool:
             self._remove(key)
 
     def _give_up_one(self) -> None:
-        """The least recently used of those that nothing is copied into or out of."""
-        for key, block in self._blocks.items():
-            if block.is_valid and key not in self._pinned:
-                self._remove(key)
-                return
+        key = next(chain(reversed(self._spare), self._sole), None)
+        if key is not None:
+            self._remove(key)
+
+    def _note_use(self, key: Hashable, block: _Block) -> None:
+        (self._spare if block.is_spare else self._sole)[key] = None
+
+    def _forget_use(self, key: Hashable, block: _Block) -> None:
+        (self._spare if block.is_spare else self._sole).pop(key, None)
 
     def _remove(self, key: Hashable) -> None:
         block = self._blocks.pop(key)
+        self._forget_use(key, block)
         for owner in block.owners:
             keys = self._keys_of[owner]
             keys.discard(key)

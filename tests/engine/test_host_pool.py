@@ -54,11 +54,34 @@ def test_an_owner_may_keep_some() -> None:
 
 def test_a_full_pool_gives_up_what_was_used_longest_ago() -> None:
     pool = pool_with("x", "y", "z", num_slots=3)
-    pool.pin(["x"])
-    pool.unpin()
+    assert pool.claim("a", "x")
     pool.reserve("b", "new")
     assert [pool.num_valid([key]) for key in "xyz"] == [1, 0, 1]
     assert sorted(map(str, pool.owned("a"))) == ["x", "z"]
+
+
+def test_what_the_device_has_as_well_goes_first_and_the_newest_of_it() -> None:
+    pool = pool_with("v", "w", "x", "y", "z", num_slots=5)
+    pool.pin(["y"])  # is loaded
+    pool.unpin()
+    assert pool.claim("a", "x", is_spare=True)
+    for key in "12":
+        pool.reserve("b", key)
+    assert [pool.num_valid([key]) for key in "vwxyz"] == [1, 1, 0, 0, 1]
+    pool.reserve("b", "3")
+    assert [pool.num_valid([key]) for key in "vwz"] == [0, 1, 1]
+
+
+def test_a_spare_takes_no_room_from_others_and_is_none_when_the_device_has_lost_it() -> None:
+    pool = HostPool(2)
+    for key in "xy":
+        slot = pool.reserve("a", key, is_spare=True)
+        assert slot is not None
+        pool.saved(slot, is_valid=True)
+    assert pool.reserve("a", "z", is_spare=True) is None
+    assert pool.claim("a", "y")
+    assert pool.reserve("a", "z") is not None
+    assert (pool.num_valid(["x"]), pool.num_valid(["y"])) == (0, 1)
 
 
 def test_what_is_being_copied_either_way_is_not_given_up() -> None:
@@ -123,8 +146,8 @@ def test_after_any_calls_no_slot_is_lost_and_none_is_used_twice() -> None:
     for _ in range(3_000):
         owner, key = rng.choice("abc"), rng.choice("tuvwxyz")
         match rng.randrange(6):
-            case 0 | 1 if not pool.claim(owner, key):
-                slot = pool.reserve(owner, key)
+            case 0 | 1 if not pool.claim(owner, key, is_spare=rng.random() < 0.5):
+                slot = pool.reserve(owner, key, is_spare=rng.random() < 0.5)
                 assert slot not in saving
                 saving += [slot] if slot is not None else []
             case 2 if saving:
