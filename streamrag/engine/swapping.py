@@ -29,6 +29,8 @@ WRITE_THROUGH_BELOW = 0.3
 """Share of the KV blocks that is free, from which on evictions are near enough to copy ahead of them."""
 MOST_WRITTEN_THROUGH = 1_024
 """Blocks in one step."""
+UNNOTICED = 0.03
+"""Saving blocks at the last moment holds nobody up if it takes less than this share of computing as many."""
 FEWEST_TOKENS = 64
 """Shorter steps say more about what a step costs than about what a token does."""
 RUN = 64
@@ -198,9 +200,10 @@ class CostChoice:
     def num_to_write_through(self, share_free: float) -> int:
         if not self._copies.is_overlapped or share_free > WRITE_THROUGH_BELOW:
             return 0
-        if self.recompute_s(0, RUN) < self._in_s(RUN):
+        compute_s, save_s = self.recompute_s(0, RUN), self.save_s(RUN)
+        if compute_s < self._in_s(RUN) or save_s < UNNOTICED * compute_s:
             return 0
-        return min(int(self._step_s / self.save_s(RUN) * RUN), MOST_WRITTEN_THROUGH)
+        return min(int(self._step_s / save_s * RUN), MOST_WRITTEN_THROUGH)
 
     def sends(self, num_out: int, num_in: int, now_s: float) -> None:
         if num_out:
