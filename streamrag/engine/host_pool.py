@@ -119,12 +119,11 @@ class HostPool:
         pinned, self._pinned = self._pinned, set()
         for key in pinned:
             block = self._blocks.get(key)
-            if block is None or not block.is_valid:
-                continue
-            block.is_spare = True
-            self._note_use(key, block)
-            if not block.owners:
-                self._remove(key)
+            if block and block.is_valid:
+                block.is_spare = True
+                self._note_use(key, block)
+                if not block.owners:
+                    self._remove(key)
 
     def release(self, owner: str, *, but: Collection[Hashable] = ()) -> None:
         """`owner` has no use for its blocks any more, but for some."""
