@@ -195,7 +195,7 @@ class _Run:
             "profile": self.profile.name,
             "profile_provenance": dict(self.profile.provenance),
             "kv_tokens": self.kv_tokens,
-            "simulated_s_per_wall_s": completion_s / wall_s,
+            "simulated_s_per_wall_s": round(completion_s / wall_s, 1),
             "num_steps": client.num_steps,
         }
         return CellResult(

@@ -135,7 +135,13 @@ MUTANTS = (
         "a block is loaded that was not saved", HOST_POOL, "block is None or not block.is_valid", "block is None", 400
     ),
     Mutant("a slot has two blocks", HOST_POOL, "if self._saving.get(block.slot) != key:", "if True:", 400),
-    Mutant("a slot is loaded and overwritten", HOST_POOL, "        self._pinned.update(keys)\n", "", 400),
+    Mutant(
+        "a slot is loaded and overwritten",
+        HOST_POOL,
+        "            self._forget_use(key, self._blocks[key])\n",
+        "            pass\n",
+        400,
+    ),
     Mutant(
         "a block is saved that was overwritten before",
         HOST_MEMORY,
@@ -157,7 +163,7 @@ MUTANTS = (
         "suspects = [Suspects(set(block_ids), set())]",
         400,
     ),
-    Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 2_000),
+    Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 10_000),
     Mutant("what is known to be wrong is saved", HOST_MEMORY, "self._released.pop(block_id, None)", "pass", 3_000),
     Mutant("the ended keep host memory", HOST_MEMORY, "        self.pool.release(request.request_id)\n", "", 100),
     Mutant(
