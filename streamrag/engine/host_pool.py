@@ -40,7 +40,7 @@ class HostPool:
         self._keys_of: dict[str, set[Hashable]] = {}
         self._free = list(reversed(range(num_slots)))
         self._saving: dict[int, Hashable] = {}  # of each slot under way; the block may be given up in the meantime
-        self._pinned: set[Hashable] = set()
+        self._pinned: dict[Hashable, None] = {}  # in order, so that the same calls always give up the same blocks
 
     @property
     def num_used(self) -> int:
@@ -60,12 +60,10 @@ class HostPool:
         if block is None:
             return False
         self._own(owner, key, block)
+        self._forget_use(key, block)
+        block.is_spare = is_spare
         if block.is_valid and key not in self._pinned:
-            self._forget_use(key, block)
-            block.is_spare = is_spare
             self._note_use(key, block)
-        else:
-            block.is_spare = is_spare
         return True
 
     def reserve(self, owner: str, key: Hashable, *, is_spare: bool = False) -> int | None:
@@ -111,12 +109,12 @@ class HostPool:
         """The slots of valid blocks, which are loaded, and stay where they are until `unpin`."""
         for key in keys:
             self._forget_use(key, self._blocks[key])
-        self._pinned.update(keys)
+        self._pinned.update(dict.fromkeys(keys))
         return [self._blocks[key].slot for key in keys]
 
     def unpin(self) -> None:
         """The loads have been sent: what is copied into their slots from now on comes later."""
-        pinned, self._pinned = self._pinned, set()
+        pinned, self._pinned = self._pinned, {}
         for key in pinned:
             block = self._blocks.get(key)
             if block and block.is_valid:

@@ -72,6 +72,15 @@ def test_what_the_device_has_as_well_goes_first_and_the_newest_of_it() -> None:
     assert [pool.num_valid([key]) for key in "vwz"] == [0, 1, 1]
 
 
+def test_of_blocks_that_were_loaded_together_the_last_goes_first() -> None:
+    pool = pool_with("u", "v", "w", "x", "y", "z", num_slots=6)
+    pool.pin("vwxyz")
+    pool.unpin()
+    for key in "123":
+        pool.reserve("b", key)
+    assert [pool.num_valid([key]) for key in "uvwxyz"] == [1, 1, 1, 0, 0, 0]
+
+
 def test_a_spare_takes_no_room_from_others_and_is_none_when_the_device_has_lost_it() -> None:
     pool = HostPool(2)
     for key in "xy":
