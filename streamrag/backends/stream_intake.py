@@ -86,6 +86,7 @@ class StreamIntakeMixin(_Base):
             return
         if message is not None:
             stream.log.adds(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0), num_left=0)
+            stream.is_replaced = self.forecast.replaces(stream.source)
         super().add_request(stream)
         self._settle(stream)
 
@@ -101,10 +102,11 @@ class StreamIntakeMixin(_Base):
         if problem:
             self._fail(stream, problem)
             return
-        self.forecast.observe(message.source, now_s - stream.last_chunk_s)
         num_computed = stream.num_computed_tokens
         stream.is_partial = not message.is_final  # first: a complete prompt has one token more to hash
         num_common = replace_prompt(self, stream, message.num_kept, request)
+        self.forecast.observe(message.source, now_s - stream.last_chunk_s, num_common / num_held)
+        stream.is_replaced = self.forecast.replaces(message.source)
         if self.host_memory is not None:
             self.host_memory.changes(stream, num_computed, num_common)
         stream.sampling_params = request.sampling_params

@@ -30,6 +30,8 @@ class StreamRequest(Request):
     last_chunk_s: float
     expected_complete_s: float | None
     source: str
+    is_replaced: bool
+    """Whether its source is known to replace what it has sent."""
     num_chunks: int
     num_acknowledged: int
     """Chunks for which the client has been sent a finish. It expects exactly one each."""
@@ -69,6 +71,7 @@ class StreamRequest(Request):
         request.arrival_s = request.last_chunk_s = arrival_s
         request.expected_complete_s = chunk.expected_complete_s if chunk else None
         request.source = chunk.source if chunk else ""
+        request.is_replaced = False
         request.num_chunks, request.num_acknowledged = 1, 0
         request.step_limit = request.num_visible_tokens = None
         request.num_loaded_tokens = request.num_written_blocks = 0
@@ -123,4 +126,5 @@ class StreamRequest(Request):
             self.expected_complete_s,
             self.source,
             self.was_evicted,
+            self.is_partial and self.is_replaced,
         )

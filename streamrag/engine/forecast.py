@@ -1,13 +1,26 @@
-"""When the next chunk of an idle stream is expected, learnt from the gaps between chunks that each source has made."""
+"""What the next chunk of a stream will do, and when, learnt from those that each source has made."""
+
+from typing import NamedTuple
 
 from streamrag.engine.request import RequestView
 
 __all__ = ["ChunkForecast"]
 
 WEIGHT = 0.05
-"""Of the newest gap in the running mean."""
+"""Of the newest chunk in the running means."""
+SURE_SHARE = 0.9
+"""Of a prompt, on average: a source that keeps so much of it from chunk to chunk appends rather than replaces."""
 MOST_SOURCES = 1_000
 """That are remembered; names come from outside."""
+
+
+class _Habits(NamedTuple):
+    """Means over a source's chunks but the first of each stream."""
+
+    gap_s: float
+    """Seconds since the chunk before."""
+    kept_share: float
+    """Of the prompt before it, what the chunk keeps at its front: all if it appends, little if it replaces."""
 
 
 class ChunkForecast:
@@ -15,19 +28,25 @@ class ChunkForecast:
     again as it has been away: gaps have long tails. What the retriever itself expects counts more."""
 
     def __init__(self) -> None:
-        self._gap_s: dict[str, float] = {}
+        self._habits: dict[str, _Habits] = {}
 
-    def observe(self, source: str, gap_s: float) -> None:
-        """Told of each chunk but the first of a stream, and the time since the one before."""
-        known_s = self._gap_s.get(source)
-        if known_s is not None:
-            self._gap_s[source] = (1 - WEIGHT) * known_s + WEIGHT * gap_s
-        elif len(self._gap_s) < MOST_SOURCES:
-            self._gap_s[source] = gap_s
+    def observe(self, source: str, gap_s: float, kept_share: float) -> None:
+        """Told of each chunk but the first of a stream."""
+        known, new = self._habits.get(source), _Habits(gap_s, kept_share)
+        if known is not None:
+            self._habits[source] = _Habits(*(k + WEIGHT * (n - k) for k, n in zip(known, new, strict=True)))
+        elif len(self._habits) < MOST_SOURCES:
+            self._habits[source] = new
 
     def expected_s(self, request: RequestView, now_s: float) -> float:
         """When it is expected to need its KV again: at its next chunk, or when its prompt is complete."""
         if request.expected_complete_s is not None and request.expected_complete_s > now_s:
             return request.expected_complete_s
-        expected_s = request.last_chunk_s + self._gap_s.get(request.source, 0.0)
+        habits = self._habits.get(request.source)
+        expected_s = request.last_chunk_s + (habits.gap_s if habits else 0.0)
         return expected_s if expected_s > now_s else 2 * now_s - request.last_chunk_s
+
+    def replaces(self, source: str) -> bool:
+        """Whether a good part of what is computed of a partial prompt is likely to be computed for nothing."""
+        habits = self._habits.get(source)
+        return habits is not None and habits.kept_share < SURE_SHARE

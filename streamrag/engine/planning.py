@@ -164,7 +164,7 @@ def _select(
     grants: list[Grant] = []
     num_tokens_left = limits.num_tokens - limits.num_ahead
     num_seqs_left = limits.num_seqs - limits.num_ahead
-    num_partial_left = _num_partial_tokens(order, limits)
+    num_partial_left = _num_partial_tokens(order, limits, memory)
     num_needed, last, is_blocked, num_tries_left = 0, -1, False, MOST_TRIES
     for position, request in enumerate(order):
         if num_tokens_left <= 0 or len(grants) >= num_seqs_left:
@@ -209,12 +209,19 @@ def _select(
     return grants, num_needed - memory.num_free_blocks, last
 
 
-def _num_partial_tokens(order: Sequence[RequestView], limits: Limits) -> int:
-    """How much partial prompts may compute: with a long backlog, all that is left, because throughput is what helps."""
+def _num_partial_tokens(order: Sequence[RequestView], limits: Limits, memory: Memory) -> int:
+    """How much partial prompts may compute: with a long backlog, all that is left, because throughput is what helps.
+
+    A backlog is what must be computed sooner or later. That is not known of speculative prompts, nor of those that must
+    wait for memory: others may be complete first.
+    """
     if limits.num_partial_tokens is None:
         return NO_LIMIT
     most = BACKLOG_STEPS * limits.num_tokens
+    is_memory_short = memory.num_free_blocks <= limits.num_blocks_kept_free
     for request in order:
+        if not request.is_complete and (request.is_speculative or (is_memory_short and not request.num_blocks)):
+            continue
         most -= request.num_remaining_tokens
         if most < 0:
             return NO_LIMIT

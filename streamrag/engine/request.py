@@ -39,6 +39,8 @@ class RequestView(NamedTuple):
     """What kind of retriever its chunks come from, as the client calls it."""
     was_evicted: bool = False
     """Whether it has lost KV to others before."""
+    is_speculative: bool = False
+    """Whether the prompt is partial and its next chunk is likely to replace a good part of it."""
 
     @property
     def num_remaining_tokens(self) -> int:

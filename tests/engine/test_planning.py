@@ -165,6 +165,20 @@ def test_with_a_long_backlog_steps_are_full() -> None:
     assert [g.num_tokens for g in made.grants] == [32, 68]
 
 
+@pytest.mark.parametrize(
+    ("num_free", "num_blocks", "is_speculative", "is_backlog"),
+    [(100, 0, False, True), (100, 0, True, False), (10, 0, False, False), (10, 3, False, True), (10, 3, True, False)],
+)
+def test_a_backlog_is_what_must_be_computed(
+    num_free: int, num_blocks: int, is_speculative: bool, is_backlog: bool
+) -> None:
+    lean = Limits(100, 8, num_partial_tokens=64, num_blocks_kept_free=10)
+    far = RequestView("far", 1, 1, 2000, 0, num_blocks, is_complete=False, is_speculative=is_speculative)
+    near = RequestView("near", 0, 0, 100, 16, 7, is_complete=False)
+    made = plan([near, far], list, lean, Blocks(num_free))
+    assert sum(g.num_tokens for g in made.grants) == (100 if is_backlog else 64)
+
+
 def test_beside_a_decode_partial_prompts_go_on() -> None:
     decoding = RequestView("decoding", 0, 0, 33, 32, 3, has_output=True, is_running=True)
     partial = RequestView("partial", 1, 1, 96, is_complete=False)
