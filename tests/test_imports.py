@@ -21,7 +21,13 @@ LINES = [
     {"clock", "telemetry", "trace"},
     {"core", "errors", "records", "tasks"},
 ]
-PARTS_OF_ONE = {"query": "pipeline", "handle": "pipeline", "scripted": "testing", "tiny_llama": "testing"}
+PARTS_OF_ONE = {
+    "__main__": "cli",
+    "query": "pipeline",
+    "handle": "pipeline",
+    "scripted": "testing",
+    "tiny_llama": "testing",
+}
 # The only imports within a line: core's values use these.
 INNERMOST = [["core", "errors"], ["core", "records"], ["records", "errors"]]
 

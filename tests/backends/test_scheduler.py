@@ -216,6 +216,16 @@ def test_a_partial_prompt_that_is_alone_takes_whole_steps(bench: Make, num_other
     assert b.scheduler.requests["partial"].num_computed_tokens == num_computed
 
 
+@pytest.mark.parametrize(("first_token", "num_computed"), [(0, 16), (100, 8)])
+def test_prompts_of_a_source_that_replaces_are_no_backlog(bench: Make, first_token: int, num_computed: int) -> None:
+    b = bench(streamrag={"num_partial_tokens": 8})
+    b.chunk("appended or replaced", list(range(100)))
+    b.chunk("appended or replaced", list(range(first_token, 120)))
+    b.chunk("of the same source", list(range(500, 650)))
+    b.step()
+    assert sum(r.num_computed_tokens for r in b.scheduler.requests.values()) == num_computed
+
+
 def test_the_policy_named_in_the_configuration_is_used(bench: Make) -> None:
     b = bench(streamrag={"policy": "srpf(0)"})
     b.plain("long", 100)

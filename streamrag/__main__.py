@@ -1,0 +1,10 @@
+"""`python -m streamrag` is the `streamrag` program."""
+
+import sys
+
+from streamrag.cli import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    sys.exit(main())
