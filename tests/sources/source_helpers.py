@@ -9,7 +9,7 @@ def alive(process_id: int) -> bool:
     """Whether this process runs. A zombie does not."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
         return False
     return state != "Z"
 
