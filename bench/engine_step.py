@@ -30,7 +30,9 @@ def engine(num_seqs: int, make: Callable[..., Any], policy: str = "fcfs", num_bl
     shape = EngineShape(
         num_blocks, BLOCK_SIZE, max_model_len=32_768, max_num_seqs=num_seqs, streamrag={"policy": policy}
     )
-    return SimulatedEngine(shape, BlindRunner(), lambda step, start_s: 0.05, make)
+    return SimulatedEngine(
+        shape, BlindRunner(), lambda step, start_s: 0.05 * (step.total_num_scheduled_tokens > 0), make
+    )
 
 
 def prompt(rng: random.Random, num: int = NUM_PROMPT_TOKENS) -> list[int]:

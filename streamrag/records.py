@@ -117,6 +117,9 @@ class RequestRecord:
     preemptions: tuple[PreemptionRecord, ...] = ()
     num_loaded: int = 0
     """Prompt tokens that came back from host memory."""
+    num_written_through: int = 0
+    """Prompt tokens that were copied to host memory while the request held them, in idle copy time. What was copied
+    when it had lost them is in `preemptions`."""
     restores: tuple[RestoreRecord, ...] = ()
     """In order of time, of engines with host memory."""
 

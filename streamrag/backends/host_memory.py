@@ -290,6 +290,7 @@ class HostMemory:
                     if slot is None:
                         return
                     num_left -= 1
+                    request.log.num_written_through += self._block_size
                     yield blocks[index].block_id, slot
                 request.num_written_blocks = index + 1
             del self._unwritten[request_id]

@@ -24,6 +24,7 @@ class RequestLog:
     num_invalidated: int = 0
     num_from_cache: int = 0
     num_loaded: int = 0
+    num_written_through: int = 0
     chunks: list[ChunkRecord] = field(default_factory=list)
     preemptions: list[PreemptionRecord] = field(default_factory=list)
     restores: list[RestoreRecord] = field(default_factory=list)
@@ -105,6 +106,7 @@ class RequestLog:
             num_invalidated=self.num_invalidated,
             num_from_cache=self.num_from_cache,
             num_loaded=self.num_loaded,
+            num_written_through=self.num_written_through,
             chunks=tuple(self.chunks),
             preemptions=tuple(self.preemptions),
             restores=tuple(self.restores),

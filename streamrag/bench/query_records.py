@@ -19,6 +19,7 @@ def merged(records: Sequence[RequestRecord]) -> RequestRecord | None:
         num_invalidated=sum(r.num_invalidated for r in records),
         num_from_cache=sum(r.num_from_cache for r in records),
         num_loaded=sum(r.num_loaded for r in records),
+        num_written_through=sum(r.num_written_through for r in records),
         preemptions=tuple(p for r in records for p in r.preemptions),
         restores=tuple(restore for r in records for restore in r.restores),
     )

@@ -26,7 +26,7 @@ ROW = 50
 
 
 class StepTimes:
-    """Called with each step that computes and its start, in order; answers how long it takes."""
+    """Called with each step that computes or copies and its start, in order; answers how long it takes."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class StepTimes:
         self._num_saved = self._num_loaded = 0
 
     def __call__(self, step: Step, start_s: float) -> float:
-        compute_s = self._profile.step_s([part for _, part in self._parts_of(step)]) * next(self._factors)
+        parts = [part for _, part in self._parts_of(step)]
+        compute_s = self._profile.step_s(parts) * next(self._factors) if parts else 0.0
         copies = step.kv_connector_metadata
         if copies is None or self._clock is None:
             return compute_s

@@ -38,7 +38,9 @@ class Bench:
             }
         )
         self.runner = V1OracleRunner(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
-        self.engine = SimulatedEngine(shape, self.runner, lambda step, start_s: 1.0)
+        self.engine = SimulatedEngine(
+            shape, self.runner, lambda step, start_s: float(step.total_num_scheduled_tokens > 0)
+        )
         assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
         self.scheduler = self.engine.scheduler
         self.outputs: list[EngineCoreOutput] = []

@@ -286,7 +286,9 @@ def test_loads_of_another_connector_that_fail_are_left_to_vllm(bench: Make) -> N
     b = bench()
     shape = b.engine.shape
     runner = FailingLoads(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
-    b.engine = SimulatedEngine(shape, runner, lambda step, start_s: 1.0, with_their_connector)
+    b.engine = SimulatedEngine(
+        shape, runner, lambda step, start_s: float(step.total_num_scheduled_tokens > 0), with_their_connector
+    )
     b.scheduler = b.engine.scheduler
     assert b.scheduler.connector is not None
     assert b.scheduler.host_memory is None

@@ -156,8 +156,19 @@ def test_swapped_kv_is_copied_out_and_back_instead_of_computed_again() -> None:
     assert sum(record.num_loaded for record in records) == 16 * totals.num_blocks_loaded > 0
     assert totals.num_bytes_out == totals.num_blocks_saved * 16 * 131_072 >= totals.num_bytes_in > 0
     assert totals.out_s > 0
+    assert sum(p.num_tokens_saved for r in records for p in r.preemptions) == 16 * totals.num_blocks_saved
     assert digest(swap).recompute_tax < digest(recompute).recompute_tax
     assert mean_s(swap) < mean_s(recompute)
+
+
+def test_what_is_written_through_is_told_too() -> None:
+    result = run_cell(settings(kv_tokens=20_000, eviction="cost"), trace=SLOW_STREAMS)
+    records, totals = [r.record for r in result.requests if r.record], result.copy_totals
+    assert totals is not None
+    num_saved = sum(p.num_tokens_saved for record in records for p in record.preemptions)
+    num_written = sum(record.num_written_through for record in records)
+    assert num_saved + num_written == 16 * totals.num_blocks_saved
+    assert num_written > 0
 
 
 def test_copies_are_kept_with_the_steps() -> None:

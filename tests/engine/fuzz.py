@@ -172,7 +172,11 @@ class Run:
         faults = random.Random(scenario.seed)
         runner.fails = lambda: faults.random() < scenario.share_of_faults
         self.engine = SimulatedEngine(
-            shape, runner, lambda step, start_s: 1.0, make_scheduler, has_v2_runner=scenario.has_v2_runner
+            shape,
+            runner,
+            lambda step, start_s: float(step.total_num_scheduled_tokens > 0),
+            make_scheduler,
+            has_v2_runner=scenario.has_v2_runner,
         )
         assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
         self.scheduler = self.engine.scheduler
@@ -378,6 +382,15 @@ class Run:
             self.met["tokens from the prefix cache"] += record.num_from_cache
             self.met["tokens recomputed"] += record.num_recomputed
             self.met["tokens invalidated"] += record.num_invalidated
+        self._check_what_was_copied(records)
+
+    def _check_what_was_copied(self, records: list[RequestRecord]) -> None:
+        runner, block_size = self.runner, self.scenario.block_size
+        num_written = sum(record.num_written_through for record in records)
+        num_saved = sum(p.num_tokens_saved for record in records for p in record.preemptions)
+        check(num_written == block_size * runner.num_written_through, f"{num_written} tokens written through")
+        num_copied = runner.num_saved + runner.num_failed - runner.num_not_loaded
+        check(num_written + num_saved == block_size * num_copied, f"{num_saved} tokens saved of {num_copied} blocks")
 
 
 def run_seed(seed: int, met: Counter[str], make_scheduler: Callable[..., Any] = streaming_scheduler) -> None:

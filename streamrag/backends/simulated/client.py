@@ -58,7 +58,11 @@ class _Progress:
 
 def by_parts(step_s: Callable[[Sequence[Part]], float]) -> Callable[[SchedulerOutput, float], float]:
     """How long steps take where only what they compute matters."""
-    return lambda step, start_s: step_s([part for _, part in parts_of(step)])
+
+    def compute_s(step: SchedulerOutput, start_s: float) -> float:
+        return step_s([part for _, part in parts_of(step)]) if step.total_num_scheduled_tokens else 0.0
+
+    return compute_s
 
 
 def simulated_engine(

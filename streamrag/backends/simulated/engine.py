@@ -57,6 +57,7 @@ class SimulatedEngine:
         self.shape = shape
         self.runner = runner
         self.step_s = step_s
+        """Seconds of a step that starts then, told of each; also of those that compute nothing, but may copy."""
         self.on_step: Callable[[SchedulerOutput, float, float], None] | None = None
         """Told each step that computes: what was scheduled, its start and its end."""
         self.now_s = 0.0
@@ -143,9 +144,7 @@ class SimulatedEngine:
         copies = scheduled.kv_connector_metadata
         # What comes in must be there before the step computes, and what it overwrites must be out.
         copied = self.runner.copy(copies) if isinstance(copies, HostCopies) else None
-        self._device_free_s = start_s + (
-            self.step_s(scheduled, start_s) if scheduled.total_num_scheduled_tokens else 0.0
-        )
+        self._device_free_s = start_s + self.step_s(scheduled, start_s)
         if self.on_step and scheduled.total_num_scheduled_tokens:
             self.on_step(scheduled, start_s, self._device_free_s)
         output = self.runner.execute(scheduled)
