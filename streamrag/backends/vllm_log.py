@@ -18,7 +18,8 @@ __all__ = ["EngineLog", "last_exception"]
 FATAL = re.compile(r"^.*(failed to start\.|fatal error\.|WorkerProc failed\.).*\n(?=Traceback)", re.MULTILINE)
 OF_THIS_PROCESS = re.compile(r"^(WARNING|ERROR|CRITICAL) vllm[\w.]*: ", re.MULTILINE)
 TRACEBACK = "Traceback (most recent call last):\n"
-EXCEPTION = re.compile(r"^\w.*(\n(?!Process |During handling|The above exception).+){0,4}", re.MULTILINE)
+# Processes print at the same time: a line that does not begin with a name alone is another's, in between.
+EXCEPTION = re.compile(r"^[\w.]+(:.*)?$(\n(?!Process |During handling|The above exception).+){0,4}", re.MULTILINE)
 
 MAX_REASON_CHARS = 1000
 NUM_LAST_LINES = 5

@@ -61,6 +61,15 @@ def test_what_multiprocessing_prints_is_not_part_of_the_reason(log: EngineLog) -
     )
 
 
+def test_what_another_process_says_in_between_is_not_the_reason(log: EngineLog) -> None:
+    before, header, after = CORE_FAILED.rpartition("Traceback (most recent call last):\n")
+    said = "Worker proc VllmWorker-0 died unexpectedly (exit code: 0), shutting down executor.\n"
+    log.path.write_text(before + header + said + after)
+    assert log.fatal_error() == (
+        "Exception: WorkerProc initialization failed due to an exception in a background process."
+    )
+
+
 def test_what_this_process_says_of_the_end_is_not_its_reason(log: EngineLog) -> None:
     log.path.write_text(
         "EngineCore encountered a fatal error.\n"
