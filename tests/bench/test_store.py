@@ -61,7 +61,11 @@ def test_an_empty_folder_is_explained(tmp_path: Path) -> None:
         CellStore(tmp_path / "file")
 
 
-@pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b"{}"), gzip.compress(b'{"format":"other/1"}')])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not gzip", gzip.compress(b"{}"), gzip.compress(b'{"format":"other/1"}')],
+    ids=["empty", "not gzip", "no format", "other format"],
+)
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     store = CellStore(tmp_path)
     whole = store.write(made_result(settings()))
