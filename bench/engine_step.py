@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from streamrag.backends.scheduler import StreamingScheduler
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.backends.simulated.engine import SimulatedEngine
+from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.simulated.runner import BlindRunner
 from streamrag.backends.wire import ChunkMessage
 
@@ -30,9 +30,7 @@ def engine(num_seqs: int, make: Callable[..., Any], policy: str = "fcfs", num_bl
     shape = EngineShape(
         num_blocks, BLOCK_SIZE, max_model_len=32_768, max_num_seqs=num_seqs, streamrag={"policy": policy}
     )
-    return SimulatedEngine(
-        shape, BlindRunner(), lambda step, start_s: 0.05 * (step.total_num_scheduled_tokens > 0), make
-    )
+    return SimulatedEngine(shape, BlindRunner(), always(0.05), make)
 
 
 def prompt(rng: random.Random, num: int = NUM_PROMPT_TOKENS) -> list[int]:

@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 from streamrag.backends.scheduler import StreamingSchedulerMixin
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.backends.simulated.engine import SimulatedEngine
+from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.simulated.runner import V1OracleRunner
 from streamrag.backends.wire import ChunkMessage
 from streamrag.records import RequestRecord
@@ -38,9 +38,7 @@ class Bench:
             }
         )
         self.runner = V1OracleRunner(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
-        self.engine = SimulatedEngine(
-            shape, self.runner, lambda step, start_s: float(step.total_num_scheduled_tokens > 0)
-        )
+        self.engine = SimulatedEngine(shape, self.runner, always(1.0))
         assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
         self.scheduler = self.engine.scheduler
         self.outputs: list[EngineCoreOutput] = []

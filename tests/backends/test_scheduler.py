@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from streamrag.backends.scheduler import streaming_scheduler
 from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
-from streamrag.backends.simulated.engine import SimulatedEngine
+from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.simulated.runner import V1OracleRunner
 from streamrag.backends.support import CHECKS, check_supported, check_version
 from streamrag.errors import ConfigurationError, UnsupportedVersionError
@@ -286,9 +286,7 @@ def test_loads_of_another_connector_that_fail_are_left_to_vllm(bench: Make) -> N
     b = bench()
     shape = b.engine.shape
     runner = FailingLoads(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
-    b.engine = SimulatedEngine(
-        shape, runner, lambda step, start_s: float(step.total_num_scheduled_tokens > 0), with_their_connector
-    )
+    b.engine = SimulatedEngine(shape, runner, always(1.0), with_their_connector)
     b.scheduler = b.engine.scheduler
     assert b.scheduler.connector is not None
     assert b.scheduler.host_memory is None

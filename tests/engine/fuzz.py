@@ -30,7 +30,7 @@ from vllm.v1.request import RequestStatus
 from streamrag.backends.host_memory import HostMemory
 from streamrag.backends.scheduler import StreamingSchedulerMixin, streaming_scheduler
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.backends.simulated.engine import SimulatedEngine
+from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.simulated.runner import fingerprint, next_token
 from streamrag.backends.wire import KEY, ChunkMessage
 from streamrag.engine.copies import CopyCosts
@@ -174,7 +174,7 @@ class Run:
         self.engine = SimulatedEngine(
             shape,
             runner,
-            lambda step, start_s: float(step.total_num_scheduled_tokens > 0),
+            always(1.0),
             make_scheduler,
             has_v2_runner=scenario.has_v2_runner,
         )

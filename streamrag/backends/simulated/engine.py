@@ -22,10 +22,15 @@ from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vl
 from streamrag.backends.simulated.runner import Runner
 from streamrag.backends.wire import ChunkMessage
 
-__all__ = ["BlockHasher", "SimulatedEngine"]
+__all__ = ["BlockHasher", "SimulatedEngine", "always"]
 
 BlockHasher: TypeAlias = Callable[[Request], list[Any]]
 """The hashes of those whole blocks of a request that have none yet."""
+
+
+def always(seconds: float) -> Callable[[SchedulerOutput, float], float]:
+    """Every step that computes anything takes equally long."""
+    return lambda step, start_s: seconds if step.total_num_scheduled_tokens else 0.0
 
 
 class _Launched(NamedTuple):
