@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash clean
+.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap clean
 
 RUN := .venv/bin/python
 
@@ -42,6 +42,9 @@ bench-eviction-engine: .venv/installed ## recompute, swap or what costs less on 
 
 bench-thrash: .venv/installed ## tokens computed twice when idle streams outgrow memory, ours and the paper's rule, simulated
 	$(RUN) bench/thrash.py --json bench/results/thrash.json
+
+bench-overlap: .venv/installed ## do steps take longer while KV is copied beside them? real engine, a few minutes
+	$(RUN) bench/copy_overlap.py --json bench/results/copy_overlap.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

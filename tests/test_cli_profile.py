@@ -1,5 +1,6 @@
 """`streamrag profile`, as a person uses it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,23 @@ def test_numbers_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "'0' is no whole number above 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{dummy}", "is no JSON"),
+        ("[1]", "is no JSON object"),
+        ('{"max_model_len": 9}', "max_model_len has an option of its own, --max-model-len"),
+    ],
+    ids=["no JSON", "no object", "named twice"],
+)
+def test_engine_args_that_cannot_be_used_are_explained(
+    capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["profile", "--engine-args", text])
+    assert message in capsys.readouterr().err
+
+
 def test_what_cannot_be_written_or_read_is_an_error_before_the_engine_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,8 +56,12 @@ def test_a_machine_is_measured_written_drawn_and_printed(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "tiny.json"
-    limits = ["--max-model-len", "512", "--max-num-batched-tokens", "256"]
-    assert main(["profile", "--model", str(tiny_model), "--output", str(output), *limits]) == 0
+    limits = ["--max-model-len", "512", "--max-num-batched-tokens", "256", "--engine-args", '{"load_format": "dummy"}']
+    # Without the weights, which such an engine makes up itself.
+    model = tmp_path / tiny_model.name
+    model.mkdir()
+    shutil.copy(tiny_model / "config.json", model)
+    assert main(["profile", "--model", str(model), "--output", str(output), *limits]) == 0
     profile = load_profile(str(output))
     assert isinstance(profile, TableProfile)
     assert profile.copies is not None

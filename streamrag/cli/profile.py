@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -25,9 +26,13 @@ examples:
   streamrag profile                                        a tiny model, to see what it does
   streamrag profile --model ./Llama-3.1-8B-Instruct --output h200.json
   streamrag profile --model ./Llama-3.1-8B-Instruct --tensor-parallel-size 2 --max-num-batched-tokens 2048
+  streamrag profile --model ./config-only --engine-args '{"load_format": "dummy"}'
 
 Measure with the step budget that the engine will run with. Nothing else should run meanwhile.
 """
+
+NAMED = ("tensor_parallel_size", "max_num_batched_tokens", "max_model_len")
+"""Of the engine's arguments, those that have options of their own."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -47,6 +52,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--tensor-parallel-size", type=_positive, default=1, metavar="N", help="devices (1)")
     parser.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="most tokens a step (vLLM's own)")
     parser.add_argument("--max-model-len", type=_positive, metavar="N", help="longest prompt (the model's own)")
+    parser.add_argument(
+        "--engine-args",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="""more arguments of vLLM's engine: '{"kv_cache_dtype": "fp8"}'""",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -55,6 +67,18 @@ def _positive(text: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(value)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, as {{}} is")
+    if named := sorted(value.keys() & set(NAMED)):
+        raise argparse.ArgumentTypeError(f"{named[0]} has an option of its own, --{named[0].replace('_', '-')}")
+    return value
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -104,11 +128,6 @@ def _model(name: str | None, console: Console) -> Iterator[str]:
 def _measure(model: str, arguments: argparse.Namespace, console: Console) -> "TableProfile":
     from streamrag.bench.machine import measure_machine
 
-    args: dict[str, Any] = {
-        "tensor_parallel_size": arguments.tensor_parallel_size,
-        "max_num_batched_tokens": arguments.max_num_batched_tokens,
-        "max_model_len": arguments.max_model_len,
-    }
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=28),
@@ -124,8 +143,9 @@ def _measure(model: str, arguments: argparse.Namespace, console: Console) -> "Ta
         def show(what: str, num_done: int, num_total: int | None) -> None:
             bar.update(task, description=what, completed=num_done, total=num_total)
 
-        given = {name: value for name, value in args.items() if value is not None}
-        return asyncio.run(measure_machine(model, given, show))
+        named = {name: getattr(arguments, name) for name in NAMED}
+        given = {name: value for name, value in named.items() if value is not None}
+        return asyncio.run(measure_machine(model, {**arguments.engine_args, **given}, show))
 
 
 def _print(profile: "TableProfile", console: Console) -> None:
