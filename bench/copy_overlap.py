@@ -43,6 +43,8 @@ NUM_DECODES, NUM_DECODED = 8, 16 * PHASE
 """Requests that decode at a time, and the tokens of their answers."""
 NUM_COPIED = 4 * PHASE
 """Steps for which there is enough to copy, at least."""
+LONGEST = 8_192
+"""Tokens of a prompt."""
 LONGEST_WAIT_S, POLL_S = 120.0, 0.01
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
@@ -113,7 +115,7 @@ async def held(client: EngineClient, tokens: FreshTokens, num_tokens: int) -> As
 
 def sizes(client: EngineClient, num_tokens: int) -> Iterator[int]:
     """Of prompts that together are so long, and each not too long."""
-    most = client.facts.max_model_len - 2
+    most = min(client.facts.max_model_len - 2, LONGEST)
     for num_before in range(0, num_tokens, most):
         yield min(most, num_tokens - num_before)
 
