@@ -43,8 +43,8 @@ NUM_DECODES, NUM_DECODED = 8, 16 * PHASE
 """Requests that decode at a time, and the tokens of their answers."""
 NUM_COPIED = 4 * PHASE
 """Steps for which there is enough to copy, at least."""
-LONGEST = 8_192
-"""Tokens of a prompt."""
+LONGEST_HELD = 2_048
+"""Tokens of a partial prompt."""
 LONGEST_WAIT_S, POLL_S = 120.0, 0.01
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
@@ -52,7 +52,7 @@ MODEL: dict[str, Any] = {
     "num_layers": 4,
     "num_heads": 4,
     "num_kv_heads": 2,
-    "max_model_len": 2_048,
+    "max_model_len": 12_288,
 }
 
 
@@ -115,7 +115,7 @@ async def held(client: EngineClient, tokens: FreshTokens, num_tokens: int) -> As
 
 def sizes(client: EngineClient, num_tokens: int) -> Iterator[int]:
     """Of prompts that together are so long, and each not too long."""
-    most = min(client.facts.max_model_len - 2, LONGEST)
+    most = min(client.facts.max_model_len - 2, LONGEST_HELD)
     for num_before in range(0, num_tokens, most):
         yield min(most, num_tokens - num_before)
 
@@ -146,7 +146,8 @@ async def measure(
         for number in range(NUM_ROUNDS):
             async with held(client, tokens, size.num_held):
                 on.touch()
-                await together(client, [tokens.take(num) for num in sizes(client, NUM_PREFILLS * size.budget)], 1)
+                # One: with several, those that copy might all be the first or the last steps of a prompt.
+                await together(client, [tokens.take(min(NUM_PREFILLS * size.budget, facts.max_model_len - 2))], 1)
                 on.unlink()
             done(f"round {number + 1}: prefill")
             async with held(client, tokens, size.num_held):
