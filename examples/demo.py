@@ -197,6 +197,8 @@ def save(out: Path, groups: dict[str, list[Pair]]) -> None:
                 "arm": arm,
                 **asdict(answer.timings),
                 "num_prompt_tokens": answer.num_prompt_tokens,
+                "token_ids": answer.token_ids,
+                "sources": [citation.source for citation in answer.sources],
             }
             for pair in pairs
             for arm, answer in zip(("streaming", "not streaming"), pair.answers, strict=True)
