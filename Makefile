@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap clean
+.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding clean
 
 RUN := .venv/bin/python
 
@@ -45,6 +45,9 @@ bench-thrash: .venv/installed ## tokens computed twice when idle streams outgrow
 
 bench-overlap: .venv/installed ## do steps take longer while KV is copied beside them? real engine, a few minutes
 	$(RUN) bench/copy_overlap.py --json bench/results/copy_overlap.json
+
+bench-rounding: .venv/installed ## log-probabilities of prompts computed whole, in pieces by vLLM, streamed: half an hour
+	$(RUN) bench/rounding.py --json bench/results/rounding.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

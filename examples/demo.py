@@ -42,7 +42,7 @@ STAGE_GAP_S, END_GAP_S = 0.6, 1.5
 """The stretched search: seconds between changes of its result, and from the last one until it is known to be final, as
 if the index lay on a slow or remote disk. The real ones are milliseconds."""
 
-MODEL = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "vocab_size": 4096, "max_model_len": 8192}
+MODEL = {"hidden_size": 768, "num_layers": 4, "num_heads": 12, "vocab_size": 4096, "max_model_len": 8192}
 
 console = Console(highlight=False)
 
@@ -222,7 +222,8 @@ async def run(arguments: argparse.Namespace) -> None:
         if url is None:
             url = await stack.enter_async_context(serve(out / "site"))
             console.print(f"serving the site at {url}, with a median latency of {MEDIAN_LATENCY_S} s a page")
-        # In float32 the answers of both arms are equal to the token, whatever pieces their prompts were prefilled in.
+        # In float32 the answers of both arms are equal to the token, in whatever pieces their prompts were prefilled, but
+        # for ties within rounding, which few layers keep rare: see "Exactness" in docs/backends.md.
         backend = VllmBackend(
             arguments.model or out / "model",
             max_model_len=MODEL["max_model_len"],
