@@ -222,8 +222,8 @@ async def run(arguments: argparse.Namespace) -> None:
         if url is None:
             url = await stack.enter_async_context(serve(out / "site"))
             console.print(f"serving the site at {url}, with a median latency of {MEDIAN_LATENCY_S} s a page")
-        # In float32 the answers of both arms are equal to the token, in whatever pieces their prompts were prefilled, but
-        # for ties within rounding, which few layers keep rare: see "Exactness" in docs/backends.md.
+        # In float32 the answers of both arms are equal to the token, in whatever pieces their prompts were prefilled,
+        # but for ties within rounding, which few layers keep rare: see "Exactness" in docs/backends.md.
         backend = VllmBackend(
             arguments.model or out / "model",
             max_model_len=MODEL["max_model_len"],
