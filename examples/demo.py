@@ -170,7 +170,7 @@ def print_table(groups: dict[str, list[Pair]]) -> None:
         num_tokens = statistics.median(pair.answers[0].num_prompt_tokens for pair in pairs)
         num_invalidated = sum(pair.answers[0].num_invalidated for pair in pairs)
         console.print(
-            f"{name}: prompts of {num_tokens:.0f} tokens (median), {min(num_updates)}-{max(num_updates)} changes of "
+            f"{name}: prompts of {num_tokens:.0f} tokens (median), {min(num_updates)} to {max(num_updates)} changes of "
             f"context, {num_invalidated} tokens invalidated in all; retrieval brought the same context both ways in "
             f"{len(same)} of {len(pairs)} pairs, and the answers have the same tokens in {num_equal} of those"
         )
