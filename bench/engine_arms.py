@@ -45,7 +45,7 @@ MODEL: dict[str, Any] = {
 }
 PERCENTILES = {"p50": 0.5, "p95": 0.95}
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
 
 def load(num_rounds: int) -> Trace:

@@ -207,7 +207,9 @@ async def test_a_cache_smaller_than_one_prompt_is_refused_with_vllms_reason(
     tiny_model: Path, leaves_nothing: None
 ) -> None:
     backend = VllmBackend(tiny_model, dtype="float32", kv_cache_bytes=1 << 20)
-    with pytest.raises(ConfigurationError, match=r"(?s)max seq len.*8192.*Change kv_cache_bytes.*lower max_model_len"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)max seq len.*8192.*Change kv_cache_bytes.*--kv-tokens.*lower max_model_len"
+    ):
         await backend.start(ignore)
 
 
