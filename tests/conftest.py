@@ -1,6 +1,7 @@
 """What more than one folder of tests uses."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ settings.load_profile("streamrag")
 # The threads of vLLM's CPU backend spin while they wait for each other, each bound to a core. With models as small as
 # these, several take six times the CPU time of one. Read when torch is imported, here and in processes started here.
 os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+
+# A shell's background job ignores Ctrl-C, and so would the programs that are started here to see what they do on it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class OneWithEngines(LoadScopeScheduling):
