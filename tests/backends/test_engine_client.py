@@ -1,3 +1,4 @@
+import gc
 import importlib.metadata
 import subprocess
 import sys
@@ -6,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from streamrag.backends.engine_client import running_engine
-from streamrag.errors import MissingDependencyError, ModelError
+from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
+
+# Of a client that fails while it is made, vLLM closes the sockets but not their context.
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
 
 PROGRAM = """
 import asyncio
@@ -54,3 +58,11 @@ def test_a_program_that_measures_an_engine_prints_only_what_it_prints_itself(tin
     assert run.stderr == ""
     assert run.stdout.splitlines() == ["4 103 32", "[]"]
     assert run.returncode == 0
+
+
+@pytest.mark.engine
+async def test_the_reason_of_an_engine_that_does_not_start_is_found_in_its_log(tiny_model: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)KV cache does not fit: .*512.*--kv-tokens"):
+        async with running_engine(str(tiny_model), {"max_model_len": 512}, policy="fcfs", kv_tokens=256):
+            pass
+    gc.collect()  # what a failed start of vLLM leaves for the collector, and what that warns of
