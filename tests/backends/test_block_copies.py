@@ -6,7 +6,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -50,7 +50,7 @@ def make_steps(rng: random.Random) -> Iterator[Step]:
         loads = list(zip(loaded, overwritten, strict=False))
         written = overwritten[len(loads) :]
         by_layer = rng.random() < 0.5
-        layers = tuple(name for name in LAYERS if by_layer is False or rng.random() < 0.8)
+        layers = tuple(name for name in LAYERS if not by_layer or rng.random() < 0.8)
         yield Step(saves, held_saves, loads, written, by_layer, layers)
         saved |= {slot for _, slot in (*saves, *held_saves)}
 
@@ -59,12 +59,11 @@ def read_by_kernels(module: ModuleType, steps: list[Step], device: Device) -> tu
     """What each layer's computation saw of the KV, step by step; what is in host memory in the end, and what was
     measured."""
     vars(module)["torch"] = device.torch
-    ops = SimpleNamespace(build_params=device.build_params, copy_blocks=device.copy_blocks)
     caches: Memory = {name: [f"{name} block {b}" for b in range(NUM_BLOCKS)] for name in LAYERS}
     pools: Memory = {name: [f"{name} slot {s}" for s in range(NUM_SLOTS)] for name in LAYERS}
     with pytest.MonkeyPatch.context() as patch:
-        for name, function in vars(ops).items():
-            patch.setattr(cuda_mem_ops, name, function)
+        patch.setattr(cuda_mem_ops, "build_params", device.build_params)
+        patch.setattr(cuda_mem_ops, "copy_blocks", device.copy_blocks)
         layers: Any = {name: Layer(caches[name], pools[name]) for name in LAYERS}  # type: ignore[arg-type]
         copies = module.CudaCopies(layers)
     seen: list[Any] = []
