@@ -28,7 +28,7 @@ from rich.console import Console
 
 from streamrag import StretchedSource, VectorSource, WebSource
 from streamrag.cli.record import make_counter, passage_counter
-from streamrag.core import Append, Chunk, Hint, Progress, Skipped, Source, SourceEvent, Update
+from streamrag.core import Append, Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.sources.index import build_index
 from streamrag.sources.wrapped import WrappedSource
 from streamrag.trace.recorder import TraceRecorder
@@ -180,6 +180,8 @@ class Renamed(WrappedSource):
             chunk = event.chunk
             text, source = self._name(chunk.text), self._name(chunk.source)
             return replace(event, chunk=replace(chunk, text=text, source=source))
+        if isinstance(event, CutShort):
+            return event
         assert not isinstance(event, Update), "a crawl appends"
         return Skipped(self._name(event.source), self._name(event.reason))
 

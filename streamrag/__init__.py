@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from streamrag.core import AnswerChunk as AnswerChunk
     from streamrag.core import Append as Append
     from streamrag.core import Chunk as Chunk
+    from streamrag.core import CutShort as CutShort
     from streamrag.core import Hint as Hint
     from streamrag.core import Prompt as Prompt
     from streamrag.core import SamplingParams as SamplingParams
@@ -45,6 +46,7 @@ _HOMES = {
     "Append": "streamrag.core",
     "AppendMode": "streamrag.modes",
     "Chunk": "streamrag.core",
+    "CutShort": "streamrag.core",
     "Hint": "streamrag.core",
     "OpenAIBackend": "streamrag.backends.openai",
     "Pipeline": "streamrag.pipeline",

@@ -1,6 +1,6 @@
 """The values that travel through a query, and the protocols at the seams.
 
-    query ──Source──▶ Append | Update | Skipped ──Mode──▶ Prompt ──Backend──▶ Prefilled | AnswerChunk
+    query ──Source──▶ Append | Update | Skipped | CutShort ──Mode──▶ Prompt ──Backend──▶ Prefilled | AnswerChunk
 
 Every value here is immutable. A program that brings its own retrieval implements `Source`; one that brings its own
 engine implements `Backend`; one that orders contexts in its own way implements `Mode`.
@@ -19,6 +19,7 @@ __all__ = [
     "Backend",
     "BackendEvent",
     "Chunk",
+    "CutShort",
     "Hint",
     "Mode",
     "ModelInfo",
@@ -91,7 +92,17 @@ class Skipped:
     reason: str
 
 
-SourceEvent: TypeAlias = Append | Update | Skipped
+@dataclass(frozen=True, slots=True)
+class CutShort:
+    """Retrieval ends before it has done what it was to do: its time is up, or what it needs was kept busy by others.
+
+    What was found stands, but that something was not found means nothing.
+    """
+
+    reason: str
+
+
+SourceEvent: TypeAlias = Append | Update | Skipped | CutShort
 
 
 # -------------------------------------------------------------------------------------------- what backends consume

@@ -15,6 +15,7 @@ from streamrag.core import (
     Append,
     Backend,
     Chunk,
+    CutShort,
     Mode,
     Prompt,
     SamplingParams,
@@ -36,6 +37,7 @@ from streamrag.telemetry import (
     ContextComplete,
     Event,
     PrefillProgressed,
+    RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
     SourceSkipped,
@@ -125,6 +127,7 @@ class QueryRun:
         self._first_chunk_s: float | None = None
         self._retrieval_s = 0.0
         self._source_error: SourceError | None = None
+        self._cut_short: str | None = None
         self._num_invalidated = 0
         self._left_out: tuple[Chunk, ...] = ()
 
@@ -226,6 +229,9 @@ class QueryRun:
                 async for event in events:
                     if isinstance(event, Skipped):
                         await self._emit(SourceSkipped(self._now(), event.source, event.reason))
+                    elif isinstance(event, CutShort):
+                        self._cut_short = event.reason
+                        await self._emit(RetrievalCutShort(self._now(), event.reason))
                     else:
                         yield event
         except SourceError as error:
@@ -281,6 +287,7 @@ class QueryRun:
             num_invalidated=self._num_invalidated,
             is_exact=self._backend.model.is_exact,
             source_error=self._source_error,
+            cut_short=self._cut_short,
             submitted_s=self._submitted_s,
             timings=timings,
             record=chunks[-1].record,

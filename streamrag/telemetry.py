@@ -20,6 +20,7 @@ __all__ = [
     "ContextComplete",
     "Event",
     "PrefillProgressed",
+    "RetrievalCutShort",
     "RetrievalStarted",
     "SourceFailed",
     "SourceSkipped",
@@ -50,6 +51,14 @@ class SourceSkipped:
 
     at_s: float
     source: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalCutShort:
+    """The source ended before it had done what it was to do; what had arrived is used, and the model is told."""
+
+    at_s: float
     reason: str
 
 
@@ -161,6 +170,8 @@ class Answer:
     """Whether the model saw exactly the tokens of the prompt (not so for a server that takes only text)."""
     source_error: SourceError | None
     """Why retrieval ended early, with `on_source_error="answer"`."""
+    cut_short: str | None
+    """Why retrieval ended before it was done, though it did not fail: a time limit, or a source kept busy by others."""
     submitted_s: float
     """When the query was submitted, on the pipeline's clock. With the default clock, which is `time.monotonic`, this is
     the clock of `record` too: `record.first_kv_s - submitted_s` compares with the timings and with every `at_s`."""
@@ -186,6 +197,7 @@ Event: TypeAlias = (
     RetrievalStarted
     | ChunkArrived
     | SourceSkipped
+    | RetrievalCutShort
     | SourceFailed
     | ContextChanged
     | ChunksLeftOut

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Append, Skipped, Source, SourceEvent, Update
+from streamrag.core import Append, CutShort, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError
 from streamrag.sources.wrapped import WrappedSource
 from streamrag.tasks import wait_regardless
@@ -68,7 +68,7 @@ class StretchedSource(WrappedSource):
                     first_s = due_s = arrived_s
                 elif self._factor is not None:
                     due_s = first_s + (arrived_s - first_s) * self._factor
-                elif isinstance(what, Append | Update | Skipped):
+                elif isinstance(what, Append | Update | Skipped | CutShort):
                     due_s += self._gaps_s[min(num_events, len(self._gaps_s)) - 1]
                 else:
                     due_s += self._end_gap_s
@@ -97,7 +97,7 @@ class StretchedSource(WrappedSource):
         await arrivals.put((self._clock(), end))
 
     def _with_hint(self, event: SourceEvent) -> SourceEvent:
-        if isinstance(event, Skipped) or not event.hint or event.hint.end_s is None:
+        if isinstance(event, Skipped | CutShort) or not event.hint or event.hint.end_s is None:
             return event
         end_s = None if self._factor is None else event.hint.end_s * self._factor
         return replace(event, hint=replace(event.hint, end_s=end_s))

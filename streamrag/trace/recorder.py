@@ -9,7 +9,7 @@ from typing import Any, Self, TypeAlias
 
 import anyio
 
-from streamrag.core import Append, Chunk, Progress, Skipped, SourceEvent, Update
+from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.errors import TraceError
 from streamrag.trace.background import BackgroundWriter
 from streamrag.trace.lines import EndLine, Line, QueryLine, SkippedLine, TextMode
@@ -112,7 +112,7 @@ class TraceRecorder:
                 at_s = self._clock() - began_s
                 if isinstance(event, Skipped):
                     writer.put([_skipped(query_id, at_s, event)])
-                else:
+                elif not isinstance(event, CutShort):
                     appends = isinstance(event, Append)
                     chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
                     first = num_chunks + 1 if appends else 1

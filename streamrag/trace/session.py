@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import anyio
 
-from streamrag.core import Progress, Skipped, Source, Startable
+from streamrag.core import Append, Progress, Source, Startable, Update
 from streamrag.errors import SourceError
 from streamrag.tasks import wait_regardless
 from streamrag.trace.recorder import CountTokens, TraceRecorder
@@ -45,7 +45,7 @@ async def record_queries(
             try:
                 async with aclosing(events):
                     async for event in events:
-                        num_events += not isinstance(event, Skipped)
+                        num_events += isinstance(event, Append | Update)
                         on_recorded(num_ended, num_events)
             except SourceError as error:
                 failed[query] = error
