@@ -17,6 +17,7 @@ from typing import TypeAlias
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.store import CellStore, cell_key
 from streamrag.errors import StreamRagError
+from streamrag.orphans import end_with_parent
 
 __all__ = ["CellEvent", "CellFailed", "CellFinished", "CellProgressed", "CellStarted", "run_cell", "run_cells"]
 
@@ -191,6 +192,9 @@ def _signal(process: BaseProcess, number: signal.Signals) -> None:
 
 def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, connection: Connection) -> None:
     """The process of one cell. A group of its own: a Ctrl-C at the terminal reaches it through the parent, once."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    end_with_parent(parent.pid if settings.clock == "wall" else None)  # or with the server that it was forked from
     os.setpgid(0, 0)
     with log.open("w") as written:  # an engine's log would break the progress bar to pieces
         os.dup2(written.fileno(), 1)

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import json
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from streamrag.errors import ConfigurationError
+from streamrag.scratch import ScratchFolder, remove_left_behind
 
 if TYPE_CHECKING:
     from streamrag.engine.costs import TableProfile
@@ -31,6 +31,7 @@ examples:
 Measure with the step budget that the engine will run with. Nothing else should run meanwhile.
 """
 
+SCRATCH = "profile"
 NAMED = ("tensor_parallel_size", "max_num_batched_tokens", "max_model_len")
 """Of the engine's arguments, those that have options of their own."""
 
@@ -121,8 +122,12 @@ def _model(name: str | None, console: Console) -> Iterator[str]:
     console.print(
         "no --model: measuring a tiny one with random weights, made here; its figures are its own", soft_wrap=True
     )
-    with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
-        yield str(make_tiny_llama(Path(folder) / "tiny-llama"))
+    remove_left_behind(SCRATCH)
+    scratch = ScratchFolder(SCRATCH)
+    try:
+        yield str(make_tiny_llama(scratch.path / "tiny-llama"))
+    finally:
+        scratch.remove()
 
 
 def _measure(model: str, arguments: argparse.Namespace, console: Console) -> "TableProfile":

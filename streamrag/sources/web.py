@@ -4,9 +4,7 @@ import asyncio
 import importlib.util
 import inspect
 import re
-import shutil
 import ssl
-import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import TypeAlias
 
@@ -22,6 +20,7 @@ from streamrag.errors import (
     StreamRagError,
     UnreachableError,
 )
+from streamrag.scratch import ScratchFolder, remove_left_behind
 from streamrag.sources.addresses import parse_start_url
 from streamrag.sources.crawl import Crawl, CrawlOptions
 from streamrag.sources.workers import WorkerPool, WorkerStartError
@@ -33,6 +32,7 @@ StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable
 """Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""
 
 INSTALL = "pip install 'streamrag[crawl]'"
+SCRATCH = "crawl"
 
 
 class WebSource:
@@ -98,7 +98,7 @@ class WebSource:
         self._check_options()
         self._workers: WorkerPool | None = None
         self._ssl_context: ssl.SSLContext | None = None
-        self._scratch: str | None = None
+        self._scratch: ScratchFolder | None = None
 
     def _check_options(self) -> None:
         options = self._options
@@ -143,8 +143,9 @@ class WebSource:
         try:
             self._ssl_context = await asyncio.to_thread(httpcore.default_ssl_context)
             await asyncio.to_thread(anyio.run, anyio.sleep, 0)  # imports its backend: 25 ms that would stall a query
-            self._scratch = await asyncio.to_thread(tempfile.mkdtemp, prefix="streamrag-crawl-")
-            self._workers = self._new_pool(self._scratch)
+            await asyncio.to_thread(remove_left_behind, SCRATCH)
+            self._scratch = ScratchFolder(SCRATCH)
+            self._workers = self._new_pool(str(self._scratch.path))
             await self._workers.start()
         except BaseException as error:
             await self.aclose()
@@ -222,8 +223,8 @@ def _parse(urls: object) -> Iterable[str]:
     return list(dict.fromkeys(parse_start_url(url) for url in urls))
 
 
-async def _release(workers: WorkerPool | None, scratch: str | None) -> None:
+async def _release(workers: WorkerPool | None, scratch: ScratchFolder | None) -> None:
     if workers:
         await workers.aclose()
     if scratch:
-        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        await asyncio.to_thread(scratch.remove)
