@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,12 +27,17 @@ class ScratchFolder:
             owner = _create_and_lock(self.path / OWNER)
             if owner is not None:
                 break
-        self._owner = owner
+        self._remove = weakref.finalize(self, _remove, self.path, owner, os.getpid())
 
     def remove(self) -> None:
-        """Remove the folder and what is in it; what cannot be removed stays. Not a second time."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._owner)
+        """Remove the folder and what is in it; what cannot be removed stays. At the latest it is done at exit."""
+        self._remove()
+
+
+def _remove(path: Path, owner: int, process_id: int) -> None:
+    if os.getpid() == process_id:  # not in a fork
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(owner)
 
 
 def remove_left_behind(kind: str) -> None:

@@ -22,6 +22,7 @@ from streamrag.backends.vllm_params import for_stream, to_vllm
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
+from streamrag.tasks import run_regardless
 
 __all__ = ["VllmBackend"]
 
@@ -169,16 +170,17 @@ class VllmBackend:
         engine, self._engine = self._engine, None
         streams, self._streams = self._streams, None
         processes, self._processes = self._processes, None
-        if processes is None:
-            return
-        with anyio.CancelScope(shield=True):
-            if engine is not None:
-                if streams is not None:
-                    await streams.aclose()
-                if not engine.errored:
-                    await engine.abort(list(self._request_ids))
-                await processes.stop(engine)
-            await processes.aclose()
+        if processes is not None:
+            await run_regardless(self._close(engine, streams, processes), "vLLM backend closes")
+
+    async def _close(self, engine: Any, streams: TokenStreams | None, processes: EngineProcesses) -> None:
+        if engine is not None:
+            if streams is not None:
+                await streams.aclose()
+            if not engine.errored:
+                await engine.abort(list(self._request_ids))
+            await processes.stop(engine)
+        await processes.aclose()
 
     # ------------------------------------------------------------------------------------------------------- answering
 

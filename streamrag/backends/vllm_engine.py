@@ -31,6 +31,7 @@ from streamrag.errors import (
     UnsupportedVersionError,
 )
 from streamrag.scratch import ScratchFolder, remove_left_behind
+from streamrag.tasks import run_regardless
 
 __all__ = ["EngineProcesses", "check_can_start", "import_vllm"]
 
@@ -168,28 +169,31 @@ class EngineProcesses:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            with anyio.CancelScope(shield=True):
-                while not starting.done():
-                    await anyio.to_thread.run_sync(self._kill)
-                    await asyncio.wait([starting], timeout=0.5)
-                if not starting.exception():  # it was quicker
-                    await self.stop(starting.result())
+            await run_regardless(self._give_up(starting), "vLLM engine gives up its start")
             raise
+
+    async def _give_up(self, starting: "asyncio.Future[Any]") -> None:
+        while not starting.done():
+            await anyio.to_thread.run_sync(self._kill)
+            await asyncio.wait([starting], timeout=0.5)
+        if not starting.exception():  # it was quicker
+            await self.stop(starting.result())
 
     async def stop(self, engine: Any) -> None:
         """Stop a running AsyncLLM, whose requests have been aborted."""
+        await run_regardless(self._stop(engine), "vLLM engine stops")
+
+    async def _stop(self, engine: Any) -> None:
         resources = engine.engine_core.resources
         tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(lambda: engine.shutdown(timeout=SHUTDOWN_GRACE_S))
-            if tasks:
-                await asyncio.wait(tasks)
-            await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
+        await anyio.to_thread.run_sync(lambda: engine.shutdown(timeout=SHUTDOWN_GRACE_S))
+        if tasks:
+            await asyncio.wait(tasks)
+        await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
 
     async def aclose(self) -> None:
         """Remove what is left on disk; the log too, unless it was given a path."""
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._close)
+        await run_regardless(asyncio.to_thread(self._close), "vLLM engine cleans up")
 
     def why_dead(self, engine: Any) -> str:
         """The exit codes of this AsyncLLM's processes, and the reason that the log has."""

@@ -8,9 +8,11 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from rich.console import Console
+from rich.markup import escape
 
 from streamrag.backends.strategy import Strategy
 from streamrag.cli.source import add_source_arguments, make_source
+from streamrag.cli.steps import StepLines
 from streamrag.cli.view import print_sources, print_timings, watch
 from streamrag.core import Backend, SamplingParams
 from streamrag.errors import ConfigurationError
@@ -77,12 +79,18 @@ async def _ask(arguments: argparse.Namespace) -> None:
         options["max_context_tokens"] = arguments.max_context_tokens
     if arguments.deadline is not None:
         options["deadline_s"] = arguments.deadline
+    lines = StepLines(progress)
     with progress.status("starting") as status:
+
+        def show(line: str) -> None:
+            status.update(escape(line))
+            lines.show(line)
+
         pipeline = Pipeline(
             make_source(arguments),
             _make_backend(arguments),
             overlap=not arguments.no_overlap,
-            on_progress=lambda line: status.update(line),
+            on_progress=show,
         )
         await pipeline.start()
     try:

@@ -3,10 +3,8 @@
 import argparse
 import json
 import os
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,30 +48,15 @@ def _run_grid(arguments: argparse.Namespace) -> int:
     num_processes = arguments.processes or (_num_cores() if grid.clock == "virtual" else 1)
     start_s = time.monotonic()
     try:
-        with _ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
-            failed = _run_cells(todo, store, console, num_processes=num_processes, keep_steps=arguments.keep_steps)
+        failed = _run_cells(todo, store, console, num_processes=num_processes, keep_steps=arguments.keep_steps)
     except KeyboardInterrupt:
         num_done = sum(store.find(c, with_steps=arguments.keep_steps) is not None for c in cells)
-        print_line(
-            console,
-            f"streamrag: stopped. {num_done} of {len(cells)} cells are finished, in {store.folder}; "
-            "the same command goes on from there",
-        )
-        return 130
+        raise KeyboardInterrupt(
+            f"{num_done} of {len(cells)} cells are finished, in {store.folder}; the same command goes on from there"
+        ) from None
     print_line(console, f"{len(todo) - len(failed)} cells in {time.monotonic() - start_s:.1f} s")
     _publish(store, cells, slos, failed, arguments.json, console)
     return 1 if failed else 0
-
-
-@contextmanager
-def _ended_like_ctrl_c(*signals: signal.Signals) -> Iterator[None]:
-    """Their default would end this process and leave those of its cells behind."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run_cells(

@@ -16,6 +16,7 @@ from streamrag.bench.grid import describe_cell, describe_load, describe_qps, var
 from streamrag.bench.report_html import figure_text
 from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed, CellStarted
 from streamrag.bench.summary import PERCENTILES
+from streamrag.cli.steps import StepLines
 
 __all__ = ["CellsView", "print_comparison"]
 
@@ -28,7 +29,7 @@ LEGEND = (
 
 
 class CellsView:
-    """A bar for all cells, and one for each that runs. Where nobody watches, a line for each that is through."""
+    """A bar for all cells, and one for each that runs. Where nobody watches, lines of what starts and is through."""
 
     def __init__(self, num_cells: int, console: Console) -> None:
         self._console = console
@@ -46,6 +47,7 @@ class CellsView:
         self._all = self._progress.add_task("[bold]all cells", total=num_cells, count=f"0/{num_cells} cells")
         self._running: dict[CellSettings, TaskID] = {}
         self._shares: dict[CellSettings, float] = {}
+        self._lines: dict[CellSettings, StepLines] = {}
         self._errors: set[str] = set()
 
     def __enter__(self) -> "CellsView":
@@ -65,10 +67,13 @@ class CellsView:
             case CellStarted():
                 name = f"{variant_name(settings)}, {describe_qps(settings.qps)}, seed {settings.seed}"
                 self._running[settings] = self._progress.add_task(f"  {escape(name)}", total=None, count="starting")
+                self._lines[settings] = StepLines(self._console)
+                self._lines[settings].show(describe_cell(settings), "starting")
             case CellProgressed(_, num_done, num_total):
                 self._shares[settings] = num_done / num_total
                 count = f"{num_done:,}/{num_total:,} queries"
                 self._progress.update(self._running[settings], completed=num_done, total=num_total, count=count)
+                self._lines[settings].show(describe_cell(settings), count)
             case CellFinished():
                 self._through(settings)
                 if not self._console.is_terminal:
@@ -89,6 +94,7 @@ class CellsView:
     def _through(self, settings: CellSettings) -> None:
         self._num_through += 1
         self._shares.pop(settings, None)
+        self._lines.pop(settings)
         self._progress.remove_task(self._running.pop(settings))
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from streamrag.cli.steps import StepLines
+
 __all__ = ["add_parser"]
 
 MAX_PATHS = 5
@@ -38,8 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
     from streamrag.sources.index import build_index
 
     console = Console(stderr=True, highlight=False)
+    lines = StepLines(console)
     with Progress(
-        TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+        TextColumn("{task.description:12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
     ) as progress:
         tasks: dict[str, TaskID] = {}
 
@@ -47,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=num_total)
             progress.update(tasks[what], completed=num_done, total=num_total)
+            lines.show(what, f"{num_done:,} of {num_total:,}")
 
         summary = build_index(
             arguments.folder, arguments.out, embedder=arguments.embedder, force=arguments.force, on_progress=show

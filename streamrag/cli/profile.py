@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamrag.cli.steps import StepLines
 from streamrag.errors import ConfigurationError
 from streamrag.scratch import ScratchFolder, remove_left_behind
 
@@ -142,11 +143,13 @@ def _measure(model: str, arguments: argparse.Namespace, console: Console) -> "Ta
         transient=True,
         disable=not console.is_terminal,
     )
+    lines = StepLines(console)
     with bar:
         task = bar.add_task("", total=None)
 
         def show(what: str, num_done: int, num_total: int | None) -> None:
             bar.update(task, description=what, completed=num_done, total=num_total)
+            lines.show(what)
 
         named = {name: getattr(arguments, name) for name in NAMED}
         given = {name: value for name, value in named.items() if value is not None}

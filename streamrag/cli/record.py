@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from streamrag.cli.source import add_source_arguments, make_source
+from streamrag.cli.steps import StepLines
 from streamrag.cli.view import one_line
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError
@@ -127,10 +128,26 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
     is_new = not arguments.output.exists()
     recorder = TraceRecorder(arguments.output, text=arguments.text, provenance=provenance)
     began_s = time.monotonic()
+    lines = StepLines(console)
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task("starting", total=len(questions))
+
+        def show_step(line: str) -> None:
+            progress.update(task, description=escape(line))
+            lines.show(line)
+
+        def show_recorded(num_queries: int, num_events: int) -> None:
+            retrieving = f"retrieving, {num_events} chunk events"
+            progress.update(task, completed=num_queries, description=retrieving)
+            lines.show("retrieving", f"{num_queries} of {len(questions)} questions, {num_events} chunk events")
+
         failed = await record_queries(
             questions,
             source,
@@ -138,10 +155,8 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
             passage_counter(count),
             tokenizer=tokenizer,
             num_at_once=arguments.at_once,
-            progress=lambda line: progress.update(task, description=escape(line)),
-            on_recorded=lambda num_queries, num_events: progress.update(
-                task, completed=num_queries, description=f"retrieving, {num_events} chunk events"
-            ),
+            progress=show_step,
+            on_recorded=show_recorded,
         )
     if is_new and len(failed) == len(questions):
         arguments.output.unlink(missing_ok=True)  # nobody wants it, and the next attempt would be appended to it
