@@ -27,6 +27,7 @@ from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, digest, percentile
 from streamrag.cli.bench_view import CellsView
 from streamrag.engine.costs import StepProfile, load_profile
+from streamrag.files import write_whole
 
 PROFILES = ("h200-llama8b-tp2", "h200-llama8b-tp2-slow-host", "h200-llama8b-tp2-fast-host")
 SHARES = (1.0, 0.5, 0.25)
@@ -323,7 +324,7 @@ def main() -> None:
             "streaming": streaming,
             "pressure": pressure,
         }
-        arguments.json.write_text(json.dumps(made, indent=1) + "\n")
+        write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from streamrag import VectorSource, WebSource
 from streamrag.core import Source
+from streamrag.files import write_whole
 from streamrag.sources.index import build_index
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,7 +142,7 @@ def main() -> None:
             "num_cpus": os.cpu_count(),
         }
         command = "python bench/loop_stall.py --json FILE"
-        arguments.json.write_text(json.dumps({"command": command, "machine": machine, "rounds": rows}, indent=2))
+        write_whole(arguments.json, json.dumps({"command": command, "machine": machine, "rounds": rows}, indent=2))
 
 
 if __name__ == "__main__":

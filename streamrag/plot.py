@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from streamrag.errors import MissingDependencyError
+from streamrag.files import write_whole
 from streamrag.telemetry import Answered, ChunkArrived, ContextChanged, Event, PrefillProgressed, TokensGenerated
 
 __all__ = ["QueryRow", "draw_timeline", "prefill_spans"]
@@ -40,7 +42,10 @@ def prefill_spans(events: Sequence[Event]) -> list[tuple[float, float]]:
 def draw_timeline(path: Path, groups: Sequence[tuple[str, Sequence[QueryRow]]], *, title: str) -> None:
     """Write a picture with one row a query: retrieval with its chunks, prefill, decode; one panel a group.
 
-    Raises MissingDependencyError without matplotlib.
+    Its format is what the suffix of `path` says.
+
+    :raises MissingDependencyError: matplotlib is not installed.
+    :raises ConfigurationError: it cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -69,7 +74,9 @@ def draw_timeline(path: Path, groups: Sequence[tuple[str, Sequence[QueryRow]]], 
         Patch(color=DECODE, label="decode"),
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.savefig(path)
+    drawn = BytesIO()
+    figure.savefig(drawn, format=path.suffix.removeprefix(".") or "png")
+    write_whole(path, drawn.getvalue())
 
 
 def _draw_row(panel: Any, y: int, row: QueryRow) -> None:

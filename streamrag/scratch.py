@@ -27,6 +27,7 @@ class ScratchFolder:
             owner = _create_and_lock(self.path / OWNER)
             if owner is not None:
                 break
+        self._owner = owner
         self._remove = weakref.finalize(self, _remove, self.path, owner, os.getpid())
 
     def remove(self) -> None:

@@ -17,10 +17,13 @@ from streamrag import __version__
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.grid import GENERATED, variant_name, workload_name
 from streamrag.errors import ConfigurationError
+from streamrag.files import write_whole
 
 __all__ = ["CellStore", "cell_key", "read_cell"]
 
 FORMAT = "streamrag-cell/1"
+FINISHED = "[!.]*.json.gz"
+"""What is hidden is being written, or was when its process was killed."""
 
 
 def cell_key(settings: CellSettings) -> str:
@@ -91,7 +94,10 @@ class CellStore:
         return next((path for path in candidates if path.exists()), None)
 
     def write(self, result: CellResult) -> Path:
-        """Write a finished cell: the whole file, or nothing."""
+        """Write a finished cell: the whole file, or nothing.
+
+        :raises ConfigurationError: it cannot be written.
+        """
         self.cells.mkdir(parents=True, exist_ok=True)
         path = self.path(result.settings, with_steps=bool(result.steps))
         values = result.as_dict()
@@ -103,9 +109,7 @@ class CellStore:
         }
         # One JSON value, whose first line alone tells what it is about: results are large.
         text = f'{_compact(header)[:-1]},\n"result":{_compact(values)}}}\n'
-        unfinished = path.with_suffix(f".{os.getpid()}.part")
-        unfinished.write_bytes(gzip.compress(text.encode(), compresslevel=5, mtime=0))
-        os.replace(unfinished, path)
+        write_whole(path, gzip.compress(text.encode(), compresslevel=5, mtime=0))
         return path
 
     def read_all(self) -> Iterator[CellResult]:
@@ -114,7 +118,7 @@ class CellStore:
         :raises ConfigurationError: there is none, a file is broken, or virtual and wall time stand side by side.
         """
         newest: dict[CellSettings, Path] = {}
-        for path in sorted(self.cells.glob("*.json.gz"), key=lambda path: path.stat().st_mtime_ns):
+        for path in sorted(self.cells.glob(FINISHED), key=lambda path: path.stat().st_mtime_ns):
             newest[_read_settings(path)] = path
         if not newest:
             raise ConfigurationError(f"{self.folder} holds no results of cells; `streamrag bench simulate` makes some")
@@ -124,7 +128,7 @@ class CellStore:
 
     def check_clock(self, clock: str) -> None:
         """Refuse a clock that the folder's results do not have."""
-        self._check_clocks({clock, *(_read_settings(path).clock for path in self.cells.glob("*.json.gz"))})
+        self._check_clocks({clock, *(_read_settings(path).clock for path in self.cells.glob(FINISHED))})
 
     def _check_clocks(self, clocks: set[str]) -> None:
         if len(clocks) > 1:

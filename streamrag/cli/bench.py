@@ -22,6 +22,7 @@ from streamrag.bench.timeline import make_timeline
 from streamrag.cli.bench_options import add_parsers, grid_of
 from streamrag.cli.bench_view import CellsView, print_comparison, print_line
 from streamrag.errors import ConfigurationError
+from streamrag.files import write_whole
 
 __all__ = ["add_parser"]
 
@@ -109,7 +110,7 @@ def _wide_console() -> Console:
 
 def _write_report(store: CellStore, digests: Sequence[Digest], slos: Slos, failed: dict[str, str]) -> Path:
     path = store.folder / "report.html"
-    path.write_text(make_report(digests, slos=slos, failed=failed), encoding="utf-8")
+    write_whole(path, make_report(digests, slos=slos, failed=failed))
     return path
 
 
@@ -120,7 +121,7 @@ def _write_json(path: Path, digests: Sequence[Digest], slos: Slos, failed: dict[
         "failed": [{"cell": describe_cell(settings), "error": error} for settings, error in failed.items()],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -137,7 +138,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _timeline(arguments: argparse.Namespace) -> int:
     result = _kept_cell(arguments.source) if arguments.source else _fresh_cell(arguments)
     timeline = make_timeline(result)
-    arguments.output.write_text(json.dumps(timeline, separators=(",", ":"), ensure_ascii=False), encoding="utf-8")
+    write_whole(arguments.output, json.dumps(timeline, separators=(",", ":"), ensure_ascii=False))
     console = Console(stderr=True)
     print_line(console, f"{arguments.output}: {describe_cell(result.settings)}; open it at https://ui.perfetto.dev")
     return 0
@@ -146,7 +147,7 @@ def _timeline(arguments: argparse.Namespace) -> int:
 def _kept_cell(source: Path) -> CellResult:
     if not source.is_dir():
         return read_cell(source)
-    kept = sorted(source.glob("cells/*.steps.json.gz"))
+    kept = sorted(source.glob("cells/[!.]*.steps.json.gz"))
     if not kept:
         raise ConfigurationError(f"{source} holds no cell with its steps; run the benchmark with --keep-steps")
     if len(kept) > 1:

@@ -89,10 +89,8 @@ def _draw(plot: Path, arguments: argparse.Namespace, trace: "Trace", statistics:
         if arguments.plot:
             raise
         console.print(f"not drawn: {error}", markup=False, soft_wrap=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{plot} cannot be written: {error.strerror or error}; name another place with --plot, or use --no-plot"
-        ) from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}; name another place with --plot, or use --no-plot") from error
     else:
         console.print(f"drawn: {plot}", markup=False, soft_wrap=True)
 

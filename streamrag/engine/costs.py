@@ -20,6 +20,7 @@ from streamrag.engine.copies import CopyCosts, linear_copies
 from streamrag.engine.paper_profiles import is_paper_profile, read_paper_costs
 from streamrag.engine.parts import Part, context_pairs, own_pairs
 from streamrag.errors import ConfigurationError
+from streamrag.files import write_whole
 
 __all__ = [
     "DEFAULT_BUDGET",
@@ -248,9 +249,12 @@ def load_profile(name_or_path: str) -> StepProfile:
 
 
 def save_profile(profile: AnalyticProfile | TableProfile, path: Path) -> None:
-    """Write `profile` so that `load_profile` reads it."""
+    """Write `profile` so that `load_profile` reads it.
+
+    :raises ConfigurationError: it cannot be written.
+    """
     kind = "analytic" if isinstance(profile, AnalyticProfile) else "table"
-    path.write_text(json.dumps({"kind": kind, **asdict(profile)}, indent=2) + "\n")
+    write_whole(path, json.dumps({"kind": kind, **asdict(profile)}, indent=2) + "\n")
 
 
 def _read(path: str) -> dict[str, Any]:

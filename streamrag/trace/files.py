@@ -1,7 +1,6 @@
 """Bytes of a trace file: plain, gzip or zstd by suffix; a torn end is told from damage."""
 
 import gzip
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from streamrag.errors import MissingDependencyError, TraceError
+from streamrag.files import replacing
 
 __all__ = ["LineReader", "LineWriter", "replace_file"]
 
@@ -148,11 +148,6 @@ def replace_file(path: Path, lines: Iterable[bytes]) -> None:
 
     :raises OSError: it cannot be written.
     """
-    hidden = path.with_name(f".writing-{os.getpid()}-{path.name}")
-    try:
-        with LineWriter(hidden) as writer:
-            for line in lines:
-                writer.write(line)
-        os.replace(hidden, path)
-    finally:
-        hidden.unlink(missing_ok=True)
+    with replacing(path) as unfinished, LineWriter(unfinished) as writer:
+        for line in lines:
+            writer.write(line)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from math import log10
 from pathlib import Path
 from typing import Any
 
 from streamrag.errors import MissingDependencyError
+from streamrag.files import write_whole
 from streamrag.trace.statistics import Distribution, TraceStatistics
 from streamrag.trace.values import Trace
 
@@ -29,7 +31,8 @@ class _Panel:
 def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: str) -> None:
     """Write a PNG: one panel for each distribution that the trace has, and the events of its first queries.
 
-    Raises MissingDependencyError without matplotlib.
+    :raises MissingDependencyError: matplotlib is not installed.
+    :raises ConfigurationError: it cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -50,7 +53,9 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
         axes.tick_params(labelsize=8)
         axes.grid(color="#e4e4e4", linewidth=0.6)
         axes.set_axisbelow(True)
-    figure.savefig(path, format="png")
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png")
+    write_whole(path, drawn.getvalue())
 
 
 def _panels(statistics: TraceStatistics) -> Sequence[_Panel]:

@@ -1,5 +1,6 @@
 """A worker's handler that does whatever a test asks for."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -43,6 +44,8 @@ def handle(header: dict[str, Any], body: bytes) -> dict[str, Any]:
             while not Path(header["until"]).exists():
                 time.sleep(0.01)
             return {"pid": os.getpid()}
+        case "hold the interpreter":
+            ctypes.PyDLL(None).sleep(1000)
         case "print":
             print("{}" * 1000, flush=True)
             return {"pid": os.getpid()}

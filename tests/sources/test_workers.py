@@ -305,7 +305,8 @@ async def test_a_closed_pool_can_be_started_again() -> None:
     await pool.aclose()
 
 
-async def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [FOREVER, {"do": "hold the interpreter"}], ids=["Python", "C"])
+async def test_workers_end_when_their_parent_is_killed(tmp_path: Path, job: dict[str, Any]) -> None:
     begun = tmp_path / "begun"
     script = f"""
 import asyncio, sys
@@ -315,7 +316,7 @@ async def main():
     pool = WorkerPool("faulty_worker:make", {{}}, size=2, name="orphan")
     await pool.start()
     print(*pool.process_ids, flush=True)
-    await pool.run({ ({**FOREVER, "touch": str(begun)})!r})
+    await pool.run({ ({**job, "touch": str(begun)})!r})
 asyncio.run(main())
 """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
