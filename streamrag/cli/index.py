@@ -27,7 +27,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     build.add_argument("folder", type=Path, metavar="FOLDER")
     build.add_argument("--out", type=Path, required=True, metavar="INDEX", help="folder to make")
     build.add_argument(
-        "--embedder", default="all-MiniLM-L6-v2", metavar="NAME", help="sentence-transformers model (%(default)s)"
+        "--embedder",
+        default="all-MiniLM-L6-v2",
+        metavar="NAME",
+        help="sentence-transformers model; another than %(default)s must be named again wherever the index is used",
     )
     build.add_argument("--force", action="store_true", help="replace the index that is there")
     build.set_defaults(run=run)
