@@ -10,8 +10,10 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeVar
 
 from streamrag.errors import MissingDependencyError
 
@@ -22,12 +24,15 @@ __all__ = [
     "MAX_SMALL_FILE_BYTES",
     "DamagedError",
     "Unpacked",
+    "as_dataclass",
     "import_zstandard",
     "lines_of",
     "parse_json",
     "read_bytes",
     "without_lone_surrogates",
 ]
+
+T = TypeVar("T")
 
 MAX_FILE_BYTES = 1 << 30
 """Of a trace or a result, unpacked."""
@@ -67,13 +72,13 @@ class Unpacked:
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
-        self._path = path
+        self.path = path
         self._max_bytes = max_bytes
         self.is_torn = False
 
     def __iter__(self) -> Iterator[bytes]:
         num_bytes = 0
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             for block in self._blocks(file):
                 num_bytes += len(block)
                 if num_bytes > self._max_bytes:
@@ -81,7 +86,7 @@ class Unpacked:
                 yield block
 
     def _blocks(self, file: IO[bytes]) -> Iterator[bytes]:
-        match self._path.suffix.lower():
+        match self.path.suffix.lower():
             case ".gz":  # by hand: the gzip module keeps back what it has of a member that is cut off
                 return self._decode(file, lambda: zlib.decompressobj(wbits=31), _inflate, zlib.error)
             case ".zst":
@@ -89,7 +94,7 @@ class Unpacked:
                 new = zstandard.ZstdDecompressor
                 return self._decode(file, lambda: new().decompressobj(), _unzstd, zstandard.ZstdError)
             case suffix if suffix in COMPRESSED_OTHERWISE:
-                raise ValueError(f"{suffix} is not read: unpack it, or compress it with gzip (.gz) or zstd (.zst)")
+                raise ValueError(f"{suffix} is not read: unpack it, or pack it with gzip (.gz) or zstd (.zst)")
             case _:
                 return iter(lambda: file.read(READ_BYTES), b"")
 
@@ -191,6 +196,33 @@ def parse_json(text: bytes | str) -> Any:
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise ValueError("it is nested too deeply")
     return _mended(value) if _SURROGATE.search(text) else value
+
+
+def as_dataclass(kind: type[T], values: Any) -> T:
+    """A `kind` of these plain values, each of the type that its field says; what it does not know is an error.
+
+    :raises ValueError: they are something else; the message names the field.
+    """
+    from pydantic import ValidationError
+
+    unknown = values.keys() - {each.name for each in fields(kind)} if isinstance(values, dict) else ()  # type: ignore[arg-type]
+    if unknown:
+        raise ValueError(f"it has {sorted(unknown)[0][:40]!r}, which is not known")
+    try:
+        made: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
+        return made
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")  # of a check of our own
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(str(cause) if cause else f"{where}: {first['msg'].lower()}") from error
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def _whole(digits: str) -> int:

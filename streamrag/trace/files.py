@@ -10,11 +10,11 @@ from typing import Any, Self
 from streamrag.errors import MissingDependencyError, TraceError
 from streamrag.reading import COMPRESSED_OTHERWISE, DamagedError, Unpacked, import_zstandard, lines_of
 
-__all__ = ["LineReader", "LineWriter", "replace_file"]
+__all__ = ["LineReader", "LineWriter", "numbered_lines_of", "replace_file"]
 
 MAX_LINES = 2_000_000
 """Of a trace: in memory, a line takes some hundreds of bytes beside its texts."""
-REMEDY = "make several traces of it, or leave out its texts (--text hash)"
+REMEDY = "make several files of it"
 
 
 class LineWriter:
@@ -95,27 +95,44 @@ class LineReader:
 
     def __iter__(self) -> Iterator[bytes]:
         unpacked = Unpacked(self._path)
-        num_lines = 0
-        try:
-            for line in lines_of(iter(unpacked)):
-                if not line.endswith(b"\n"):
-                    self.is_torn = True
-                    break
-                num_lines += 1
-                if num_lines > MAX_LINES:
-                    raise ValueError(f"it has more than {MAX_LINES:,} lines")
+        for line in _lines_of(unpacked):
+            if line.endswith(b"\n"):
                 yield line[:-1]
-        except OSError as error:
-            raise TraceError(f"{self._path} cannot be read: {error.strerror or error}") from error
-        except DamagedError as error:
-            raise TraceError(
-                f"{self._path} is damaged after line {num_lines}: its compressed data cannot be decoded ({error})"
-            ) from error
-        except MissingDependencyError:
-            raise
-        except ValueError as error:
-            raise TraceError(f"{self._path}, after line {num_lines}: {error}; {REMEDY}") from error
+            else:
+                self.is_torn = True
         self.is_torn |= unpacked.is_torn
+
+
+def numbered_lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that another program made, with their newlines, from number 1.
+
+    :raises TraceError: when read: the file cannot be read, is damaged or cut off, or has more than a trace may have.
+    :raises MissingDependencyError: when read: zstandard is not installed.
+    """
+    unpacked = Unpacked(path)
+    yield from enumerate(_lines_of(unpacked), start=1)
+    if unpacked.is_torn:
+        raise TraceError(f"{path} is damaged: its compressed data ends too early")
+
+
+def _lines_of(unpacked: Unpacked) -> Iterator[bytes]:
+    path, num_lines = unpacked.path, 0
+    try:
+        for line in lines_of(iter(unpacked)):
+            num_lines += line.endswith(b"\n")
+            if num_lines > MAX_LINES:
+                raise ValueError(f"it has more than {MAX_LINES:,} lines")
+            yield line
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+    except DamagedError as error:
+        raise TraceError(
+            f"{path} is damaged after line {num_lines}: its compressed data cannot be decoded ({error})"
+        ) from error
+    except MissingDependencyError:
+        raise
+    except ValueError as error:
+        raise TraceError(f"{path}, after line {num_lines}: {error}; {REMEDY}") from error
 
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:

@@ -332,7 +332,7 @@ async def test_the_default_embedder_is_known_by_name_and_never_downloaded(
 async def test_a_line_that_is_no_passage_is_corrupt(index: Path, line: str) -> None:
     (index / "passages.jsonl").write_text(20 * f"{line}\n")
     resign(index)
-    with pytest.raises(SourceError, match="index .* is damaged: .* a line that is no passage"):
+    with pytest.raises(SourceError, match=r"index .* is damaged: .* a line that is no passage"):
         async with started(index) as source:
             await updates(source, QUERIES[0])
 
