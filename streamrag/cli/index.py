@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from streamrag.cli.output import Output
 
 __all__ = ["add_parser"]
 
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Build the index with a progress bar on stderr."""
     from streamrag.sources.index import build_index
 
-    console = Console(stderr=True, highlight=False)
+    console = Output(stderr=True)
     with Progress(
         TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
     ) as progress:
@@ -56,12 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     console.print(
         f"{arguments.out}: {summary.num_passages} passages of {summary.num_documents} documents, "
-        f"{summary.dimension} dimensions, {summary.size_bytes / 2**20:.1f} MiB, in {summary.duration_s:.1f} s"
+        f"{summary.dimension} dimensions, {summary.size_bytes / 2**20:.1f} MiB, in {summary.duration_s:.1f} s",
+        soft_wrap=True,
     )
     by_reason: dict[str, list[str]] = {}
     for path, reason in summary.skipped:
         by_reason.setdefault(reason, []).append(str(path))
     for reason, paths in sorted(by_reason.items()):
         more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
-        console.print(f"  skipped, {reason}: {', '.join(paths[:MAX_PATHS])}{more}", markup=False, soft_wrap=True)
+        console.print(f"  skipped, {reason}: {', '.join(paths[:MAX_PATHS])}{more}", soft_wrap=True)
     return 0
