@@ -8,6 +8,7 @@ from typing import Any
 
 from streamrag.errors import MissingDependencyError
 from streamrag.files import write_whole
+from streamrag.showing import for_picture
 from streamrag.telemetry import Answered, ChunkArrived, ContextChanged, Event, PrefillProgressed, TokensGenerated
 
 __all__ = ["QueryRow", "draw_timeline", "prefill_spans"]
@@ -54,13 +55,13 @@ def draw_timeline(path: Path, groups: Sequence[tuple[str, Sequence[QueryRow]]], 
         raise MissingDependencyError("matplotlib", "pip install 'streamrag[plot]'") from None
     heights = [len(rows) for _, rows in groups]
     figure = Figure(figsize=(11, 1.6 + 0.34 * sum(heights) + 0.75 * len(groups)), layout="constrained", dpi=120)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=13, fontweight="bold")
     panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     for panel, (name, rows) in zip(panels[:, 0], groups, strict=True):
-        panel.set_title(name, loc="left", fontsize=10)
+        panel.set_title(for_picture(name), loc="left", fontsize=10)
         for y, row in enumerate(rows):
             _draw_row(panel, y, row)
-        panel.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
+        panel.set_yticks(range(len(rows)), [for_picture(row.label) for row in rows], fontsize=8)
         panel.set_ylim(len(rows) - 0.4, -0.6)
         panel.spines[["top", "right", "left"]].set_visible(False)
         panel.tick_params(axis="y", length=0)

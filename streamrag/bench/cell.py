@@ -160,24 +160,3 @@ class CellResult:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "CellResult":
-        """The result that `as_dict` made."""
-        requests = tuple(
-            RequestResult(**{**r, "record": RequestRecord.from_dict(r["record"]) if r["record"] else None})
-            for r in values["requests"]
-        )
-        steps = tuple(StepResult(**{**s, "parts": tuple(StepPart(**p) for p in s["parts"])}) for s in values["steps"])
-        copies = tuple(CopyResult(**c) for c in values["copies"])
-        settings, totals = CellSettings(**values["settings"]), values.get("copy_totals")
-        return cls(
-            **{
-                **values,
-                "settings": settings,
-                "requests": requests,
-                "steps": steps,
-                "copies": copies,
-                "copy_totals": totals and CopyTotals(**totals),
-            }
-        )

@@ -10,6 +10,7 @@ from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import DEFAULT_BUDGET, StepProfile, recompute_s
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
+from streamrag.showing import for_picture
 
 __all__ = ["crossing", "draw_profile", "most_tokens", "step_budget"]
 
@@ -71,7 +72,7 @@ def draw_profile(path: Path, profile: StepProfile) -> None:
     panel.grid(color="#e4e4e4", linewidth=0.6)
     panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
     panel.yaxis.set_major_formatter(lambda seconds, _: f"{seconds:g}")
-    figure.suptitle(profile.name, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.suptitle(for_picture(profile.name), x=0.01, ha="left", fontsize=11, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=110)

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,12 +17,15 @@ from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.grid import GENERATED, variant_name, workload_name
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
+from streamrag.reading import Unpacked, as_dataclass, lines_of, parse_json, read_bytes
 
 __all__ = ["CellStore", "cell_key", "read_cell"]
 
 FORMAT = "streamrag-cell/1"
 FINISHED = "[!.]*.json.gz"
 """What is hidden is being written, or was when its process was killed."""
+MAX_CELL_BYTES = 512 << 20
+"""Unpacked."""
 
 
 def cell_key(settings: CellSettings) -> str:
@@ -142,9 +144,11 @@ def _compact(values: Any) -> str:
 
 
 def _read_settings(path: Path) -> CellSettings:
-    with _explained(path), gzip.open(path, "rt", encoding="utf-8") as lines:
-        header = json.loads(lines.readline().rstrip().removesuffix(",") + "}")
-        return CellSettings(**header["settings"])
+    with _explained(path):
+        header = parse_json(
+            next(lines_of(iter(Unpacked(path, MAX_CELL_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
+        )
+        return as_dataclass(CellSettings, header["settings"])
 
 
 def read_cell(path: Path) -> CellResult:
@@ -153,10 +157,12 @@ def read_cell(path: Path) -> CellResult:
     :raises ConfigurationError: there is no such file, or it is something else.
     """
     with _explained(path):
-        values = json.loads(gzip.decompress(path.read_bytes()))
+        values = parse_json(read_bytes(path, MAX_CELL_BYTES))
         if values["format"] != FORMAT:
-            raise ConfigurationError(f"{path} has the format {values['format']!r}; this streamrag reads {FORMAT!r}")
-        return CellResult.from_dict(values["result"])
+            raise ConfigurationError(
+                f"{path} has the format {str(values['format'])[:40]!r}; this streamrag reads {FORMAT!r}"
+            )
+        return as_dataclass(CellResult, values["result"])
 
 
 @contextmanager
@@ -165,6 +171,6 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
-    except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         remedy = "remove it, and run the benchmark again"
         raise ConfigurationError(f"{path} is not the result of a cell ({error!r}); {remedy}") from error

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
+from streamrag.showing import shown
+
 __all__ = ["main"]
 
 
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _end(last_words: str, status: int) -> NoReturn:
     """End the program without waiting for threads that nothing can stop, as while vLLM is imported: 20 s."""
     with suppress(OSError):  # the reader of the pipe may be gone
-        print(last_words, file=sys.stderr)
+        print(shown(last_words), file=sys.stderr)
         sys.stdout.flush()
     atexit._run_exitfuncs()
     os._exit(status)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.compare import compare
 from streamrag.bench.grid import describe_cell, workload_name
@@ -21,8 +19,10 @@ from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
 from streamrag.bench.timeline import make_timeline
 from streamrag.cli.bench_options import add_parsers, grid_of
 from streamrag.cli.bench_view import CellsView, print_comparison, print_line
+from streamrag.cli.output import Output
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
+from streamrag.showing import json_text
 
 __all__ = ["add_parser"]
 
@@ -37,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _run_grid(arguments: argparse.Namespace) -> int:
-    console = Console(stderr=True, highlight=False)
+    console = Output(stderr=True)
     grid, slos = grid_of(arguments), parse_slos(arguments.slo)
     require_matplotlib()  # now rather than after hours
     store = CellStore(arguments.output or Path("bench-results") / f"{arguments.verb}-{workload_name(grid.workload)}")
@@ -61,7 +61,7 @@ def _run_grid(arguments: argparse.Namespace) -> int:
 
 
 def _run_cells(
-    cells: Sequence[CellSettings], store: CellStore, console: Console, *, num_processes: int, keep_steps: bool
+    cells: Sequence[CellSettings], store: CellStore, console: Output, *, num_processes: int, keep_steps: bool
 ) -> dict[CellSettings, str]:
     """The cells that failed, and why."""
     failed = {}
@@ -87,7 +87,7 @@ def _publish(
     slos: Slos,
     failed: dict[CellSettings, str],
     json_path: Path | None,
-    console: Console,
+    console: Output,
 ) -> None:
     """The report of all cells in the folder; the table and the JSON of those that were asked for."""
     digests = {} if len(failed) == len(cells) else {result.settings: digest(result) for result in store.read_all()}
@@ -102,10 +102,10 @@ def _publish(
     print_line(console, f"report: {_write_report(store, list(digests.values()), slos, named)}")
 
 
-def _wide_console() -> Console:
+def _wide_console() -> Output:
     """The standard output, as wide as the table wants to be where it is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
+    console = Output()
+    return console if console.is_terminal else Output(width=TABLE_WIDTH)
 
 
 def _write_report(store: CellStore, digests: Sequence[Digest], slos: Slos, failed: dict[str, str]) -> Path:
@@ -121,7 +121,7 @@ def _write_json(path: Path, digests: Sequence[Digest], slos: Slos, failed: dict[
         "failed": [{"cell": describe_cell(settings), "error": error} for settings, error in failed.items()],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    write_whole(path, json_text(values) + "\n")
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -131,7 +131,7 @@ def _report(arguments: argparse.Namespace) -> int:
         _write_json(arguments.json, digests, slos, {})
     for comparison in compare(digests):
         print_comparison(comparison, _wide_console())
-    print_line(Console(stderr=True), f"report: {_write_report(store, digests, slos, {})}")
+    print_line(Output(stderr=True), f"report: {_write_report(store, digests, slos, {})}")
     return 0
 
 
@@ -139,7 +139,7 @@ def _timeline(arguments: argparse.Namespace) -> int:
     result = _kept_cell(arguments.source) if arguments.source else _fresh_cell(arguments)
     timeline = make_timeline(result)
     write_whole(arguments.output, json.dumps(timeline, separators=(",", ":"), ensure_ascii=False))
-    console = Console(stderr=True)
+    console = Output(stderr=True)
     print_line(console, f"{arguments.output}: {describe_cell(result.settings)}; open it at https://ui.perfetto.dev")
     return 0
 
@@ -160,7 +160,7 @@ def _fresh_cell(arguments: argparse.Namespace) -> CellResult:
     cells = grid_of(arguments).cells()
     if len(cells) != 1:
         raise ConfigurationError(f"a timeline is of one cell, and these options name {len(cells)}")
-    console = Console(stderr=True, highlight=False)
+    console = Output(stderr=True)
     with CellsView(1, console) as view:
         view.show(CellStarted(cells[0]))
         return run_cell(

@@ -3,11 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.markup import escape
-
 from streamrag import __version__
 from streamrag.cli import ask, bench, index, profile, record, trace
+from streamrag.cli.output import Output, markup
 from streamrag.errors import StreamRagError
 
 __all__ = ["run"]
@@ -32,7 +30,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.run(arguments)
     except StreamRagError as error:
-        line = f"[red]streamrag: {type(error).__name__}:[/] {escape(str(error))}"
-        Console(stderr=True, highlight=False).print(line, soft_wrap=True)  # a wrapped path cannot be copied
+        line = markup(f"[red]streamrag: {type(error).__name__}:[/] {{}}", error)
+        Output(stderr=True).print(line, soft_wrap=True)  # a wrapped path cannot be copied
         return 1
     return status

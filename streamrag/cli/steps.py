@@ -1,7 +1,6 @@
 """Progress where nobody watches a bar: lines in a file or a pipe."""
 
-from rich.console import Console
-
+from streamrag.cli.output import Output
 from streamrag.clock import Clock, monotonic
 
 __all__ = ["StepLines"]
@@ -12,7 +11,7 @@ EVERY_S = 10.0
 class StepLines:
     """A line for each step and, while it lasts, one every ten seconds at most. Nothing on a terminal."""
 
-    def __init__(self, console: Console, clock: Clock = monotonic) -> None:
+    def __init__(self, console: Output, clock: Clock = monotonic) -> None:
         self._console = console
         self._clock = clock
         self._last: tuple[str, float] | None = None
@@ -25,4 +24,4 @@ class StepLines:
         if self._last is None or self._last[0] != step or now_s - self._last[1] >= EVERY_S:
             self._last = step, now_s
             text = f"{step}, {count}" if count else step
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(text, soft_wrap=True)

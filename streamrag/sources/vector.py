@@ -10,7 +10,7 @@ from typing import Any
 
 from streamrag.core import Chunk, Hint, Progress, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, WorkerError
-from streamrag.sources.embedder import EmbedderPlace, find_embedder
+from streamrag.sources.embedder import EmbedderPlace, embedder_of_index, find_embedder
 from streamrag.sources.index_folder import Manifest, check_index, corrupt, explain
 from streamrag.sources.search import MAX_BEAM_WIDTH, require_diskann
 from streamrag.sources.workers import WorkerJobError, WorkerPool, WorkerTimeoutError
@@ -44,8 +44,8 @@ class VectorSource:
     beam_width: nodes of the graph that DiskANN reads at once.
     num_workers: processes that embed and search, for all queries. Each holds the embedder (0.6 GB of memory with
         all-MiniLM-L6-v2), the compressed vectors, and 8 bytes for each passage; this process holds none of it.
-    embedder: loads the index's embedder from elsewhere, for an index that was moved here. A name or path of a
-        sentence-transformers model, or `module:function`. By default what the index was made with.
+    embedder: what the index was made with, if that is not the default: a name or path of a sentence-transformers model,
+        or `module:function`. It is imported or loaded, so it is never taken from the index.
 
     :raises ConfigurationError: a value that cannot work.
     """
@@ -82,7 +82,8 @@ class VectorSource:
         :raises MissingDependencyError: DiskANN or the embedder's package is not installed.
         :raises IndexMissingError: there is no index.
         :raises IndexCorruptError: the index is damaged.
-        :raises IndexMismatchError: it was made with another embedder or dimension, or another version of streamrag.
+        :raises IndexMismatchError: it was made with another embedder or dimension, or another version of streamrag; or
+            with an embedder that must be named.
         :raises ConfigurationError: the embedder cannot be loaded.
         :raises WorkerError: a worker cannot start.
         """
@@ -106,7 +107,9 @@ class VectorSource:
     def _check(self) -> tuple[Manifest, str, EmbedderPlace]:
         manifest, manifest_sha256 = check_index(self._folder)
         require_diskann()
-        return manifest, manifest_sha256, find_embedder(self._embedder or manifest.embedder)
+        named = self._embedder
+        place = find_embedder(named) if named is not None else embedder_of_index(self._folder, manifest.embedder)
+        return manifest, manifest_sha256, place
 
     def _new_pool(self, manifest: Manifest, manifest_sha256: str, place: EmbedderPlace) -> WorkerPool:
         options = {

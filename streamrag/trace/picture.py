@@ -9,6 +9,7 @@ from typing import Any
 
 from streamrag.errors import MissingDependencyError
 from streamrag.files import write_whole
+from streamrag.showing import for_picture
 from streamrag.trace.statistics import Distribution, TraceStatistics
 from streamrag.trace.values import Trace
 
@@ -45,7 +46,7 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
     draw.insert(0, lambda axes: _draw_arrivals(axes, trace, statistics))
     num_rows = (len(draw) + 2) // 3
     figure = Figure(figsize=(13, 3.1 * num_rows + 0.6), layout="constrained", dpi=110)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=13, fontweight="bold")
     for number, draw_panel in enumerate(draw, start=1):
         axes = figure.add_subplot(num_rows, 3, number)
         draw_panel(axes)

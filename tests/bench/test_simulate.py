@@ -18,6 +18,7 @@ from streamrag.bench.timeline import make_timeline
 from streamrag.bench.workload import NUM_TAIL_TOKENS
 from streamrag.engine.costs import load_profile, save_profile
 from streamrag.errors import ConfigurationError
+from streamrag.reading import as_dataclass
 from streamrag.trace.values import Trace, TracedQuery
 
 H200 = load_profile("h200-llama8b-tp2")
@@ -214,7 +215,7 @@ def test_stock_sessions_that_stand_still_are_reported_as_far_as_they_came() -> N
 
 def test_a_result_can_be_written_and_read() -> None:
     result = run_cell(settings(arm="streaming", kv_tokens=None), trace=APPENDS, keep_steps=True)
-    assert CellResult.from_dict(json.loads(json.dumps(result.as_dict()))) == result
+    assert as_dataclass(CellResult, json.loads(json.dumps(result.as_dict()))) == result
     assert result.provenance["kv_tokens"] == H200.kv_tokens
     assert result.provenance["simulated_s_per_wall_s"] > 0
 
