@@ -49,14 +49,22 @@ class Running:
     def spawned(self) -> list[Any]:
         """The processes of the engine so far, its first one first."""
         self.family = self._psutil.Process(self.process.pid).children(recursive=True)
-        return [each for each in self.family if SPAWNED.search(command(each))]
+        commands = {each.pid: command(each) for each in self.family}
+        # What has its parent's command is a fork that will become another program, such as `lscpu`.
+        return [
+            each
+            for each in self.family
+            if SPAWNED.search(commands[each.pid]) and commands[each.pid] != commands.get(parent(each))
+        ]
 
-    def until(self, condition: Callable[[], Any]) -> None:
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """What the condition is, once it is true."""
         until_s = time.monotonic() + PATIENCE_S
-        while not condition():
+        while not (met := condition()):
             assert time.monotonic() < until_s
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.01)
+        return met
 
     def all_ended(self) -> None:
         """Of all that were there when `spawned` was called last, within the time that is promised."""
@@ -70,6 +78,14 @@ class Running:
             return bool(process.is_running() and process.status() != self._psutil.STATUS_ZOMBIE)
         except self._psutil.NoSuchProcess:
             return False
+
+
+def parent(process: Any) -> int | None:
+    psutil = importlib.import_module("psutil")
+    try:
+        return int(process.ppid())
+    except psutil.Error:
+        return None
 
 
 def command(process: Any) -> str:
@@ -137,7 +153,7 @@ def test_a_killed_program_takes_its_engine_with_it_and_the_next_one_cleans_up(
     (left,) = engine_folders(temporary)
 
     with running([*program, "streaming"], temporary) as second:
-        second.until(lambda: len(second.spawned()) == 1)  # only just forked: nothing of vLLM is imported yet
+        second.until(second.spawned)  # only just forked: nothing of vLLM is imported yet
         assert left not in engine_folders(temporary)
         assert len(engine_folders(temporary)) == 1
         second.process.kill()
@@ -149,8 +165,7 @@ def test_an_engine_core_that_is_killed_while_it_starts_takes_its_worker_with_it(
     program: list[str], temporary: Path
 ) -> None:
     with running([*program, "streaming"], temporary) as started:
-        started.until(lambda: len(started.spawned()) == 2)
-        core, worker = started.spawned()
+        core, worker = started.until(lambda: (found := started.spawned())[1:] and found)
         assert worker.ppid() == core.pid
         core.kill()
         _, written = started.process.communicate(timeout=PATIENCE_S)
