@@ -2,13 +2,14 @@
 
 Its output goes nowhere: packages that greet whoever imports them would break the progress bar to pieces. It ends with
 the program, at once: by itself it would do so when the imports are over, and then take a second to tear them down.
+Which process that is stands in the environment.
 """
 
 import os
 
 from streamrag.orphans import end_with_parent
 
-end_with_parent(None)
+end_with_parent(int(os.environ["STREAMRAG_PARENT"]))
 _nowhere = os.open(os.devnull, os.O_WRONLY)
 os.dup2(_nowhere, 1)
 os.dup2(_nowhere, 2)

@@ -25,6 +25,7 @@ MIN_GAP_S = 0.1
 """Between two reports of progress of one cell."""
 PATIENCE_S = 10.0
 """How long an interrupted cell has to end by itself; a real engine frees its memory and its own processes."""
+PARENT = "STREAMRAG_PARENT"
 FINISHED = ()
 """The last message of a process whose cell has its result."""
 
@@ -150,9 +151,11 @@ def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Runni
     process = context.Process(target=_work, args=(settings, store.folder, keep_steps, log, theirs))
     # The process inherits the mask, and takes it off when it can end in good order.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.environ[PARENT] = str(os.getpid())  # for the server that the first simulated cell starts
     try:
         process.start()
     finally:
+        del os.environ[PARENT]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()  # so that the end of the process ends the pipe
     return _Running(settings, process, ours, log)

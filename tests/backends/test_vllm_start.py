@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from streamrag.backends import vllm
 from streamrag.backends.strategy import Strategy, scheduler_args
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import AnswerChunk, Prompt, SamplingParams
@@ -178,6 +180,26 @@ async def until(condition: Callable[[], Any], within_s: float = 60) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - other processes set no event
             await asyncio.sleep(0.02)
+
+
+async def test_cancelling_again_while_a_failed_start_cleans_up_leaves_nothing(
+    tiny_model: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_importing, go = threading.Event(), threading.Event()
+
+    def import_slowly() -> None:
+        is_importing.set()
+        go.wait()
+
+    monkeypatch.setattr(vllm, "import_vllm", import_slowly)
+    start = asyncio.create_task(VllmBackend(tiny_model).start(ignore))
+    await until(is_importing.is_set)
+    for _ in range(3):
+        start.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait([start])
+    go.set()
+    assert start.cancelled()
 
 
 @pytest.mark.engine
