@@ -252,10 +252,7 @@ class TokenStream:
 
     async def _next_output(self) -> Any:
         with vllm_errors_translated(self._why_dead):
-            output = self._outputs.get_nowait()
-            if output is None and self._engine.errored:
-                raise EngineDeadError(self._why_dead())
-            return output or await self._outputs.get()
+            return self._outputs.get_nowait() or await self._outputs.get()
 
     def _event(self, output: Any) -> Prefilled | StreamedTokens | None:
         (part,) = output.outputs
