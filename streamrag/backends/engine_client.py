@@ -20,8 +20,8 @@ from streamrag.backends.engine_facts import EngineFacts, engine_facts
 from streamrag.backends.strategy import scheduler_args
 from streamrag.backends.token_streams import StreamedTokens, TokenStream, TokenStreams, record_of
 from streamrag.backends.tokenizer import local_model_path
+from streamrag.backends.vllm_calls import ask_engine, request_outputs
 from streamrag.backends.vllm_engine import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
-from streamrag.backends.vllm_errors import vllm_errors_translated
 from streamrag.core import Hint, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.records import RequestRecord
@@ -144,7 +144,7 @@ class EngineClient:
         return bool(self._engine.vllm_config.scheduler_config.async_scheduling)
 
     async def reset_prefix_cache(self) -> None:
-        await self._engine.reset_prefix_cache()
+        await ask_engine(self._engine, self._engine.reset_prefix_cache(), self._why_dead)
 
     async def generate(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
@@ -199,10 +199,10 @@ class EngineClient:
         """vLLM's RequestOutputs."""
         self._num_requests += 1
         request_id = f"{query_id}#{self._num_requests}"
-        with vllm_errors_translated(self._why_dead):
-            async with aclosing(self._engine.generate(prompt, _params(num_output_tokens), request_id)) as outputs:
-                async for output in outputs:
-                    yield output
+        params = _params(num_output_tokens)
+        async with aclosing(request_outputs(self._engine, prompt, params, request_id, self._why_dead)) as outputs:
+            async for output in outputs:
+                yield output
 
     def _note(self, query_id: str, record: RequestRecord | None) -> None:
         if record is not None:
