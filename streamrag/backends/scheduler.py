@@ -89,6 +89,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         try:
             return super().schedule(throttle_prefills)
         finally:
+            self.kv_memory.end_step()
             self.running.extend(running)
             self.waiting.extend(waiting)
             self.num_waiting_for_streaming_input = 0
@@ -326,10 +327,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                 assert isinstance(request, StreamRequest)
                 if self.kv_memory.num_blocks(request):
                     self._evict(request)
-        if self.host_memory is not None:
-            self.host_memory.forget()
         self._num_free_when_stuck = None  # who finds nothing in the cache needs fewer blocks to start
-        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        try:
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        finally:
+            # Last, whether vLLM resets its connector or not: those that ran have only now given up what they held.
+            if self.host_memory is not None:
+                self.host_memory.forget()
 
     @staticmethod
     def _holds_kv_blocks(request: Request) -> bool:

@@ -43,6 +43,8 @@ class StreamRequest(Request):
     """Tokens that the step for which it was admitted last loads from host memory."""
     num_written_blocks: int
     """Leading blocks that are in host memory, or were: written through."""
+    released_blocks: set[int]
+    """Device blocks that it had to give up and wants back; some may hold something else by now."""
     was_evicted: bool
     """Whether it has lost KV to others."""
     comparison: Comparison | None
@@ -75,6 +77,7 @@ class StreamRequest(Request):
         request.num_chunks, request.num_acknowledged = 1, 0
         request.step_limit = request.num_visible_tokens = None
         request.num_loaded_tokens = request.num_written_blocks = 0
+        request.released_blocks = set()
         request.was_evicted = False
         request.comparison = None
         request.view = None
