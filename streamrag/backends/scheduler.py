@@ -103,6 +103,10 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             return super().has_requests()
         return self.kv_cache_manager.block_pool.get_num_free_blocks() != self._num_free_when_stuck
 
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._num_free_when_stuck = None  # only a plan says who is stuck, and while paused there is none
+        super().set_pause_state(pause_state)
+
     def add_request(self, request: Request) -> None:
         self._num_free_when_stuck = None
         super().add_request(request)
