@@ -173,10 +173,14 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         return sorted(held, key=lambda view: self.forecast.expected_s(view, self._step_s))
 
     def _is_held_up(self, request: Request) -> bool:
-        """Whether vLLM itself would skip it: a grammar, or output in flight from before it was preempted."""
-        return self._is_blocked_waiting_status(request.status) or (
-            request.num_stale_output_tokens > 0 and not request.drop_stale_output
-        )
+        """Whether vLLM itself would skip it: a grammar, or output in flight from before it was preempted.
+
+        vLLM looks whether a grammar is ready when its turn comes, which may be never behind what was granted.
+        """
+        if not self._handle_blocked_waiting_request(request):
+            return True
+        self.deferred_waiting.discard(request)
+        return request.num_stale_output_tokens > 0 and not request.drop_stale_output
 
     def _set_aside(self, step: _Step) -> tuple[list[Request], list[Request]]:
         """Leave in the queues what may run, in the plan's order. Returns what was taken out, running and waiting."""
@@ -196,7 +200,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                     request.num_visible_tokens = num_present + grant.num_tokens
         aside = [self.requests[view.request_id] for view in step.order if view.request_id not in granted]
         rest = [r for r in aside if r.status == RequestStatus.RUNNING]
-        waiting = [r for r in aside if r.status != RequestStatus.RUNNING]
+        waiting = step.held_up + [r for r in aside if r.status != RequestStatus.RUNNING]
         self.running = running
         num_wanted = len(running) + len(starting) + len(rest) - self.max_num_active_reqs
         for request in self._beyond_slots(rest, num_wanted):
@@ -204,7 +208,6 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             waiting.append(request)
         self.waiting.clear()
         self.waiting.extend(starting)
-        self.waiting.extend(step.held_up)
         # vLLM counts these as sequences that hold a slot without being in `running`, which is what they are here.
         self.num_waiting_for_streaming_input = len(rest)
         return rest, waiting
