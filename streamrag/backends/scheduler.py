@@ -241,6 +241,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                 if self.host_memory is not None:
                     self.host_memory.computes(request)
         self._prefills_in_flight.append(prefills)
+        self._counts_in_flight.append(scheduler_output.num_scheduled_tokens)
         self._started_s.append(self._step_s)
         super()._update_after_schedule(scheduler_output)
         for request in partial:
