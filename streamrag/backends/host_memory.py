@@ -239,8 +239,9 @@ class HostMemory:
         self._unwritten.pop(request.request_id, None)
         # Another request may come to have the same id, and would be taken for the one that has lost them.
         for block_id in request.released_blocks:
-            if block_id in self._released and self._released[block_id].request_id == request.request_id:
-                del self._released[block_id]
+            released = self._released.get(block_id)
+            if released is not None and released.request_id == request.request_id:
+                self._released.pop(block_id)
 
     def _saves(self, step: "SchedulerOutput", losers: Counter[str]) -> Iterator[tuple[int, int]]:
         """Of the released blocks that are overwritten in this step, those that somebody wants back. Counts for whom."""
