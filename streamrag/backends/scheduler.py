@@ -24,7 +24,7 @@ from streamrag.backends.host_memory import Suspects
 from streamrag.backends.kv_memory import KvMemory
 from streamrag.backends.prompts import release_kv
 from streamrag.backends.stream_intake import StreamIntakeMixin
-from streamrag.backends.stream_request import StreamRequest
+from streamrag.backends.stream_request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.support import SchedulerOptions, check_supported, check_version
 from streamrag.backends.swap_costs import swap_choice
 from streamrag.engine import Fate, Limits, Pace, Plan, RequestView, make_policy, plan
@@ -85,6 +85,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
         for eviction in step.plan.evictions:
             self._evict(self._request(eviction.request))
+        for view in step.plan.waiting:
+            self._waits_for_memory(self._request(view))
         running, waiting = self._set_aside(step)
         try:
             return super().schedule(throttle_prefills)
@@ -148,7 +150,9 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         # Who is alone on the engine keeps nobody waiting.
         num_partial_tokens = self.pace.num_partial_tokens if self.is_lean and len(self.requests) > 1 else None
         can_evict, num_kept_free = self.options.can_partial_evict, self._num_kept_free
-        limits = Limits(num_tokens, num_seqs, can_evict, len(decoding), num_partial_tokens, num_kept_free)
+        limits = Limits(
+            num_tokens, num_seqs, can_evict, len(decoding), num_partial_tokens, num_kept_free, self.current_step
+        )
         order = policy.order(views, self._step_s)
         made = plan(order, self._idle_views, limits, self.kv_memory, self._fate)
         policy.admitted([g.request for g in made.grants if not g.request.is_running])
@@ -213,7 +217,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         return rest, waiting
 
     def _beyond_slots(self, rest: list[Request], num_wanted: int) -> list[Request]:
-        """Of the running requests that get nothing in this step, the last `num_wanted`. They keep their KV.
+        """Of the running requests that get nothing in this step, the last `num_wanted`. Most keep their KV.
 
         One that has shown a token keeps its slot as well: as a waiting request it would lose its output.
         """
@@ -221,6 +225,10 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             return []
         leaving = [r for r in reversed(rest) if not r.has_output][:num_wanted]
         for request in leaving:
+            if has_prompt_logprobs(request):
+                # With the slot the second model runner forgets those that it has: it must begin again.
+                self._preempt_request(request, time.monotonic())
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
             self.reset_preempted_req_ids.add(request.request_id)
             request.status = RequestStatus.WAITING
             request.view = None

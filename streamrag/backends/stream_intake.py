@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from streamrag.backends.host_memory import HostMemory, host_memory_of
 from streamrag.backends.prompts import drop_output_in_flight, replace_prompt
 from streamrag.backends.record_file import RecordFile
-from streamrag.backends.stream_request import StreamRequest
+from streamrag.backends.stream_request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.wire import KEY, ChunkMessage, EndOfInput, MalformedChunkError, decode
 from streamrag.engine.forecast import ChunkForecast
 from streamrag.records import ChunkRecord
@@ -195,9 +195,7 @@ class StreamIntakeMixin(_Base):
             "structured output": request.use_structured_output,
             "multimodal input": request.has_encoder_inputs,
             "prompt embeddings": request.prompt_embeds is not None,
-            "log-probabilities of the prompt": bool(
-                request.sampling_params and request.sampling_params.prompt_logprobs is not None
-            ),
+            "log-probabilities of the prompt": has_prompt_logprobs(request),
         }
         found = [name for name, is_used in unsupported.items() if is_used]
         return f"a streamed prompt does not work with {', '.join(found)}" if found else None
@@ -210,12 +208,19 @@ class StreamIntakeMixin(_Base):
 
     # ------------------------------------------------------------------------------------------------- what goes out
 
-    def _acknowledge(self, stream: StreamRequest, num_chunks: int) -> None:
+    def _acknowledge(self, stream: StreamRequest, num_chunks: int, *, is_waiting: bool = False) -> None:
         """Send the client the finishes that it expects for its first `num_chunks` chunks."""
         for index in range(stream.num_acknowledged, num_chunks):
-            params = {KEY: {"chunk": index, "num_computed": stream.num_computed_tokens}}
-            self._send(stream, FinishReason.STOP, params)
+            ours: dict[str, Any] = {"chunk": index, "num_computed": stream.num_computed_tokens}
+            if is_waiting:
+                ours["is_waiting"] = True
+            self._send(stream, FinishReason.STOP, {KEY: ours})
         stream.num_acknowledged = num_chunks
+
+    def _waits_for_memory(self, stream: StreamRequest) -> None:
+        """For how long is not known: a client that sends its next chunk only after this one must not wait for that."""
+        if stream.num_in_flight_tokens <= stream.num_stale_output_tokens:
+            self._acknowledge(stream, num_chunks=stream.num_chunks, is_waiting=True)
 
     def _fail(self, stream: StreamRequest, problem: str) -> None:
         self.finish_requests(stream.request_id, RequestStatus.FINISHED_ERROR)

@@ -9,12 +9,18 @@ from streamrag.engine import RequestView
 from streamrag.engine.swapping import Comparison
 from streamrag.records import Outcome, RequestRecord
 
-__all__ = ["StreamRequest"]
+__all__ = ["StreamRequest", "has_prompt_logprobs"]
 
 OUTCOMES: dict[RequestStatus, Outcome] = {
     RequestStatus.FINISHED_ABORTED: "aborted",
     RequestStatus.FINISHED_ERROR: "failed",
 }
+
+
+def has_prompt_logprobs(request: Request) -> bool:
+    """Whether log-probabilities are asked for of the prompt, which the model runner collects step by step."""
+    params = request.sampling_params
+    return params is not None and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
 
 
 class StreamRequest(Request):
