@@ -39,9 +39,11 @@ class KvMemory:
         self.num_free_blocks = 0
 
     def start_step(self) -> None:
-        """Forget what was true for the last step."""
-        self._hits.clear()
         self.num_free_blocks = self._manager.block_pool.get_num_free_blocks()
+
+    def end_step(self) -> None:
+        """Forget what was true for this step only."""
+        self._hits.clear()
 
     def num_blocks(self, request: StreamRequest) -> int:
         """Blocks held."""
