@@ -76,7 +76,9 @@ class HuggingFaceTokenizer:
         text = _without_lone_surrogates(text)
         if self._fast:
             tokenizer = self._fast if allow_special else self._plain
-            return list(tokenizer.encode(text, add_special_tokens=False).ids)
+            # Of a batch, even of one, because `encode` keeps the interpreter from all other threads meanwhile.
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            return list(encoding.ids)
         ids = self._whole.encode(text, add_special_tokens=False, split_special_tokens=not allow_special)
         return list(ids)
 

@@ -66,6 +66,8 @@ class Server:
         self.handlers: list[Handler] = []
         self.models: Any = MODELS
         self.num_connections = 0
+        self.send_models: Handler = lambda request: request.send_json(self.models)
+        self.tokenize: Handler = lambda request: request.send_json({"detail": "Not Found"}, status=404)
 
     async def __aenter__(self) -> "Server":
         self._server = await asyncio.start_server(self._serve, "127.0.0.1")
@@ -86,7 +88,9 @@ class Server:
                 method, path, _ = first.split(" ")
                 request = Request(method, path, headers, json.loads(body or b"{}"), writer, reader)
                 if path == "/v1/models":
-                    await request.send_json(self.models)
+                    await self.send_models(request)
+                elif path == "/tokenize":
+                    await self.tokenize(request)
                 else:
                     self.requests.append(request)
                     await self.handlers.pop(0)(request)
@@ -423,7 +427,7 @@ async def test_a_server_that_falls_silent_is_given_up(server: Server, begins: bo
     server.handlers = [hang]
     backend = OpenAIBackend(server.url, "tiny", timeout_s=0.1)
     await backend.start(lambda line: None)
-    with pytest.raises(ServerError, match=r"has sent nothing for 0\.1 s"):
+    with pytest.raises(ServerError, match=r"has sent nothing, or nothing whole, for 0\.1 s"):
         await collect(backend, prompt("Why?"))
     async with asyncio.timeout(5):
         await gone.wait()
