@@ -11,7 +11,8 @@ seen. The shapes are wider than any list of models, and catch `List<T>` and `<di
   `[INST]`, `[TOOL_CALLS]`, `[gMASK]`, `[|user|]`, `[control_8]`, `[@BOS@]`;
 - `]~b]`, `]!d~[`, `[e~[` (MiniMax), `>>QUESTION<<` (Falcon), `|||NAME|||` (OLMo).
 
-What is still open at the end of a text counts as closed, so that the next text cannot close it. Tokenizers that fold
+What is still open at the end of a text counts as closed, so that the next text cannot close it, and a text that ends in
+one of these characters gets a space at its end. Tokenizers that fold
 compatibility characters read `＜` and `［` as `<` and `[`; so does this.
 """
 
