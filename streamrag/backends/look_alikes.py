@@ -26,9 +26,8 @@ __all__ = ["TextTokenizer", "break_look_alikes"]
 # Not `\s`, which has control characters that some tokenizers drop.
 _SPACE = " \\t\\n\\r\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _LESS, _GREATER, _BAR = "<＜﹤", ">＞﹥", "|｜￨"
-_OPEN, _CLOSE = "[［", "]］"
-_DROPPED = "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufe00-\ufe0f\ufeff]*"
-"""Characters that some tokenizers drop before they look."""
+_DROPPED = rf"[^\x20-\x7e{_SPACE}{_LESS}{_GREATER}{_BAR}［］]*"
+"""What some tokenizers drop before they look: control and format characters, accents. Here, all but ASCII."""
 
 # Each begins with one character and looks ahead over what cannot hold that character again, so that all are linear.
 _IN_ANGLES = rf"[^{_SPACE}{_LESS}{_GREATER}]*"

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrag.backends.look_alikes import TextTokenizer, break_look_alikes
@@ -35,7 +35,22 @@ ALL = list(dict.fromkeys(token for _, token in EACH))
 
 HOSTILE = st.lists(
     st.one_of(
-        st.sampled_from([*ALL, *"<>[]|/~!_@ \n\tａ｜＜＞［］", "\u200b", "\u00ad", "\x1c", "IN", "im_end", "s", "..."]),
+        st.sampled_from(
+            [
+                *ALL,
+                *"<>[]|/~!_@ \n\tａ｜＜＞［］",
+                "\u200b",
+                "\u00ad",
+                "\u2066",
+                "\ufff9",
+                "\u0301",
+                "\x1c",
+                "IN",
+                "im_end",
+                "s",
+                "...",
+            ]
+        ),
         st.text(max_size=3),
     ),
     max_size=12,
@@ -57,18 +72,19 @@ def with_added_tokens(tiny_model: Path, folder: Path, normalizer: object = None)
     return HuggingFaceTokenizer(folder)
 
 
-@pytest.fixture(scope="module", params=["as it is", "folded"])
+@pytest.fixture(scope="module", params=["as it is", "folded", "lower case"])
 def tokenizer(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> HuggingFaceTokenizer:
     from tokenizers import Regex, normalizers
 
-    folding = normalizers.Sequence(
-        [normalizers.NFKC(), normalizers.Replace(Regex("[\\x00-\\x08\\x0e-\\x1f\u00ad\u200b]"), "")]
-    )
-    return with_added_tokens(
-        tiny_model, tmp_path_factory.mktemp("tokenizers") / "made", folding if request.param == "folded" else None
-    )
+    invisible = Regex("[\\x00-\\x08\\x0e-\\x1f\u00ad\u200b]")
+    normalizer = {
+        "as it is": None,
+        "folded": normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(invisible, "")]),
+        "lower case": normalizers.BertNormalizer(),  # drops all control and format characters, and accents
+    }[request.param]
+    return with_added_tokens(tiny_model, tmp_path_factory.mktemp("tokenizers") / "made", normalizer)
 
 
 @pytest.mark.parametrize(("family", "token"), EACH)
@@ -90,6 +106,7 @@ def test_nothing_is_broken_twice(text: str) -> None:
 
 
 @given(texts=st.lists(HOSTILE, max_size=4))
+@settings(max_examples=300, deadline=None)
 def test_a_server_with_any_familys_tokens_finds_none_in_broken_text(
     tokenizer: HuggingFaceTokenizer, texts: list[str]
 ) -> None:
