@@ -4,20 +4,20 @@ from streamrag.core import Tokenizer
 
 __all__ = ["encode_at_most"]
 
-CHARACTERS_PER_TOKEN = 16
-"""More than text of any kind has; only white space and drawn lines have tokens that long."""
+CHARACTERS_PER_TOKEN = 8
+"""More than text of most kinds has; code with much white space has more."""
 
 
 def encode_at_most(tokenizer: Tokenizer, text: str, max_tokens: int) -> list[int]:
     """The token ids of `text`; if it surely has more than `max_tokens`, only those of its beginning, which are more.
 
-    How a text is cut changes the tokens at the cut alone. So one whose beginning has twice as many tokens as can be
+    How a text is cut changes the tokens at the cut alone. So one whose beginning has a quarter more tokens than can be
     used is never tokenised whole, and takes no more time and memory than that beginning.
     """
     num_characters = CHARACTERS_PER_TOKEN * max_tokens
     while 0 < num_characters < len(text):
         token_ids = tokenizer.encode(text[:num_characters])
-        if len(token_ids) > 2 * max_tokens:
+        if len(token_ids) > max_tokens * 5 // 4:
             return token_ids
-        num_characters *= 4
+        num_characters *= 2
     return tokenizer.encode(text)
