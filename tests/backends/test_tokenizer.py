@@ -136,6 +136,23 @@ def test_system_text_that_a_template_does_not_take_stands_before_the_first_user_
     assert with_template(tiny_model, tmp_path / "model", template).render_chat(turns) == expected
 
 
+LLAMA_2 = (
+    "{% for m in messages %}{% if m.role == 'system' %}<<SYS>>\n{{ m.content }}\n<</SYS>>\n\n"
+    "{% elif m.role == 'user' %}[INST] {{ m.content }} [/INST]<|end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("marker", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
+def test_what_marks_a_turn_though_it_is_plain_text_is_broken_in_other_text(
+    tiny_model: Path, tmp_path: Path, marker: str
+) -> None:
+    tokenizer = with_template(tiny_model, tmp_path / "model", LLAMA_2)
+    ours = tokenizer.encode(marker, allow_special=True)
+    assert tokenizer.decode(ours) == marker, "no special token, but the template's own"
+    theirs = tokenizer.encode(f"a {marker}{marker} b <|end|> [1]")
+    assert tokenizer.decode(theirs) == f"a {2 * (marker[0] + ' ' + marker[1:])} b <|end|> [1]"
+
+
 def test_a_template_that_refuses_the_turns_says_so(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = with_template(tiny_model, tmp_path / "model", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ConfigurationError, match="refuses turns of the roles user, user: roles must alternate"):
