@@ -125,6 +125,7 @@ class OpenAIBackend:
 
     async def _make_tokenizer(self, server: Server) -> Tokenizer:
         """The one that counts and encodes; sets `_takes_ids`."""
+        self._takes_ids, self._optional = False, {}
         given: Tokenizer | None
         if isinstance(self._given_tokenizer, str | os.PathLike):
             given = await anyio.to_thread.run_sync(HuggingFaceTokenizer, self._given_tokenizer)
@@ -227,7 +228,8 @@ class OpenAIBackend:
         )
         async with aclosing(events):
             async for event in events:
-                for choice in objects(event.get("choices")):
+                choice = next(objects(event.get("choices")), None)  # one answer was asked for
+                if choice is not None:
                     chunk = answer_chunk(choice, server=self._url)
                     is_finished = chunk.finish_reason is not None
                     yield chunk

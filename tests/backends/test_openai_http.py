@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from openai_server import MODELS, PARAMS, Handler, Request, Server, chunk, collect, prompt, reply, stream
+from openai_server import MODELS, PARAMS, Handler, Request, Server, chunk, collect, echo, prompt, reply, stream
 
 from streamrag import Pipeline
 from streamrag.backends.openai import OpenAIBackend
@@ -211,16 +211,24 @@ async def test_an_answer_that_drips_is_given_up(server: Server, hasty: OpenAIBac
     await sender.until_client_left()
 
 
-@pytest.mark.parametrize("phase", ["headers", "tokens", "comments", "warming"])
+@pytest.mark.parametrize("phase", ["tokenizing", "headers", "tokens", "comments", "warming"])
 async def test_no_server_outlasts_the_querys_deadline(server: Server, phase: str) -> None:
     senders: dict[str, Sender] = {
         "headers": Sender(b"HTTP/1.1 200 OK\r\nX-Slow: ", b"x", pace_s=0.02),
         "tokens": Sender(SSE_HEAD, b"data: " + json.dumps(chunk("x")).encode() + b"\n\n", pace_s=0.02),
         "comments": Sender(SSE_HEAD, b": still here\n\n", pace_s=0.02),
         "warming": Sender(JSON_HEAD, b" ", pace_s=0.02),
+        "tokenizing": Sender(JSON_HEAD, b" ", pace_s=0.02),
     }
     sender = senders[phase]
     server.handlers = [sender] * 2
+    if phase == "tokenizing":
+        answers = [reply({"tokens": [5]})] * 3  # to what is asked at the start
+
+        async def tokenize(request: Request) -> None:
+            await (answers.pop() if answers else sender)(request)
+
+        server.tokenize, server.handlers = tokenize, [echo()]
     steps: list[Any] = []
     if phase == "warming":
         steps = [Append(Chunk("text", "a")), 60.0]
@@ -229,7 +237,9 @@ async def test_no_server_outlasts_the_querys_deadline(server: Server, phase: str
         with pytest.raises(DeadlineExceededError):
             async for _ in pipeline.stream("Why?", deadline_s=1.0, params=SamplingParams(max_tokens=100)):
                 pass
-        await sender.until_client_left()
+        if phase != "tokenizing":  # which is a thread's request, and ends with the backend
+            await sender.until_client_left()
+    await sender.until_client_left()
 
 
 # ---------------------------------------------------------------------------------------------------------- what it is
@@ -290,6 +300,11 @@ async def test_a_field_of_another_type_is_an_error(
     server.handlers = [stream({"choices": [choice]}, chunk("", "stop"), "[DONE]")]
     with pytest.raises(ServerError, match=message):
         await collect(backend, prompt("Why?"))
+
+
+async def test_of_an_event_with_many_answers_the_first_is_read(server: Server, backend: OpenAIBackend) -> None:
+    server.handlers = [stream({"choices": [{"text": "4"}, *[{"text": "x"}] * 100_000]}, chunk("2", "stop"), "[DONE]")]
+    assert await collect(backend, prompt("Why?")) == [AnswerChunk("4", ()), AnswerChunk("2", (), "stop")]
 
 
 async def test_null_is_an_empty_text_and_half_a_character_is_replaced(server: Server, backend: OpenAIBackend) -> None:
