@@ -253,6 +253,8 @@ class ModelInfo:
     """Most tokens of prompt and answer together."""
     is_exact: bool = True
     """Whether the tokens that are sent are the tokens that the model sees."""
+    breaks_look_alikes: bool = False
+    """Whether look-alikes of special tokens in text are broken by a space, because a server tokenises that text."""
 
 
 class Source(Protocol):

@@ -53,6 +53,9 @@ __all__ = ["Query", "QueryOptions", "QueryRun"]
 
 T = TypeVar("T")
 
+MAX_QUERY_CHARACTERS = 100_000
+"""A query is embedded and searched for, besides being tokenised: a document is none."""
+
 
 class _Phase(Enum):
     """What a query is doing, and what to do about it when it does that for too long."""
@@ -81,6 +84,11 @@ class Query:
     def __post_init__(self) -> None:
         if not self.text.strip():
             raise ConfigurationError("the query is empty: ask something")
+        if len(self.text) > MAX_QUERY_CHARACTERS:
+            raise ConfigurationError(
+                f"the query has {len(self.text):,} characters, and {MAX_QUERY_CHARACTERS:,} is the most: "
+                "a long text to ask about belongs into the history or the source"
+            )
         if self.deadline_s is not None and self.deadline_s <= 0:
             raise ConfigurationError(f"deadline_s={self.deadline_s!r} must be positive, or None to wait for ever")
         if self.max_context_tokens is not None and self.max_context_tokens < 0:
@@ -303,6 +311,7 @@ class QueryRun:
             submitted_s=self._submitted_s,
             timings=timings,
             record=chunks[-1].record,
+            breaks_look_alikes=self._backend.model.breaks_look_alikes,
         )
 
     def _now(self) -> float:

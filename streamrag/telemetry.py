@@ -178,6 +178,9 @@ class Answer:
     timings: Timings
     record: RequestRecord | None = None
     """What the engine did with the request, from engines that tell."""
+    breaks_look_alikes: bool = False
+    """Whether look-alikes of special tokens were broken by a space, because a server tokenised the text. Otherwise the
+    model saw them as they are, as text; in neither case as special tokens."""
 
     @property
     def has_context(self) -> bool:

@@ -412,6 +412,7 @@ def test_values_that_cannot_work_are_named(options: dict[str, object], message: 
     ("query", "options", "message"),
     [
         ("  ", {}, "the query is empty"),
+        ("why " * 25_001, {}, "the query has 100,004 characters, and 100,000 is the most"),
         ("Why?", {"deadline_s": 0}, "deadline_s=0"),
         ("Why?", {"max_context_tokens": -1}, "max_context_tokens=-1"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 
 from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
 from streamrag.errors import ConfigurationError, PromptTooLongError
+from streamrag.modes.bounds import encode_at_most
 
 __all__ = ["AssembledPrompt", "PromptAssembler", "PromptTemplate"]
 
@@ -94,6 +95,7 @@ class PromptAssembler:
         history: Sequence[Turn] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._template = template
         self._passages: dict[tuple[int, Chunk], list[int]] = {}
         self._previous: tuple[int, ...] = ()
@@ -103,8 +105,9 @@ class PromptAssembler:
         room = max_model_len - num_fixed - max_tokens
         if room < 0:
             raise PromptTooLongError(
-                f"system text, history and question take {num_fixed} tokens, and max_tokens={max_tokens} of answer do "
-                f"not fit beside them into the model's length of {max_model_len}: shorten them, or lower max_tokens"
+                f"system text, history and question take at least {num_fixed} tokens, and max_tokens={max_tokens} of "
+                f"answer do not fit beside them into the model's length of {max_model_len}: shorten them, or lower "
+                "max_tokens"
             )
         self.max_context_tokens = room if max_context_tokens is None else min(max_context_tokens, room)
 
@@ -138,8 +141,12 @@ class PromptAssembler:
     def _encode_passage(self, number: int, chunk: Chunk) -> list[int]:
         key = (number, chunk)
         if key not in self._passages:
-            self._passages[key] = self._tokenizer.encode(self._template.format_passage(number, chunk))
+            self._passages[key] = self._encode(self._template.format_passage(number, chunk))
         return self._passages[key]
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids of a text that is not the chat template's; of one that cannot fit, those of its beginning."""
+        return encode_at_most(self._tokenizer, text, self._max_model_len)
 
     def _split(self, question: str, history: Sequence[Turn]) -> tuple[list[int], list[int]]:
         """Token ids before and after the context.
@@ -163,7 +170,9 @@ class PromptAssembler:
         head: list[int] = []
         for template_text, text in zip(pieces[::2], (*texts, self._template.before_context), strict=False):
             head += self._tokenizer.encode(template_text, allow_special=True)
-            head += self._tokenizer.encode(text)
-        tail = self._tokenizer.encode(self._template.after_context.format(question=question))
+            head += self._encode(text)
+            if len(head) > self._max_model_len:
+                break  # no need to know by how much
+        tail = self._encode(self._template.after_context.format(question=question))
         tail += self._tokenizer.encode(pieces[-1], allow_special=True)
         return head, tail

@@ -140,7 +140,7 @@ def test_numbers_are_those_of_the_citations_when_something_is_left_out() -> None
 
 
 def test_a_question_that_does_not_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(PromptTooLongError, match=r"take \d+ tokens, and max_tokens=10 .* length of 100"):
+    with pytest.raises(PromptTooLongError, match=r"take at least \d+ tokens, and max_tokens=10 .* length of 100"):
         PromptAssembler(CodePointTokenizer(), PromptTemplate(), "x" * 100, max_model_len=100, max_tokens=10)
 
 
