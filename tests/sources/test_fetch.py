@@ -16,6 +16,7 @@ from website import Website
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources import addresses
 from streamrag.sources.fetch import Fetcher, FetchLimits, Page, UnusablePageError
+from streamrag.sources.threads import Threads
 
 CONTEXT = ssl.create_default_context()
 
@@ -32,9 +33,11 @@ async def site() -> AsyncIterator[Website]:
 async def fetching(
     *, resolved: dict[str, Sequence[str]] | None = None, context: ssl.SSLContext | None = None, **limits: Any
 ) -> AsyncIterator[Fetcher]:
+    threads = Threads(2, "resolve")
+
     async def resolve(host: str, port: int) -> Sequence[str]:
         if resolved is None:
-            return await addresses.resolve(host, port)
+            return await addresses.resolve(host, port, threads=threads)
         if host not in resolved:
             raise socket.gaierror("Name or service not known")
         return resolved[host]
