@@ -6,12 +6,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import anyio
-
 from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
+from streamrag.sources.threads import Threads
 
 __all__ = ["RetrieverSource"]
+
+MAX_CALLS = 32
+"""At the same time. Further queries wait: a retriever that hangs takes no threads but these."""
 
 WANTED = "passages: str, Chunk, (text, source), or objects with page_content and metadata"
 
@@ -34,6 +36,7 @@ class RetrieverSource:
             raise ConfigurationError(f"RetrieverSource: {retrieve!r} cannot be called; give a function of the query")
         self._retrieve = retrieve
         self._name = _name_of(retrieve)
+        self._calls = Threads(MAX_CALLS, f"retrieve {self._name}")
         call = getattr(retrieve, "__call__", None)  # noqa: B004 - an object's method may be async where it is not
         self._is_async = inspect.iscoroutinefunction(retrieve) or inspect.iscoroutinefunction(call)
 
@@ -55,7 +58,7 @@ class RetrieverSource:
         if self._is_async:
             found = await self._retrieve(query)
         else:
-            found = await anyio.to_thread.run_sync(partial(self._call, query), abandon_on_cancel=True)
+            found = await self._calls.run(partial(self._call, query))
             if inspect.isawaitable(found):
                 found = await found
         return self._listed(found)

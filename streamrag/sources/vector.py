@@ -8,12 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from streamrag.core import Chunk, Hint, Progress, SourceEvent, Update
+from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, WorkerError
 from streamrag.sources.embedder import EmbedderPlace, embedder_of_index, find_embedder
 from streamrag.sources.index_folder import Manifest, check_index, corrupt, explain
 from streamrag.sources.search import MAX_BEAM_WIDTH, require_diskann
-from streamrag.sources.workers import WorkerJobError, WorkerPool, WorkerTimeoutError
+from streamrag.sources.workers import Share, WorkerJobError, WorkerPool, WorkerTimeoutError
 
 __all__ = ["VectorSource"]
 
@@ -146,7 +146,7 @@ class VectorSource:
             await opened.workers.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """An `Update` for each stage that changes what is best.
+        """An `Update` for each stage that changes what is best; a `CutShort` if a later stage takes too long.
 
         :raises ConfigurationError: the source is not started.
         :raises WorkerError: a worker died; the next query has another.
@@ -157,6 +157,7 @@ class VectorSource:
         manifest, workers = self._opened.manifest, self._opened.workers
         stages = tuple(_stages(self._ladder, manifest.num_passages))
         best: list[int] = []
+        share = Share()
         # One job a stage: the stages of other queries come in between.
         for num_left, complexity in zip(reversed(range(len(stages))), stages, strict=True):
             job = {
@@ -167,16 +168,24 @@ class VectorSource:
                 "beam_width": self._beam_width,
             }
             try:
-                found = await self._run(workers, job)
+                found = await self._run(workers, job, share)
+            except WorkerTimeoutError:
+                if not best:
+                    raise
+                num_done = len(stages) - num_left - 1
+                yield CutShort(
+                    f"the search took longer than {JOB_TIMEOUT_S:g} s after {num_done} of {len(stages)} stages"
+                )
+                return
             except ConfigurationError as error:  # what was found to be wrong with the index, or with the embedder
                 raise SourceError(str(error)) from error
             if found["ids"] != best:
                 best = found["ids"]
                 yield Update(tuple(_chunks(found)), Hint(num_chunks=num_left))
 
-    async def _run(self, workers: WorkerPool, job: Mapping[str, Any]) -> dict[str, Any]:
+    async def _run(self, workers: WorkerPool, job: Mapping[str, Any], share: Share | None = None) -> dict[str, Any]:
         try:
-            return await workers.run(job, timeout_s=JOB_TIMEOUT_S)
+            return await workers.run(job, timeout_s=JOB_TIMEOUT_S, share=share)
         except WorkerJobError as error:
             raise explain(error, f"searching the index {self._folder} failed") from error
 

@@ -20,6 +20,10 @@ LENGTHS = struct.Struct(">II")
 
 MAX_MESSAGE_CHARS = 2000
 
+OUT_OF_MEMORY = 83
+"""Exit code of a worker whose handler gives up a job that takes more memory than it may. Over its CPU time, a handler
+lets itself be killed by SIGPROF."""
+
 Handler: TypeAlias = Callable[[dict[str, Any], bytes], dict[str, Any]]
 """Answers one job: (header, body) to header."""
 

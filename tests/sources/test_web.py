@@ -452,9 +452,9 @@ async def test_what_a_worker_answers_is_checked_like_what_a_page_says(site: Webs
     class TakenOver:
         num_busy = 0
 
-        async def run(self, job: dict[str, Any], body: bytes, *, timeout_s: float) -> dict[str, Any]:
+        async def run(self, job: dict[str, Any], body: bytes, **_: Any) -> dict[str, Any]:
             links = ["file:///etc/passwd", "raw:x", "//x", "", "http://me:secret@127.0.0.1/", site.url("/a") + "#b"]
-            return {"url": job["url"], "title": "", "num_passages": 0, "passages": [], "links": links}
+            return {"url": job["url"], "title": "", "num_passages": 0, "passages": [], "links": links, "is_cut": False}
 
     site.add("/", text("Emperor"))
     source = new(same_host=False)
