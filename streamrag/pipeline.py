@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
 import anyio
 
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable
+from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable, part_name
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
 from streamrag.modes import PromptTemplate, UpdateMode
@@ -208,6 +208,10 @@ class Pipeline:
 class _Borrowed:
     def __init__(self, part: object) -> None:
         self._part = part
+
+    @property
+    def name(self) -> str:
+        return part_name(self._part)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("start", "aclose"):

@@ -24,6 +24,7 @@ from streamrag.core import (
     SourceEvent,
     Turn,
     Update,
+    part_name,
 )
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler, PromptTemplate
@@ -170,7 +171,7 @@ class QueryRun:
                 chunks.append(event)
                 await self._emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
         if not chunks or chunks[-1].finish_reason is None:
-            raise BackendError(f"{type(self._backend).__name__} ended without finishing its answer")
+            raise BackendError(f"{part_name(self._backend)} ended without finishing its answer")
         total_s = self._now()
         first_token_s = total_s if first_token_s is None else first_token_s
         timings = Timings(
@@ -214,7 +215,7 @@ class QueryRun:
                 if query.overlap:
                     step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=False))
                     await self._report(step, assembler.max_context_tokens)
-                    yield replace(step.prompt, hint=event.hint, source=type(self._source).__name__)
+                    yield replace(step.prompt, hint=event.hint, source=part_name(self._source))
         self._retrieval_s = self._now()
         step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=True))
         await self._report(step, assembler.max_context_tokens)
@@ -239,7 +240,7 @@ class QueryRun:
         except StreamRagError:
             raise
         except Exception as error:  # a source is anybody's code; whatever it raises is a failed retrieval
-            failure = SourceError(f"{type(self._source).__name__} failed: {type(error).__name__}: {error}")
+            failure = SourceError(f"{part_name(self._source)} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             await self._note_or_raise(failure)
 
