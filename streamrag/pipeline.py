@@ -14,7 +14,7 @@ from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Star
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
 from streamrag.modes import PromptTemplate, UpdateMode
-from streamrag.query import Query, QueryOptions, QueryRun
+from streamrag.query import Query, QueryOptions, QueryRun, check_options
 from streamrag.tasks import wait_regardless
 from streamrag.telemetry import Answer
 
@@ -36,7 +36,7 @@ class Pipeline:
     - `overlap=False` retrieves everything before the model hears of it: the baseline of every measurement.
     - `max_concurrent_queries` run at once; past it a query waits, or with `when_full="refuse"` raises
       TooManyQueriesError.
-    - `on_source_error="answer"` answers from what had arrived when the source failed.
+    - `on_source_error="answer"` answers from what had arrived when the source failed, and tells the model so.
     - `on_progress` is called with a line for a person at each step of starting.
     - `recorder` writes what retrieval does to a trace file; it is started and stopped with the rest.
 
@@ -90,8 +90,8 @@ class Pipeline:
     def stream(self, query: str, **options: Unpack[QueryOptions]) -> AnswerStream:
         """The answer to `query`, chunk by chunk; `options` are those of `QueryOptions`.
 
-        Raises, when iterated, SourceError, BackendError, PromptTooLongError, DeadlineExceededError,
-        TooManyQueriesError and PipelineClosedError.
+        Raises ConfigurationError for options that are unknown or cannot work. Raises, when iterated, SourceError,
+        BackendError, PromptTooLongError, DeadlineExceededError, TooManyQueriesError and PipelineClosedError.
         """
         asked = self._query(query, options)
         return AnswerStream(lambda emit: self._start_query(asked, emit))
@@ -149,6 +149,7 @@ class Pipeline:
             )
 
     def _query(self, text: str, options: QueryOptions) -> Query:
+        check_options(options)
         template = options.get("template") or self._template
         system = options.get("system")
         return Query(

@@ -1,9 +1,10 @@
 """One query's life: what it was asked with, and the run that takes it from retrieval to its last token."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
@@ -49,7 +50,7 @@ from streamrag.telemetry import (
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
-__all__ = ["Query", "QueryOptions", "QueryRun"]
+__all__ = ["Query", "QueryOptions", "QueryRun", "check_options"]
 
 T = TypeVar("T")
 
@@ -93,6 +94,16 @@ class QueryOptions(TypedDict, total=False):
     """Most seconds from submission to the last token; the default waits for ever."""
     overlap: bool
     """Whether to prefill while retrieval runs; the default is the pipeline's."""
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raises ConfigurationError for an option that `QueryOptions` does not have; a type checker would have seen it."""
+    known = sorted(QueryOptions.__annotations__)
+    of_params = {field.name: f"params=SamplingParams({field.name}=...)" for field in fields(SamplingParams)}
+    for name in sorted(options.keys() - set(known)):
+        nearest = get_close_matches(name, [*of_params, *known], n=1)
+        hint = f"; did you mean {of_params.get(nearest[0], nearest[0])}?" if nearest else "."
+        raise ConfigurationError(f"a query has no option {name!r}{hint} Its options are {', '.join(known)}")
 
 
 class QueryRun:
@@ -217,7 +228,8 @@ class QueryRun:
                     await self._report(step, assembler.max_context_tokens)
                     yield replace(step.prompt, hint=event.hint, source=part_name(self._source))
         self._retrieval_s = self._now()
-        step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=True))
+        is_cut_short = self._cut_short is not None or self._source_error is not None
+        step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=True, is_cut_short=is_cut_short))
         await self._report(step, assembler.max_context_tokens)
         await self._emit(ContextComplete(self._now(), len(step.included), len(step.prompt.token_ids)))
         assembled.append(step)

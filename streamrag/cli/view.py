@@ -15,6 +15,7 @@ from streamrag.telemetry import (
     ContextComplete,
     Event,
     PrefillProgressed,
+    RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
     SourceSkipped,
@@ -55,6 +56,7 @@ async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Co
     )
     answer: Answer | None = None
     output = answer_to or console
+    num_chunks = 0
     with bar:
         prefill = bar.add_task("prefill", total=None)
         async for event in events:
@@ -72,6 +74,9 @@ async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Co
                     answer = event.answer
                     output.print()
             line = _describe(event)
+            if isinstance(event, ContextChanged):  # the question alone, or a chunk that was left out, is no news
+                line = line if event.num_invalidated or event.num_chunks != num_chunks else None
+                num_chunks = event.num_chunks
             if line:
                 console.print(line, soft_wrap=True)
     assert answer is not None, "every event stream ends with Answered, or raises"
@@ -92,6 +97,8 @@ def _describe(event: Event) -> str | None:
             return _line(event.at_s, f"[cyan]+[/] {title}[dim]{_safe(chunk.source)}#{chunk.passage}")
         case SourceSkipped():
             return _line(event.at_s, f"[yellow]-[/] [dim]{_safe(event.source)}: {_safe(event.reason)}")
+        case RetrievalCutShort():
+            return _line(event.at_s, f"[yellow]retrieval was cut short:[/] {_safe(event.reason)}")
         case SourceFailed():
             return _line(event.at_s, f"[red]retrieval failed:[/] {_safe(str(event.error))}")
         case ContextChanged():
@@ -108,7 +115,7 @@ def _describe(event: Event) -> str | None:
                 f"[yellow]left out[/] of the budget of {event.max_context_tokens} tokens: {_safe(names)}",
             )
         case ContextComplete() if event.num_chunks == 0:
-            return _line(event.at_s, "[yellow]nothing was found: the answer has no context")
+            return _line(event.at_s, "[yellow]retrieval complete: the answer has no context")
         case ContextComplete():
             return _line(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} tokens")
     return None
@@ -117,7 +124,10 @@ def _describe(event: Event) -> str | None:
 def print_sources(answer: Answer, console: Console) -> None:
     """The passages that the model was given, by their numbers in the prompt."""
     if not answer.has_context:
-        console.print("[yellow]This answer had no context: nothing was found.")
+        console.print("[yellow]This answer had no context.")
+    for reason in (answer.source_error, answer.cut_short):
+        if reason is not None:
+            console.print(f"[yellow]Documents may be missing: retrieval was cut short: {_safe(str(reason))}")
     for citation in answer.sources:
         score = "" if citation.score is None else f"  [dim]{citation.score:.3f}[/]"
         title = f"{_safe(citation.title)}  " if citation.title else ""

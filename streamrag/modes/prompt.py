@@ -9,7 +9,7 @@ are those of the same context assembled in one go.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
@@ -36,6 +36,8 @@ class PromptTemplate:
     """Formatted for each chunk, with `number` (from 1), `title`, `source` and `text`."""
     no_context: str = "(no documents were found)\n\n"
     """Stands in for the passages when there are none."""
+    cut_short: str = field(default="(retrieval was cut short: documents may be missing)\n\n", kw_only=True)
+    """Stands behind the passages, or in place of `no_context`, when retrieval ended before it was done, or failed."""
     after_context: str = "Question: {question}"
     """Formatted with `question`. It stands last, so that nothing before it waits for retrieval to end."""
 
@@ -99,7 +101,8 @@ class PromptAssembler:
         self._previous: tuple[int, ...] = ()
         self._head, self._tail = self._split(question, history)
         self._no_context = tokenizer.encode(template.no_context)
-        num_fixed = len(self._head) + len(self._tail) + len(self._no_context)
+        self._cut_short = tokenizer.encode(template.cut_short)
+        num_fixed = len(self._head) + len(self._tail) + max(len(self._no_context), len(self._cut_short))
         room = max_model_len - num_fixed - max_tokens
         if room < 0:
             raise PromptTooLongError(
@@ -108,8 +111,11 @@ class PromptAssembler:
             )
         self.max_context_tokens = room if max_context_tokens is None else min(max_context_tokens, room)
 
-    def assemble(self, chunks: Sequence[Chunk], *, is_complete: bool) -> AssembledPrompt:
-        """The prompt for `chunks` in this order; what does not fit the budget is left out, the earlier going first."""
+    def assemble(self, chunks: Sequence[Chunk], *, is_complete: bool, is_cut_short: bool = False) -> AssembledPrompt:
+        """The prompt for `chunks` in this order; what does not fit the budget is left out, the earlier going first.
+
+        A complete one tells the model when retrieval `is_cut_short`, behind the passages: nothing before it changes.
+        """
         ids = list(self._head)
         included: list[Chunk] = []
         left_out: list[Chunk] = []
@@ -123,7 +129,11 @@ class PromptAssembler:
             ids += passage
             included.append(chunk)
         if is_complete:
-            ids += self._tail if included else self._no_context + self._tail
+            if is_cut_short and self._cut_short:
+                ids += self._cut_short
+            elif not included:
+                ids += self._no_context
+            ids += self._tail
         token_ids = tuple(ids)
         num_shared = common_prefix_len(self._previous, token_ids)
         num_invalidated = len(self._previous) - num_shared
