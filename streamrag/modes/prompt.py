@@ -14,6 +14,7 @@ from typing import Any
 
 from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
 from streamrag.errors import ConfigurationError, PromptTooLongError
+from streamrag.modes.passages import PassageFormat
 
 __all__ = ["AssembledPrompt", "PromptAssembler", "PromptTemplate"]
 
@@ -57,10 +58,10 @@ class PromptTemplate:
             if "@@needed@@" not in formatted:
                 raise ConfigurationError(f"PromptTemplate.{name}={getattr(self, name)!r} must use {{{needed}}}")
 
-    def format_passage(self, number: int, chunk: Chunk) -> str:
-        """The text of one chunk as the model reads it."""
-        title = chunk.title or chunk.source.rsplit("/", 1)[-1]
-        return self.passage.format(number=number, title=title, source=chunk.source, text=chunk.text)
+    def passage_format(self, chat: str = "") -> PassageFormat:
+        """How chunks are written; they cannot imitate lines of this template, nor of `chat`, a format."""
+        words = (self.before_context, self.no_context, self.cut_short)
+        return PassageFormat(self.passage, *map(_escaped, words), self.after_context, chat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class PromptAssembler:
     def _encode_passage(self, number: int, chunk: Chunk) -> list[int]:
         key = (number, chunk)
         if key not in self._passages:
-            self._passages[key] = self._tokenizer.encode(self._template.format_passage(number, chunk))
+            self._passages[key] = self._tokenizer.encode(self._format.format(number, chunk))
         return self._passages[key]
 
     def _split(self, question: str, history: Sequence[Turn]) -> tuple[list[int], list[int]]:
@@ -170,6 +171,7 @@ class PromptAssembler:
                 "the model's chat template does not repeat each message once, as it is and in order, "
                 f"so it cannot be filled while retrieval runs; it made: {rendered!r}"
             )
+        self._format = self._template.passage_format(_PLACEHOLDER.sub("{text}", _escaped(rendered)) + "{answer}")
         head: list[int] = []
         for template_text, text in zip(pieces[::2], (*texts, self._template.before_context), strict=False):
             head += self._tokenizer.encode(template_text, allow_special=True)
@@ -177,3 +179,8 @@ class PromptAssembler:
         tail = self._tokenizer.encode(self._template.after_context.format(question=question))
         tail += self._tokenizer.encode(pieces[-1], allow_special=True)
         return head, tail
+
+
+def _escaped(text: str) -> str:
+    """A format that makes this text."""
+    return text.replace("{", "{{").replace("}", "}}")
