@@ -14,7 +14,7 @@ from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Star
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
 from streamrag.modes import PromptTemplate, UpdateMode
-from streamrag.query import Query, QueryOptions, QueryRun, check_options
+from streamrag.query import LATE_SHARE, Query, QueryOptions, QueryRun, check_options
 from streamrag.tasks import wait_regardless
 from streamrag.telemetry import Answer
 
@@ -160,6 +160,7 @@ class Pipeline:
             options.get("max_context_tokens"),
             options.get("deadline_s"),
             options.get("overlap", self.overlap),
+            options.get("late_share", LATE_SHARE),
         )
 
     def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":

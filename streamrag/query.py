@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import anyio
 
+from streamrag.choice import Relevance
 from streamrag.clock import Clock
 from streamrag.core import (
     AnswerChunk,
@@ -34,6 +35,7 @@ from streamrag.telemetry import (
     Answered,
     ChunkArrived,
     ChunksLeftOut,
+    ChunksShortened,
     Citation,
     ContextChanged,
     ContextComplete,
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Query", "QueryOptions", "QueryRun", "check_options"]
 
+LATE_SHARE = 0.25
+"""A third or a half found the answer no more often in bench/context_choice.py, and leave more to compute last."""
+
 T = TypeVar("T")
 
 
@@ -69,6 +74,7 @@ class Query:
     max_context_tokens: int | None = None
     deadline_s: float | None = None
     overlap: bool = True
+    late_share: float = LATE_SHARE
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -77,6 +83,8 @@ class Query:
             raise ConfigurationError(f"deadline_s={self.deadline_s!r} must be positive, or None to wait for ever")
         if self.max_context_tokens is not None and self.max_context_tokens < 0:
             raise ConfigurationError(f"max_context_tokens={self.max_context_tokens!r} must be at least 0, or None")
+        if not 0 <= self.late_share < 1:
+            raise ConfigurationError(f"late_share={self.late_share!r} must be a share of the context, below 1")
 
 
 class QueryOptions(TypedDict, total=False):
@@ -94,6 +102,9 @@ class QueryOptions(TypedDict, total=False):
     """Most seconds from submission to the last token; the default waits for ever."""
     overlap: bool
     """Whether to prefill while retrieval runs; the default is the pipeline's."""
+    late_share: float
+    """Of a context that grows chunk by chunk, what is kept for the best of those that no longer fit; the default is a
+    quarter. With 0 chunks are taken by arrival alone, and whole."""
 
 
 def check_options(options: Mapping[str, object]) -> None:
@@ -141,7 +152,6 @@ class QueryRun:
         self._source_error: SourceError | None = None
         self._cut_short: str | None = None
         self._num_invalidated = 0
-        self._left_out: tuple[Chunk, ...] = ()
 
     async def run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
         """The answer, once the pipeline has `started` and `admission` has let the query in.
@@ -210,9 +220,12 @@ class QueryRun:
                 max_tokens=query.params.max_tokens,
                 max_context_tokens=query.max_context_tokens,
                 history=query.history,
+                relevance=Relevance(query.text) if query.late_share else None,
+                late_share=query.late_share,
             )
         )
         chunks: tuple[Chunk, ...] = ()
+        is_ranked = False
         async with aclosing(self._retrieve(assembler)) as events:
             async for event in events:
                 new = event.chunks if isinstance(event, Update) else (event.chunk,)
@@ -221,16 +234,24 @@ class QueryRun:
                     if chunk not in chunks:
                         await self._emit(ChunkArrived(at_s, chunk))
                 chunks = self._mode.fold(chunks, event)
+                is_ranked = isinstance(event, Update)
                 if self._first_chunk_s is None and chunks:
                     self._first_chunk_s = at_s
                 if query.overlap:
-                    step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=False))
-                    await self._report(step, assembler.max_context_tokens)
+                    step = await self._in_thread(
+                        partial(assembler.assemble, chunks, is_complete=False, is_ranked=is_ranked)
+                    )
+                    await self._report(step)
                     yield replace(step.prompt, hint=event.hint, source=part_name(self._source))
         self._retrieval_s = self._now()
         is_cut_short = self._cut_short is not None or self._source_error is not None
-        step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=True, is_cut_short=is_cut_short))
-        await self._report(step, assembler.max_context_tokens)
+        step = await self._in_thread(
+            partial(assembler.assemble, chunks, is_complete=True, is_cut_short=is_cut_short, is_ranked=is_ranked)
+        )
+        await self._report(step)
+        for kind, affected in ((ChunksShortened, step.shortened), (ChunksLeftOut, step.left_out)):
+            if affected:
+                await self._emit(kind(self._now(), affected, assembler.max_context_tokens))
         await self._emit(ContextComplete(self._now(), len(step.included), len(step.prompt.token_ids)))
         assembled.append(step)
         yield step.prompt
@@ -272,17 +293,12 @@ class QueryRun:
         self._source_error = failure
         await self._emit(SourceFailed(self._now(), failure))
 
-    async def _report(self, step: AssembledPrompt, max_context_tokens: int) -> None:
-        at_s = self._now()
+    async def _report(self, step: AssembledPrompt) -> None:
         self._num_invalidated += step.num_invalidated
         num_tokens = len(step.prompt.token_ids)
         await self._emit(
-            ContextChanged(at_s, len(step.included), num_tokens, step.prompt.num_shared, step.num_invalidated)
+            ContextChanged(self._now(), len(step.included), num_tokens, step.prompt.num_shared, step.num_invalidated)
         )
-        new = tuple(chunk for chunk in step.left_out if chunk not in self._left_out)
-        self._left_out = step.left_out
-        if new:
-            await self._emit(ChunksLeftOut(at_s, new, max_context_tokens))
 
     def _answer(self, chunks: list[AnswerChunk], last: AssembledPrompt, timings: Timings) -> Answer:
         finish_reason = chunks[-1].finish_reason
@@ -296,6 +312,7 @@ class QueryRun:
                 for number, chunk in enumerate(last.included, start=1)
             ),
             left_out=last.left_out,
+            shortened=last.shortened,
             num_prompt_tokens=len(last.prompt.token_ids),
             num_invalidated=self._num_invalidated,
             is_exact=self._backend.model.is_exact,

@@ -79,10 +79,12 @@ async def test_a_context_is_shown_once_for_each_of_its_changes() -> None:
     assert shown == ["1 chunks", "2 chunks", "2 chunks"]
 
 
-async def test_left_out_chunks_are_named() -> None:
-    source = ScriptedSource([Append(Chunk("x" * 400, "big.md"))])
-    progress, _ = await seen(source, ScriptedBackend("?"), max_context_tokens=100)
+async def test_left_out_and_shortened_chunks_are_named() -> None:
+    big = Chunk("x" * 400, "big.md")
+    progress, _ = await seen(ScriptedSource([Update((big,))]), ScriptedBackend("?"), max_context_tokens=100)
     assert "left out of the budget of 100 tokens: big.md#0" in progress
+    progress, _ = await seen(ScriptedSource([Append(big)]), ScriptedBackend("?"), max_context_tokens=100)
+    assert "shortened for the budget of 100 tokens: big.md#0" in progress
 
 
 @pytest.mark.parametrize("command", [[], ["ask"], ["index"], ["index", "build"]])

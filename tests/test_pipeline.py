@@ -186,7 +186,8 @@ async def test_an_answer_whose_retrieval_was_cut_short_says_so_to_everybody(
 ) -> None:
     backend = ScriptedBackend("ok")
     async with Pipeline(ScriptedSource([*found, end]), backend, on_source_error="answer") as pipeline:
-        events = [event async for event in pipeline.events("Why?")]
+        async with pipeline.events("Why?") as stream:
+            events = [event async for event in stream]
     answered, prompts = events[-1], backend.prompts[0]
     assert isinstance(answered, Answered)
     reported = [event for event in events if isinstance(event, RetrievalCutShort | SourceFailed)]

@@ -11,6 +11,7 @@ from streamrag.telemetry import (
     Answered,
     ChunkArrived,
     ChunksLeftOut,
+    ChunksShortened,
     ContextChanged,
     ContextComplete,
     Event,
@@ -108,11 +109,12 @@ def _describe(event: Event) -> str | None:
                 f"  [dim]context of {event.num_chunks} chunks, {event.num_tokens} tokens: "
                 f"{event.num_shared} shared with the last{changed}",
             )
-        case ChunksLeftOut():
+        case ChunksLeftOut() | ChunksShortened():
+            what = "left out of" if isinstance(event, ChunksLeftOut) else "shortened for"
             names = ", ".join(f"{chunk.source}#{chunk.passage}" for chunk in event.chunks)
             return _line(
                 event.at_s,
-                f"[yellow]left out[/] of the budget of {event.max_context_tokens} tokens: {_safe(names)}",
+                f"[yellow]{what}[/] the budget of {event.max_context_tokens} tokens: {_safe(names)}",
             )
         case ContextComplete() if event.num_chunks == 0:
             return _line(event.at_s, "[yellow]retrieval complete: the answer has no context")

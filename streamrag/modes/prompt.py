@@ -14,6 +14,7 @@ from typing import Any
 
 from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
 from streamrag.errors import ConfigurationError, PromptTooLongError
+from streamrag.modes.budget import Budget, Included, Relevance
 from streamrag.modes.passages import PassageFormat
 
 __all__ = ["AssembledPrompt", "PromptAssembler", "PromptTemplate"]
@@ -70,16 +71,20 @@ class AssembledPrompt:
 
     prompt: Prompt
     included: tuple[Chunk, ...]
+    """The passages; of a shortened chunk there may be two."""
     left_out: tuple[Chunk, ...]
     num_invalidated: int
     """Tokens of the previous prompt that this one does not share."""
+    shortened: tuple[Chunk, ...] = ()
+    """Chunks of which only a part is included."""
 
 
 class PromptAssembler:
     """Turns the successive contexts of one query into prompts. Blocking; not for two threads at once.
 
     `max_context_tokens` bounds the passages; None leaves them all that the model's length has room for beside the
-    rest of the prompt and `max_tokens` of answer.
+    rest of the prompt and `max_tokens` of answer. With `relevance`, what does not fit is chosen by it in a
+    context that is not ranked, and `late_share` of the budget is kept for what arrives late; see `budget`.
 
     Raises PromptTooLongError when that is less than nothing, ConfigurationError for a chat template that cannot be
     split.
@@ -95,6 +100,8 @@ class PromptAssembler:
         max_tokens: int,
         max_context_tokens: int | None = None,
         history: Sequence[Turn] = (),
+        relevance: Relevance | None = None,
+        late_share: float = 0.0,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -111,36 +118,46 @@ class PromptAssembler:
                 f"not fit beside them into the model's length of {max_model_len}: shorten them, or lower max_tokens"
             )
         self.max_context_tokens = room if max_context_tokens is None else min(max_context_tokens, room)
+        self._budget = Budget(
+            self.max_context_tokens,
+            lambda number, chunk: len(self._encode_passage(number, chunk)),
+            relevance,
+            late_share,
+        )
 
-    def assemble(self, chunks: Sequence[Chunk], *, is_complete: bool, is_cut_short: bool = False) -> AssembledPrompt:
+    def assemble(
+        self, chunks: Sequence[Chunk], *, is_complete: bool, is_cut_short: bool = False, is_ranked: bool = True
+    ) -> AssembledPrompt:
         """The prompt for `chunks` in this order; what does not fit the budget is left out, the earlier going first.
 
         A complete one tells the model when retrieval `is_cut_short`, behind the passages: nothing before it changes.
+        Chunks that are not ranked are in the order of their arrival.
         """
+        budget = self._budget
+        fit = budget.by_rank(chunks) if is_ranked else budget.by_arrival(chunks, is_complete=is_complete)
         ids = list(self._head)
-        included: list[Chunk] = []
-        left_out: list[Chunk] = []
-        room = self.max_context_tokens
-        for chunk in chunks:
-            passage = self._encode_passage(len(included) + 1, chunk)
-            if len(passage) > room:
-                left_out.append(chunk)
-                continue
-            room -= len(passage)
-            ids += passage
-            included.append(chunk)
+        for number, included in enumerate(fit, 1):
+            ids += self._encode_passage(number, included.part)
         if is_complete:
             if is_cut_short and self._cut_short:
                 ids += self._cut_short
-            elif not included:
+            elif not fit:
                 ids += self._no_context
             ids += self._tail
         token_ids = tuple(ids)
         num_shared = common_prefix_len(self._previous, token_ids)
         num_invalidated = len(self._previous) - num_shared
         self._previous = token_ids
-        prompt = Prompt(token_ids, num_shared, is_complete)
-        return AssembledPrompt(prompt, tuple(included), tuple(left_out), num_invalidated)
+        parts: dict[Chunk, list[Included]] = {}
+        for included in fit:
+            parts.setdefault(included.whole, []).append(included)
+        return AssembledPrompt(
+            Prompt(token_ids, num_shared, is_complete),
+            included=tuple(included.part for included in fit),
+            left_out=tuple(chunk for chunk in chunks if chunk not in parts),
+            num_invalidated=num_invalidated,
+            shortened=tuple(chunk for chunk, found in parts.items() if found[-1].rest),
+        )
 
     def count_tokens(self, chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
         """Tokens of each chunk as the passage of this number; they are kept for `assemble`."""
