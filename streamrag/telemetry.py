@@ -15,6 +15,7 @@ __all__ = [
     "Answered",
     "ChunkArrived",
     "ChunksLeftOut",
+    "ChunksShortened",
     "Citation",
     "ContextChanged",
     "ContextComplete",
@@ -86,7 +87,16 @@ class ContextChanged:
 
 @dataclass(frozen=True, slots=True)
 class ChunksLeftOut:
-    """Chunks that do not fit the context's token budget, by rank or arrival."""
+    """Chunks that do not fit the context's token budget, by rank or arrival; told when the context is complete."""
+
+    at_s: float
+    chunks: tuple[Chunk, ...]
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksShortened:
+    """Chunks that fit the context's token budget only in part; the prompt has what matters most to the question."""
 
     at_s: float
     chunks: tuple[Chunk, ...]
@@ -163,6 +173,8 @@ class Answer:
     """What the prompt held, in prompt order."""
     left_out: tuple[Chunk, ...]
     """What did not fit the token budget."""
+    shortened: tuple[Chunk, ...]
+    """What fits it only in part, as it arrived; `sources` has the part."""
     num_prompt_tokens: int
     num_invalidated: int
     """Tokens that went to the backend and were replaced by a later prompt, over all prompts of the query."""
@@ -204,6 +216,7 @@ Event: TypeAlias = (
     | SourceFailed
     | ContextChanged
     | ChunksLeftOut
+    | ChunksShortened
     | ContextComplete
     | PrefillProgressed
     | TokensGenerated

@@ -23,6 +23,7 @@ LINES = [
 ]
 PARTS_OF_ONE = {
     "__main__": "cli",
+    "choice": "pipeline",
     "query": "pipeline",
     "handle": "pipeline",
     "scripted": "testing",

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import warnings
 from collections.abc import AsyncIterator
 
@@ -12,6 +13,7 @@ from streamrag import (
     AnswerChunk,
     Append,
     Chunk,
+    CutShort,
     Pipeline,
     Prompt,
     PromptTemplate,
@@ -40,6 +42,7 @@ from streamrag.telemetry import (
     ContextChanged,
     ContextComplete,
     PrefillProgressed,
+    RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
     SourceSkipped,
@@ -171,6 +174,42 @@ async def test_a_source_that_fails_half_way_can_be_answered_from_what_arrived() 
     assert any(isinstance(event, SourceFailed) for event in events)
     assert [citation.source for citation in stream.result.sources] == ["a.md"]
     assert "disk on fire" in str(stream.result.source_error)
+
+
+CUT_SHORT = "(retrieval was cut short: documents may be missing)"
+
+
+@pytest.mark.parametrize("end", [CutShort("time is up"), SourceError("the site is down")], ids=["time", "failure"])
+@pytest.mark.parametrize("found", [[], [Append(A), Append(B)]], ids=["nothing", "something"])
+async def test_an_answer_whose_retrieval_was_cut_short_says_so_to_everybody(
+    end: CutShort | SourceError, found: list[Append]
+) -> None:
+    backend = ScriptedBackend("ok")
+    async with Pipeline(ScriptedSource([*found, end]), backend, on_source_error="answer") as pipeline:
+        async with pipeline.events("Why?") as stream:
+            events = [event async for event in stream]
+    answered, prompts = events[-1], backend.prompts[0]
+    assert isinstance(answered, Answered)
+    reported = [event for event in events if isinstance(event, RetrievalCutShort | SourceFailed)]
+    assert len(reported) == 1
+    if isinstance(end, CutShort):
+        assert (answered.answer.cut_short, answered.answer.source_error) == ("time is up", None)
+    else:
+        assert (answered.answer.cut_short, answered.answer.source_error) == (None, end)
+    text = "".join(map(chr, prompts[-1].token_ids))
+    assert f"\n\n{CUT_SHORT}\n\nQuestion: Why?" in text
+    assert "no documents were found" not in text
+    assert answered.answer.num_invalidated == 0  # it stands behind the passages
+    assert all(prompts[-1].token_ids[: len(p.token_ids)] == p.token_ids for p in prompts)
+
+
+async def test_an_answer_whose_retrieval_was_not_cut_short_says_nothing_of_it() -> None:
+    backend = ScriptedBackend("ok")
+    async with Pipeline(ScriptedSource([Append(A)]), backend) as pipeline:
+        stream = pipeline.stream("Why?")
+        assert [chunk async for chunk in stream]
+    assert stream.result.cut_short is None
+    assert CUT_SHORT not in "".join(map(chr, backend.prompts[0][-1].token_ids))
 
 
 async def test_a_backend_that_fails_raises_and_stops_retrieval() -> None:
@@ -421,6 +460,25 @@ def test_query_options_that_cannot_work_are_named(query: str, options: dict[str,
     pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
     with pytest.raises(ConfigurationError, match=message):
         pipeline.stream(query, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "nearest"),
+    [
+        ("max_token", "params=SamplingParams(max_tokens=...)"),
+        ("temperature", "params=SamplingParams(temperature=...)"),
+        ("max_context_token", "max_context_tokens"),
+        ("deadline", "deadline_s"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_nearest_known_one_and_all_others(option: str, nearest: str) -> None:
+    pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
+    message = re.escape(f"a query has no option '{option}'; did you mean {nearest}?") + ".* history, .*system"
+    for ask in (pipeline.stream, pipeline.events):
+        with pytest.raises(ConfigurationError, match=message):
+            ask("Why?", **{option: 3})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"a query has no option 'xyz'\. Its options are"):
+        pipeline.stream("Why?", xyz=3)  # type: ignore[call-arg]
 
 
 async def test_sources_and_backends_need_neither_start_nor_generators() -> None:

@@ -117,10 +117,10 @@ def passage_counter(count: Callable[[str], int]) -> "CountTokens":
     """Counts tokens of passages as the default prompt has them, in a thread."""
     from streamrag.modes import PromptTemplate
 
-    template, tokenizing = PromptTemplate(), anyio.CapacityLimiter(1)
+    passages, tokenizing = PromptTemplate().passage_format(), anyio.CapacityLimiter(1)
 
     async def count_tokens(chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
-        texts = [template.format_passage(number, chunk) for number, chunk in chunks]
+        texts = [passages.format(number, chunk) for number, chunk in chunks]
         return await anyio.to_thread.run_sync(lambda: [count(text) for text in texts], limiter=tokenizing)
 
     return count_tokens

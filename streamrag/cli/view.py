@@ -13,10 +13,12 @@ from streamrag.telemetry import (
     Answered,
     ChunkArrived,
     ChunksLeftOut,
+    ChunksShortened,
     ContextChanged,
     ContextComplete,
     Event,
     PrefillProgressed,
+    RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
     SourceSkipped,
@@ -43,6 +45,7 @@ async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Co
     )
     answer: Answer | None = None
     output = answer_to or console
+    num_chunks = 0
     with bar:
         prefill = bar.add_task("prefill", total=None)
         async for event in events:
@@ -60,6 +63,9 @@ async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Co
                     answer = event.answer
                     output.print()
             line = _describe(event)
+            if isinstance(event, ContextChanged):  # the question alone, or a chunk that was left out, is no news
+                line = line if event.num_invalidated or event.num_chunks != num_chunks else None
+                num_chunks = event.num_chunks
             if line:
                 console.print(line, soft_wrap=True)
     assert answer is not None, "every event stream ends with Answered, or raises"
@@ -80,6 +86,8 @@ def _describe(event: Event) -> Text | None:
             return _line(event.at_s, "[cyan]+[/] {}[dim]{}#{}", title, chunk.source, chunk.passage)
         case SourceSkipped():
             return _line(event.at_s, "[yellow]-[/] [dim]{}: {}", event.source, event.reason)
+        case RetrievalCutShort():
+            return _line(event.at_s, "[yellow]retrieval was cut short:[/] {}", event.reason)
         case SourceFailed():
             return _line(event.at_s, "[red]retrieval failed:[/] {}", event.error)
         case ContextChanged():
@@ -89,13 +97,12 @@ def _describe(event: Event) -> Text | None:
                 f"  [dim]context of {event.num_chunks} chunks, {event.num_tokens} tokens: "
                 f"{event.num_shared} shared with the last{changed}",
             )
-        case ChunksLeftOut():
+        case ChunksLeftOut() | ChunksShortened():
+            what = "left out of" if isinstance(event, ChunksLeftOut) else "shortened for"
             names = ", ".join(f"{chunk.source}#{chunk.passage}" for chunk in event.chunks)
-            return _line(
-                event.at_s, f"[yellow]left out[/] of the budget of {event.max_context_tokens} tokens: {{}}", names
-            )
+            return _line(event.at_s, f"[yellow]{what}[/] the budget of {event.max_context_tokens} tokens: {{}}", names)
         case ContextComplete() if event.num_chunks == 0:
-            return _line(event.at_s, "[yellow]nothing was found: the answer has no context")
+            return _line(event.at_s, "[yellow]retrieval complete: the answer has no context")
         case ContextComplete():
             return _line(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} tokens")
     return None
@@ -104,7 +111,10 @@ def _describe(event: Event) -> Text | None:
 def print_sources(answer: Answer, console: Console) -> None:
     """The passages that the model was given, by their numbers in the prompt."""
     if not answer.has_context:
-        console.print(markup("[yellow]This answer had no context: nothing was found."))
+        console.print(markup("[yellow]This answer had no context."))
+    for reason in (answer.source_error, answer.cut_short):
+        if reason is not None:
+            console.print(markup("[yellow]Documents may be missing: retrieval was cut short: {}", reason))
     for citation in answer.sources:
         score = "" if citation.score is None else f"  {citation.score:.3f}"
         title = f"{citation.title}  " if citation.title else ""

@@ -50,6 +50,9 @@ class VectorSource:
     :raises ConfigurationError: a value that cannot work.
     """
 
+    name = "VectorSource"
+    """What errors and schedulers call it; give two that behave differently two names."""
+
     def __init__(
         self,
         index: str | os.PathLike[str],

@@ -76,6 +76,9 @@ class WebSource:
     :raises UnsafeUrlError: a start URL that is neither http nor https.
     """
 
+    name = "WebSource"
+    """What errors and schedulers call it; give two that behave differently two names."""
+
     def __init__(
         self,
         urls: StartUrls,

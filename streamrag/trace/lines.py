@@ -135,6 +135,8 @@ class EndLine(_Base):
     end_s: Seconds
     outcome: Outcome
     error: str | None = None
+    cut_short: str | None = None
+    """Why retrieval ended before it was done, though it did not fail."""
     num_output_tokens: Count | None = None
 
 

@@ -172,6 +172,7 @@ class _Assembly:
             skipped=tuple(query.skipped),
             outcome=line.outcome,
             error=line.error or "",
+            cut_short=line.cut_short,
         )
 
     def _under_way(self, query_id: str, at_s: float) -> _Unfinished:

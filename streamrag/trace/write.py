@@ -144,5 +144,6 @@ def _lines(trace: Trace, text: TextMode) -> Iterator[Line]:
             end_s=seconds(query.end_s),
             outcome=query.outcome,
             error=clean(query.error) or None,
+            cut_short=None if query.cut_short is None else clean(query.cut_short),
             num_output_tokens=query.num_output_tokens,
         )
