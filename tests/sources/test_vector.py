@@ -16,7 +16,7 @@ from source_helpers import alive, until
 from topics import TOPICS, write_topics
 from toy_corpus import EMBEDDER, build_toy_index, exact_ranking, write_documents
 
-from streamrag.core import Chunk, Hint, Update
+from streamrag.core import Chunk, CutShort, Hint, Update
 from streamrag.errors import (
     ConfigurationError,
     IndexCorruptError,
@@ -29,7 +29,7 @@ from streamrag.errors import (
 from streamrag.pipeline import Pipeline
 from streamrag.sources.index import build_index
 from streamrag.sources.vector import VectorSource
-from streamrag.sources.workers import WorkerPool
+from streamrag.sources.workers import WorkerPool, WorkerTimeoutError
 from streamrag.testing import ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -123,6 +123,30 @@ async def test_each_update_brings_something_new_and_says_how_many_stages_are_lef
         assert {len(set(update.chunks)) for update in found} == {5}
         num_updates.append(len(found))
     assert max(num_updates) > 1
+
+
+@pytest.mark.parametrize("num_stages", [0, 1, 3])
+async def test_a_search_that_takes_too_long_keeps_what_its_earlier_stages_found(
+    source: VectorSource, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, num_jobs = WorkerPool.run, 0
+
+    async def too_long(self: WorkerPool, *args: Any, **options: Any) -> dict[str, Any]:
+        nonlocal num_jobs
+        num_jobs += 1
+        if num_jobs > num_stages:
+            raise WorkerTimeoutError("index search worker took longer than 300 s and was replaced")
+        return await run(self, *args, **options)
+
+    monkeypatch.setattr(WorkerPool, "run", too_long)
+    async with aclosing(source.stream(QUERIES[0])) as stream:
+        if num_stages == 0:
+            with pytest.raises(WorkerTimeoutError):
+                await anext(stream)
+            return
+        events = [event async for event in stream]
+    assert isinstance(events[0], Update)
+    assert events[-1] == CutShort(f"the search took longer than 300 s after {num_stages} of 5 stages")
 
 
 async def test_a_chunk_says_where_its_text_is_from(small: Path) -> None:
