@@ -114,8 +114,21 @@ def _publish(
         return
     for comparison in compare(asked):
         print_comparison(comparison, _wide_console())
+    for line in sorted({line for each in asked if (line := _cut(each))}):
+        print_line(console, line, style="yellow")
     named = {describe_cell(settings): error for settings, error in failed.items()}
     print_line(console, f"report: {_write_report(store, list(digests.values()), slos, named)}")
+
+
+def _cut(digest: Digest) -> str:
+    """What the contexts lost, if they did."""
+    num_cut, budget = (digest.provenance.get(name) for name in ("num_contexts_cut", "max_context_tokens"))
+    if not (isinstance(num_cut, int) and isinstance(budget, int) and num_cut):
+        return ""
+    return (
+        f"note: {num_cut:,} of {len(digest.num_chunks):,} contexts do not fit {budget:,} tokens; what does not fit was "
+        "left out, as a pipeline does (--max-context-tokens)"
+    )
 
 
 def _wide_console() -> Output:
