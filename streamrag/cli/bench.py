@@ -112,12 +112,16 @@ def _publish(
         _write_json(json_path, asked, slos, failed)
     if not asked:
         return
-    for comparison in compare(asked):
-        print_comparison(comparison, _wide_console())
-    for line in sorted({line for each in asked if (line := _cut(each))}):
-        print_line(console, line, style="yellow")
+    _print_figures(asked, console)
     named = {describe_cell(settings): error for settings, error in failed.items()}
     print_line(console, f"report: {_write_report(store, list(digests.values()), slos, named)}")
+
+
+def _print_figures(digests: Sequence[Digest], console: Output) -> None:
+    for comparison in compare(digests):
+        print_comparison(comparison, _wide_console())
+    for line in sorted({line for each in digests if (line := _cut(each))}):
+        print_line(console, line, style="yellow")
 
 
 def _cut(digest: Digest) -> str:
@@ -158,9 +162,9 @@ def _report(arguments: argparse.Namespace) -> int:
     digests = [digest(result) for result in store.read_all()]
     if arguments.json is not None:
         _write_json(arguments.json, digests, slos, {})
-    for comparison in compare(digests):
-        print_comparison(comparison, _wide_console())
-    print_line(Output(stderr=True), f"report: {_write_report(store, digests, slos, {})}")
+    console = Output(stderr=True)
+    _print_figures(digests, console)
+    print_line(console, f"report: {_write_report(store, digests, slos, {})}")
     return 0
 
 
