@@ -48,11 +48,12 @@ async def test_a_query_is_watched_from_retrieval_to_sources() -> None:
 
 
 async def test_what_a_stranger_wrote_cannot_steer_the_terminal() -> None:
-    hostile = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m"
+    hostile = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202eb\u2066\u200b[/red]"
     source = ScriptedSource([Append(Chunk("text", hostile, hostile)), Skipped(hostile, hostile)])
     progress, output = await seen(source, ScriptedBackend(hostile))
     for text in (progress, output):
-        assert not {"\x1b", "\x07", "\r", "\x9b"} & set(text)
+        assert not {*"\x1b\x07\r\x9b\u202e\u2066\u200b"} & set(text)
+        assert "[/red]" in text
 
 
 async def test_an_answer_without_context_is_announced() -> None:

@@ -23,14 +23,14 @@ from streamrag.backends.tokenizer import local_model_path
 from streamrag.backends.vllm_calls import ask_engine, request_outputs
 from streamrag.backends.vllm_engine import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
 from streamrag.core import Hint, SamplingParams
-from streamrag.errors import BackendError, ConfigurationError
+from streamrag.errors import BackendError, ConfigurationError, ModelError
 from streamrag.records import RequestRecord
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["EngineClient", "EngineStream", "MeasuredStep", "running_engine"]
+__all__ = ["EngineClient", "EngineStream", "MeasuredStep", "model_len", "running_engine"]
 
 GPU_BLOCK_SIZE = 16
 """vLLM's default."""
@@ -93,6 +93,21 @@ async def running_engine(
             await processes.stop(engine)
     finally:
         await processes.aclose()
+
+
+def model_len(model: str) -> int:
+    """Most tokens of prompt and answer that vLLM allows a model by its own configuration. Imports vLLM: seconds.
+
+    :raises ModelError: there is no such model, or its configuration cannot be read.
+    :raises MissingDependencyError: vLLM is not installed.
+    """
+    name_or_path = local_model_path(model) or model
+    check_can_start(name_or_path)
+    args = import_vllm().AsyncEngineArgs(model=str(name_or_path), skip_tokenizer_init=True)
+    try:
+        return int(args.create_model_config().max_model_len)
+    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
+        raise ModelError(f"vLLM cannot load {model}: {error}") from error
 
 
 def _for_measuring(

@@ -63,6 +63,8 @@ class CellSettings:
     max_num_seqs: int = 256
     scheduler_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further options of our scheduler, by name; see `streamrag.backends.support.SchedulerOptions`."""
+    max_context_tokens: int | None = None
+    """As in a pipeline: chunks that do not fit are left out. None for what the model's length has room for."""
 
 
 @dataclass(frozen=True, slots=True)

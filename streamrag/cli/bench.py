@@ -96,10 +96,27 @@ def _publish(
         _write_json(json_path, asked, slos, failed)
     if not asked:
         return
-    for comparison in compare(asked):
-        print_comparison(comparison, _wide_console())
+    _print_figures(asked, console)
     named = {describe_cell(settings): error for settings, error in failed.items()}
     print_line(console, f"report: {_write_report(store, list(digests.values()), slos, named)}")
+
+
+def _print_figures(digests: Sequence[Digest], console: Output) -> None:
+    for comparison in compare(digests):
+        print_comparison(comparison, _wide_console())
+    for line in sorted({line for each in digests if (line := _cut(each))}):
+        print_line(console, line, style="yellow")
+
+
+def _cut(digest: Digest) -> str:
+    """What the contexts lost, if they did."""
+    num_cut, budget = (digest.provenance.get(name) for name in ("num_contexts_cut", "max_context_tokens"))
+    if not (isinstance(num_cut, int) and isinstance(budget, int) and num_cut):
+        return ""
+    return (
+        f"note: {num_cut:,} of {len(digest.num_chunks):,} contexts do not fit {budget:,} tokens; what does not fit was "
+        "left out, as a pipeline does (--max-context-tokens)"
+    )
 
 
 def _wide_console() -> Output:
@@ -129,9 +146,9 @@ def _report(arguments: argparse.Namespace) -> int:
     digests = [digest(result) for result in store.read_all()]
     if arguments.json is not None:
         _write_json(arguments.json, digests, slos, {})
-    for comparison in compare(digests):
-        print_comparison(comparison, _wide_console())
-    print_line(Output(stderr=True), f"report: {_write_report(store, digests, slos, {})}")
+    console = Output(stderr=True)
+    _print_figures(digests, console)
+    print_line(console, f"report: {_write_report(store, digests, slos, {})}")
     return 0
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from streamrag import __version__
 from streamrag.core import Hint
 from streamrag.errors import TraceError
-from streamrag.reading import without_lone_surrogates
+from streamrag.reading import parse_json, without_lone_surrogates
 from streamrag.trace.files import replace_file
 from streamrag.trace.lines import (
     OF_THE_READER,
@@ -71,10 +71,10 @@ def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, 
     made = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "streamrag": __version__}
     kept = {name: value for name, value in provenance.items() if name not in OF_THE_READER}
     try:
-        kept = json.loads(json.dumps(kept))
-    except (TypeError, ValueError) as error:
+        kept = parse_json(json.dumps(kept))
+    except (TypeError, ValueError, RecursionError) as error:
         raise TraceError(f"provenance={kept!r} must be plain values, for JSON: {error}") from error
-    return Header(text=text, tokenizer=tokenizer, provenance=made | kept)
+    return Header(text=text, tokenizer=tokenizer and clean(tokenizer), provenance=made | kept)
 
 
 def chunk_key(text: str, source: str, title: str, passage: int) -> str:
