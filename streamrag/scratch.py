@@ -58,14 +58,21 @@ def _create_and_lock(path: Path) -> int | None:
     """The open file; None if another program found the folder before it was locked, and removes it."""
     with suppress(FileNotFoundError):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        if _lock(file, path):
+        try:
+            is_locked = _lock(file, path)
+        except OSError:  # there are no locks here: nobody can get this one and take the folder for left behind
+            is_locked = True
+        if is_locked:
             return file
         os.close(file)
     return None
 
 
 def _lock(file: int, path: Path) -> bool:
-    """Whether it is ours now, and is still what stands at `path`."""
+    """Whether it is ours now, and is still what stands at `path`.
+
+    :raises OSError: files cannot be locked here.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
@@ -82,7 +89,8 @@ def _remove_if_left_behind(folder: Path) -> None:
     except OSError:  # not one of ours, or gone by now
         return
     try:
-        if _lock(file, folder / OWNER):
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # there are no locks here: nothing is sure
+            if _lock(file, folder / OWNER):
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(file)

@@ -81,7 +81,7 @@ def test_an_interrupted_block_leaves_what_was_there(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------------------------- what the program writes
 
-TRACE = Path(__file__).parent.parent / "traces"
+TRACES = Path(__file__).parent.parent / "traces"
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,28 @@ TRACE = Path(__file__).parent.parent / "traces"
 def test_on_a_full_disk_a_command_says_so_and_leaves_no_part_of_a_file(tmp_path: Path, command: list[str]) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    trace = sorted(TRACE.glob("*.jsonl*"))[0]
-    program = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (3_000, 3_000))\n" + (
-        "from streamrag.cli import main; raise SystemExit(main())"
-    )
-    arguments = [part.format(out=out, trace=trace) for part in command]
-    ran = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=200)
+    ran = run_on_a_full_disk([part.format(out=out, trace=a_trace()) for part in command])
     assert ran.returncode == 1, ran.stderr
     assert "cannot be written: File too large" in ran.stderr
     assert "Traceback" not in ran.stderr
-    left = [path for path in out.rglob("*") if path.is_file() and path.parent.name != "logs"]
-    assert left == []
+    assert [path for path in out.rglob("*") if path.is_file() and path.parent.name != "logs"] == []
+
+
+def test_on_a_full_disk_the_old_picture_stays(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(b"the old one")
+    ran = run_on_a_full_disk(["trace", "show", str(a_trace()), "--plot", str(picture)])
+    assert ran.returncode == 1
+    assert f"{picture} cannot be written: File too large; name another place with --plot" in ran.stderr
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"the old one"]
+
+
+def a_trace() -> Path:
+    return sorted(TRACES.glob("*.jsonl*"))[0]
+
+
+def run_on_a_full_disk(arguments: list[str]) -> "subprocess.CompletedProcess[str]":
+    program = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (3_000, 3_000))\n" + (
+        "from streamrag.cli import main; raise SystemExit(main())"
+    )
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=200)

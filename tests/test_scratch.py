@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -158,4 +159,20 @@ def test_a_folder_that_is_taken_for_left_behind_before_it_is_locked_is_made_anew
     folder = ScratchFolder("test")
     assert folder.path not in found
     assert os.listdir(temporary_folder) == [folder.path.name]
+    folder.remove()
+
+
+def test_where_files_cannot_be_locked_nothing_is_removed(
+    temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, path = owner()
+    killed(dead)
+
+    def no_locks(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(scratch.fcntl, "flock", no_locks)
+    folder = ScratchFolder("test")
+    remove_left_behind("test")
+    assert set(os.listdir(temporary_folder)) == {path.name, folder.path.name}
     folder.remove()
