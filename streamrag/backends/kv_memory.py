@@ -39,10 +39,12 @@ class KvMemory:
         self.num_free_blocks = 0
 
     def start_step(self) -> None:
+        """Forget what was true when somebody asked last."""
+        self.end_step()
         self.num_free_blocks = self._manager.block_pool.get_num_free_blocks()
 
     def end_step(self) -> None:
-        """Forget what was true for this step only."""
+        """Keep nothing of requests that may be gone by the next."""
         self._hits.clear()
 
     def num_blocks(self, request: StreamRequest) -> int:
