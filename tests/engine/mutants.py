@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["MUTANTS", "Mutant", "seeds_to_catch"]
 
-OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.record_checks", "tests.engine.scenarios")
+OURS = ("streamrag", "tests.engine.fuzz")
 
 
 @dataclass(frozen=True, slots=True)
