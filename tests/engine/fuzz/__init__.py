@@ -3,10 +3,10 @@
     python -m tests.engine.fuzz --seeds 20000
 
 Every run checks: attention reads KV of its own prefix and of the present weights only; each answer equals that of a
-fresh request with the last prompt; every chunk is acknowledged once, in order, before the first token, and not before it
-is computed; every request ends once, and what is nonsense ends in an error of its own; nothing stalls or spins, and a
-pause comes to rest; no block, queue entry, runner state or entry of any container is left behind; every request has one
-record, which says what its client and the runner saw.
+fresh request with the last prompt; every chunk is acknowledged once, in order, before the first token, and not before
+it is computed; every request ends once, and what is nonsense ends in an error of its own; nothing stalls or spins,
+and a pause comes to rest; no block, queue entry, runner state or entry of any container is left behind; every request
+has one record, which says what its client and the runner saw.
 
     scenarios    an engine and its load            clients    what each client knows: the truth
     situations   what is rare, added to it         run        plays one: loop, clients, operator

@@ -63,6 +63,8 @@ class Client:
     """The number of steps, when it sent its prompt."""
     started_at: int | None = None
     """The number of steps, when it was first computed."""
+    ended_at: int = 0
+    """The number of steps, when it was aborted."""
     computed: tuple[int, float] = (0, 0.0)
     """How many chunks it had sent when it was last computed, and when that ended."""
     counts: tuple[int, int] = (0, 0)

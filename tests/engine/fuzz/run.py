@@ -11,7 +11,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 
 from streamrag.backends.scheduler import StreamingSchedulerMixin
@@ -192,12 +192,12 @@ class Run:
         return self.clients[name]
 
     def _request_id(self, name: str) -> str:
-        """Its own, or that of a request that has ended, of which no step is in flight."""
+        """Its own, or that of a request that ended before the last step, and of which no step is in flight."""
         wanted = self.scenario.reused_ids.get(name)
         if wanted is None or wanted not in self.clients:
             return name
         old = self.current[self.clients[wanted].request_id]
-        if old.is_waiting or (self.scenario.is_async and old.computed[1] > self.engine.now_s):
+        if old.is_waiting or old.ended_at >= self.engine.num_steps or old.computed[1] > self.engine.now_s:
             return name
         self.met["request ids used again"] += 1
         return old.request_id
@@ -266,7 +266,7 @@ class Run:
         client = self.clients.get(name)
         if client is None or not client.is_waiting:
             return False
-        client.is_aborted = True
+        client.is_aborted, client.ended_at = True, self.engine.num_steps
         self.met["aborts of idle streams"] += client.request_id in self.scheduler.idle
         self.engine.abort(client.request_id)
         return True
@@ -296,7 +296,7 @@ class Run:
             aborted = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
             for request in aborted:
                 client = waiting.pop(request.request_id)
-                client.is_aborted, client.ending = True, FinishReason.ABORT
+                client.is_aborted, client.ended_at = True, self.engine.num_steps
                 self.met["aborts by a pause"] += 1
             for client in waiting.values():  # what they hear is on its way
                 check(client.must_fail or client.is_too_long or client.gave_up, f"{client.name} outlives a pause")

@@ -37,6 +37,7 @@ def make_scenario(seed: int) -> Scenario:
     """The load of that seed, with its situations."""
     rng = random.Random(-3 * seed - 7)
     names = rng.sample(sorted(SITUATIONS), rng.choice([0, 1, 1, 2, 2, 4]))
+    names.sort(key=lambda name: name != "reused ids")  # copies requests as they are, to which the others add
     scenario = make_load(seed)
     for name in names:
         scenario = SITUATIONS[name](rng, scenario)
@@ -111,10 +112,20 @@ def _small_host(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _reused_ids(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Ids are used again, as by a client that numbers its requests anew."""
+    """Ids are used again: by clients that number their requests anew, and by those that go away and ask once more."""
     names = _names(scenario)
-    reused = {name: rng.choice(names[:i]) for i, name in enumerate(names) if i and rng.random() < 0.6}
-    return _with_swap(rng, replace(scenario, reused_ids={**scenario.reused_ids, **reused}), share=0.5)
+    reused = {name: rng.choice(names[:i]) for i, name in enumerate(names) if i and rng.random() < 0.4}
+    events = list(scenario.events)
+    for old in names:
+        if rng.random() < 0.5:
+            new = f"{old}again"
+            reused[new] = old
+            asked = [(at_s, e) for at_s, e in events if isinstance(e, Plain | Chunk) and e.request_id == old]
+            left_s = asked[0][0] + rng.choice([1.0, 3.0, 10.0])
+            delay_s = left_s - asked[0][0] + rng.choice([0.0, 1.0, 2.0])
+            events += [(left_s - rng.choice([0.0, 0.5]), Evict(rng.randrange(100))), (left_s, Abort(old))]
+            events += [(at_s + delay_s, replace(event, request_id=new)) for at_s, event in asked]
+    return _with_swap(rng, replace(scenario, events=tuple(events), reused_ids=reused), share=0.8)
 
 
 def _malformed(rng: random.Random, scenario: Scenario) -> Scenario:
