@@ -77,6 +77,7 @@ class Checks:
         memory.start_step()
         num_tokens = min(request.num_remaining_tokens, self.scenario.max_num_batched_tokens)
         num_missing = memory.num_blocks_needed(memory.view(request), num_tokens) - memory.num_free_blocks
+        memory.end_step()
         num_kept_free = scheduler._num_kept_free if request.was_evicted else 0
         check(num_missing > -num_kept_free, f"{name} waits for nothing")
         self.met["partial prompts asleep for want of memory"] += 1

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 
+from streamrag.backends.host_wire import HostCopies
 from streamrag.backends.scheduler import StreamingSchedulerMixin
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
@@ -85,6 +86,8 @@ class Run:
         """From when to when nobody could run."""
         self.reset_s: set[float] = set()
         """When the cache was emptied, or was to be."""
+        self._chance = random.Random(scenario.seed)
+        self._loaded: set[int] = set()  # blocks, by the step before
         self._leaving: list[str] = []  # who goes away while the next step computes
         self._paused_at = 0
 
@@ -105,6 +108,7 @@ class Run:
                 self.met["the engine slept"] += 1
                 self.met["the engine slept beside idle streams"] += bool(self.scheduler.idle)
                 engine.now_s = max(engine.now_s, events[0][0])
+            self._evict_loaders()
             while events and events[0][0] <= engine.now_s:
                 self._do(heapq.heappop(events)[2])
             before_s = engine.now_s
@@ -130,7 +134,8 @@ class Run:
 
     def _on_step(self, step: SchedulerOutput, start_s: float, end_s: float) -> None:
         """A step computes. Told before its output is known."""
-        num_steps = self.engine.num_steps
+        num_steps, copies = self.engine.num_steps, step.kv_connector_metadata
+        self._loaded = {block_id for _, block_id in copies.loads} if isinstance(copies, HostCopies) else set()
         for request_id in step.num_scheduled_tokens:
             client = self.current[request_id]
             client.computed = (client.num_chunks, end_s)
@@ -272,6 +277,16 @@ class Run:
         return True
 
     # ------------------------------------------------------------------------------------------------- the operator
+
+    def _evict_loaders(self) -> None:
+        loaded, self._loaded = self._loaded, set()
+        if not loaded or self.pause is not None or self._chance.random() >= self.scenario.share_of_evicted_loaders:
+            return
+        for request in list(self.scheduler.requests.values()):
+            (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            if not loaded.isdisjoint(block_ids):
+                self.met["evictions of who has just loaded"] += 1
+                self.scheduler._evict(request)  # type: ignore[arg-type]
 
     def _evict(self, nth: int) -> None:
         memory = self.scheduler.kv_memory

@@ -42,6 +42,8 @@ class Scenario:
     """Host slots that cannot be read."""
     bad_saves: frozenset[int] = frozenset()
     """Host slots that cannot be written."""
+    share_of_evicted_loaders: float = 0.0
+    """Of the requests for which a step loads, those that lose their KV before that step has ended."""
     num_true_host_blocks: int | None = None
     """How many there are, if fewer than the scheduler was promised."""
     reused_ids: Mapping[str, str] = field(default_factory=dict)

@@ -99,10 +99,19 @@ def _grammars(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _bad_slots(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Some host slots can never be read, or never be written."""
+    """Some host slots can never be read, or never be written; and who loads may be evicted before that is known."""
+    scenario = _with_swap(rng, scenario)
     slots = range(scenario.num_host_blocks)
-    bad_loads, bad_saves = (frozenset(s for s in slots if rng.random() < rng.choice([0, 0.2])) for _ in range(2))
-    return replace(_with_swap(rng, scenario), bad_loads=bad_loads, bad_saves=bad_saves)
+    bad_loads, bad_saves = (frozenset(s for s in slots if rng.random() < rng.choice([0, 0.2, 0.4])) for _ in range(2))
+    return replace(
+        scenario,
+        bad_loads=bad_loads,
+        bad_saves=bad_saves,
+        share_of_evicted_loaders=rng.choice([0.0, 0.3, 1.0]),
+        is_async=scenario.is_async or rng.random() < 0.5,
+        eviction=rng.choice([scenario.eviction, "cost"]),
+        num_blocks=rng.choice([scenario.num_blocks, int(1.3 * scenario.max_model_len / scenario.block_size)]),
+    )
 
 
 def _small_host(rng: random.Random, scenario: Scenario) -> Scenario:
