@@ -3,8 +3,9 @@
 from collections import Counter
 
 import pytest
-from fuzz import play, run_seeds
-from fuzz.scenarios import make_load
+
+from tests.engine.fuzz import play, run_seeds
+from tests.engine.fuzz.scenarios import make_load
 
 FAILED_ONCE = [2_769, 3_058]
 """What the scheduler did wrong before, in loads that others come across too rarely.

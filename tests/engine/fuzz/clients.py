@@ -56,6 +56,8 @@ class Client:
     is_aborted: bool = False
     """By itself, or by a pause."""
 
+    lacks_memory: bool = False
+    """Whether it was told that its last chunk cannot be computed for the time being."""
     grammar: "AcceptedTokens | None" = None
     ready_at: int | None = None
     """The number of steps, when its grammar was ready."""
@@ -63,7 +65,7 @@ class Client:
     """The number of steps, when it sent its prompt."""
     started_at: int | None = None
     """The number of steps, when it was first computed."""
-    ended_at: int = 0
+    aborted_at: int = -1
     """The number of steps, when it was aborted."""
     computed: tuple[int, float] = (0, 0.0)
     """How many chunks it had sent when it was last computed, and when that ended."""
@@ -111,7 +113,7 @@ class Client:
         check(self.is_waiting, f"{name}: output after its end: {output}")
         ours = (output.kv_transfer_params or {}).get(KEY, {})
         if "chunk" in ours:
-            self._is_acknowledged(ours["chunk"], ours["num_computed"], now_s)
+            self._is_acknowledged(ours["chunk"], ours["num_computed"], now_s, lacks_memory="is_waiting" in ours)
             return
         if output.finish_reason == FinishReason.ERROR:
             check(self.must_fail or self.is_too_long, f"{name}: failed for no reason: {ours}")
@@ -129,14 +131,16 @@ class Client:
         if self.ending is not None:
             self.record = RequestRecord.from_dict(ours["record"])
 
-    def _is_acknowledged(self, index: int, num_computed: int, now_s: float) -> None:
+    def _is_acknowledged(self, index: int, num_computed: int, now_s: float, *, lacks_memory: bool) -> None:
         name = self.name
         check(index == self.num_acknowledged, f"{name}: {index} acknowledged out of turn")
         check(not self.tokens, f"{name}: acknowledgement after the first token")
         check(self.is_stream and index < self.num_chunks - self.is_complete, f"{name}: acknowledged too much")
         self.num_acknowledged += 1
+        self.lacks_memory = lacks_memory
         num_computable = len(self.sent[index][1]) - 1
-        if index < self.num_chunks - 1 or self.gave_up or self.must_fail:  # perhaps it was superseded
+        if index < self.num_chunks - 1 or self.gave_up or self.must_fail or lacks_memory:
+            # It was superseded, perhaps, or is not computed for the time being.
             check(0 <= num_computed <= num_computable, f"{name}: {num_computed} computed of {num_computable}")
             return
         check(

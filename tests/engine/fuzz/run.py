@@ -22,9 +22,9 @@ from streamrag.backends.wire import KEY, ChunkMessage
 from streamrag.backends.wire import EndOfInput as EndMessage
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import TableProfile, save_profile
+from tests.engine.sizes import container_sizes
 
 from .clients import VOCABULARY, AcceptedTokens, Client, check
-from .containers import sizes
 from .counts import count_chunk
 from .events import (
     Abort,
@@ -75,7 +75,7 @@ class Run:
         self.scheduler = self.engine.scheduler
         self.host_memory = self.scheduler.host_memory
         check((self.host_memory is None) == (scenario.eviction == "recompute"), "host memory for nothing, or none")
-        self.sizes_at_start = sizes(self.scheduler)
+        self.sizes_at_start = container_sizes(self.scheduler)
         self.clients: dict[str, Client] = {}
         """By name: all that there ever were."""
         self.current: dict[str, Client] = {}
@@ -197,13 +197,18 @@ class Run:
         return self.clients[name]
 
     def _request_id(self, name: str) -> str:
-        """Its own, or that of a request that ended before the last step, and of which no step is in flight."""
+        """Its own, or that of a request that has ended, of which steps may still be in flight.
+
+        Not at once: what was on its way to that one would go to the new one, see
+        `test_what_was_on_its_way_to_a_request_is_not_sent_to_the_next_of_its_id`.
+        """
         wanted = self.scenario.reused_ids.get(name)
         if wanted is None or wanted not in self.clients:
             return name
         old = self.current[self.clients[wanted].request_id]
-        if old.is_waiting or old.ended_at >= self.engine.num_steps or old.computed[1] > self.engine.now_s:
+        if old.is_waiting or old.aborted_at >= self.engine.num_steps:
             return name
+        self.met["request ids used again with a step in flight"] += old.computed[1] > self.engine.now_s
         self.met["request ids used again"] += 1
         return old.request_id
 
@@ -251,7 +256,7 @@ class Run:
 
     def _add_malformed(self, event: Malformed) -> None:
         client = self._client(event.request_id)
-        if client.must_fail or client.is_too_long or not client.is_waiting:
+        if client.must_fail or client.is_too_long or client.gave_up or not client.is_waiting:
             return
         client.must_fail = True
         if not client.sent:
@@ -271,7 +276,7 @@ class Run:
         client = self.clients.get(name)
         if client is None or not client.is_waiting:
             return False
-        client.is_aborted, client.ended_at = True, self.engine.num_steps
+        client.is_aborted, client.aborted_at = True, self.engine.num_steps
         self.met["aborts of idle streams"] += client.request_id in self.scheduler.idle
         self.engine.abort(client.request_id)
         return True
@@ -311,7 +316,7 @@ class Run:
             aborted = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
             for request in aborted:
                 client = waiting.pop(request.request_id)
-                client.is_aborted, client.ended_at = True, self.engine.num_steps
+                client.is_aborted, client.aborted_at = True, self.engine.num_steps
                 self.met["aborts by a pause"] += 1
             for client in waiting.values():  # what they hear is on its way
                 check(client.must_fail or client.is_too_long or client.gave_up, f"{client.name} outlives a pause")

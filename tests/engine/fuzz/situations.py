@@ -22,13 +22,13 @@ FIELDS: dict[str, Any] = {"index": 0, "num_kept": 0, "is_final": True}
 """What a chunk must say at least."""
 GARBAGE: tuple[Any, ...] = (
     *(5, 0, 1.5, True, False, "", "chunk", [], [1], [[]]),
-    *({"index": 0}, {**FIELDS, "more": 1}, {**FIELDS, 1: 2}),
+    *({}, {"index": 0}, {**FIELDS, "more": 1}, {**FIELDS, 1: 2}, {"is_end": False}, {**FIELDS, "is_end": True}),
     *({**FIELDS, "index": index} for index in ("0", None, -1, 0.5, True, [0])),
     *({**FIELDS, "num_kept": num} for num in ("0", None, -1, 0.5, 3, 2**62, {})),
     *({**FIELDS, "is_final": is_final} for is_final in ("yes", None, 1, [])),
-    *({**FIELDS, "arrival_s": at_s} for at_s in ("now", math.nan, [], {})),
+    *({**FIELDS, "arrival_s": at_s} for at_s in ("now", math.nan, math.inf, -1.0, True, [], {})),
     *({**FIELDS, "expected_complete_s": at_s} for at_s in ("soon", math.nan, [])),
-    *({**FIELDS, "source": source} for source in (5, None, [], {"a": 1})),
+    *({**FIELDS, "source": source} for source in (5, None, [], {"a": 1}, 2_000 * "a")),
 )
 """What a client of another program may put in the place of a chunk message."""
 
