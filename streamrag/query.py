@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
@@ -51,6 +52,15 @@ if TYPE_CHECKING:
 __all__ = ["Query", "QueryOptions", "QueryRun"]
 
 T = TypeVar("T")
+
+
+class _Phase(Enum):
+    """What a query is doing, and what to do about it when it does that for too long."""
+
+    STARTING = "while the engine or the source was starting: start the pipeline before it is asked, or raise deadline_s"
+    WAITING = "while other queries had all places: raise deadline_s or max_concurrent_queries"
+    RETRIEVING = "while retrieving: raise deadline_s, or give the source a shorter timeout of its own"
+    GENERATING = "while generating: raise deadline_s, or lower max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +136,7 @@ class QueryRun:
         self._submitted_s = clock()
         self._first_chunk_s: float | None = None
         self._retrieval_s = 0.0
+        self._phase = _Phase.STARTING
         self._source_error: SourceError | None = None
         self._cut_short: str | None = None
         self._num_invalidated = 0
@@ -139,15 +150,15 @@ class QueryRun:
         try:
             async with asyncio.timeout(self._query.deadline_s) as deadline:
                 await started()
+                self._phase = _Phase.WAITING
                 async with admission:
+                    self._phase = _Phase.RETRIEVING
                     return await self._run_admitted()
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise DeadlineExceededError(
-                f"the query's deadline of {self._query.deadline_s:g} s passed "
-                + ("while generating" if self._retrieval_s else "while retrieving")
-                + ": raise deadline_s, or give the source a shorter timeout of its own"
+                f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase.value}"
             ) from error
 
     async def _run_admitted(self) -> Answer:
@@ -216,6 +227,7 @@ class QueryRun:
                     await self._report(step, assembler.max_context_tokens)
                     yield replace(step.prompt, hint=event.hint, source=type(self._source).__name__)
         self._retrieval_s = self._now()
+        self._phase = _Phase.GENERATING
         step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=True))
         await self._report(step, assembler.max_context_tokens)
         await self._emit(ContextComplete(self._now(), len(step.included), len(step.prompt.token_ids)))

@@ -285,6 +285,44 @@ async def test_a_deadline_ends_the_query_and_frees_it() -> None:
         assert (source.num_streams, backend.num_requests, pipeline.num_queries) == (0, 0, 0)
 
 
+class SlowToStart(ScriptedBackend):
+    """Until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_start = anyio.Event()
+
+    async def start(self, progress: Progress) -> None:
+        await self.may_start.wait()
+        await super().start(progress)
+
+
+async def test_a_deadline_passes_while_the_engine_starts_and_the_start_goes_on() -> None:
+    backend = SlowToStart()
+    pipeline = Pipeline(ScriptedSource([]), backend)
+    with pytest.raises(DeadlineExceededError, match=r"0.05 s passed while .* starting: start the pipeline before"):
+        _ = [chunk async for chunk in pipeline.stream("Why?", deadline_s=0.05)]
+    assert pipeline.num_queries == 0
+    backend.may_start.set()
+    assert [chunk async for chunk in pipeline.stream("Why?")]
+    await pipeline.aclose()
+
+
+async def test_a_deadline_that_passes_while_a_place_is_awaited_says_so() -> None:
+    source = ScriptedSource(lambda query: [anyio.Event()])
+    async with Pipeline(source, ScriptedBackend(), max_concurrent_queries=1) as pipeline:
+        async with pipeline.stream("first"):
+            with pytest.raises(DeadlineExceededError, match=r"passed while other queries .* max_concurrent_queries"):
+                _ = [chunk async for chunk in pipeline.stream("second", deadline_s=0.05)]
+            assert source.queries == ["first"]
+
+
+async def test_a_deadline_that_passes_while_the_answer_is_generated_says_so() -> None:
+    async with Pipeline(ScriptedSource([]), ScriptedBackend(is_endless=True)) as pipeline:
+        with pytest.raises(DeadlineExceededError, match=r"passed while generating: .* max_tokens"):
+            _ = [chunk async for chunk in pipeline.stream("Why?", deadline_s=0.05)]
+
+
 async def test_a_full_pipeline_makes_queries_wait() -> None:
     gate = anyio.Event()
     source = ScriptedSource(lambda query: [gate] if query == "first" else [])
