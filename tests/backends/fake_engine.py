@@ -48,8 +48,8 @@ class Held:
 class FakeCore:
     """The engine's end of the socket."""
 
-    answers_by_itself: bool = False
-    """Whether each chunk is acknowledged and each complete prompt answered as soon as it comes."""
+    answers_after: int | None = None
+    """Turns of the loop after which each chunk is acknowledged, and each complete prompt answered, by itself."""
     num_turns: int = 0
     """How often a message waits for the socket before it is sent; who is cancelled meanwhile has sent nothing."""
     num_turns_after: int = 0
@@ -135,11 +135,19 @@ class FakeCore:
             held.num_chunks += 1
         held.is_complete = message is None or message.is_final
         held.params = request.sampling_params
-        if self.answers_by_itself:
-            if message is not None:
-                self.acknowledge(request_id)
-            if held.is_complete:
-                self.answer(request_id, list(TEXT_TOKENS[:3]), is_last=True)
+        if self.answers_after is not None:
+            self._answer_later(request_id, held.num_chunks, self.answers_after)
+
+    def _answer_later(self, request_id: str, num_chunks: int, num_turns: int) -> None:
+        held = self.held.get(request_id)
+        if held is None or held.num_chunks != num_chunks:
+            return
+        if num_turns:
+            asyncio.get_running_loop().call_soon(self._answer_later, request_id, num_chunks, num_turns - 1)
+            return
+        self.acknowledge(request_id)
+        if held.is_complete:
+            self.answer(request_id, list(TEXT_TOKENS[:3]), is_last=True)
 
     def acknowledge(self, request_id: str) -> None:
         """The finishes that the client expects for all chunks but the last one of a complete prompt."""

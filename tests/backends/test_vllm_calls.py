@@ -67,9 +67,10 @@ async def prompts(num_turns: int = 8) -> AsyncGenerator[Prompt, None]:
 
 
 async def assert_nothing_is_left(core: FakeCore, client: Any) -> None:
+    assert core.held == {}  # at once: an answer that nobody reads would end it too
+    assert client.output_processor.request_states == {}
     await settle()
     assert core.held == {}
-    assert client.output_processor.request_states == {}
     assert asyncio.all_tasks() <= {asyncio.current_task(), client.output_handler}
     assert core.problems == []
 
@@ -96,7 +97,7 @@ async def cut_everywhere(run: Callable[[Client, FakeCore], Coroutine[Any, Any, A
         was_cancelled = False
         for cancelled in ways:
             # Messages are on their way at once, as they are with ZeroMQ, but who sends them waits.
-            core = FakeCore(answers_by_itself=True, num_turns_after=2)
+            core = FakeCore(answers_after=10, num_turns_after=2)
             client = make_client(core)
             task = await cancelled(run(client, core))
             await asyncio.wait([task], timeout=5)
@@ -181,7 +182,7 @@ async def test_of_a_dead_engine_everything_raises_at_once(strategy: Strategy) ->
         await asyncio.get_running_loop().create_future()
         yield PROMPTS[0]
 
-    core = FakeCore(answers_by_itself=True)
+    core = FakeCore()
     backend = make_backend(core, strategy)
     assert await backend.num_unfinished_requests() == 0
     assert await backend.reset_prefix_cache()
