@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from streamrag.backends.openai_http import shown
+from streamrag.backends.tokenizer import without_lone_surrogates
 from streamrag.core import AnswerChunk
 from streamrag.errors import ServerError
 
@@ -41,9 +42,9 @@ def answer_chunk(choice: dict[str, Any], *, server: str) -> AnswerChunk:
     for name, value in (("text", text), ("finish_reason", reason)):
         if value is not None and not isinstance(value, str):
             raise ServerError(f"{server} sent {name}={shown(reprlib.repr(value))}, which is no text")
-    whole = (text or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON can hold half characters
     ids = tuple(token_ids(choice.get("token_ids"), server=server))
-    return AnswerChunk(whole, ids, None if reason is None else shown(reason)[:MAX_REASON_CHARS])
+    whole_text = without_lone_surrogates(text or "")  # JSON can hold halves of characters
+    return AnswerChunk(whole_text, ids, None if reason is None else shown(reason)[:MAX_REASON_CHARS])
 
 
 def _is_number(value: Any) -> bool:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from streamrag.backends.openai_answers import token_ids as read_ids
 from streamrag.backends.openai_http import Server
+from streamrag.backends.tokenizer import without_lone_surrogates
 from streamrag.core import Turn, plain_chat
 from streamrag.errors import ServerError
 
@@ -25,17 +26,16 @@ MAX_BYTES_PER_CHARACTER = 64
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The names that one kind of server has for the fields of a request and of an answer."""
+    """The names that one kind of server has for the fields of a request."""
 
     text: str
     adds_special: str
     fixed: dict[str, Any]
-    decoded: str
 
 
 DIALECTS = (
-    Dialect("prompt", "add_special_tokens", {}, "prompt"),  # vLLM, SGLang
-    Dialect("content", "add_special", {"parse_special": False}, "content"),  # llama.cpp
+    Dialect("prompt", "add_special_tokens", {}),  # vLLM, SGLang
+    Dialect("content", "add_special", {"parse_special": False}),  # llama.cpp
 )
 
 
@@ -100,7 +100,7 @@ class ServerTokenizer:
         return BEGIN + plain_chat(turns)
 
     async def _encode(self, text: str, *, adds_special: bool = False) -> list[int]:
-        dialect = self._dialect
+        dialect, text = self._dialect, without_lone_surrogates(text)
         body = {"model": self._model, dialect.text: text, dialect.adds_special: adds_special, **dialect.fixed}
         answer = await self._server.ask(
             "POST", f"{self._root}/tokenize", body, max_bytes=(1 << 16) + MAX_BYTES_PER_CHARACTER * len(text)
@@ -109,10 +109,10 @@ class ServerTokenizer:
 
     async def _decode(self, token_ids: list[int]) -> str:
         answer = await self._server.ask("POST", f"{self._root}/detokenize", {"model": self._model, "tokens": token_ids})
-        text = answer.get(self._dialect.decoded)
-        if not isinstance(text, str):
-            raise ServerError(f"{self._root}/detokenize sent no text")
-        return text
+        for name in ("prompt", "text", "content"):  # vLLM, SGLang, llama.cpp
+            if isinstance(text := answer.get(name), str):
+                return text
+        raise ServerError(f"{self._root}/detokenize sent no text")
 
     def _wait_for(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What is asked for, from another thread than the event loop's."""

@@ -12,7 +12,7 @@ from typing import Any
 from streamrag.core import Turn, plain_chat
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 
-__all__ = ["CodePointTokenizer", "HuggingFaceTokenizer", "local_model_path"]
+__all__ = ["CodePointTokenizer", "HuggingFaceTokenizer", "local_model_path", "without_lone_surrogates"]
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """`owner/name` or `name`, as the Hugging Face hub has them."""
@@ -77,7 +77,7 @@ class HuggingFaceTokenizer:
         What marks turns in the chat template though it is plain text itself, as `[INST]` of Llama 2, is broken by a
         space. Lone surrogates, which no tokenizer accepts, become U+FFFD.
         """
-        text = _without_lone_surrogates(text)
+        text = without_lone_surrogates(text)
         if self._markers and not allow_special:
             text = self._markers.sub(r"\g<0> ", text)
         if self._fast:
@@ -135,7 +135,7 @@ class CodePointTokenizer:
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """The code points of `text`; lone surrogates become U+FFFD."""
-        return [ord(character) for character in _without_lone_surrogates(text)]
+        return [ord(character) for character in without_lone_surrogates(text)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these code points."""
@@ -164,7 +164,8 @@ def _markers(chat_template: str, added: Iterable[str]) -> re.Pattern[str] | None
     )
 
 
-def _without_lone_surrogates(text: str) -> str:
+def without_lone_surrogates(text: str) -> str:
+    """`text` with U+FFFD for each half of a character."""
     try:
         text.encode()
     except UnicodeEncodeError:
