@@ -73,15 +73,6 @@ class _Phase(Enum):
     GENERATING = "while generating: raise deadline_s, or lower max_tokens"
 
 
-class _Phase(Enum):
-    """What a query is doing, and what to do about it when it does that for too long."""
-
-    STARTING = "while the engine or the source was starting: start the pipeline before it is asked, or raise deadline_s"
-    WAITING = "while other queries had all places: raise deadline_s or max_concurrent_queries"
-    RETRIEVING = "while retrieving: raise deadline_s, or give the source a shorter timeout of its own"
-    GENERATING = "while generating: raise deadline_s, or lower max_tokens"
-
-
 @dataclass(frozen=True, slots=True)
 class Query:
     """A question with its options, checked; see `QueryOptions`.
