@@ -239,7 +239,7 @@ def test_a_stopped_program_does_not_wait_for_threads_that_never_end() -> None:
 
 def test_a_line_for_each_step_and_now_and_then_one_within_it(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([0.0, 1.0, 9.9, 10.0, 10.1, 15.0, 21.0])
-    lines = StepLines(Console(highlight=False), clock=lambda: next(times))
+    lines = StepLines(Output(), clock=lambda: next(times))
     for step, count in [
         ("reading", "0 of 9"),
         ("reading", "1 of 9"),
