@@ -5,7 +5,7 @@
 
 Pages are written by strangers. What crawl4ai is given is small and well-formed, because some of its regular expressions
 and loops take time that is quadratic in what raw pages may hold; and the kernel ends a worker that computes for too
-long over one page (`_CpuLimit`), whatever it is stuck in.
+long over one page (`_cpu_limit`), whatever it is stuck in.
 
 Importing this takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and reads a `.env` file: worker processes do it.
 """
@@ -301,8 +301,11 @@ def _cpu_limit(limit_s: float) -> Iterator[None]:
 
 
 def _limit_memory(num_more_bytes: int) -> None:
-    """Bound what this process may take beyond what it has: over it, allocations fail."""
-    fields = Path("/proc/self/status").read_text().splitlines()
+    """Bound what this process may take beyond what it has: over it, allocations fail. Only Linux counts it so."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return
+    fields = status.read_text().splitlines()
     data_kib = next(int(field.split()[1]) for field in fields if field.startswith("VmData:"))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = data_kib * 1024 + num_more_bytes
@@ -353,6 +356,7 @@ class PageCleaner:
         )
         self._runner.run(self._crawler.start())
         self._max_page_cpu_s = max_page_cpu_s
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores it has us ignore it too
         _limit_memory(max_page_memory_bytes)
 
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
