@@ -1,11 +1,11 @@
 """Cleaning pages with crawl4ai and cutting them to what matters for a query: the inside of a crawl worker.
 
-    HTML ──_pruned──▶ content only ──crawl4ai──▶ Markdown, title ──relevance──▶ what is relevant
+    HTML ──prune──▶ content only ──crawl4ai──▶ Markdown, title ──relevance──▶ what is relevant
                └────▶ the links, the most promising first
 
 Pages are written by strangers. What crawl4ai is given is small and well-formed, because some of its regular expressions
 and loops take time that is quadratic in what raw pages may hold; and the kernel ends a worker that computes for too
-long over one page (`_CpuLimit`), whatever it is stuck in.
+long over one page (`_cpu_limit`), whatever it is stuck in.
 
 Importing this takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and reads a `.env` file: worker processes do it.
 """
@@ -25,8 +25,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urljoin, urlsplit
+from typing import Any
+from urllib.parse import urlsplit
 
 import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
 from crawl4ai import (
@@ -40,13 +40,11 @@ from crawl4ai import (
 )
 from crawl4ai.async_crawler_strategy import AsyncCrawlerStrategy
 from crawl4ai.models import AsyncCrawlResponse
-from lxml import etree
-from lxml import html as lxml_html
 from rank_bm25 import BM25Okapi
 
 from streamrag.errors import UnreachableError
-from streamrag.sources.addresses import normalize_url
 from streamrag.sources.fetch import UnusablePageError
+from streamrag.sources.prune import MAX_CONTENT_CHARS, Pruned, prune
 from streamrag.sources.relevance import relevant_terms, select, split_markdown, terms
 from streamrag.sources.worker_main import OUT_OF_MEMORY
 
@@ -58,39 +56,11 @@ MAX_LINKS_CHARS = 50_000
 
 MAX_TITLE_CHARS = 300
 
-MAX_ELEMENTS = 30_000
-"""What comes behind them on a page is not read. crawl4ai takes a second or two for as many."""
-
-MAX_CONTENT_CHARS = 1_000_000
-"""Of a page's HTML after pruning, or of its text. What comes behind them is not read."""
-
 MAX_PASSAGES = 8000
 """Each is ranked with all of its headings, which may be much longer than itself."""
 
-MAX_ANCHORS = 10_000
-MAX_LINK_ELEMENTS = 20
-"""Within a link, that are looked at for its text. Links can stand within links."""
-
-NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture", "nav", "footer", "button", "select"}
-NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link"}
-"""Not `form`: whole sites stand in one."""
-
-EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}
-"""What means something without any text."""
-
-NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
-
-DROPPED = "streamrag-dropped"
-
 NOT_OF_PAGES = {"idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-7"}
 """Python's codecs that are no charset of any page. Decoding punycode takes quadratic time."""
-
-NO_PAGE = re.compile(
-    r"\.(7z|avi|bin|bz2|css|csv|deb|dmg|docx?|epub|exe|gif|gz|ico|iso|jar|jpe?g|js|json|mp[34]|msi|ods|odt|og[gv]|pdf|png"
-    r"|pptx?|rar|rpm|rss|svg|tar|tgz|wav|web[mp]|whl|woff2?|xlsx?|xml|xz|zip)$",
-    re.IGNORECASE,
-)
-
 
 SETTLED = """js:() => {
     const now = performance.now(), size = document.body ? document.body.innerText.length : 0
@@ -154,112 +124,16 @@ class _GivenPage(AsyncCrawlerStrategy):  # type: ignore[misc]
         )
 
 
-class _Pruned(NamedTuple):
-    """What is content of a page."""
-
-    html: str
-    links: dict[str, str]
-    """Address to text, those of the content first; of the whole page."""
-    is_cut: bool
-    """Whether the page is larger than what is looked at."""
-
-
-def _pruned(url: str, html: str) -> _Pruned:
-    """The page without what is not content, in time proportional to its length.
-
-    It has no attributes any more, and only pairs of tags. crawl4ai's own `excluded_tags` lose the text that follows an
-    excluded element, its links do not include those of excluded elements, and it takes the slash from their ends.
-    """
-    # As bytes: of text, lxml first looks for an XML declaration, with a regular expression that is quadratic in spaces.
-    parser = lxml_html.HTMLParser(encoding="utf-8")
-    try:
-        document = lxml_html.document_fromstring(html.encode(errors="replace"), parser=parser)
-    except etree.XMLSyntaxError:  # it takes any HTML, so this is its word for it
-        raise MemoryError from None
-    is_cut = _cut(document)
-    bases = [href for base in document.iter("base") if (href := base.get("href"))]
-    base = urljoin(url, bases[0]) if bases else url
-    anchors = {anchor: (anchor.get("href", "#"), _beginning(anchor)) for anchor in document.iter("a")}
-    for element in reversed(list(document.iter(etree.Element))):
-        if _is_no_content(element):
-            element.tag = DROPPED
-        abbreviated = element.get("title") if element.tag == "abbr" else None
-        if element.tag != "meta":
-            element.attrib.clear()
-        if abbreviated:
-            element.set("title", abbreviated)
-    # One by one, each would have its text joined to what stands before it, and that copied every time.
-    etree.strip_elements(document, DROPPED, etree.Comment, etree.ProcessingInstruction, with_tail=False)
-    content = set(document.iter("a"))
-    links: dict[str, str] = {}
-    for anchor in sorted(anchors, key=lambda anchor: anchor not in content)[:MAX_ANCHORS]:
-        href, text = anchors[anchor]
-        address = normalize_url(href, base)
-        if address and not NO_PAGE.search(urlsplit(address).path):
-            links.setdefault(address, text)
-    content_html = lxml_html.tostring(document, encoding="unicode")
-    return _Pruned(content_html[:MAX_CONTENT_CHARS], links, is_cut or len(content_html) > MAX_CONTENT_CHARS)
-
-
-def _is_no_content(element: Any) -> bool:
-    tag, given = element.tag, element.attrib
-    return bool(
-        tag in NOT_CONTENT
-        or (tag == "aside" and next(element.iterancestors("main"), None) is None)
-        or (tag == "header" and next(element.iterancestors("main", "article"), None) is None)
-        or (
-            given
-            and ("hidden" in given or given.get("aria-hidden") == "true" or given.get("role") in NOT_CONTENT_ROLES)
-        )
-        or (given and "headerlink" in given.get("class", ""))
-        or (tag == "meta" and element.getparent().tag != "head")
-        or (tag not in EMPTY and _is_empty(element))
-    )
-
-
-def _is_empty(element: Any) -> bool:
-    """Whether it has no text, once those within it that are no content are gone. White space goes to what follows it.
-
-    crawl4ai does the same, but joins texts one by one.
-    """
-    if any(child.tag != DROPPED or child.tail for child in element.iterchildren(etree.Element)):
-        return False
-    text = element.text or ""
-    if text.strip() or (text and next(element.iterancestors("pre", "code"), None) is not None):
-        return False
-    if text:
-        element.tail = " " + (element.tail or "")
-    return element.getparent() is not None
-
-
-def _cut(document: Any) -> bool:
-    """Take away what comes behind the first `MAX_ELEMENTS`, if there is anything."""
-    last = next(itertools.islice(document.iter(), MAX_ELEMENTS, None), None)
-    if last is None:
-        return False
-    for element in (last, *last.iterancestors()):
-        for later in list(element.itersiblings()):
-            later.getparent().remove(later)
-    return True
-
-
-def _beginning(anchor: Any) -> str:
-    """Of a link's text."""
-    inside = itertools.islice(anchor.iter(), MAX_LINK_ELEMENTS)
-    texts = ((part.text or "") + ("" if part is anchor else part.tail or "") for part in inside)
-    return " ".join(" ".join(texts).split())[:200]
-
-
 class _Scraper(LXMLWebScrapingStrategy):  # type: ignore[misc]
     """crawl4ai's, of pages that are pruned, or are here because a browser has fetched them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pruned: _Pruned | None = None
+        self.pruned: Pruned | None = None
         """Of the page that is being read."""
 
     def scrap(self, url: str, html: str, **options: Any) -> Any:
-        self.pruned = self.pruned or _pruned(url, html)
+        self.pruned = self.pruned or prune(url, html)
         scraped = super().scrap(url, self.pruned.html, **options)
         if not scraped.success:  # the text is then crawl4ai's error message
             raise ValueError("crawl4ai cannot parse it")
@@ -301,8 +175,11 @@ def _cpu_limit(limit_s: float) -> Iterator[None]:
 
 
 def _limit_memory(num_more_bytes: int) -> None:
-    """Bound what this process may take beyond what it has: over it, allocations fail."""
-    fields = Path("/proc/self/status").read_text().splitlines()
+    """Bound what this process may take beyond what it has: over it, allocations fail. Only Linux counts it so."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return
+    fields = status.read_text().splitlines()
     data_kib = next(int(field.split()[1]) for field in fields if field.startswith("VmData:"))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = data_kib * 1024 + num_more_bytes
@@ -353,6 +230,7 @@ class PageCleaner:
         )
         self._runner.run(self._crawler.start())
         self._max_page_cpu_s = max_page_cpu_s
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores it has us ignore it too
         _limit_memory(max_page_memory_bytes)
 
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
@@ -373,7 +251,7 @@ class PageCleaner:
             markdown = decode(body, job["charset"])
         else:
             if job["kind"] == "html":
-                pruned = _pruned(url, decode(body, job["charset"]))
+                pruned = prune(url, decode(body, job["charset"]))
                 self._given.html = pruned.html
             self._scraper.pruned = pruned
             result = self._runner.run(self._crawler.arun(url, config=self._config))

@@ -65,7 +65,7 @@ class WebSource:
     max_page_chars: of the relevant part of a page.
     max_page_cpu_s: computing time for cleaning a page. A large page takes about a second, and one that is made to be
         slow is cut before it takes more than two or three; over the limit, its worker is replaced.
-    max_page_memory_bytes: what cleaning a page may take beyond the 0.2 GB that a worker has.
+    max_page_memory_bytes: what cleaning a page may take beyond the 0.2 GB that a worker has (on Linux).
     allow_private: fetch from loopback, private and other special addresses too.
     user_agent: how requests identify themselves.
     cdp_url: a running browser's address (`http://127.0.0.1:9222`), which then fetches the pages and runs their scripts.

@@ -188,7 +188,10 @@ async def test_a_function_that_hangs_takes_no_threads_but_its_own() -> None:
     source = RetrieverSource(lambda query: [str(release.wait())])
     asking = [asyncio.create_task(anext(source.stream("?"))) for _ in range(50)]
     await asyncio.sleep(0)
-    assert await asyncio.to_thread(lambda: "free") == "free"
-    assert await anyio.to_thread.run_sync(lambda: "free") == "free"
-    release.set()
+    try:
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(lambda: "free") == "free"
+            assert await anyio.to_thread.run_sync(lambda: "free") == "free"
+    finally:
+        release.set()
     assert len(await asyncio.gather(*asking)) == 50

@@ -694,7 +694,7 @@ async def test_names_that_are_slow_to_look_up_leave_the_programs_own_threads_alo
         source = new(slow, page_timeout_s=0.4, num_fetches=20)
         with pytest.raises(UnreachableError, match="no connection within"):
             await crawl(source)
-        assert await asyncio.to_thread(lambda: "free") == "free"
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
         other = new()
         other._lookups = source._lookups
         assert paths(await crawl(other)) == ["/"]
@@ -710,10 +710,12 @@ async def test_a_function_that_hangs_leaves_the_programs_own_threads_alone(new: 
         release.wait()
         return []
 
-    with pytest.raises(SourceError, match=r"start URLs took longer than 0\.2 s"):
-        await crawl(new(hangs, crawl_timeout_s=0.2))
-    assert await asyncio.to_thread(lambda: "free") == "free"
-    release.set()
+    try:
+        with pytest.raises(SourceError, match=r"start URLs took longer than 0\.2 s"):
+            await crawl(new(hangs, crawl_timeout_s=0.2))
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
+    finally:
+        release.set()
 
 
 @pytest.mark.parametrize(
