@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from streamrag.cli.output import Output
 from streamrag.cli.steps import StepLines
 
 PROGRAM = [sys.executable, "-c", "from streamrag.cli import main; raise SystemExit(main())"]

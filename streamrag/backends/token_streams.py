@@ -238,9 +238,9 @@ class TokenStream:
                 while event is None and not self._is_answered and not self._error:
                     output = await self._next_output()
                     event = self._event(output) if output.outputs else None  # vLLM's own last word has none
-                    has_stop_text = not output.finished and isinstance(event, StreamedTokens) and event.finish_reason
-                    self._is_answered = output.finished or bool(has_stop_text)
-                    if has_stop_text:  # of which the engine knows nothing
+                    self._is_answered = output.finished
+                    if isinstance(event, StreamedTokens) and event.finish_reason and not output.finished:
+                        self._is_answered = True  # a stop text was found, of which the engine knows nothing
                         self._begin_abort()
             except _Failed as failed:
                 self._error = failed.error

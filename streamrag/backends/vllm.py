@@ -4,7 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -174,13 +174,14 @@ class VllmBackend:
             await run_regardless(self._close(engine, streams, processes), "vLLM backend closes")
 
     async def _close(self, engine: Any, streams: TokenStreams | None, processes: EngineProcesses) -> None:
-        if engine is not None:
-            if streams is not None:
-                await streams.aclose()
-            if not engine.errored:
-                await engine.abort(list(self._request_ids))
-            await processes.stop(engine)
-        await processes.aclose()
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(processes.aclose)
+            if engine is not None:
+                ends.push_async_callback(processes.stop, engine)
+                if streams is not None:
+                    await streams.aclose()
+                if not engine.errored:
+                    await engine.abort(list(self._request_ids))
 
     # ------------------------------------------------------------------------------------------------------- answering
 
