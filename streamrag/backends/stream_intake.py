@@ -84,13 +84,13 @@ class StreamIntakeMixin(_Base):
             assert isinstance(existing, StreamRequest)
             self._add_chunk(existing, request, message)
 
-    def _refuse(self, request: Request, problem: str) -> None:
+    def _refuse(self, request: Request, problem: str, message: ChunkMessage | None = None) -> None:
         """Fail a request that has not been taken in, or the stream that it is a chunk of."""
         existing = self.requests.get(request.request_id)
         if request.resumable and isinstance(existing, StreamRequest) and not existing.is_finished():
             self._fail(existing, problem)
             return
-        stream = self._adopt(request, None)
+        stream = self._adopt(request, message)
         stream.status = RequestStatus.FINISHED_ERROR
         self._record_end(stream)
         self._send_error(stream, problem)
@@ -101,7 +101,7 @@ class StreamIntakeMixin(_Base):
 
     def _open(self, request: Request, message: ChunkMessage | None) -> None:
         if problem := self._problem(request, message):
-            self._refuse(request, problem)
+            self._refuse(request, problem, message)
             return
         stream = self._adopt(request, message)
         # Another request may have had its id, of which steps in flight still bring something.

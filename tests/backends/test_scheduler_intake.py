@@ -121,6 +121,7 @@ def test_a_first_chunk_that_keeps_something_is_refused(bench: Make) -> None:
     b.chunk("s", TOKENS, kept=5)
     b.check_empty()
     assert "of nothing" in error(b, "s")
+    assert b.record("s").is_stream
 
 
 def test_a_chunk_after_the_last_one_fails_its_stream(bench: Make) -> None:
