@@ -228,3 +228,10 @@ def test_an_evicted_partial_prompt_starts_again_only_where_memory_is_left_or_it_
     assert make("fcfs", [evicted], [], limits, Blocks(7)).grants
     assert make("fcfs", [evicted._replace(was_evicted=False)], [], limits, Blocks(6)).grants
     assert make("fcfs", [evicted._replace(is_complete=True)], [], limits, Blocks(6)).grants
+
+
+def test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first() -> None:
+    preempted = RequestView("preempted", 0, 0, 33, 0, 0, has_output=True)
+    running = RequestView("running", 1, 1, 33, 32, 3, has_output=True, is_running=True)
+    made = make("arrival", [preempted, running], [], Limits(100, 1), Blocks(10))
+    assert [g.request for g in made.grants] == [running]

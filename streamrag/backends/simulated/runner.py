@@ -173,6 +173,8 @@ class OracleRunner(ABC):
         invalid: set[int] = set()
         self.tainted = {block_id: num - 1 for block_id, num in self.tainted.items() if num > 1}
         for block_id, slot in copies.saves + copies.held_saves:
+            if block_id in self.tainted:
+                raise StaleKVError(f"block {block_id} is saved, of which nobody can know whether it was loaded")
             fails = self._has_no(slot) or self.save_fails(slot)
             (failed if fails else saved).append(slot)
             self.host[slot] = [UNKNOWN] * self.block_size if fails else self.slots[block_id].copy()

@@ -199,14 +199,14 @@ class Run:
     def _request_id(self, name: str) -> str:
         """Its own, or that of a request that has ended, of which steps may still be in flight.
 
-        Not at once: what was on its way to that one would go to the new one, see
+        Not that of a stream at once: an acknowledgement on its way to that one would go to the new one, see
         `test_what_was_on_its_way_to_a_request_is_not_sent_to_the_next_of_its_id`.
         """
         wanted = self.scenario.reused_ids.get(name)
         if wanted is None or wanted not in self.clients:
             return name
         old = self.current[self.clients[wanted].request_id]
-        if old.is_waiting or old.aborted_at >= self.engine.num_steps:
+        if old.is_waiting or (old.is_stream and old.aborted_at >= self.engine.num_steps):
             return name
         self.met["request ids used again with a step in flight"] += old.computed[1] > self.engine.now_s
         self.met["request ids used again"] += 1
