@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding clean
+.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context clean
 
 RUN := .venv/bin/python
 
@@ -48,6 +48,9 @@ bench-overlap: .venv/installed ## do steps take longer while KV is copied beside
 
 bench-rounding: .venv/installed ## log-probabilities of prompts computed whole, in pieces by vLLM, streamed: half an hour
 	$(RUN) bench/rounding.py --json bench/results/rounding.json
+
+bench-context: .venv/installed ## which pages are in a context that cannot hold all of them, and do they hold the answer? two minutes
+	$(RUN) bench/context_choice.py --json bench/results/context_choice.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -33,6 +33,7 @@ from streamrag.backends.strategy import scheduler_args
 from streamrag.bench.profiling import FreshTokens, answer, warm_up
 from streamrag.bench.provenance import versions
 from streamrag.errors import BackendError
+from streamrag.files import write_whole
 from streamrag.testing import make_tiny_llama
 
 GOAL = 0.05
@@ -271,7 +272,7 @@ def main() -> int:
             "max_num_batched_tokens": budget,
             "results": found,
         }
-        arguments.json.write_text(json.dumps(made, indent=2) + "\n")
+        write_whole(arguments.json, json.dumps(made, indent=2) + "\n")
     return int(facts.is_cuda and any(of["ratio"] > 1 + GOAL for of in found.values()))
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -12,6 +13,7 @@ from rich.table import Table
 from streamrag.bench.report_canvas import make_panels, plain_log_ticks
 from streamrag.bench.summary import percentile
 from streamrag.engine.costs import TableProfile, recompute_s
+from streamrag.files import write_whole
 from streamrag.records import RequestRecord
 
 Kind: TypeAlias = Literal["recompute", "load", "save"]
@@ -162,4 +164,6 @@ def draw(path: Path, decisions: Sequence[Decision]) -> None:
         f"What {len(decisions)} decisions about evicted KV were to cost, and did cost", loc="left", fontsize=10
     )
     panel.legend(loc="upper left", frameon=False, fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    write_whole(path, drawn.getvalue())

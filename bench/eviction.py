@@ -26,7 +26,9 @@ from streamrag.bench.runner import CellFailed, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, digest, percentile
 from streamrag.cli.bench_view import CellsView
+from streamrag.cli.output import Output
 from streamrag.engine.costs import StepProfile, load_profile
+from streamrag.files import write_whole
 
 PROFILES = ("h200-llama8b-tp2", "h200-llama8b-tp2-slow-host", "h200-llama8b-tp2-fast-host")
 SHARES = (1.0, 0.5, 0.25)
@@ -127,7 +129,7 @@ def run(plan: Plan, store: CellStore, num_processes: int, *, is_forced: bool) ->
     todo = [cell for cell in cells if is_forced or store.find(cell) is None]
     console.print(f"{len(cells) - len(todo)} of {len(cells)} cells are finished, in {store.folder}")
     failed = []
-    with CellsView(len(todo), Console(stderr=True, highlight=False)) as view:
+    with CellsView(len(todo), Output(stderr=True)) as view:
         for event in run_cells(todo, store, num_processes=num_processes):
             view.show(event)
             failed += [event] if isinstance(event, CellFailed) else []
@@ -323,7 +325,7 @@ def main() -> None:
             "streaming": streaming,
             "pressure": pressure,
         }
-        arguments.json.write_text(json.dumps(made, indent=1) + "\n")
+        write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from streamrag.bench.wall import engine_for, max_model_len, play_cell
 from streamrag.bench.workload import longest_prompt, make_load
 from streamrag.engine.costs import TableProfile, save_profile
 from streamrag.engine.swapping import EvictionMode
+from streamrag.files import write_whole
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedQuery
 
@@ -258,7 +259,7 @@ def main() -> None:
     if arguments.plot:
         draw(arguments.plot, decisions)
     if arguments.json:
-        arguments.json.write_text(json.dumps(made(plan, rows, decisions, one), indent=2) + "\n")
+        write_whole(arguments.json, json.dumps(made(plan, rows, decisions, one), indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from streamrag.backends.vllm_engine import EngineProcesses, import_vllm
 from streamrag.backends.vllm_params import to_vllm
 from streamrag.bench.provenance import versions
 from streamrag.core import SamplingParams
+from streamrag.files import write_whole
 from streamrag.testing import make_tiny_llama
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def main() -> None:
             "num_prompts": arguments.prompts,
             "results": results,
         }
-        arguments.json.write_text(json.dumps(made, indent=2) + "\n")
+        write_whole(arguments.json, json.dumps(made, indent=2) + "\n")
 
 
 if __name__ == "__main__":

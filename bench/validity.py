@@ -36,6 +36,7 @@ from streamrag.bench.summary import percentile
 from streamrag.bench.wall import engine_for, max_model_len, play_cell
 from streamrag.bench.workload import NUM_TAIL_TOKENS, make_load
 from streamrag.engine.costs import TableProfile, save_profile
+from streamrag.files import write_whole
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
@@ -248,7 +249,7 @@ def write(path: Path, found: Measured, rows: list[dict[str, Any]]) -> None:
         "results": rows,
         "profile": asdict(found.profile()),
     }
-    path.write_text(json.dumps(made, indent=2) + "\n")
+    write_whole(path, json.dumps(made, indent=2) + "\n")
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from streamrag import Pipeline, SamplingParams, StretchedSource, VectorSource, V
 from streamrag.cli.view import print_sources, print_timings, watch
 from streamrag.core import Source
 from streamrag.errors import StreamRagError
+from streamrag.files import write_whole
 from streamrag.plot import QueryRow, draw_timeline
 from streamrag.sources.index import build_index
 from streamrag.telemetry import Answer, Answered, ContextChanged, Event
@@ -205,7 +206,7 @@ def save(out: Path, groups: dict[str, list[Pair]]) -> None:
         ]
         for name, pairs in groups.items()
     }
-    (out / "results.json").write_text(json.dumps(results, indent=2))
+    write_whole(out / "results.json", json.dumps(results, indent=2))
     for what, name in (("timeline", "timeline.png"), ("numbers", "results.json")):
         console.print(f"{what}: {os.path.relpath(out / name)}", soft_wrap=True)
 

@@ -11,6 +11,8 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from streamrag.orphans import end_with_parent
+
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
 <body><nav>{links}</nav><main>{body}</main><footer>The documentation of streamrag.</footer></body></html>
@@ -51,6 +53,7 @@ class SlowHandler(SimpleHTTPRequestHandler):
 
 
 def main() -> None:
+    end_with_parent(None)  # a demo that is killed does not leave it behind
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SlowHandler, directory=sys.argv[1]))
     print(server.server_port, flush=True)
     server.serve_forever()

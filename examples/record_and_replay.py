@@ -1,12 +1,14 @@
 """Records what a retriever does, looks at the trace, and replays it three times as slowly.
 
-    python examples/record_and_replay.py trace.jsonl.gz
+    python examples/record_and_replay.py [trace.jsonl.gz]
 
-Nothing is needed but streamrag: the backend is the one for tests, and the retriever a list of notes.
+Without a file, the trace is not kept. Nothing is needed but streamrag: the backend is the one for tests, and the
+retriever a list of notes.
 """
 
+import argparse
 import asyncio
-import sys
+import tempfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -51,4 +53,7 @@ async def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description="Records what a retriever does, and replays it three times as slowly.")
+    parser.add_argument("trace", nargs="?", type=Path, help="file to record to, .jsonl, .jsonl.gz or .jsonl.zst")
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(main(parser.parse_args().trace or Path(folder) / "trace.jsonl.gz"))

@@ -35,8 +35,12 @@ __all__ = [
     "Turn",
     "Update",
     "common_prefix_len",
+    "part_name",
     "plain_chat",
 ]
+
+MAX_NAME_CHARS = 80
+
 
 # ---------------------------------------------------------------------------------------------- what sources yield
 
@@ -140,7 +144,7 @@ class Prompt:
     hint: Hint | None = None
     """What the retriever expects still to come."""
     source: str = ""
-    """What kind of retriever it comes from: those of one kind are expected to behave alike."""
+    """The `part_name` of the retriever it comes from: those of one name are expected to behave alike."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_shared <= len(self.token_ids)
@@ -253,10 +257,12 @@ class ModelInfo:
     """Most tokens of prompt and answer together."""
     is_exact: bool = True
     """Whether the tokens that are sent are the tokens that the model sees."""
+    breaks_look_alikes: bool = False
+    """Whether look-alikes of special tokens in text are broken by a space, because a server tokenises that text."""
 
 
 class Source(Protocol):
-    """A retriever."""
+    """A retriever. It may have a `name`, by which errors and schedulers call it; see `part_name`."""
 
     def stream(self, query: str) -> AsyncIterator[SourceEvent]:
         """Chunk events as they arrive; the context is complete when the iterator ends.
@@ -286,6 +292,20 @@ class Backend(Protocol):
 
         :raises BackendError: when the engine fails.
         """
+
+
+def part_name(part: object) -> str:
+    """What a source or a backend is called: its attribute `name` if that is a text, else its class.
+
+    One line of at most 80 characters, whatever the name is made of.
+
+    >>> class Tickets: name = "tickets\\nof 2026"
+    >>> part_name(Tickets())
+    'tickets of 2026'
+    """
+    name = getattr(part, "name", None)
+    words = "".join(c if c.isprintable() else " " for c in name[: 2 * MAX_NAME_CHARS]) if isinstance(name, str) else ""
+    return " ".join(words.split())[:MAX_NAME_CHARS] or type(part).__name__
 
 
 Progress: TypeAlias = Callable[[str], None]

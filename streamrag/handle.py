@@ -92,6 +92,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         try:
             event = await events.receive()
         except (anyio.EndOfStream, anyio.ClosedResourceError):
+            self._close_events()
             if self._task.done() and not self._task.cancelled():
                 self._task.result()  # raises what the query raised
             raise StopAsyncIteration from None

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
 import anyio
 
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable
+from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable, part_name
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
 from streamrag.modes import PromptTemplate, UpdateMode
-from streamrag.query import Query, QueryOptions, QueryRun
+from streamrag.query import LATE_SHARE, Query, QueryOptions, QueryRun, check_options
 from streamrag.tasks import wait_regardless
 from streamrag.telemetry import Answer
 
@@ -36,7 +36,7 @@ class Pipeline:
     - `overlap=False` retrieves everything before the model hears of it: the baseline of every measurement.
     - `max_concurrent_queries` run at once; past it a query waits, or with `when_full="refuse"` raises
       TooManyQueriesError.
-    - `on_source_error="answer"` answers from what had arrived when the source failed.
+    - `on_source_error="answer"` answers from what had arrived when the source failed, and tells the model so.
     - `on_progress` is called with a line for a person at each step of starting.
     - `recorder` writes what retrieval does to a trace file; it is started and stopped with the rest.
 
@@ -90,8 +90,8 @@ class Pipeline:
     def stream(self, query: str, **options: Unpack[QueryOptions]) -> AnswerStream:
         """The answer to `query`, chunk by chunk; `options` are those of `QueryOptions`.
 
-        Raises, when iterated, SourceError, BackendError, PromptTooLongError, DeadlineExceededError,
-        TooManyQueriesError and PipelineClosedError.
+        Raises ConfigurationError for options that are unknown or cannot work. Raises, when iterated, SourceError,
+        BackendError, PromptTooLongError, DeadlineExceededError, TooManyQueriesError and PipelineClosedError.
         """
         asked = self._query(query, options)
         return AnswerStream(lambda emit: self._start_query(asked, emit))
@@ -149,6 +149,7 @@ class Pipeline:
             )
 
     def _query(self, text: str, options: QueryOptions) -> Query:
+        check_options(options)
         template = options.get("template") or self._template
         system = options.get("system")
         return Query(
@@ -159,6 +160,7 @@ class Pipeline:
             options.get("max_context_tokens"),
             options.get("deadline_s"),
             options.get("overlap", self.overlap),
+            options.get("late_share", LATE_SHARE),
         )
 
     def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":
@@ -208,6 +210,10 @@ class Pipeline:
 class _Borrowed:
     def __init__(self, part: object) -> None:
         self._part = part
+
+    @property
+    def name(self) -> str:
+        return part_name(self._part)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("start", "aclose"):

@@ -1,14 +1,17 @@
 """One query's life: what it was asked with, and the run that takes it from retrieval to its last token."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import anyio
 
+from streamrag.choice import Relevance
 from streamrag.clock import Clock
 from streamrag.core import (
     AnswerChunk,
@@ -24,6 +27,7 @@ from streamrag.core import (
     SourceEvent,
     Turn,
     Update,
+    part_name,
 )
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler, PromptTemplate
@@ -32,6 +36,7 @@ from streamrag.telemetry import (
     Answered,
     ChunkArrived,
     ChunksLeftOut,
+    ChunksShortened,
     Citation,
     ContextChanged,
     ContextComplete,
@@ -48,9 +53,24 @@ from streamrag.telemetry import (
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
-__all__ = ["Query", "QueryOptions", "QueryRun"]
+__all__ = ["Query", "QueryOptions", "QueryRun", "check_options"]
+
+LATE_SHARE = 0.25
+"""A third or a half found the answer no more often in bench/context_choice.py, and leave more to compute last."""
 
 T = TypeVar("T")
+
+MAX_QUERY_CHARACTERS = 100_000
+"""A query is embedded and searched for, besides being tokenised: a document is none."""
+
+
+class _Phase(Enum):
+    """What a query is doing, and what to do about it when it does that for too long."""
+
+    STARTING = "while the engine or the source was starting: start the pipeline before it is asked, or raise deadline_s"
+    WAITING = "while other queries had all places: raise deadline_s or max_concurrent_queries"
+    RETRIEVING = "while retrieving: raise deadline_s, or give the source a shorter timeout of its own"
+    GENERATING = "while generating: raise deadline_s, or lower max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +87,22 @@ class Query:
     max_context_tokens: int | None = None
     deadline_s: float | None = None
     overlap: bool = True
+    late_share: float = LATE_SHARE
 
     def __post_init__(self) -> None:
         if not self.text.strip():
             raise ConfigurationError("the query is empty: ask something")
+        if len(self.text) > MAX_QUERY_CHARACTERS:
+            raise ConfigurationError(
+                f"the query has {len(self.text):,} characters, and {MAX_QUERY_CHARACTERS:,} is the most: "
+                "a long text to ask about belongs into the history or the source"
+            )
         if self.deadline_s is not None and self.deadline_s <= 0:
             raise ConfigurationError(f"deadline_s={self.deadline_s!r} must be positive, or None to wait for ever")
         if self.max_context_tokens is not None and self.max_context_tokens < 0:
             raise ConfigurationError(f"max_context_tokens={self.max_context_tokens!r} must be at least 0, or None")
+        if not 0 <= self.late_share < 1:
+            raise ConfigurationError(f"late_share={self.late_share!r} must be a share of the context, below 1")
 
 
 class QueryOptions(TypedDict, total=False):
@@ -92,6 +120,19 @@ class QueryOptions(TypedDict, total=False):
     """Most seconds from submission to the last token; the default waits for ever."""
     overlap: bool
     """Whether to prefill while retrieval runs; the default is the pipeline's."""
+    late_share: float
+    """Of a context that grows chunk by chunk, what is kept for the best of those that no longer fit; the default is a
+    quarter. With 0 chunks are taken by arrival alone, and whole."""
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raises ConfigurationError for an option that `QueryOptions` does not have; a type checker would have seen it."""
+    known = sorted(QueryOptions.__annotations__)
+    of_params = {field.name: f"params=SamplingParams({field.name}=...)" for field in fields(SamplingParams)}
+    for name in sorted(options.keys() - set(known)):
+        nearest = get_close_matches(name, [*of_params, *known], n=1)
+        hint = f"; did you mean {of_params.get(nearest[0], nearest[0])}?" if nearest else "."
+        raise ConfigurationError(f"a query has no option {name!r}{hint} Its options are {', '.join(known)}")
 
 
 class QueryRun:
@@ -126,10 +167,10 @@ class QueryRun:
         self._submitted_s = clock()
         self._first_chunk_s: float | None = None
         self._retrieval_s = 0.0
+        self._phase = _Phase.STARTING
         self._source_error: SourceError | None = None
         self._cut_short: str | None = None
         self._num_invalidated = 0
-        self._left_out: tuple[Chunk, ...] = ()
 
     async def run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
         """The answer, once the pipeline has `started` and `admission` has let the query in.
@@ -139,15 +180,15 @@ class QueryRun:
         try:
             async with asyncio.timeout(self._query.deadline_s) as deadline:
                 await started()
+                self._phase = _Phase.WAITING
                 async with admission:
+                    self._phase = _Phase.RETRIEVING
                     return await self._run_admitted()
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise DeadlineExceededError(
-                f"the query's deadline of {self._query.deadline_s:g} s passed "
-                + ("while generating" if self._retrieval_s else "while retrieving")
-                + ": raise deadline_s, or give the source a shorter timeout of its own"
+                f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase.value}"
             ) from error
 
     async def _run_admitted(self) -> Answer:
@@ -170,7 +211,7 @@ class QueryRun:
                 chunks.append(event)
                 await self._emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
         if not chunks or chunks[-1].finish_reason is None:
-            raise BackendError(f"{type(self._backend).__name__} ended without finishing its answer")
+            raise BackendError(f"{part_name(self._backend)} ended without finishing its answer")
         total_s = self._now()
         first_token_s = total_s if first_token_s is None else first_token_s
         timings = Timings(
@@ -198,9 +239,12 @@ class QueryRun:
                 max_tokens=query.params.max_tokens,
                 max_context_tokens=query.max_context_tokens,
                 history=query.history,
+                relevance=Relevance(query.text) if query.late_share else None,
+                late_share=query.late_share,
             )
         )
         chunks: tuple[Chunk, ...] = ()
+        is_ranked = False
         async with aclosing(self._retrieve(assembler)) as events:
             async for event in events:
                 new = event.chunks if isinstance(event, Update) else (event.chunk,)
@@ -209,15 +253,25 @@ class QueryRun:
                     if chunk not in chunks:
                         await self._emit(ChunkArrived(at_s, chunk))
                 chunks = self._mode.fold(chunks, event)
+                is_ranked = isinstance(event, Update)
                 if self._first_chunk_s is None and chunks:
                     self._first_chunk_s = at_s
                 if query.overlap:
-                    step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=False))
-                    await self._report(step, assembler.max_context_tokens)
-                    yield replace(step.prompt, hint=event.hint, source=type(self._source).__name__)
+                    step = await self._in_thread(
+                        partial(assembler.assemble, chunks, is_complete=False, is_ranked=is_ranked)
+                    )
+                    await self._report(step)
+                    yield replace(step.prompt, hint=event.hint, source=part_name(self._source))
         self._retrieval_s = self._now()
-        step = await self._in_thread(partial(assembler.assemble, chunks, is_complete=True))
-        await self._report(step, assembler.max_context_tokens)
+        self._phase = _Phase.GENERATING
+        is_cut_short = self._cut_short is not None or self._source_error is not None
+        step = await self._in_thread(
+            partial(assembler.assemble, chunks, is_complete=True, is_cut_short=is_cut_short, is_ranked=is_ranked)
+        )
+        await self._report(step)
+        for kind, affected in ((ChunksShortened, step.shortened), (ChunksLeftOut, step.left_out)):
+            if affected:
+                await self._emit(kind(self._now(), affected, assembler.max_context_tokens))
         await self._emit(ContextComplete(self._now(), len(step.included), len(step.prompt.token_ids)))
         assembled.append(step)
         yield step.prompt
@@ -239,7 +293,7 @@ class QueryRun:
         except StreamRagError:
             raise
         except Exception as error:  # a source is anybody's code; whatever it raises is a failed retrieval
-            failure = SourceError(f"{type(self._source).__name__} failed: {type(error).__name__}: {error}")
+            failure = SourceError(f"{part_name(self._source)} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             await self._note_or_raise(failure)
 
@@ -259,17 +313,12 @@ class QueryRun:
         self._source_error = failure
         await self._emit(SourceFailed(self._now(), failure))
 
-    async def _report(self, step: AssembledPrompt, max_context_tokens: int) -> None:
-        at_s = self._now()
+    async def _report(self, step: AssembledPrompt) -> None:
         self._num_invalidated += step.num_invalidated
         num_tokens = len(step.prompt.token_ids)
         await self._emit(
-            ContextChanged(at_s, len(step.included), num_tokens, step.prompt.num_shared, step.num_invalidated)
+            ContextChanged(self._now(), len(step.included), num_tokens, step.prompt.num_shared, step.num_invalidated)
         )
-        new = tuple(chunk for chunk in step.left_out if chunk not in self._left_out)
-        self._left_out = step.left_out
-        if new:
-            await self._emit(ChunksLeftOut(at_s, new, max_context_tokens))
 
     def _answer(self, chunks: list[AnswerChunk], last: AssembledPrompt, timings: Timings) -> Answer:
         finish_reason = chunks[-1].finish_reason
@@ -283,6 +332,7 @@ class QueryRun:
                 for number, chunk in enumerate(last.included, start=1)
             ),
             left_out=last.left_out,
+            shortened=last.shortened,
             num_prompt_tokens=len(last.prompt.token_ids),
             num_invalidated=self._num_invalidated,
             is_exact=self._backend.model.is_exact,
@@ -291,6 +341,7 @@ class QueryRun:
             submitted_s=self._submitted_s,
             timings=timings,
             record=chunks[-1].record,
+            breaks_look_alikes=self._backend.model.breaks_look_alikes,
         )
 
     def _now(self) -> float:

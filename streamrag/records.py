@@ -3,13 +3,13 @@
 `time.monotonic`, which on Linux all processes of a host share: times of the client and of the engine can be compared.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from streamrag.errors import ConfigurationError
+from streamrag.reading import Unpacked, as_dataclass, lines_of, parse_json
 
 __all__ = ["ChunkRecord", "Outcome", "PreemptionRecord", "RequestRecord", "RestoreRecord", "read_records"]
 
@@ -143,15 +143,12 @@ def read_records(path: str | Path) -> list[RequestRecord]:
 
     :raises ConfigurationError: there is no such file, or a line of it is no record.
     """
+    records: list[RequestRecord] = []
     try:
-        text = Path(path).read_bytes()
+        lines = (line for line in lines_of(iter(Unpacked(Path(path)))) if line.endswith(b"\n"))
+        records.extend(as_dataclass(RequestRecord, parse_json(line)) for line in lines)
     except OSError as error:
         raise ConfigurationError(f"records of requests cannot be read: {error}") from error
-    *lines, _torn = text.split(b"\n")
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(RequestRecord.from_dict(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigurationError(f"{path}, line {number} is no record of a request: {error!r}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{path}, line {len(records) + 1} is no record of a request: {error}") from error
     return records

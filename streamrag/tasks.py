@@ -1,12 +1,21 @@
 """Waiting for tasks to end, for code that cleans up."""
 
 import asyncio
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Coroutine
+from typing import Any, TypeVar
 
 import anyio
 
-__all__ = ["wait_regardless"]
+__all__ = ["run_regardless", "wait_regardless"]
+
+T = TypeVar("T")
+
+
+async def run_regardless(work: Coroutine[Any, Any, T], name: str) -> T:
+    """What `work` returns or raises; it runs to its end in a task, however often this one is cancelled meanwhile."""
+    task = asyncio.create_task(work, name=name)
+    await wait_regardless([task])
+    return task.result()
 
 
 async def wait_regardless(tasks: Collection["asyncio.Task[Any]"]) -> None:

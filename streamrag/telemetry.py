@@ -15,6 +15,7 @@ __all__ = [
     "Answered",
     "ChunkArrived",
     "ChunksLeftOut",
+    "ChunksShortened",
     "Citation",
     "ContextChanged",
     "ContextComplete",
@@ -86,7 +87,16 @@ class ContextChanged:
 
 @dataclass(frozen=True, slots=True)
 class ChunksLeftOut:
-    """Chunks that do not fit the context's token budget, by rank or arrival."""
+    """Chunks that do not fit the context's token budget, by rank or arrival; told when the context is complete."""
+
+    at_s: float
+    chunks: tuple[Chunk, ...]
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksShortened:
+    """Chunks that fit the context's token budget only in part; the prompt has what matters most to the question."""
 
     at_s: float
     chunks: tuple[Chunk, ...]
@@ -163,6 +173,8 @@ class Answer:
     """What the prompt held, in prompt order."""
     left_out: tuple[Chunk, ...]
     """What did not fit the token budget."""
+    shortened: tuple[Chunk, ...]
+    """What fits it only in part, as it arrived; `sources` has the part."""
     num_prompt_tokens: int
     num_invalidated: int
     """Tokens that went to the backend and were replaced by a later prompt, over all prompts of the query."""
@@ -178,6 +190,9 @@ class Answer:
     timings: Timings
     record: RequestRecord | None = None
     """What the engine did with the request, from engines that tell."""
+    breaks_look_alikes: bool = False
+    """Whether look-alikes of special tokens were broken by a space, because a server tokenised the text. Otherwise the
+    model saw them as they are, as text; in neither case as special tokens."""
 
     @property
     def has_context(self) -> bool:
@@ -201,6 +216,7 @@ Event: TypeAlias = (
     | SourceFailed
     | ContextChanged
     | ChunksLeftOut
+    | ChunksShortened
     | ContextComplete
     | PrefillProgressed
     | TokensGenerated

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from streamrag import Append, Chunk, Pipeline, Skipped, Update
+from streamrag import Append, Chunk, CutShort, Pipeline, Skipped, Update
 from streamrag.cli import main
 from streamrag.cli.view import print_sources, print_timings, watch
+from streamrag.errors import SourceError
 from streamrag.telemetry import Event
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -47,23 +48,44 @@ async def test_a_query_is_watched_from_retrieval_to_sources() -> None:
 
 
 async def test_what_a_stranger_wrote_cannot_steer_the_terminal() -> None:
-    hostile = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m"
+    hostile = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202eb\u2066\u200b[/red]"
     source = ScriptedSource([Append(Chunk("text", hostile, hostile)), Skipped(hostile, hostile)])
     progress, output = await seen(source, ScriptedBackend(hostile))
     for text in (progress, output):
-        assert not {"\x1b", "\x07", "\r", "\x9b"} & set(text)
+        assert not {*"\x1b\x07\r\x9b\u202e\u2066\u200b"} & set(text)
+        assert "[/red]" in text
 
 
 async def test_an_answer_without_context_is_announced() -> None:
     progress, _ = await seen(ScriptedSource([]), ScriptedBackend("?"))
-    assert "nothing was found: the answer has no context" in progress
+    assert "retrieval complete: the answer has no context" in progress
     assert "This answer had no context" in progress
+    assert "cut short" not in progress
 
 
-async def test_left_out_chunks_are_named() -> None:
-    source = ScriptedSource([Append(Chunk("x" * 400, "big.md"))])
+async def test_an_answer_whose_retrieval_was_cut_short_says_so_while_it_happens_and_at_its_end() -> None:
+    source = ScriptedSource([Append(Chunk("alpha", "a.md")), CutShort("time is up\x1b[2J")])
+    progress, _ = await seen(source, ScriptedBackend("?"))
+    assert "retrieval was cut short: time is up" in progress
+    assert "Documents may be missing: retrieval was cut short: time is up" in progress.splitlines()[-3]
+    progress, _ = await seen(ScriptedSource([SourceError("the site is down")]), ScriptedBackend("?"))
+    assert "Documents may be missing: retrieval was cut short: the site is down" in progress
+
+
+async def test_a_context_is_shown_once_for_each_of_its_changes() -> None:
+    a, b, big = Chunk("alpha", "a.md"), Chunk("beta", "b.md"), Chunk("x" * 900, "big.md")
+    source = ScriptedSource([Append(a), Append(big), Append(b), Update((b, a))])
     progress, _ = await seen(source, ScriptedBackend("?"), max_context_tokens=100)
+    shown = [line.split(",")[0].split("context of ")[1] for line in progress.splitlines() if "context of" in line]
+    assert shown == ["1 chunks", "2 chunks", "2 chunks"]
+
+
+async def test_left_out_and_shortened_chunks_are_named() -> None:
+    big = Chunk("x" * 400, "big.md")
+    progress, _ = await seen(ScriptedSource([Update((big,))]), ScriptedBackend("?"), max_context_tokens=100)
     assert "left out of the budget of 100 tokens: big.md#0" in progress
+    progress, _ = await seen(ScriptedSource([Append(big)]), ScriptedBackend("?"), max_context_tokens=100)
+    assert "shortened for the budget of 100 tokens: big.md#0" in progress
 
 
 @pytest.mark.parametrize("command", [[], ["ask"], ["index"], ["index", "build"]])
@@ -98,7 +120,8 @@ def test_building_from_a_missing_folder_is_explained(tmp_path: Path, capsys: pyt
 async def test_the_json_result_is_complete() -> None:
     from streamrag.cli.ask import as_json
 
-    async with Pipeline(ScriptedSource([Append(Chunk("alpha", "a.md"))]), ScriptedBackend("ok")) as pipeline:
+    steps = [Append(Chunk("alpha", "a.md")), CutShort("time is up")]
+    async with Pipeline(ScriptedSource(steps), ScriptedBackend("ok")) as pipeline:
         stream: AsyncIterator[Event] = pipeline.events("Why?")
         _ = [event async for event in stream]
     written = json.loads(json.dumps(as_json(stream.result)))  # type: ignore[attr-defined]
@@ -106,6 +129,7 @@ async def test_the_json_result_is_complete() -> None:
     assert written["sources"][0]["source"] == "a.md"
     assert written["has_context"] is True
     assert written["timings"]["ttft_s"] > 0
+    assert written["cut_short"] == "time is up"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrag.bench.cell import CellResult, CellSettings, RequestResult
 from streamrag.bench.store import CellStore
 from streamrag.cli import main
 from streamrag.cli.bench_options import add_parsers, grid_of
@@ -179,3 +180,35 @@ def sessions() -> list[int]:
         if state != "Z":
             found.append(int(session))
     return found
+
+
+def test_how_many_contexts_were_cut_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = CellSettings("virtual", "crawler", "streaming", qps=1.0, max_context_tokens=4_000)
+    request = RequestResult("q", 0.0, 1.0, 1.5, 2.0, num_chunks=3, floor_s=0.1)
+    cut = {"max_context_tokens": 4_000, "num_contexts_cut": 1}
+    CellStore(tmp_path).write(CellResult(settings, (request, request), 1.0, 2.0, 0.1, provenance=cut))
+    assert main(["bench", "report", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "note: 1 of 2 contexts do not fit 4,000 tokens; what does not fit was left out" in printed.err
+    assert "contexts of at most 4,000 tokens" in printed.out
+
+
+@pytest.mark.parametrize("width", ["80", "50"])
+def test_no_figure_is_cut_in_a_narrow_terminal(
+    width: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal is as wide as it is
+    monkeypatch.setenv("NO_COLOR", "1")
+    settings = CellSettings("virtual", "crawler", "streaming", policy="edf_with_a_long_name(12345)", qps=1.0)
+    request = RequestResult("q", 0.0, 1.0, 1_234_568.5, 2_345_678.0, num_chunks=3, floor_s=0.1)
+    CellStore(tmp_path).write(CellResult(settings, (request,), 1.0, 2.0, 0.1))
+    assert main(["bench", "report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("1,234,568") == 3
+    assert "…" not in printed
+
+
+def test_a_budget_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "simulate", *SMALL, "--max-context-tokens", "0"]) == 1
+    assert "max-context-tokens=0: it must be at least 1" in capsys.readouterr().err

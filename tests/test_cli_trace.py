@@ -1,5 +1,6 @@
 """`streamrag record` and `streamrag trace`, as a person uses them."""
 
+import io
 import json
 from pathlib import Path
 
@@ -97,6 +98,77 @@ def test_recording_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFix
     arguments = ["--questions", str(tmp_path / "none"), "--output", str(tmp_path / "x.jsonl"), "--url", "http://x"]
     assert main(["record", *arguments]) == 1
     assert "none cannot be read" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.usefixtures("site")
+def test_questions_may_begin_with_a_byte_order_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions, output = tmp_path / "questions.txt", tmp_path / "trace.jsonl"
+    questions.write_bytes("one?\r\nzwei ä?".encode("utf-8-sig"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(questions.read_bytes())))
+    for file in (str(questions), "-"):
+        assert main(["record", "--questions", file, "--output", str(output), "--url", "http://x"]) == 0
+    assert [query.text for query in read_trace(output).queries] == ["one?", "zwei ä?"] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("one?".encode("utf-16"), "cannot be read: it is in UTF-16; save it in UTF-8"),
+        (b"one?\ntw\xe4?", "line 2 is not in UTF-8"),
+        (b"x" * ((16 << 20) + 1), "more than 16 MiB"),
+    ],
+)
+def test_questions_that_cannot_be_read_say_why(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = tmp_path / "questions.txt"
+    questions.write_bytes(content)
+    options = ["--output", str(tmp_path / "x.jsonl"), "--url", "http://x"]
+    assert main(["record", "--questions", str(questions), *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".bz2", ".xz", ".ZIP"])
+def test_a_name_that_promises_another_compression_is_refused(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"trace.jsonl{suffix}"
+    assert main(["trace", "generate", "crawler", "--queries", "1", "--output", str(path)]) == 1
+    assert "traces are written as .jsonl, .jsonl.gz or .jsonl.zst" in capsys.readouterr().err
+    assert main(["record", "one?", "--url", "http://x", "--output", str(path)]) == 1
+    assert "traces are written as" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    path.write_bytes(b"x")
+    assert main(["trace", "show", str(path)]) == 1
+    assert "unpack it, or pack it with gzip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", ["80", "60"])
+def test_the_figures_of_a_large_trace_are_whole_in_a_narrow_terminal(
+    width: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    path = tmp_path / "trace.jsonl"
+    chunks = (TracedAppend(0.0, TracedChunk("a", 2_000_000_123)), TracedAppend(123456.0, TracedChunk("b", 1)))
+    write_trace(Trace((TracedQuery("1", 0.0, "why?", chunks, 1234567.0),)), path)
+    assert main(["trace", "show", str(path), "--no-plot"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("2,000,000,124") == 6
+    assert printed.count("1,234,567.00") == 12
+    assert "…" not in printed
+
+
+def test_a_trace_whose_provenance_says_anything_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a $x$ trace.jsonl"
+    provenance = {"notes": 5, "num_sessions": "x", "x": "\ud800", "tokenizer": [], "deep": [[[{}]]]}
+    header = {"format": "streamrag-trace", "version": 1, "provenance": provenance}
+    query = {"kind": "query", "id": "\ud800", "arrival_s": 0, "text": "\ud800 \u202e why?"}
+    end = {"kind": "end", "query": "\ud800", "end_s": 1, "outcome": "failed", "error": "\x1b[2J"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, query, end)))
+    assert main(["trace", "show", str(path)]) == 0
+    assert main(["trace", "show", str(path), "--json"]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+    assert path.with_name(f"{path.name}.png").exists()
 
 
 def test_a_model_s_tokenizer_counts_the_tokens(tiny_model: Path) -> None:

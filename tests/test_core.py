@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import streamrag.core
 from streamrag import Chunk, Prompt, SamplingParams
-from streamrag.core import common_prefix_len
+from streamrag.core import common_prefix_len, part_name
 from streamrag.errors import ConfigurationError
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
@@ -23,7 +23,7 @@ def test_the_common_prefix_is_what_comparing_one_by_one_finds(a: list[int], b: l
 
 def test_the_examples_in_docstrings_are_true() -> None:
     results = doctest.testmod(streamrag.core)
-    assert (results.failed, results.attempted) == (0, 2)
+    assert (results.failed, results.attempted) == (0, 4)
 
 
 def test_values_are_frozen() -> None:
@@ -38,3 +38,23 @@ def test_values_are_frozen() -> None:
 def test_sampling_parameters_that_no_engine_accepts_are_named(name: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=f"SamplingParams: {name}={value}"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+class Named:
+    def __init__(self, name: object) -> None:
+        self.name = name
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("wiki", "wiki"),
+        ("two\nlines\x1b[2J \u202e", "two lines [2J"),
+        ("x" * 100_000, "x" * 80),
+        ("", "Named"),
+        (" \n", "Named"),
+        (5, "Named"),
+    ],
+)
+def test_a_part_is_called_by_its_name_in_one_short_line_or_by_its_class(name: object, called: str) -> None:
+    assert part_name(Named(name)) == called

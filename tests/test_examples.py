@@ -39,6 +39,15 @@ def test_record_and_replay(tmp_path: Path) -> None:
     assert 2 < float(slower.split()[2]) < 4
 
 
+def test_record_and_replay_keeps_nothing_without_a_file_and_explains_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("record_and_replay.py").startswith("recorded: 1 query, 2 chunks")
+    assert "usage: record_and_replay.py [-h] [trace]" in run("record_and_replay.py", "--help")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.engine
 def test_wrap_a_function(tiny_model: Path) -> None:
     lines = run("wrap_a_function.py", str(tiny_model)).splitlines()

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import warnings
 from collections.abc import AsyncIterator
 
@@ -12,6 +13,7 @@ from streamrag import (
     AnswerChunk,
     Append,
     Chunk,
+    CutShort,
     Pipeline,
     Prompt,
     PromptTemplate,
@@ -40,6 +42,7 @@ from streamrag.telemetry import (
     ContextChanged,
     ContextComplete,
     PrefillProgressed,
+    RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
     SourceSkipped,
@@ -173,6 +176,42 @@ async def test_a_source_that_fails_half_way_can_be_answered_from_what_arrived() 
     assert "disk on fire" in str(stream.result.source_error)
 
 
+CUT_SHORT = "(retrieval was cut short: documents may be missing)"
+
+
+@pytest.mark.parametrize("end", [CutShort("time is up"), SourceError("the site is down")], ids=["time", "failure"])
+@pytest.mark.parametrize("found", [[], [Append(A), Append(B)]], ids=["nothing", "something"])
+async def test_an_answer_whose_retrieval_was_cut_short_says_so_to_everybody(
+    end: CutShort | SourceError, found: list[Append]
+) -> None:
+    backend = ScriptedBackend("ok")
+    async with Pipeline(ScriptedSource([*found, end]), backend, on_source_error="answer") as pipeline:
+        async with pipeline.events("Why?") as stream:
+            events = [event async for event in stream]
+    answered, prompts = events[-1], backend.prompts[0]
+    assert isinstance(answered, Answered)
+    reported = [event for event in events if isinstance(event, RetrievalCutShort | SourceFailed)]
+    assert len(reported) == 1
+    if isinstance(end, CutShort):
+        assert (answered.answer.cut_short, answered.answer.source_error) == ("time is up", None)
+    else:
+        assert (answered.answer.cut_short, answered.answer.source_error) == (None, end)
+    text = "".join(map(chr, prompts[-1].token_ids))
+    assert f"\n\n{CUT_SHORT}\n\nQuestion: Why?" in text
+    assert "no documents were found" not in text
+    assert answered.answer.num_invalidated == 0  # it stands behind the passages
+    assert all(prompts[-1].token_ids[: len(p.token_ids)] == p.token_ids for p in prompts)
+
+
+async def test_an_answer_whose_retrieval_was_not_cut_short_says_nothing_of_it() -> None:
+    backend = ScriptedBackend("ok")
+    async with Pipeline(ScriptedSource([Append(A)]), backend) as pipeline:
+        stream = pipeline.stream("Why?")
+        assert [chunk async for chunk in stream]
+    assert stream.result.cut_short is None
+    assert CUT_SHORT not in "".join(map(chr, backend.prompts[0][-1].token_ids))
+
+
 async def test_a_backend_that_fails_raises_and_stops_retrieval() -> None:
     source = ScriptedSource([Append(A)])
     backend = ScriptedBackend(error=BackendError("out of memory"))
@@ -285,6 +324,44 @@ async def test_a_deadline_ends_the_query_and_frees_it() -> None:
         assert (source.num_streams, backend.num_requests, pipeline.num_queries) == (0, 0, 0)
 
 
+class SlowToStart(ScriptedBackend):
+    """Until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_start = anyio.Event()
+
+    async def start(self, progress: Progress) -> None:
+        await self.may_start.wait()
+        await super().start(progress)
+
+
+async def test_a_deadline_passes_while_the_engine_starts_and_the_start_goes_on() -> None:
+    backend = SlowToStart()
+    pipeline = Pipeline(ScriptedSource([]), backend)
+    with pytest.raises(DeadlineExceededError, match=r"0.05 s passed while .* starting: start the pipeline before"):
+        _ = [chunk async for chunk in pipeline.stream("Why?", deadline_s=0.05)]
+    assert pipeline.num_queries == 0
+    backend.may_start.set()
+    assert [chunk async for chunk in pipeline.stream("Why?")]
+    await pipeline.aclose()
+
+
+async def test_a_deadline_that_passes_while_a_place_is_awaited_says_so() -> None:
+    source = ScriptedSource(lambda query: [anyio.Event()])
+    async with Pipeline(source, ScriptedBackend(), max_concurrent_queries=1) as pipeline:
+        async with pipeline.stream("first"):
+            with pytest.raises(DeadlineExceededError, match=r"passed while other queries .* max_concurrent_queries"):
+                _ = [chunk async for chunk in pipeline.stream("second", deadline_s=0.05)]
+            assert source.queries == ["first"]
+
+
+async def test_a_deadline_that_passes_while_the_answer_is_generated_says_so() -> None:
+    async with Pipeline(ScriptedSource([]), ScriptedBackend(is_endless=True)) as pipeline:
+        with pytest.raises(DeadlineExceededError, match=r"passed while generating: .* max_tokens"):
+            _ = [chunk async for chunk in pipeline.stream("Why?", deadline_s=0.05)]
+
+
 async def test_a_full_pipeline_makes_queries_wait() -> None:
     gate = anyio.Event()
     source = ScriptedSource(lambda query: [gate] if query == "first" else [])
@@ -374,6 +451,7 @@ def test_values_that_cannot_work_are_named(options: dict[str, object], message: 
     ("query", "options", "message"),
     [
         ("  ", {}, "the query is empty"),
+        ("why " * 25_001, {}, "the query has 100,004 characters, and 100,000 is the most"),
         ("Why?", {"deadline_s": 0}, "deadline_s=0"),
         ("Why?", {"max_context_tokens": -1}, "max_context_tokens=-1"),
     ],
@@ -382,6 +460,25 @@ def test_query_options_that_cannot_work_are_named(query: str, options: dict[str,
     pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
     with pytest.raises(ConfigurationError, match=message):
         pipeline.stream(query, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "nearest"),
+    [
+        ("max_token", "params=SamplingParams(max_tokens=...)"),
+        ("temperature", "params=SamplingParams(temperature=...)"),
+        ("max_context_token", "max_context_tokens"),
+        ("deadline", "deadline_s"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_nearest_known_one_and_all_others(option: str, nearest: str) -> None:
+    pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
+    message = re.escape(f"a query has no option '{option}'; did you mean {nearest}?") + ".* history, .*system"
+    for ask in (pipeline.stream, pipeline.events):
+        with pytest.raises(ConfigurationError, match=message):
+            ask("Why?", **{option: 3})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"a query has no option 'xyz'\. Its options are"):
+        pipeline.stream("Why?", xyz=3)  # type: ignore[call-arg]
 
 
 async def test_sources_and_backends_need_neither_start_nor_generators() -> None:

@@ -3,8 +3,23 @@
 import time
 from collections.abc import AsyncIterator
 
-from streamrag import Answer, AnswerChunk, Append, Chunk, Hint, Pipeline, Prompt, SamplingParams, Update
-from streamrag.core import BackendEvent
+import pytest
+
+from streamrag import (
+    Answer,
+    AnswerChunk,
+    Append,
+    Chunk,
+    Hint,
+    Pipeline,
+    Prompt,
+    SamplingParams,
+    StretchedSource,
+    Update,
+    borrowed,
+)
+from streamrag.core import BackendEvent, Source
+from streamrag.errors import BackendError, SourceError
 from streamrag.records import RequestRecord
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -50,3 +65,35 @@ async def test_an_answer_has_the_engines_record_and_the_time_that_relates_the_tw
 async def test_an_answer_of_an_engine_that_tells_nothing_has_no_record() -> None:
     async with Pipeline(ScriptedSource([Append(A)]), ScriptedBackend()) as pipeline:
         assert (await ask(pipeline)).record is None
+
+
+class Tickets(ScriptedSource):
+    name = "tickets"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (ScriptedSource([Append(A)]), "ScriptedSource"),
+        (borrowed(ScriptedSource([Append(A)])), "ScriptedSource"),
+        (borrowed(Tickets([Append(A)])), "tickets"),
+        (StretchedSource(Tickets([Append(A)]), factor=1), "StretchedSource(tickets)"),
+        (StretchedSource(borrowed(borrowed(Tickets([Append(A)]))), factor=1), "StretchedSource(tickets)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_schedulers_hear_the_name_of_the_source_whatever_it_is_wrapped_in(source: Source, name: str) -> None:
+    backend = ScriptedBackend()
+    async with Pipeline(source, backend) as pipeline:
+        await ask(pipeline)
+    assert backend.prompts[0][0].source == name
+
+
+async def test_an_error_names_the_part_and_not_its_wrapper() -> None:
+    source = Tickets([RuntimeError("disk on fire")])
+    async with Pipeline(borrowed(source), ScriptedBackend()) as pipeline:
+        with pytest.raises(SourceError, match=r"^tickets failed: RuntimeError: disk on fire"):
+            await ask(pipeline)
+    async with Pipeline(ScriptedSource([]), borrowed(ScriptedBackend(answer=""))) as pipeline:
+        with pytest.raises(BackendError, match=r"^ScriptedBackend ended without finishing its answer"):
+            await ask(pipeline)

@@ -20,17 +20,17 @@ from streamrag.backends.engine_facts import EngineFacts, engine_facts
 from streamrag.backends.strategy import scheduler_args
 from streamrag.backends.token_streams import StreamedTokens, TokenStream, TokenStreams, record_of
 from streamrag.backends.tokenizer import local_model_path
+from streamrag.backends.vllm_calls import ask_engine, request_outputs
 from streamrag.backends.vllm_engine import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
-from streamrag.backends.vllm_errors import vllm_errors_translated
 from streamrag.core import Hint, SamplingParams
-from streamrag.errors import BackendError, ConfigurationError
+from streamrag.errors import BackendError, ConfigurationError, ModelError
 from streamrag.records import RequestRecord
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["EngineClient", "EngineStream", "MeasuredStep", "running_engine"]
+__all__ = ["EngineClient", "EngineStream", "MeasuredStep", "model_len", "running_engine"]
 
 GPU_BLOCK_SIZE = 16
 """vLLM's default."""
@@ -95,6 +95,21 @@ async def running_engine(
         await processes.aclose()
 
 
+def model_len(model: str) -> int:
+    """Most tokens of prompt and answer that vLLM allows a model by its own configuration. Imports vLLM: seconds.
+
+    :raises ModelError: there is no such model, or its configuration cannot be read.
+    :raises MissingDependencyError: vLLM is not installed.
+    """
+    name_or_path = local_model_path(model) or model
+    check_can_start(name_or_path)
+    args = import_vllm().AsyncEngineArgs(model=str(name_or_path), skip_tokenizer_init=True)
+    try:
+        return int(args.create_model_config().max_model_len)
+    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
+        raise ModelError(f"vLLM cannot load {model}: {error}") from error
+
+
 def _for_measuring(
     engine_args: Mapping[str, Any], policy: str | None, kv_tokens: int | None, *, is_cpu: bool
 ) -> dict[str, Any]:
@@ -144,7 +159,7 @@ class EngineClient:
         return bool(self._engine.vllm_config.scheduler_config.async_scheduling)
 
     async def reset_prefix_cache(self) -> None:
-        await self._engine.reset_prefix_cache()
+        await ask_engine(self._engine, self._engine.reset_prefix_cache(), self._why_dead)
 
     async def generate(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
@@ -199,10 +214,10 @@ class EngineClient:
         """vLLM's RequestOutputs."""
         self._num_requests += 1
         request_id = f"{query_id}#{self._num_requests}"
-        with vllm_errors_translated(self._why_dead):
-            async with aclosing(self._engine.generate(prompt, _params(num_output_tokens), request_id)) as outputs:
-                async for output in outputs:
-                    yield output
+        params = _params(num_output_tokens)
+        async with aclosing(request_outputs(self._engine, prompt, params, request_id, self._why_dead)) as outputs:
+            async for output in outputs:
+                yield output
 
     def _note(self, query_id: str, record: RequestRecord | None) -> None:
         if record is not None:

@@ -76,7 +76,8 @@ class HostCosts:
         self._recomputing: dict[str, _Recomputing] = {}
         self._out, self._in = _CopyQueue(), _CopyQueue()
 
-    def start_step(self) -> None:
+    def end_step(self) -> None:
+        """Nobody is asked any more how it would run."""
         self._considered.clear()
 
     def considers(self, request: StreamRequest, start: int, num_blocks: int, now_s: float) -> bool:

@@ -49,8 +49,11 @@ class _Released(NamedTuple):
 class Suspects(NamedTuple):
     """What is wrong if a load of a step, or of one before it, has failed."""
 
+    keys: dict[int, Any]
+    """What the step loads, by the device block that it loads it into."""
+
     blocks: set[int]
-    """Those loaded, and those computed from them."""
+    """Those, and what is computed from them."""
     requests: set[str]
     """Those that read them."""
 
@@ -65,7 +68,7 @@ class HostMemory:
         options = SchedulerOptions.of(config)
         why_not = why_no_host_memory(kv_cache_config)
         self.is_supported = why_not is None
-        """Whether blocks can be copied. What models lose whose blocks cannot is recomputed."""
+        """Whether blocks can be copied. What models lose whose blocks cannot is recomputed, and nobody is attached."""
         if why_not is not None:
             logger.warning("This model has %s: what is evicted is recomputed, not copied.", why_not)
         self.block_bytes = _block_bytes(kv_cache_config)
@@ -75,8 +78,7 @@ class HostMemory:
         self._now_s = 0.0
         self._released: dict[int, _Released] = {}
         self._starts: dict[str, int] = {}  # of requests that may load, their first block past the prefix cache
-        self._loads: list[tuple[int, int]] = []
-        self._key_in: dict[int, Any] = {}  # of device blocks into which something was loaded
+        self._loads: list[tuple[int, int, Any]] = []  # slot, device block, key
         self._in_flight: deque[Suspects] = deque()  # of each step whose output is still to come
         self._unwritten: dict[str, None] = {}  # partial prompts with blocks that are not written through
 
@@ -98,8 +100,6 @@ class HostMemory:
 
     def start_step(self, now_s: float) -> None:
         self._now_s = now_s
-        self._starts.clear()
-        self.costs.start_step()
 
     def compare(self, request: StreamRequest) -> Comparison:
         """Dropping the KV of a victim with saving it."""
@@ -112,8 +112,9 @@ class HostMemory:
         blocks = self._group.req_to_blocks.get(request.request_id, ())
         num_blocks = min(self._num_known(request), len(blocks))
         for index in range(num_blocks):
-            released = _Released(request.request_id, index, request.block_hashes[index])
-            self._released[blocks[index].block_id] = released
+            block_id = blocks[index].block_id
+            self._released[block_id] = _Released(request.request_id, index, request.block_hashes[index])
+            request.released_blocks.add(block_id)
 
     def changes(self, request: StreamRequest, num_computed: int, num_common: int) -> None:
         """Of the prompt of `request`, which had `num_computed` tokens computed, the first `num_common` are left."""
@@ -141,20 +142,25 @@ class HostMemory:
 
     def not_loaded(self, block_ids: set[int]) -> "Suspects":
         """Of the step that has just ended, these loads failed. Returns what may be wrong, of later steps too."""
-        keys = [self._key_in[block_id] for block_id in block_ids]
+        # Those of that step: the next one may have loaded something else into the same blocks already.
+        keys = [self._suspects.keys[block_id] for block_id in block_ids]
         self.num_failed += len(keys)
         self.costs.lost_count()
         self.pool.drop(keys)
         suspects = [self._suspects, *self._in_flight]
-        wrong = Suspects(set().union(*(s.blocks for s in suspects)), set().union(*(s.requests for s in suspects)))
+        wrong = Suspects({}, set().union(*(s.blocks for s in suspects)), set().union(*(s.requests for s in suspects)))
         for block_id in wrong.blocks:  # whoever has lost such a block since does not want it back
             self._released.pop(block_id, None)
         return wrong
 
     def forget(self) -> None:
-        """All KV is invalid from now on, as after other weights were loaded."""
+        """All KV is invalid from now on, as after other weights were loaded. Nobody holds any, or gives it up later."""
+        if not self.is_supported:
+            return
         self._released.clear()
         self.pool.clear()
+        for request in self._requests.values():
+            request.num_written_blocks = 0
 
     def _num_known(self, request: StreamRequest) -> int:
         """Whole blocks that are computed, or being computed, and whose hash is known."""
@@ -176,6 +182,8 @@ class HostMemory:
 
     def allocated(self, request: StreamRequest, num_external: int) -> None:
         """There are blocks for `num_external` tokens that are to be loaded."""
+        if not self.is_supported:
+            return
         request.num_loaded_tokens = num_external
         self.costs.begins(request)
         if num_external == 0:
@@ -185,26 +193,27 @@ class HostMemory:
         keys = request.block_hashes[start:end]
         blocks = self._group.req_to_blocks[request.request_id][start:end]
         for slot, key, block in zip(self.pool.pin(keys), keys, blocks, strict=True):
-            self._loads.append((slot, block.block_id))
-            self._key_in[block.block_id] = key
+            self._loads.append((slot, block.block_id, key))
 
     def copies(self, step: "SchedulerOutput") -> HostCopies:
-        """What is to be copied for this step."""
+        """What is to be copied for this step, for which vLLM asks nothing more."""
         if not self.is_supported:
             return HostCopies()
+        self._starts.clear()
+        self.costs.end_step()
         losers: Counter[str] = Counter()
         saves = list(self._saves(step, losers)) if self._released else []
         loads, self._loads = self._loads, []
         held_saves = list(self._write_through()) if self._unwritten else []
         self.pool.unpin()
-        self._in_flight.append(self._suspects_of(step, {block_id for _, block_id in loads}))
+        self._in_flight.append(self._suspects_of(step, {block_id: key for _, block_id, key in loads}))
         self.num_loaded += len(loads)
         for request_id, num_blocks in losers.items():
             self.costs.saves(self._requests[request_id], num_blocks, len(saves))
         if held_saves:
             self.costs.writes_through(len(held_saves))
         self.choice.sends(len(saves) + len(held_saves), len(loads), self._now_s)
-        return HostCopies(saves=saves, loads=loads, held_saves=held_saves)
+        return HostCopies(saves, [(slot, block_id) for slot, block_id, _ in loads], held_saves)
 
     def reported(self, report: CopyReport) -> None:
         """Copies have ended."""
@@ -222,9 +231,17 @@ class HostMemory:
         self.choice.observe_copies(report.num_blocks_out, report.out_s, report.num_blocks_in, report.in_s)
 
     def finished(self, request: StreamRequest) -> None:
+        """Nothing of it is kept."""
+        if not self.is_supported:
+            return
         self.pool.release(request.request_id)
         self.costs.finished(request.request_id)
         self._unwritten.pop(request.request_id, None)
+        # Another request may come to have the same id, and would be taken for the one that has lost them.
+        for block_id in request.released_blocks:
+            released = self._released.get(block_id)
+            if released is not None and released.request_id == request.request_id:
+                self._released.pop(block_id)
 
     def _saves(self, step: "SchedulerOutput", losers: Counter[str]) -> Iterator[tuple[int, int]]:
         """Of the released blocks that are overwritten in this step, those that somebody wants back. Counts for whom."""
@@ -245,9 +262,9 @@ class HostMemory:
                     losers[released.request_id] += 1
                     yield block_id, slot
 
-    def _suspects_of(self, step: "SchedulerOutput", loaded: set[int]) -> "Suspects":
-        known = loaded | self._unheard_of()
-        found = Suspects(loaded, set())
+    def _suspects_of(self, step: "SchedulerOutput", loaded: dict[int, Any]) -> "Suspects":
+        found = Suspects(loaded, set(loaded), set())
+        known = found.blocks | self._unheard_of()
         if not known:
             return found
         for request_id in step.num_scheduled_tokens:

@@ -39,9 +39,13 @@ class KvMemory:
         self.num_free_blocks = 0
 
     def start_step(self) -> None:
-        """Forget what was true for the last step."""
-        self._hits.clear()
+        """Forget what was true when somebody asked last."""
+        self.end_step()
         self.num_free_blocks = self._manager.block_pool.get_num_free_blocks()
+
+    def end_step(self) -> None:
+        """Keep nothing of requests that may be gone by the next."""
+        self._hits.clear()
 
     def num_blocks(self, request: StreamRequest) -> int:
         """Blocks held."""

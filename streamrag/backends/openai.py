@@ -1,7 +1,7 @@
 """A model behind an OpenAI-compatible server, asked through its completions endpoint."""
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -9,7 +9,10 @@ from urllib.parse import urlsplit
 
 import anyio.to_thread
 
-from streamrag.backends.openai_http import RefusedError, Server
+from streamrag.backends.look_alikes import TextTokenizer
+from streamrag.backends.openai_answers import answer_chunk, length, objects
+from streamrag.backends.openai_http import MAX_ANSWER_BYTES, RefusedError, Server, shown
+from streamrag.backends.server_tokenizer import ServerTokenizer, ask_for_tokenizer
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
@@ -20,19 +23,32 @@ __all__ = ["OpenAIBackend"]
 PROBE = "The server says which tokens it was sent."
 RESERVED = {"model", "prompt", "stream", "n"}
 
+MAX_PROMPT_TOKEN_BYTES = 64
+"""Of an answer, for each token of the prompt, which servers may repeat."""
+MAX_TOKEN_BYTES = 1 << 14
+"""Of an answer, for each of its tokens, which may come with the log-probabilities of many others."""
+MAX_TOKEN_EVENTS = 2
+MAX_SPARE_EVENTS = 1000
+"""Events that hold no token: that the server is still there, or what was used."""
+
 
 class OpenAIBackend:
     """Any server with `/v1/models` and `/v1/completions`; best vLLM's own, which takes token ids and caches prefixes.
 
     `base_url` is where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added.
-    `tokenizer` is the model's own, or the path or hub name to load it from. With it, prompts are sent as token ids if
-    the server takes them, which `start` finds out. Otherwise they are sent as text, and `model.is_exact` is False: the
-    server tokenises that text in its own way, so that a streamed prompt and the same prompt in one piece may differ.
-    Without `tokenizer`, lengths count characters, see `CodePointTokenizer`.
+    `tokenizer` is the model's own, or the path or hub name to load it from; without it the server is asked for every
+    text, if it has `/tokenize`. Prompts are sent as token ids if the server takes them, which `start` finds out.
+    Otherwise they are sent as text, and `model.is_exact` is False: the server tokenises that text in its own way, so
+    that a streamed prompt and the same prompt in one piece may differ. Where there is no tokenizer at all, lengths
+    count characters, see `CodePointTokenizer`.
+
+    No text of others becomes a special token. In token ids of the model's own tokenizer it stays as it is; where the
+    server tokenises it, look-alikes are broken by a space first (`model.breaks_look_alikes`), see `break_look_alikes`.
 
     `timeout_s` is the longest silence of the server, before an answer or within it. Only connections that fail before
     the server's first byte are tried again, `max_retries` times. Answers have token ids only where the server sends
-    them. `block_size` is the server's KV block in tokens: smaller additions are not worth a warming request.
+    them. `block_size` is the server's KV block in tokens: smaller additions are not worth a warming request. What the
+    server may send is bounded by `max_tokens` and the length of the prompt.
 
     Proxies and other settings in the environment are not used.
     """
@@ -50,6 +66,8 @@ class OpenAIBackend:
         retry_delay_s: float = 0.25,
         block_size: int = 16,
     ) -> None:
+        if max_model_len is not None and max_model_len < 1:
+            raise ConfigurationError(f"max_model_len={max_model_len!r} must be at least 1, or None to ask the server")
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"base_url={base_url!r} is not an http or https address, as http://host:8000/v1")
@@ -92,29 +110,45 @@ class OpenAIBackend:
         try:
             self._server = await anyio.to_thread.run_sync(self._make_server)
             max_model_len = await self._served_model_len(self._server)
-            tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer)
-            if not isinstance(tokenizer, CodePointTokenizer):
-                await self._find_out_about_ids(tokenizer.encode(PROBE))
+            tokenizer = await self._make_tokenizer(self._server)
         except BaseException:
             await self.aclose()
             raise
-        self._info = ModelInfo(self._model_name, tokenizer, max_model_len, is_exact=self._takes_ids)
-        progress(f"{self._model_name} is served, prompts are sent as {'token ids' if self._takes_ids else 'text'}")
+        breaks = isinstance(tokenizer, TextTokenizer)
+        self._info = ModelInfo(
+            self._model_name, tokenizer, max_model_len, is_exact=self._takes_ids, breaks_look_alikes=breaks
+        )
+        progress(
+            f"{self._model_name} is served, prompts are sent as {'token ids' if self._takes_ids else 'text'}"
+            + (", look-alikes of special tokens broken" if breaks else "")
+        )
 
-    def _make_tokenizer(self) -> Tokenizer:
-        given = self._given_tokenizer
-        if given is None:
-            return CodePointTokenizer()
-        return HuggingFaceTokenizer(given) if isinstance(given, str | os.PathLike) else given
+    async def _make_tokenizer(self, server: Server) -> Tokenizer:
+        """The one that counts and encodes; sets `_takes_ids`."""
+        self._takes_ids, self._optional = False, {}
+        given: Tokenizer | None
+        if isinstance(self._given_tokenizer, str | os.PathLike):
+            given = await anyio.to_thread.run_sync(HuggingFaceTokenizer, self._given_tokenizer)
+        else:
+            given = self._given_tokenizer or await ask_for_tokenizer(server, self._model_name)
+        if given is None or isinstance(given, CodePointTokenizer):
+            return TextTokenizer(CodePointTokenizer())
+        await self._find_out_about_ids(await anyio.to_thread.run_sync(given.encode, PROBE))
+        if not isinstance(given, ServerTokenizer):
+            return given if self._takes_ids else TextTokenizer(given)
+        # A server that counts tokens and takes text only is sent text, whose length is counted in characters.
+        return TextTokenizer(given if self._takes_ids else CodePointTokenizer())
 
     async def _served_model_len(self, server: Server) -> int:
         answer = await server.ask("GET", "/models")
-        models = {entry.get("id"): entry for entry in _objects(answer.get("data"))}
+        models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
         if self._model_name not in models:
-            served = ", ".join(map(str, models)) or "nothing"
+            served = shown(", ".join(models)) or "nothing"
             raise ConfigurationError(f"{self._url} does not serve {self._model_name!r}. It serves: {served}")
-        if max_model_len := self._max_model_len or models[self._model_name].get("max_model_len"):
-            return int(max_model_len)
+        if self._max_model_len is not None:
+            return self._max_model_len
+        if (max_model_len := models[self._model_name].get("max_model_len")) is not None:
+            return length(max_model_len, server=self._url, name="max_model_len")
         raise ConfigurationError(f"{self._url} does not say how long the model's prompts may be: give max_model_len")
 
     async def _find_out_about_ids(self, ids: list[int]) -> None:
@@ -123,8 +157,8 @@ class OpenAIBackend:
                 answer = await self._complete({"prompt": ids, **optional})
             except RefusedError:
                 continue
-            choice = next(_objects(answer.get("choices")), {})
-            usage = next(_objects([answer.get("usage")]), {})
+            choice = next(objects(answer.get("choices")), {})
+            usage = next(objects([answer.get("usage")]), {})
             seen = choice.get("prompt_token_ids")
             self._takes_ids = usage.get("prompt_tokens") == len(ids) if seen is None else seen == ids
             self._optional = {} if seen is None else optional
@@ -149,10 +183,11 @@ class OpenAIBackend:
         body = _body(params)
 
         async def prefill(token_ids: tuple[int, ...]) -> None:
-            await self._complete({"prompt": self._prompt(token_ids)})
+            await self._complete({"prompt": await self._prompt(token_ids)})
 
         async def answer(token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
-            async with aclosing(self._stream({"prompt": self._prompt(token_ids), **body})) as chunks:
+            body["prompt"] = await self._prompt(token_ids)
+            async with aclosing(self._stream(body, len(token_ids), params.max_tokens)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
@@ -161,7 +196,7 @@ class OpenAIBackend:
             async for event in events:
                 yield event
 
-    def _prompt(self, token_ids: tuple[int, ...]) -> list[int] | str:
+    async def _prompt(self, token_ids: tuple[int, ...]) -> list[int] | str:
         model = self.model
         if len(token_ids) >= model.max_model_len:
             raise PromptTooLongError(
@@ -170,23 +205,34 @@ class OpenAIBackend:
             )
         if self._takes_ids:
             return list(token_ids)
+        text = await anyio.to_thread.run_sync(model.tokenizer.decode, token_ids)
         # The server adds the token that begins a text by itself.
-        return model.tokenizer.decode(token_ids).removeprefix(getattr(model.tokenizer, "bos_text", ""))
+        return text.removeprefix(getattr(model.tokenizer, "bos_text", ""))
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """One token, whatever it is."""
         body = {"model": self._model_name, "max_tokens": 1, "temperature": 0.0, **body}
         return await self._running().ask("POST", "/completions", body)
 
-    async def _stream(self, body: dict[str, Any]) -> AsyncGenerator[AnswerChunk, None]:
+    async def _stream(
+        self, body: dict[str, Any], num_prompt_tokens: int, max_tokens: int
+    ) -> AsyncGenerator[AnswerChunk, None]:
         body = {"model": self._model_name, "stream": True, **self._optional, **body}
         is_finished = False
-        async with aclosing(self._running().stream("/completions", body)) as events:
+        num_tokens = min(max_tokens, self.model.max_model_len)
+        events = self._running().stream(
+            "/completions",
+            body,
+            max_bytes=MAX_ANSWER_BYTES + num_prompt_tokens * MAX_PROMPT_TOKEN_BYTES + num_tokens * MAX_TOKEN_BYTES,
+            max_events=MAX_SPARE_EVENTS + num_tokens * MAX_TOKEN_EVENTS,
+        )
+        async with aclosing(events):
             async for event in events:
-                for choice in _objects(event.get("choices")):
-                    finish_reason = choice.get("finish_reason")
-                    is_finished = finish_reason is not None
-                    yield AnswerChunk(str(choice.get("text", "")), tuple(choice.get("token_ids") or ()), finish_reason)
+                choice = next(objects(event.get("choices")), None)  # one answer was asked for
+                if choice is not None:
+                    chunk = answer_chunk(choice, server=self._url)
+                    is_finished = chunk.finish_reason is not None
+                    yield chunk
         if not is_finished:
             raise ServerError(f"{self._url} broke off in the middle of an answer")
 
@@ -213,8 +259,3 @@ def _body(params: SamplingParams) -> dict[str, Any]:
     if taken := params.extra.keys() & (body.keys() | optional.keys() | RESERVED):
         raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(taken))} cannot be given there")
     return body | dict(params.extra)
-
-
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """What of a list from outside is an object."""
-    return (entry for entry in value if isinstance(entry, dict)) if isinstance(value, list) else iter(())

@@ -24,7 +24,7 @@ from streamrag.backends.host_memory import Suspects
 from streamrag.backends.kv_memory import KvMemory
 from streamrag.backends.prompts import release_kv
 from streamrag.backends.stream_intake import StreamIntakeMixin
-from streamrag.backends.stream_request import StreamRequest
+from streamrag.backends.stream_request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.support import SchedulerOptions, check_supported, check_version
 from streamrag.backends.swap_costs import swap_choice
 from streamrag.engine import Fate, Limits, Pace, Plan, RequestView, make_policy, plan
@@ -85,10 +85,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
         for eviction in step.plan.evictions:
             self._evict(self._request(eviction.request))
+        for view in step.plan.waiting:
+            self._waits_for_memory(self._request(view))
         running, waiting = self._set_aside(step)
         try:
             return super().schedule(throttle_prefills)
         finally:
+            self.kv_memory.end_step()
             self.running.extend(running)
             self.waiting.extend(waiting)
             self.num_waiting_for_streaming_input = 0
@@ -101,6 +104,10 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         if self._num_free_when_stuck is None or self.deferred_frees or self._outbox or self.has_finished_requests():
             return super().has_requests()
         return self.kv_cache_manager.block_pool.get_num_free_blocks() != self._num_free_when_stuck
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._num_free_when_stuck = None  # only a plan says who is stuck, and while paused there is none
+        super().set_pause_state(pause_state)
 
     def add_request(self, request: Request) -> None:
         self._num_free_when_stuck = None
@@ -143,7 +150,9 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         # Who is alone on the engine keeps nobody waiting.
         num_partial_tokens = self.pace.num_partial_tokens if self.is_lean and len(self.requests) > 1 else None
         can_evict, num_kept_free = self.options.can_partial_evict, self._num_kept_free
-        limits = Limits(num_tokens, num_seqs, can_evict, len(decoding), num_partial_tokens, num_kept_free)
+        limits = Limits(
+            num_tokens, num_seqs, can_evict, len(decoding), num_partial_tokens, num_kept_free, self.current_step
+        )
         order = policy.order(views, self._step_s)
         made = plan(order, self._idle_views, limits, self.kv_memory, self._fate)
         policy.admitted([g.request for g in made.grants if not g.request.is_running])
@@ -168,10 +177,14 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         return sorted(held, key=lambda view: self.forecast.expected_s(view, self._step_s))
 
     def _is_held_up(self, request: Request) -> bool:
-        """Whether vLLM itself would skip it: a grammar, or output in flight from before it was preempted."""
-        return self._is_blocked_waiting_status(request.status) or (
-            request.num_stale_output_tokens > 0 and not request.drop_stale_output
-        )
+        """Whether vLLM itself would skip it: a grammar, or output in flight from before it was preempted.
+
+        vLLM looks whether a grammar is ready when its turn comes, which may be never behind what was granted.
+        """
+        if not self._handle_blocked_waiting_request(request):
+            return True
+        self.deferred_waiting.discard(request)
+        return request.num_stale_output_tokens > 0 and not request.drop_stale_output
 
     def _set_aside(self, step: _Step) -> tuple[list[Request], list[Request]]:
         """Leave in the queues what may run, in the plan's order. Returns what was taken out, running and waiting."""
@@ -191,7 +204,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                     request.num_visible_tokens = num_present + grant.num_tokens
         aside = [self.requests[view.request_id] for view in step.order if view.request_id not in granted]
         rest = [r for r in aside if r.status == RequestStatus.RUNNING]
-        waiting = [r for r in aside if r.status != RequestStatus.RUNNING]
+        waiting = step.held_up + [r for r in aside if r.status != RequestStatus.RUNNING]
         self.running = running
         num_wanted = len(running) + len(starting) + len(rest) - self.max_num_active_reqs
         for request in self._beyond_slots(rest, num_wanted):
@@ -199,13 +212,12 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             waiting.append(request)
         self.waiting.clear()
         self.waiting.extend(starting)
-        self.waiting.extend(step.held_up)
         # vLLM counts these as sequences that hold a slot without being in `running`, which is what they are here.
         self.num_waiting_for_streaming_input = len(rest)
         return rest, waiting
 
     def _beyond_slots(self, rest: list[Request], num_wanted: int) -> list[Request]:
-        """Of the running requests that get nothing in this step, the last `num_wanted`. They keep their KV.
+        """Of the running requests that get nothing in this step, the last `num_wanted`. Most keep their KV.
 
         One that has shown a token keeps its slot as well: as a waiting request it would lose its output.
         """
@@ -213,6 +225,10 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             return []
         leaving = [r for r in reversed(rest) if not r.has_output][:num_wanted]
         for request in leaving:
+            if has_prompt_logprobs(request):
+                # With the slot the second model runner forgets those that it has: it must begin again.
+                self._preempt_request(request, time.monotonic())
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
             self.reset_preempted_req_ids.add(request.request_id)
             request.status = RequestStatus.WAITING
             request.view = None
@@ -233,6 +249,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                 if self.host_memory is not None:
                     self.host_memory.computes(request)
         self._prefills_in_flight.append(prefills)
+        self._counts_in_flight.append(scheduler_output.num_scheduled_tokens)
         self._started_s.append(self._step_s)
         super()._update_after_schedule(scheduler_output)
         for request in partial:
@@ -326,10 +343,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                 assert isinstance(request, StreamRequest)
                 if self.kv_memory.num_blocks(request):
                     self._evict(request)
-        if self.host_memory is not None:
-            self.host_memory.forget()
         self._num_free_when_stuck = None  # who finds nothing in the cache needs fewer blocks to start
-        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        try:
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        finally:
+            # Last, whether vLLM resets its connector or not: those that ran have only now given up what they held.
+            if self.host_memory is not None:
+                self.host_memory.forget()
 
     @staticmethod
     def _holds_kv_blocks(request: Request) -> bool:

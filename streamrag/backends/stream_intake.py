@@ -20,10 +20,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.host_memory import HostMemory, host_memory_of
-from streamrag.backends.prompts import replace_prompt
+from streamrag.backends.prompts import drop_output_in_flight, replace_prompt
 from streamrag.backends.record_file import RecordFile
-from streamrag.backends.stream_request import StreamRequest
-from streamrag.backends.wire import KEY, ChunkMessage, EndOfInput, decode
+from streamrag.backends.stream_request import StreamRequest, has_prompt_logprobs
+from streamrag.backends.wire import KEY, ChunkMessage, EndOfInput, MalformedChunkError, decode
 from streamrag.engine.forecast import ChunkForecast
 from streamrag.records import ChunkRecord
 
@@ -56,34 +56,57 @@ class StreamIntakeMixin(_Base):
         # Of each step whose output is still to come, the requests of whose prompts it computes tokens, and whether the
         # last of a complete one. vLLM calls `update_from_output` once per step, in order.
         self._prefills_in_flight: deque[list[tuple[StreamRequest, bool]]] = deque()
+        self._counts_in_flight: deque[dict[str, int]] = deque()  # likewise, of all requests, the tokens computed
 
     # ------------------------------------------------------------------------------------------------ what comes in
 
     def add_request(self, request: Request) -> None:
-        """A plain request, the first chunk of a stream, a further one, or the end of its input."""
-        message = decode(request.sampling_params.extra_args if request.sampling_params else None)
+        """A plain request, the first chunk of a stream, a further one, or the end of its input.
+
+        Whatever is wrong with it fails that request alone: nothing may be raised here, where it would end the engine.
+        """
+        try:
+            message = decode(request.sampling_params.extra_args if request.sampling_params else None)
+        except MalformedChunkError as error:
+            self._refuse(request, str(error))
+            return
         if isinstance(message, EndOfInput):
             self._end_input(request.request_id)
             return
         existing = self.requests.get(request.request_id)
-        if message is not None and existing is not None:
-            if existing.is_finished():  # and lives on until a KV connector lets go of its blocks
-                return
+        if existing is None:
+            if message is None or message.index == 0:
+                self._open(request, message)
+            # Else it is a chunk for a stream that has failed or was aborted: its client knows.
+        elif message is None:
+            self._refuse(request, f"there is a request {request.request_id!r} already")
+        elif not existing.is_finished():  # else it lives on until a KV connector lets go of its blocks
             assert isinstance(existing, StreamRequest)
             self._add_chunk(existing, request, message)
-        elif message is None or message.index == 0:
-            self._open(request, message)
-        # Else it is a chunk for a stream that has failed or was aborted: its client knows.
+
+    def _refuse(self, request: Request, problem: str, message: ChunkMessage | None = None) -> None:
+        """Fail a request that has not been taken in, or the stream that it is a chunk of."""
+        existing = self.requests.get(request.request_id)
+        if request.resumable and isinstance(existing, StreamRequest) and not existing.is_finished():
+            self._fail(existing, problem)
+            return
+        stream = self._adopt(request, message)
+        stream.status = RequestStatus.FINISHED_ERROR
+        self._record_end(stream)
+        self._send_error(stream, problem)
+
+    def _adopt(self, request: Request, message: ChunkMessage | None) -> StreamRequest:
+        now_s = self.clock()
+        return StreamRequest.adopt(request, message, now_s - (self.wall_clock() - request.arrival_time), now_s)
 
     def _open(self, request: Request, message: ChunkMessage | None) -> None:
-        problem = self._problem(request, message)
-        now_s = self.clock()
-        stream = StreamRequest.adopt(request, message, now_s - (self.wall_clock() - request.arrival_time), now_s)
-        if problem:
-            stream.status = RequestStatus.FINISHED_ERROR
-            self._record_end(stream)
-            self._send_error(stream, problem)
+        if problem := self._problem(request, message):
+            self._refuse(request, problem, message)
             return
+        stream = self._adopt(request, message)
+        # Another request may have had its id, of which steps in flight still bring something.
+        stream.num_in_flight_tokens = sum(counts.get(stream.request_id, 0) for counts in self._counts_in_flight)
+        drop_output_in_flight(stream)
         if message is not None:
             stream.log.adds(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0), num_left=0)
             stream.is_replaced = self.forecast.replaces(stream.source)
@@ -92,16 +115,12 @@ class StreamIntakeMixin(_Base):
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: ChunkMessage) -> None:
         now_s = self.clock()
+        if problem := self._misfit(stream, message) or self._problem(request, message):
+            self._fail(stream, problem)
+            return
         self._acknowledge(stream, num_chunks=stream.num_chunks)
         stream.num_chunks += 1
         num_held = len(stream._all_token_ids)
-        if not stream.is_partial or message.num_kept > num_held:
-            problem: str | None = f"chunk {message.index} does not fit the stream: it keeps {message.num_kept} tokens"
-        else:
-            problem = self._problem(request, message)
-        if problem:
-            self._fail(stream, problem)
-            return
         num_computed = stream.num_computed_tokens
         stream.is_partial = not message.is_final  # first: a complete prompt has one token more to hash
         num_common = replace_prompt(self, stream, message.num_kept, request)
@@ -149,9 +168,26 @@ class StreamIntakeMixin(_Base):
         self.idle[stream.request_id] = stream
         self._acknowledge(stream, num_chunks=stream.num_chunks)
 
+    def _misfit(self, stream: StreamRequest, message: ChunkMessage) -> str | None:
+        """Why the chunk cannot be the next of the stream. What it keeps is meant of the one before."""
+        if message.index != stream.num_chunks:
+            return f"chunk {message.index} came instead of chunk {stream.num_chunks}: one was lost, or came twice"
+        if not stream.is_partial:
+            return f"chunk {message.index} came after the last one"
+        num_held = len(stream._all_token_ids)
+        if message.num_kept > num_held:
+            return f"chunk {message.index} keeps {message.num_kept} tokens of a prompt of {num_held}"
+        return None
+
     def _problem(self, request: Request, message: ChunkMessage | None) -> str | None:
+        if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
+            return "extra_args['kv_transfer_params'] must be a mapping"
         if message is None:
             return "vLLM's own streaming sessions need vLLM's own scheduler" if request.resumable else None
+        if not request.resumable:
+            return "a chunk must come as one of vLLM's streamed inputs, or nobody could ever send the next"
+        if message.index == 0 and message.num_kept > 0:
+            return f"the first chunk of a stream keeps {message.num_kept} tokens, of nothing"
         num_tokens = message.num_kept + request.num_prompt_tokens
         if num_tokens >= self.max_model_len:
             return f"a prompt of {num_tokens} tokens does not fit the model's length of {self.max_model_len}"
@@ -159,9 +195,7 @@ class StreamIntakeMixin(_Base):
             "structured output": request.use_structured_output,
             "multimodal input": request.has_encoder_inputs,
             "prompt embeddings": request.prompt_embeds is not None,
-            "log-probabilities of the prompt": bool(
-                request.sampling_params and request.sampling_params.prompt_logprobs is not None
-            ),
+            "log-probabilities of the prompt": has_prompt_logprobs(request),
         }
         found = [name for name, is_used in unsupported.items() if is_used]
         return f"a streamed prompt does not work with {', '.join(found)}" if found else None
@@ -174,12 +208,19 @@ class StreamIntakeMixin(_Base):
 
     # ------------------------------------------------------------------------------------------------- what goes out
 
-    def _acknowledge(self, stream: StreamRequest, num_chunks: int) -> None:
+    def _acknowledge(self, stream: StreamRequest, num_chunks: int, *, is_waiting: bool = False) -> None:
         """Send the client the finishes that it expects for its first `num_chunks` chunks."""
         for index in range(stream.num_acknowledged, num_chunks):
-            params = {KEY: {"chunk": index, "num_computed": stream.num_computed_tokens}}
-            self._send(stream, FinishReason.STOP, params)
+            ours: dict[str, Any] = {"chunk": index, "num_computed": stream.num_computed_tokens}
+            if is_waiting:
+                ours["is_waiting"] = True
+            self._send(stream, FinishReason.STOP, {KEY: ours})
         stream.num_acknowledged = num_chunks
+
+    def _waits_for_memory(self, stream: StreamRequest) -> None:
+        """For how long is not known: a client that sends its next chunk only after this one must not wait for that."""
+        if stream.num_in_flight_tokens <= stream.num_stale_output_tokens:
+            self._acknowledge(stream, num_chunks=stream.num_chunks, is_waiting=True)
 
     def _fail(self, stream: StreamRequest, problem: str) -> None:
         self.finish_requests(stream.request_id, RequestStatus.FINISHED_ERROR)
@@ -196,6 +237,7 @@ class StreamIntakeMixin(_Base):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
     ) -> dict[int, EngineCoreOutputs]:
+        self._counts_in_flight.popleft()
         prefills = self._prefills_in_flight.popleft()
         if prefills:
             now_s = self.clock()

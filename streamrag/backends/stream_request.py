@@ -9,12 +9,18 @@ from streamrag.engine import RequestView
 from streamrag.engine.swapping import Comparison
 from streamrag.records import Outcome, RequestRecord
 
-__all__ = ["StreamRequest"]
+__all__ = ["StreamRequest", "has_prompt_logprobs"]
 
 OUTCOMES: dict[RequestStatus, Outcome] = {
     RequestStatus.FINISHED_ABORTED: "aborted",
     RequestStatus.FINISHED_ERROR: "failed",
 }
+
+
+def has_prompt_logprobs(request: Request) -> bool:
+    """Whether log-probabilities are asked for of the prompt, which the model runner collects step by step."""
+    params = request.sampling_params
+    return params is not None and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
 
 
 class StreamRequest(Request):
@@ -43,6 +49,8 @@ class StreamRequest(Request):
     """Tokens that the step for which it was admitted last loads from host memory."""
     num_written_blocks: int
     """Leading blocks that are in host memory, or were: written through."""
+    released_blocks: set[int]
+    """Device blocks that it had to give up and wants back; some may hold something else by now."""
     was_evicted: bool
     """Whether it has lost KV to others."""
     comparison: Comparison | None
@@ -75,6 +83,7 @@ class StreamRequest(Request):
         request.num_chunks, request.num_acknowledged = 1, 0
         request.step_limit = request.num_visible_tokens = None
         request.num_loaded_tokens = request.num_written_blocks = 0
+        request.released_blocks = set()
         request.was_evicted = False
         request.comparison = None
         request.view = None

@@ -6,10 +6,14 @@
         async for event in stream:                 # Prefilled, then StreamedTokens
             ...
 
+A push that returns is done. One that raises, or is cancelled, has changed nothing, and may be made again. Pushes of
+several tasks are done one after the other, in the order in which they were made.
+
 The engine must run our scheduler, `scheduler_cls="streamrag.backends.scheduler.streaming_scheduler"`, as that of
 `VllmBackend` does.
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -17,15 +21,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 from streamrag.backends.answer_text import AnswerText
+from streamrag.backends.vllm_calls import abort_surely, ask_engine
 from streamrag.backends.vllm_errors import vllm_errors_translated
 from streamrag.backends.vllm_params import for_stream, to_vllm
 from streamrag.backends.wire import KEY, ChunkMessage, EndOfInput
 from streamrag.core import Hint, Prefilled, SamplingParams, common_prefix_len
-from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError
+from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError
 from streamrag.records import RequestRecord
+from streamrag.tasks import wait_regardless
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
@@ -33,8 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamedTokens", "TokenStream", "TokenStreams", "check_prompt_len", "record_of"]
 
-MOST_WAITING_CHUNKS = 64
-"""Chunks that may wait to be handed to vLLM. It takes them as fast as they come."""
+GIVEN_UP = "the engine gave the stream up; was it aborted, or the backend closed?"
 
 
 def record_of(output: Any) -> RequestRecord | None:
@@ -91,14 +94,20 @@ class TokenStream:
         self._why_dead = why_dead
         self._source = source
         self._answer_params = to_vllm(params, engine.vllm_config)
-        self._stream_params = for_stream(self._answer_params)
         self._max_model_len: int = engine.model_config.max_model_len
         self._token_ids: list[int] = []
         self._num_chunks = 0
         self._num_answered = 0
         self._text: AnswerText | None = None
-        self._send_input, self._receive_input = anyio.create_memory_object_stream[Any](MOST_WAITING_CHUNKS)
+        # Without a limit, as is vLLM's own way to the engine's process: it takes chunks as fast as they come.
+        self._chunks: asyncio.Queue[StreamingInput] = asyncio.Queue()
         self._outputs: Any = None
+        self._reading = asyncio.Lock()
+        self._is_answered = False
+        self._error: BaseException | None = None
+        """What ended the iteration, for whoever iterates again."""
+        self._is_aborted = False
+        self._aborting: asyncio.Task[None] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -106,8 +115,11 @@ class TokenStream:
         return len(self._token_ids)
 
     async def _start(self) -> None:
-        end = self._stream_params.clone()
+        end = for_stream(self._answer_params)
         end.extra_args = {**(end.extra_args or {}), **EndOfInput().extra_args()}
+        # vLLM would ask this itself for the first request of all. Once it knows, it does not wait for anything here.
+        await ask_engine(self._engine, self._engine.get_supported_tasks(), self._why_dead)
+        self._check_goes_on()
         with vllm_errors_translated(self._why_dead):
             self._outputs = await self._engine.add_request(uuid.uuid4().hex, self._inputs(), end)
 
@@ -117,9 +129,12 @@ class TokenStream:
         """Let the prompt grow by these tokens.
 
         :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
+        :raises EngineDeadError: the engine's processes are gone.
         :raises BackendError: the prompt is complete, or the stream has ended.
         """
-        await self._send(self._token_ids + list(token_ids), len(self._token_ids), hint=hint)
+        added = list(token_ids)
+        await self._let_others_run()
+        self._push(self._token_ids + added, len(self._token_ids), hint=hint)
 
     async def update(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
         """Replace the prompt by this one, of which KV is kept up to the longest common prefix.
@@ -127,10 +142,12 @@ class TokenStream:
         If it `is_last`, have the answer sampled, as `finish` does.
 
         :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
+        :raises EngineDeadError: the engine's processes are gone.
         :raises BackendError: the prompt is complete, or the stream has ended.
         """
         new = list(token_ids)
-        await self._send(new, common_prefix_len(self._token_ids, new), is_final=is_last, hint=hint)
+        await self._let_others_run()
+        self._push(new, common_prefix_len(self._token_ids, new), is_final=is_last, hint=hint)
 
     async def finish(self, token_ids: Sequence[int] = (), *, params: SamplingParams | None = None) -> None:
         """Append these tokens, if any, and have the answer sampled.
@@ -139,17 +156,30 @@ class TokenStream:
 
         :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
         :raises ConfigurationError: `params` have what a streamed prompt cannot have; the stream stays as it was.
+        :raises EngineDeadError: the engine's processes are gone.
         :raises BackendError: the prompt is complete, or the stream has ended.
         """
-        if params is not None:
-            answer_params = to_vllm(params, self._engine.vllm_config)
-            self._stream_params, self._answer_params = for_stream(answer_params), answer_params
-        await self._send(self._token_ids + list(token_ids), len(self._token_ids), is_final=True)
+        added = list(token_ids)
+        await self._let_others_run()
+        self._push(self._token_ids + added, len(self._token_ids), is_final=True, params=params)
 
-    async def _send(self, new: list[int], num_kept: int, *, is_final: bool = False, hint: Hint | None = None) -> None:
+    async def _let_others_run(self) -> None:
+        """The one place where a push can be cancelled, before it does anything. vLLM takes the last chunk meanwhile."""
+        await asyncio.sleep(0)
+
+    def _push(
+        self,
+        new: list[int],
+        num_kept: int,
+        *,
+        is_final: bool = False,
+        hint: Hint | None = None,
+        params: SamplingParams | None = None,
+    ) -> None:
         from vllm.engine.protocol import StreamingInput
         from vllm.inputs.engine import tokens_input
 
+        self._check_goes_on()
         if self.is_complete:
             raise BackendError("the stream's prompt is complete: open another stream")
         if not new:
@@ -159,30 +189,30 @@ class TokenStream:
         now_s = self._clock()
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
         message = ChunkMessage(self._num_chunks, num_kept, is_final, now_s, expected_s, self._source)
-        params = self._stream_params.clone()
-        params.extra_args = {**(params.extra_args or {}), **message.extra_args()}
-        self._token_ids = new
+        answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
+        chunk_params = for_stream(answer_params)
+        chunk_params.extra_args = {**(chunk_params.extra_args or {}), **message.extra_args()}
+        chunk = StreamingInput(tokens_input(new[num_kept:]), chunk_params)
+        text = AnswerText(self._engine.tokenizer, new, answer_params) if is_final else None
+        # Nothing below can fail, or be cancelled: the chunk is sent and all says so, or neither.
+        self._token_ids, self._answer_params, self._text = new, answer_params, text
         self._num_chunks += 1
         self.is_complete = is_final
-        try:
-            await self._send_input.send(StreamingInput(tokens_input(new[num_kept:]), params))
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            raise BackendError("the stream has ended: it was aborted or failed; iterating over it says why") from None
-        if is_final:
-            self._send_input.close()
-            self._answer_text()  # takes a while with a long prompt: while the engine computes
+        self._chunks.put_nowait(chunk)
 
-    def _answer_text(self) -> AnswerText:
-        assert self.is_complete, "tokens came before the prompt was complete"
-        if self._text is None:
-            self._text = AnswerText(self._engine.tokenizer, self._token_ids, self._answer_params)
-        return self._text
+    def _check_goes_on(self) -> None:
+        if self._engine.errored:
+            raise EngineDeadError(self._why_dead())
+        if self._is_aborted or self._error or (self._outputs and isinstance(self._outputs.output, Exception)):
+            raise BackendError("the stream has ended: it was aborted or failed; iterating over it says why")
 
     async def _inputs(self) -> AsyncGenerator["StreamingInput", None]:
         """For vLLM: the chunks, until the last."""
-        with self._receive_input:
-            async for chunk in self._receive_input:
-                yield chunk
+        is_last = False
+        while not is_last:
+            chunk = await self._chunks.get()
+            is_last = self.is_complete and self._chunks.empty()
+            yield chunk
 
     # ------------------------------------------------------------------------------------------------------ the answer
 
@@ -190,28 +220,39 @@ class TokenStream:
         return self.events()
 
     async def events(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
-        """How far the newest prompt is prefilled, then the answer. To be iterated once.
+        """How far the newest prompt is prefilled, then the answer.
 
+        Whoever begins again goes on where the last iteration ended; of several at once, each event goes to one.
+
+        :raises EngineDeadError: the engine's processes are gone.
         :raises BackendError: the engine refused the stream, or failed, or the stream was aborted.
         """
-        is_last = False
-        while not is_last:
-            output = await self._next_output()
-            is_last = output.finished
-            event = self._event(output) if output.outputs else None  # vLLM's own last word has none
-            if isinstance(event, StreamedTokens) and event.finish_reason and not is_last:
-                await self.abort()  # a stop text was found, of which the engine knows nothing
-                is_last = True
-            if event is not None:
-                yield event
+        while (event := await self._next_event()) is not None:
+            yield event
+
+    async def _next_event(self) -> Prefilled | StreamedTokens | None:
+        """None behind the end of the answer."""
+        async with self._reading:
+            event = None
+            try:
+                while event is None and not self._is_answered and not self._error:
+                    output = await self._next_output()
+                    event = self._event(output) if output.outputs else None  # vLLM's own last word has none
+                    self._is_answered = output.finished
+                    if isinstance(event, StreamedTokens) and event.finish_reason and not output.finished:
+                        self._is_answered = True  # a stop text was found, of which the engine knows nothing
+                        self._begin_abort()
+            except _Failed as failed:
+                self._error = failed.error
+            except Exception as error:  # whatever it is: it is raised below, and again to whoever iterates again
+                self._error = error
+            if self._error:
+                raise self._error
+            return event
 
     async def _next_output(self) -> Any:
-        try:
-            with vllm_errors_translated(self._why_dead):
-                return self._outputs.get_nowait() or await self._outputs.get()
-        except _Failed as failed:
-            error = failed.error
-        raise error
+        with vllm_errors_translated(self._why_dead):
+            return self._outputs.get_nowait() or await self._outputs.get()
 
     def _event(self, output: Any) -> Prefilled | StreamedTokens | None:
         (part,) = output.outputs
@@ -219,7 +260,7 @@ class TokenStream:
         if "error" in ours:
             raise BackendError(f"the engine gave the stream up: {ours['error']}")
         if part.finish_reason in ("error", "abort"):
-            raise BackendError("the engine gave the stream up; was it aborted, or the backend closed?")
+            raise BackendError(GIVEN_UP)
         if "chunk" in ours:  # the end of a chunk, not of the answer; of an older prompt it says nothing
             is_newest = ours["chunk"] == self._num_chunks - 1
             return Prefilled(ours["num_computed"]) if is_newest else None
@@ -227,7 +268,8 @@ class TokenStream:
         new = part.token_ids[self._num_answered :]
         logprobs = part.logprobs[self._num_answered :] if part.logprobs else None
         self._num_answered += len(new)
-        piece = self._answer_text().add(new, part.finish_reason)
+        assert self._text is not None, "tokens came before the prompt was complete"
+        piece = self._text.add(new, part.finish_reason)
         return StreamedTokens(
             piece.text,
             tuple(new[: piece.num_tokens]),
@@ -237,13 +279,21 @@ class TokenStream:
 
     async def abort(self) -> None:
         """End the stream and free all that it holds in the engine. Does nothing when it has ended already."""
-        self._send_input.close()
-        self._receive_input.close()
-        if self._outputs is not None:
-            self._outputs.close()
-            if not self._engine.errored:
-                with anyio.CancelScope(shield=True):
-                    await self._engine.abort(self._outputs.request_id, internal=True)
+        self._begin_abort()
+        if self._aborting is not None:
+            await wait_regardless([self._aborting])
+            self._aborting.result()
+
+    def _begin_abort(self) -> None:
+        self._is_aborted = True
+        if self._outputs is None or self._aborting is not None:
+            return
+        self._outputs.close()
+        if not self._is_answered and self._outputs.output is None:
+            # vLLM says so itself, but only of a stream whose first chunk it has handed over.
+            self.fail(BackendError(GIVEN_UP))
+        abort = abort_surely(self._engine, self._outputs.request_id, is_internal=True)
+        self._aborting = asyncio.create_task(abort, name="abort a stream")
 
     def fail(self, error: BaseException) -> None:
         """Have the iteration raise `error`, which says why there will be no answer, unless it fails already."""
@@ -296,5 +346,8 @@ class TokenStreams:
 
     async def aclose(self) -> None:
         """Abort all streams; whoever iterates over one is told."""
-        for stream in list(self._open):
+        streams = list(self._open)
+        for stream in streams:
+            stream._begin_abort()
+        for stream in streams:
             await stream.abort()

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from typing import Any
 from streamrag.core import Turn, plain_chat
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 
-__all__ = ["CodePointTokenizer", "HuggingFaceTokenizer", "local_model_path"]
+__all__ = ["CodePointTokenizer", "HuggingFaceTokenizer", "local_model_path", "without_lone_surrogates"]
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """`owner/name` or `name`, as the Hugging Face hub has them."""
+MARKER = re.compile(r"\[/?[A-Z_]{2,40}\]|<{1,2}/?[A-Z_]{2,40}>{1,2}|<\|[^\s<>|]{1,40}\|>|</?[a-z]{1,10}>")
+"""What may mark a turn or its parts in a chat template: `[INST]`, `<<SYS>>`, `<|user|>`, `</s>`."""
 
 
 def local_model_path(model: str | os.PathLike[str]) -> Path | None:
@@ -66,17 +68,23 @@ class HuggingFaceTokenizer:
         """What a prompt without chat template must begin with, for `encode(..., allow_special=True)`; often nothing."""
         self.added_token_ids: frozenset[int] = frozenset(self._whole.get_added_vocab().values())
         """Ids that no text becomes: those of special tokens and of other tokens added to the vocabulary."""
+        self._markers = _markers(str(self._whole.chat_template or ""), self._whole.get_added_vocab())
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of `text`, nothing added around them.
 
         Without `allow_special`, look-alikes of added tokens (`<|end|>`, `<think>`) are tokenised as the text they are.
-        Lone surrogates, which no tokenizer accepts, become U+FFFD.
+        What marks turns in the chat template though it is plain text itself, as `[INST]` of Llama 2, is broken by a
+        space. Lone surrogates, which no tokenizer accepts, become U+FFFD.
         """
-        text = _without_lone_surrogates(text)
+        text = without_lone_surrogates(text)
+        if self._markers and not allow_special:
+            text = self._markers.sub(r"\g<0> ", text)
         if self._fast:
             tokenizer = self._fast if allow_special else self._plain
-            return list(tokenizer.encode(text, add_special_tokens=False).ids)
+            # Of a batch, even of one, because `encode` keeps the interpreter from all other threads meanwhile.
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            return list(encoding.ids)
         ids = self._whole.encode(text, add_special_tokens=False, split_special_tokens=not allow_special)
         return list(ids)
 
@@ -127,7 +135,7 @@ class CodePointTokenizer:
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """The code points of `text`; lone surrogates become U+FFFD."""
-        return [ord(character) for character in _without_lone_surrogates(text)]
+        return [ord(character) for character in without_lone_surrogates(text)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these code points."""
@@ -148,7 +156,16 @@ def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
     return others
 
 
-def _without_lone_surrogates(text: str) -> str:
+def _markers(chat_template: str, added: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds the first character of each marker of the template that is not an added token, or None if there is none."""
+    markers = set(MARKER.findall(chat_template)).difference(added)
+    return (
+        re.compile("|".join(f"{re.escape(m[0])}(?={re.escape(m[1:])})" for m in sorted(markers))) if markers else None
+    )
+
+
+def without_lone_surrogates(text: str) -> str:
+    """`text` with U+FFFD for each half of a character."""
     try:
         text.encode()
     except UnicodeEncodeError:

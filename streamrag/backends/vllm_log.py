@@ -8,7 +8,6 @@ import logging
 import multiprocessing.spawn
 import os
 import re
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,8 @@ TRACEBACK = "Traceback (most recent call last):\n"
 # Processes print at the same time: a line that does not begin with a name alone is another's, in between.
 EXCEPTION = re.compile(r"^[\w.]+(:.*)?$(\n(?!Process |During handling|The above exception).+){0,4}", re.MULTILINE)
 
+SCRIPT = Path(__file__).with_name("spawned_python.sh")
+
 MAX_REASON_CHARS = 1000
 NUM_LAST_LINES = 5
 
@@ -30,7 +31,6 @@ class EngineLog:
 
     def __init__(self, folder: Path, path: Path | None = None) -> None:
         self.path = path or folder / "vllm.log"
-        self._script = folder / "redirected-python"
         self.path.write_bytes(b"")
         self._handler = logging.FileHandler(self.path, encoding="utf-8", errors="replace")
         self._handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
@@ -42,20 +42,27 @@ class EngineLog:
 
     @contextmanager
     def redirected(self) -> Iterator[None]:
-        """Processes that multiprocessing spawns inside print to the file, and so do those that they start.
+        """Processes that multiprocessing spawns inside print to the file, and end with the thread that started them.
 
-        The interpreter is replaced by a script that redirects its output and becomes it; vLLM binds processes to NUMA
-        nodes in the same way. Where the temporary folder does not allow scripts, they print to the terminal.
+        So do those that they spawn themselves. The interpreter is replaced by a script that does this and becomes it;
+        vLLM binds processes to NUMA nodes in the same way. Where the script may not run, they print to the terminal,
+        and end when vLLM ends them. What the script is told it finds in the environment.
         """
         python = os.fsdecode(multiprocessing.spawn.get_executable())
-        self._script.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} "$@" >>{shlex.quote(str(self.path))} 2>&1\n')
-        self._script.chmod(0o700)
-        if os.access(self._script, os.X_OK):
-            multiprocessing.spawn.set_executable(str(self._script))
+        told = {
+            "STREAMRAG_SPAWN_PYTHON": python,
+            "STREAMRAG_SPAWN_LOG": str(self.path.absolute()),
+            "STREAMRAG_SPAWN_PARENT": str(os.getpid()),
+        }
+        os.environ.update(told)
+        if os.access(SCRIPT, os.X_OK):
+            multiprocessing.spawn.set_executable(str(SCRIPT))
         try:
             yield
         finally:
             multiprocessing.spawn.set_executable(python)
+            for name in told:
+                os.environ.pop(name, None)
 
     def fatal_error(self) -> str | None:
         """The exception that ended a process, the first one if it ended others too; None if none is logged."""

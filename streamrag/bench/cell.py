@@ -63,6 +63,8 @@ class CellSettings:
     max_num_seqs: int = 256
     scheduler_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further options of our scheduler, by name; see `streamrag.backends.support.SchedulerOptions`."""
+    max_context_tokens: int | None = None
+    """As in a pipeline: chunks that do not fit are left out. None for what the model's length has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,24 +162,3 @@ class CellResult:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "CellResult":
-        """The result that `as_dict` made."""
-        requests = tuple(
-            RequestResult(**{**r, "record": RequestRecord.from_dict(r["record"]) if r["record"] else None})
-            for r in values["requests"]
-        )
-        steps = tuple(StepResult(**{**s, "parts": tuple(StepPart(**p) for p in s["parts"])}) for s in values["steps"])
-        copies = tuple(CopyResult(**c) for c in values["copies"])
-        settings, totals = CellSettings(**values["settings"]), values.get("copy_totals")
-        return cls(
-            **{
-                **values,
-                "settings": settings,
-                "requests": requests,
-                "steps": steps,
-                "copies": copies,
-                "copy_totals": totals and CopyTotals(**totals),
-            }
-        )

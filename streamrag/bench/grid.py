@@ -57,6 +57,7 @@ class Grid:
     model: str | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 256
+    max_context_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._check_workload()
@@ -76,6 +77,8 @@ class Grid:
                     raise ConfigurationError(f"{name}={value}: it must be more than 0")
         if self.num_queries is not None and self.num_queries < 1:
             raise ConfigurationError(f"queries={self.num_queries}: it must be at least 1")
+        if self.max_context_tokens is not None and self.max_context_tokens < 1:
+            raise ConfigurationError(f"max-context-tokens={self.max_context_tokens}: it must be at least 1")
         if not (self.arms and self.policies and self.evictions and self.delays and self.seeds):
             raise ConfigurationError("every list of a benchmark needs at least one value")
         if self.clock == "virtual" and self.model is not None:
@@ -116,6 +119,7 @@ class Grid:
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_num_seqs=self.max_num_seqs,
                 scheduler_options=self.scheduler_options if arm == "streaming" else {},
+                max_context_tokens=self.max_context_tokens,
             )
             for seed, delay, kv_tokens, qps in loads
             for arm, policy, eviction in self._variants()
@@ -174,6 +178,8 @@ def describe_load(settings: CellSettings) -> str:
         parts.append(f"gaps {settings.delay:g}x")
     if settings.kv_tokens is not None:
         parts.append(f"KV cache of {settings.kv_tokens:,} tokens")
+    if settings.max_context_tokens is not None:
+        parts.append(f"contexts of at most {settings.max_context_tokens:,} tokens")
     if settings.num_output_tokens != 1:
         parts.append(f"{settings.num_output_tokens} output tokens")
     if settings.max_num_batched_tokens is not None:

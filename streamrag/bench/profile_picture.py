@@ -1,6 +1,7 @@
 """A picture of a hardware profile: what recomputing tokens takes, and what copying their KV does. Needs matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from streamrag.bench.report_canvas import make_panels
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import DEFAULT_BUDGET, StepProfile, recompute_s
 from streamrag.errors import ConfigurationError
+from streamrag.files import write_whole
+from streamrag.showing import for_picture
 
 __all__ = ["crossing", "draw_profile", "most_tokens", "step_budget"]
 
@@ -69,12 +72,11 @@ def draw_profile(path: Path, profile: StepProfile) -> None:
     panel.grid(color="#e4e4e4", linewidth=0.6)
     panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
     panel.yaxis.set_major_formatter(lambda seconds, _: f"{seconds:g}")
-    figure.suptitle(profile.name, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.suptitle(for_picture(profile.name), x=0.01, ha="left", fontsize=11, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    try:
-        figure.savefig(path, format="png", dpi=110)
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error.strerror or error}") from error
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    write_whole(path, drawn.getvalue())
 
 
 def _draw_recompute(panel: Any, profile: StepProfile, most: int) -> None:

@@ -3,7 +3,6 @@
 import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from streamrag import __version__
@@ -12,6 +11,7 @@ from streamrag.bench.compare import BASELINE, Comparison, Figure, Pool, compare
 from streamrag.bench.grid import describe_load, describe_qps
 from streamrag.bench.report_html import PAGE, Cell, cell, head, table
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
+from streamrag.showing import for_html
 
 __all__ = ["make_report"]
 
@@ -40,7 +40,7 @@ def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, s
 
 
 def _title(comparison: Comparison) -> str:
-    return escape(describe_load(comparison.load))
+    return for_html(describe_load(comparison.load))
 
 
 def _preface(comparisons: Sequence[Comparison]) -> str:
@@ -62,7 +62,7 @@ def _preface(comparisons: Sequence[Comparison]) -> str:
 
 
 def _failures(failed: Mapping[str, str]) -> str:
-    rows = "".join(f"<li>{escape(name)}: {escape(error)}</li>" for name, error in failed.items())
+    rows = "".join(f"<li>{for_html(name)}: {for_html(error)}</li>" for name, error in failed.items())
     return (
         f'<div class="failed"><strong>{len(failed)} cells failed and are missing below.</strong><ul>{rows}</ul></div>'
     )
@@ -103,7 +103,7 @@ def _sections(comparison: Comparison, slos: Slos) -> list[str]:
 def _picture(svg: str, caption: str) -> str:
     # As an image of its own, so that the ids inside cannot meet those of the other pictures.
     data = base64.b64encode(svg.encode()).decode()
-    text = escape(caption)
+    text = for_html(caption)
     return f'<figure><img alt="{text}" src="data:image/svg+xml;base64,{data}"><figcaption>{text}</figcaption></figure>'
 
 
@@ -250,7 +250,7 @@ def _provenance(comparisons: Sequence[Comparison]) -> str:
             for digest in pool.digests:
                 _collect(found, "", digest.provenance)
     rows = [
-        f"<tr><th>{escape(name)}</th><td>{escape('; '.join(sorted(values)[:20]))}</td></tr>"
+        f"<tr><th>{for_html(name)}</th><td>{for_html('; '.join(sorted(values)[:20]))}</td></tr>"
         for name, values in sorted(found.items())
     ]
     return f'<h2>Provenance</h2><div class="wide"><table class="facts">{"".join(rows)}</table></div>'

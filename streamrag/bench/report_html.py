@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from streamrag.bench.compare import Figure
+from streamrag.showing import for_html
 
 __all__ = ["PAGE", "Cell", "cell", "figure_text", "head", "table"]
 
@@ -93,9 +93,9 @@ def head(groups: Sequence[tuple[str, int]], names: Sequence[str]) -> str:
     """A table's head: `names`, and above them `groups` of so many columns each."""
     texts = sum(name in ("load", "arm", "") for name in names)
     spans = "".join(
-        f'<th colspan="{width}"{" class=span" if name else ""}>{escape(name)}</th>' for name, width in groups if width
+        f'<th colspan="{width}"{" class=span" if name else ""}>{for_html(name)}</th>' for name, width in groups if width
     )
-    columns = "".join(f"<th{' class=text' if i < texts else ''}>{escape(name)}</th>" for i, name in enumerate(names))
+    columns = "".join(f"<th{' class=text' if i < texts else ''}>{for_html(name)}</th>" for i, name in enumerate(names))
     return f"{f'<tr>{spans}</tr>' if spans else ''}<tr>{columns}</tr>"
 
 
@@ -108,5 +108,5 @@ def table(head: str, rows: Iterable[Sequence[Cell]]) -> str:
 
 
 def _td(cell: Cell) -> str:
-    small = f"<small>{escape(cell.small)}</small>" if cell.small else ""
-    return f"<td{'' if cell.is_number else ' class=text'}>{escape(cell.text)}{small}</td>"
+    small = f"<small>{for_html(cell.small)}</small>" if cell.small else ""
+    return f"<td{'' if cell.is_number else ' class=text'}>{for_html(cell.text)}{small}</td>"

@@ -9,6 +9,7 @@ from streamrag.bench.grid import describe_qps
 from streamrag.bench.report_canvas import as_svg, formatter, make_panels, plain_log_ticks, seconds_upwards
 from streamrag.bench.report_html import figure_text
 from streamrag.bench.summary import percentile
+from streamrag.showing import for_picture
 
 __all__ = ["draw_arrivals", "draw_ccdf", "draw_invalidated", "draw_times", "draw_ttft_by_qps"]
 
@@ -217,7 +218,9 @@ def _bars(comparison: Comparison, columns: Sequence[tuple[str, _FigureOf]]) -> s
         panel.set_ylim(len(rows) - 0.4, -0.6)
         panel.margins(x=0.14)
         panel.set_xlim(left=0)
-        panel.set_yticks(range(len(rows)), [name for name, _ in rows] if place % 2 == 0 else [""] * len(rows))
+        panel.set_yticks(
+            range(len(rows)), [for_picture(name) for name, _ in rows] if place % 2 == 0 else [""] * len(rows)
+        )
         for label, (_, qps) in zip(panel.get_yticklabels(), rows, strict=True):
             if qps is not None and math.isnan(qps):
                 label.set_fontweight("bold")
@@ -241,7 +244,7 @@ def _count_histogram(panel: Any, values: Sequence[int]) -> None:
 def _legend(figure: Any, comparison: Comparison, variants: Sequence[str], *, floor: bool = False) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], label=variant, **_style(comparison, variant)) for variant in variants]
+    handles = [Line2D([], [], label=for_picture(variant), **_style(comparison, variant)) for variant in variants]
     if floor:
         handles.append(Line2D([], [], color=GREY, linestyle=(0, (2, 2)), linewidth=1.1, label="floor: alone"))
     num_columns = 4 if figure.get_size_inches()[0] > 8 else 3

@@ -17,6 +17,7 @@ from typing import TypeAlias
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.store import CellStore, cell_key
 from streamrag.errors import StreamRagError
+from streamrag.orphans import end_with_parent
 
 __all__ = ["CellEvent", "CellFailed", "CellFinished", "CellProgressed", "CellStarted", "run_cell", "run_cells"]
 
@@ -24,6 +25,7 @@ MIN_GAP_S = 0.1
 """Between two reports of progress of one cell."""
 PATIENCE_S = 10.0
 """How long an interrupted cell has to end by itself; a real engine frees its memory and its own processes."""
+PARENT = "STREAMRAG_PARENT"
 FINISHED = ()
 """The last message of a process whose cell has its result."""
 
@@ -149,9 +151,11 @@ def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Runni
     process = context.Process(target=_work, args=(settings, store.folder, keep_steps, log, theirs))
     # The process inherits the mask, and takes it off when it can end in good order.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.environ[PARENT] = str(os.getpid())  # for the server that the first simulated cell starts
     try:
         process.start()
     finally:
+        del os.environ[PARENT]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()  # so that the end of the process ends the pipe
     return _Running(settings, process, ours, log)
@@ -191,6 +195,9 @@ def _signal(process: BaseProcess, number: signal.Signals) -> None:
 
 def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, connection: Connection) -> None:
     """The process of one cell. A group of its own: a Ctrl-C at the terminal reaches it through the parent, once."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    end_with_parent(parent.pid if settings.clock == "wall" else None)  # or with the server that it was forked from
     os.setpgid(0, 0)
     with log.open("w") as written:  # an engine's log would break the progress bar to pieces
         os.dup2(written.fileno(), 1)

@@ -19,7 +19,16 @@ from streamrag.bench.provenance import versions
 from streamrag.bench.query_records import merged
 from streamrag.bench.step_time import CopyLog, StepTimes
 from streamrag.bench.virtual_time import DeadlockError, run_virtual
-from streamrag.bench.workload import Arriving, Tokens, load_trace, longest_prompt, make_load, token_budget
+from streamrag.bench.workload import (
+    Arriving,
+    Fitted,
+    Tokens,
+    fitted,
+    load_trace,
+    longest_prompt,
+    make_load,
+    token_budget,
+)
 from streamrag.engine.costs import StepProfile, load_profile
 from streamrag.errors import ConfigurationError
 from streamrag.records import RequestRecord
@@ -31,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["run_cell"]
 
 Progress = Callable[[int, int], None]
+
+MAX_BLOCKS = 4_000_000
+"""Each takes some 200 bytes of memory."""
 
 
 def run_cell(
@@ -52,7 +64,8 @@ def run_cell(
     profile = _checked_profile(settings)
     queries = make_load(settings, trace or load_trace(settings))
     check_arm(settings.arm, queries)
-    run = _Run(settings, queries, profile, progress or (lambda num_done, num_total: None), unsteady_seed)
+    load = fitted(settings, queries, _model_len(profile))
+    run = _Run(settings, load, profile, progress or (lambda num_done, num_total: None), unsteady_seed)
     client = run.make_client(keep_steps)
     start_s = time.perf_counter()
     with _few_collections():
@@ -80,6 +93,12 @@ def _checked_profile(settings: CellSettings) -> StepProfile:
     return profile
 
 
+def _model_len(profile: StepProfile) -> int | None:
+    """Of the engine that was measured, if that is where the profile comes from."""
+    found = profile.provenance.get("max_model_len")
+    return found if type(found) is int else None
+
+
 def _has_host_memory(settings: CellSettings) -> bool:
     return settings.arm == "streaming" and settings.eviction != "recompute"
 
@@ -103,13 +122,17 @@ class _Run:
     """One cell while it runs."""
 
     settings: CellSettings
-    queries: tuple[TracedQuery, ...]
+    load: Fitted
     profile: StepProfile
     progress: Progress
     unsteady_seed: int
     timings: dict[str, Timing] = field(default_factory=dict)
     step_times: StepTimes = field(init=False)
     copy_log: CopyLog | None = field(default=None, init=False)
+
+    @property
+    def queries(self) -> tuple[TracedQuery, ...]:
+        return self.load.queries
 
     @property
     def kv_tokens(self) -> int:
@@ -125,7 +148,13 @@ class _Run:
         max_model_len = -(-longest // block_size) * block_size
         if max_model_len > self.kv_tokens:
             raise ConfigurationError(
-                f"kv_tokens={self.kv_tokens}: one request of this load needs {max_model_len}; give at least so many"
+                f"kv_tokens={self.kv_tokens}: one request of this load needs {max_model_len}; give at least so many, "
+                "or a smaller budget for contexts (max_context_tokens, --max-context-tokens)"
+            )
+        if self.kv_tokens // block_size > MAX_BLOCKS:
+            raise ConfigurationError(
+                f"kv_tokens={self.kv_tokens}: a KV cache of more than {MAX_BLOCKS:,} blocks of {block_size} tokens is "
+                "not simulated; give fewer"
             )
         shape = EngineShape(
             num_blocks=self.kv_tokens // block_size,
@@ -197,6 +226,7 @@ class _Run:
             "kv_tokens": self.kv_tokens,
             "simulated_s_per_wall_s": round(completion_s / wall_s, 1),
             "num_steps": client.num_steps,
+            **self.load.provenance(),
         }
         return CellResult(
             self.settings,

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,10 +16,16 @@ from streamrag import __version__
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.grid import GENERATED, variant_name, workload_name
 from streamrag.errors import ConfigurationError
+from streamrag.files import write_whole
+from streamrag.reading import Unpacked, as_dataclass, lines_of, parse_json, read_bytes
 
 __all__ = ["CellStore", "cell_key", "read_cell"]
 
 FORMAT = "streamrag-cell/1"
+FINISHED = "[!.]*.json.gz"
+"""What is hidden is being written, or was when its process was killed."""
+MAX_CELL_BYTES = 512 << 20
+"""Unpacked."""
 
 
 def cell_key(settings: CellSettings) -> str:
@@ -91,7 +96,10 @@ class CellStore:
         return next((path for path in candidates if path.exists()), None)
 
     def write(self, result: CellResult) -> Path:
-        """Write a finished cell: the whole file, or nothing."""
+        """Write a finished cell: the whole file, or nothing.
+
+        :raises ConfigurationError: it cannot be written.
+        """
         self.cells.mkdir(parents=True, exist_ok=True)
         path = self.path(result.settings, with_steps=bool(result.steps))
         values = result.as_dict()
@@ -103,9 +111,7 @@ class CellStore:
         }
         # One JSON value, whose first line alone tells what it is about: results are large.
         text = f'{_compact(header)[:-1]},\n"result":{_compact(values)}}}\n'
-        unfinished = path.with_suffix(f".{os.getpid()}.part")
-        unfinished.write_bytes(gzip.compress(text.encode(), compresslevel=5, mtime=0))
-        os.replace(unfinished, path)
+        write_whole(path, gzip.compress(text.encode(), compresslevel=5, mtime=0))
         return path
 
     def read_all(self) -> Iterator[CellResult]:
@@ -114,7 +120,7 @@ class CellStore:
         :raises ConfigurationError: there is none, a file is broken, or virtual and wall time stand side by side.
         """
         newest: dict[CellSettings, Path] = {}
-        for path in sorted(self.cells.glob("*.json.gz"), key=lambda path: path.stat().st_mtime_ns):
+        for path in sorted(self.cells.glob(FINISHED), key=lambda path: path.stat().st_mtime_ns):
             newest[_read_settings(path)] = path
         if not newest:
             raise ConfigurationError(f"{self.folder} holds no results of cells; `streamrag bench simulate` makes some")
@@ -124,7 +130,7 @@ class CellStore:
 
     def check_clock(self, clock: str) -> None:
         """Refuse a clock that the folder's results do not have."""
-        self._check_clocks({clock, *(_read_settings(path).clock for path in self.cells.glob("*.json.gz"))})
+        self._check_clocks({clock, *(_read_settings(path).clock for path in self.cells.glob(FINISHED))})
 
     def _check_clocks(self, clocks: set[str]) -> None:
         if len(clocks) > 1:
@@ -138,9 +144,11 @@ def _compact(values: Any) -> str:
 
 
 def _read_settings(path: Path) -> CellSettings:
-    with _explained(path), gzip.open(path, "rt", encoding="utf-8") as lines:
-        header = json.loads(lines.readline().rstrip().removesuffix(",") + "}")
-        return CellSettings(**header["settings"])
+    with _explained(path):
+        header = parse_json(
+            next(lines_of(iter(Unpacked(path, MAX_CELL_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
+        )
+        return as_dataclass(CellSettings, header["settings"])
 
 
 def read_cell(path: Path) -> CellResult:
@@ -149,10 +157,12 @@ def read_cell(path: Path) -> CellResult:
     :raises ConfigurationError: there is no such file, or it is something else.
     """
     with _explained(path):
-        values = json.loads(gzip.decompress(path.read_bytes()))
+        values = parse_json(read_bytes(path, MAX_CELL_BYTES))
         if values["format"] != FORMAT:
-            raise ConfigurationError(f"{path} has the format {values['format']!r}; this streamrag reads {FORMAT!r}")
-        return CellResult.from_dict(values["result"])
+            raise ConfigurationError(
+                f"{path} has the format {str(values['format'])[:40]!r}; this streamrag reads {FORMAT!r}"
+            )
+        return as_dataclass(CellResult, values["result"])
 
 
 @contextmanager
@@ -161,6 +171,6 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
-    except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         remedy = "remove it, and run the benchmark again"
         raise ConfigurationError(f"{path} is not the result of a cell ({error!r}); {remedy}") from error

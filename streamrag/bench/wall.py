@@ -7,6 +7,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from streamrag.bench.arms import Timing, check_arm, run_query
@@ -15,7 +16,16 @@ from streamrag.bench.floor import floor_s
 from streamrag.bench.profiling import NUM_IN_VOCABULARY, measure_profile
 from streamrag.bench.provenance import versions
 from streamrag.bench.query_records import merged, shifted
-from streamrag.bench.workload import Arriving, Tokens, load_trace, longest_prompt, make_load, token_budget
+from streamrag.bench.workload import (
+    Arriving,
+    Fitted,
+    Tokens,
+    fitted,
+    load_trace,
+    longest_prompt,
+    make_load,
+    token_budget,
+)
 from streamrag.engine.costs import TableProfile
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.tasks import wait_regardless
@@ -46,7 +56,8 @@ def run_cell(
     queries = make_load(settings, trace or load_trace(settings))
     check_arm(settings.arm, queries)
     try:
-        return asyncio.run(_run(settings, queries, keep_steps, progress or _no_progress))
+        load = fitted(settings, queries, _model_len(settings))
+        return asyncio.run(_run(settings, load, keep_steps, progress or _no_progress))
     finally:
         gc.collect()  # vLLM's engine, which must not live until the interpreter ends
 
@@ -60,15 +71,22 @@ def _check(settings: CellSettings) -> None:
         raise ConfigurationError("wall time needs a model: give its folder or its name")
 
 
-async def _run(
-    settings: CellSettings, queries: Sequence[TracedQuery], keep_steps: bool, progress: Progress
-) -> CellResult:
+def _model_len(settings: CellSettings) -> int:
+    from streamrag.backends.engine_client import model_len
+
+    assert settings.model is not None
+    return model_len(settings.model)
+
+
+async def _run(settings: CellSettings, load: Fitted, keep_steps: bool, progress: Progress) -> CellResult:
+    queries = load.queries
     assert settings.model is not None
     async with engine_for(settings, queries) as client:
         longest = max_model_len(settings, queries)
         profile = await measure_profile(client, settings.model, token_budget(settings), longest)
         await client.reset_prefix_cache()
-        return await play_cell(settings, queries, client, profile, keep_steps=keep_steps, progress=progress)
+        result = await play_cell(settings, queries, client, profile, keep_steps=keep_steps, progress=progress)
+        return replace(result, provenance={**result.provenance, **load.provenance()})
 
 
 def max_model_len(settings: CellSettings, queries: Sequence[TracedQuery]) -> int:

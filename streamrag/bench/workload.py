@@ -11,14 +11,16 @@ from pathlib import Path
 from streamrag.bench.cell import CellSettings
 from streamrag.core import Hint
 from streamrag.errors import ConfigurationError
-from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
 
 __all__ = [
     "BUDGETS",
     "NUM_TAIL_TOKENS",
     "Arriving",
+    "Fitted",
     "Piece",
     "Tokens",
+    "fitted",
     "load_trace",
     "longest_prompt",
     "make_load",
@@ -96,6 +98,73 @@ def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuer
 
 def _stretched_hint(hint: Hint | None, delay: float) -> Hint | None:
     return hint and replace(hint, end_s=None if hint.end_s is None else hint.end_s * delay)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Queries whose contexts keep to a budget."""
+
+    queries: tuple[TracedQuery, ...]
+    max_context_tokens: int | None
+    """None if no limit is known."""
+    num_cut: int
+    """Contexts of which something was left out."""
+
+    def provenance(self) -> dict[str, int]:
+        """For a result."""
+        if self.max_context_tokens is None:
+            return {}
+        return {"max_context_tokens": self.max_context_tokens, "num_contexts_cut": self.num_cut}
+
+
+def fitted(settings: CellSettings, queries: Sequence[TracedQuery], max_model_len: int | None) -> Fitted:
+    """The queries with the budget that a pipeline has: the model's length less the question and the answer, or less.
+
+    :raises ConfigurationError: the model has no room for any context, or the budget that is set is none.
+    """
+    budget = settings.max_context_tokens
+    if budget is not None and budget < 1:
+        raise ConfigurationError(f"max_context_tokens={budget}: it must be at least 1, or None")
+    if max_model_len is not None:
+        room = max_model_len - NUM_TAIL_TOKENS - settings.num_output_tokens - 1
+        if room < 1:
+            raise ConfigurationError(
+                f"the model's length of {max_model_len} tokens has no room for a context beside {NUM_TAIL_TOKENS} of "
+                f"the question and {settings.num_output_tokens} of the answer: ask for fewer output tokens"
+            )
+        budget = room if budget is None else min(budget, room)
+    if budget is None:
+        return Fitted(tuple(queries), None, 0)
+    kept = tuple(_within(query, budget) for query in queries)
+    num_cut = sum(after.events != before.events for before, after in zip(queries, kept, strict=True))
+    return Fitted(kept, budget, num_cut)
+
+
+def _within(query: TracedQuery, budget: int) -> TracedQuery:
+    """The earlier chunk goes first, as in a pipeline's prompt."""
+    events: list[TracedEvent] = []
+    room = budget
+    for event in query.events:
+        is_append = isinstance(event, TracedAppend)
+        chunks = (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
+        kept, left = _that_fit(chunks, room if is_append else budget)
+        if len(kept) == len(chunks):
+            events.append(event)
+        elif kept and isinstance(event, TracedUpdate):
+            events.append(replace(event, chunks=kept))
+        if kept:  # an update of which nothing fits leaves the context as it was
+            room = left
+    return replace(query, events=tuple(events))
+
+
+def _that_fit(chunks: Sequence[TracedChunk], room: int) -> tuple[tuple[TracedChunk, ...], int]:
+    """And the room that is left."""
+    kept = []
+    for chunk in chunks:
+        if chunk.num_tokens <= room:
+            room -= chunk.num_tokens
+            kept.append(chunk)
+    return tuple(kept), room
 
 
 def longest_prompt(queries: Sequence[TracedQuery], num_tail_tokens: int = NUM_TAIL_TOKENS) -> int:

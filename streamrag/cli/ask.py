@@ -2,20 +2,22 @@
 
 import argparse
 import asyncio
-import json
 import os
 from dataclasses import asdict
 from typing import Any, get_args
 
-from rich.console import Console
+from rich.text import Text
 
 from streamrag.backends.strategy import Strategy
+from streamrag.cli.output import Output
 from streamrag.cli.source import add_source_arguments, make_source
+from streamrag.cli.steps import StepLines
 from streamrag.cli.view import print_sources, print_timings, watch
 from streamrag.core import Backend, SamplingParams
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
 from streamrag.query import QueryOptions
+from streamrag.showing import one_line
 from streamrag.telemetry import Answer
 
 __all__ = ["add_parser", "as_json"]
@@ -66,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _ask(arguments: argparse.Namespace) -> None:
-    progress = Console(stderr=True, highlight=False)
-    output = Console(highlight=False, quiet=arguments.json)
+    progress, output = Output(stderr=True), Output(quiet=arguments.json)
     options = QueryOptions(
         params=SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature),
     )
@@ -77,12 +78,18 @@ async def _ask(arguments: argparse.Namespace) -> None:
         options["max_context_tokens"] = arguments.max_context_tokens
     if arguments.deadline is not None:
         options["deadline_s"] = arguments.deadline
+    lines = StepLines(progress)
     with progress.status("starting") as status:
+
+        def show(line: str) -> None:
+            status.update(Text(one_line(line)))
+            lines.show(line)
+
         pipeline = Pipeline(
             make_source(arguments),
             _make_backend(arguments),
             overlap=not arguments.no_overlap,
-            on_progress=lambda line: status.update(line),
+            on_progress=show,
         )
         await pipeline.start()
     try:
@@ -91,7 +98,7 @@ async def _ask(arguments: argparse.Namespace) -> None:
     finally:
         await pipeline.aclose()
     if arguments.json:
-        print(json.dumps(as_json(answer), indent=2, ensure_ascii=False))
+        output.print_json_text(as_json(answer))
     else:
         print_sources(answer, progress)
         print_timings(answer, progress)

@@ -3,14 +3,10 @@
 import argparse
 import json
 import os
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.compare import compare
@@ -23,7 +19,10 @@ from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
 from streamrag.bench.timeline import make_timeline
 from streamrag.cli.bench_options import add_parsers, grid_of
 from streamrag.cli.bench_view import CellsView, print_comparison, print_line
+from streamrag.cli.output import Output
 from streamrag.errors import ConfigurationError
+from streamrag.files import write_whole
+from streamrag.showing import json_text
 
 __all__ = ["add_parser"]
 
@@ -38,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _run_grid(arguments: argparse.Namespace) -> int:
-    console = Console(stderr=True, highlight=False)
+    console = Output(stderr=True)
     grid, slos = grid_of(arguments), parse_slos(arguments.slo)
     require_matplotlib()  # now rather than after hours
     store = CellStore(arguments.output or Path("bench-results") / f"{arguments.verb}-{workload_name(grid.workload)}")
@@ -50,34 +49,19 @@ def _run_grid(arguments: argparse.Namespace) -> int:
     num_processes = arguments.processes or (_num_cores() if grid.clock == "virtual" else 1)
     start_s = time.monotonic()
     try:
-        with _ended_like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
-            failed = _run_cells(todo, store, console, num_processes=num_processes, keep_steps=arguments.keep_steps)
+        failed = _run_cells(todo, store, console, num_processes=num_processes, keep_steps=arguments.keep_steps)
     except KeyboardInterrupt:
         num_done = sum(store.find(c, with_steps=arguments.keep_steps) is not None for c in cells)
-        print_line(
-            console,
-            f"streamrag: stopped. {num_done} of {len(cells)} cells are finished, in {store.folder}; "
-            "the same command goes on from there",
-        )
-        return 130
+        raise KeyboardInterrupt(
+            f"{num_done} of {len(cells)} cells are finished, in {store.folder}; the same command goes on from there"
+        ) from None
     print_line(console, f"{len(todo) - len(failed)} cells in {time.monotonic() - start_s:.1f} s")
     _publish(store, cells, slos, failed, arguments.json, console)
     return 1 if failed else 0
 
 
-@contextmanager
-def _ended_like_ctrl_c(*signals: signal.Signals) -> Iterator[None]:
-    """Their default would end this process and leave those of its cells behind."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _run_cells(
-    cells: Sequence[CellSettings], store: CellStore, console: Console, *, num_processes: int, keep_steps: bool
+    cells: Sequence[CellSettings], store: CellStore, console: Output, *, num_processes: int, keep_steps: bool
 ) -> dict[CellSettings, str]:
     """The cells that failed, and why."""
     failed = {}
@@ -103,7 +87,7 @@ def _publish(
     slos: Slos,
     failed: dict[CellSettings, str],
     json_path: Path | None,
-    console: Console,
+    console: Output,
 ) -> None:
     """The report of all cells in the folder; the table and the JSON of those that were asked for."""
     digests = {} if len(failed) == len(cells) else {result.settings: digest(result) for result in store.read_all()}
@@ -112,21 +96,38 @@ def _publish(
         _write_json(json_path, asked, slos, failed)
     if not asked:
         return
-    for comparison in compare(asked):
-        print_comparison(comparison, _wide_console())
+    _print_figures(asked, console)
     named = {describe_cell(settings): error for settings, error in failed.items()}
     print_line(console, f"report: {_write_report(store, list(digests.values()), slos, named)}")
 
 
-def _wide_console() -> Console:
+def _print_figures(digests: Sequence[Digest], console: Output) -> None:
+    for comparison in compare(digests):
+        print_comparison(comparison, _wide_console())
+    for line in sorted({line for each in digests if (line := _cut(each))}):
+        print_line(console, line, style="yellow")
+
+
+def _cut(digest: Digest) -> str:
+    """What the contexts lost, if they did."""
+    num_cut, budget = (digest.provenance.get(name) for name in ("num_contexts_cut", "max_context_tokens"))
+    if not (isinstance(num_cut, int) and isinstance(budget, int) and num_cut):
+        return ""
+    return (
+        f"note: {num_cut:,} of {len(digest.num_chunks):,} contexts do not fit {budget:,} tokens; what does not fit was "
+        "left out, as a pipeline does (--max-context-tokens)"
+    )
+
+
+def _wide_console() -> Output:
     """The standard output, as wide as the table wants to be where it is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
+    console = Output()
+    return console if console.is_terminal else Output(width=TABLE_WIDTH)
 
 
 def _write_report(store: CellStore, digests: Sequence[Digest], slos: Slos, failed: dict[str, str]) -> Path:
     path = store.folder / "report.html"
-    path.write_text(make_report(digests, slos=slos, failed=failed), encoding="utf-8")
+    write_whole(path, make_report(digests, slos=slos, failed=failed))
     return path
 
 
@@ -137,7 +138,7 @@ def _write_json(path: Path, digests: Sequence[Digest], slos: Slos, failed: dict[
         "failed": [{"cell": describe_cell(settings), "error": error} for settings, error in failed.items()],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, json_text(values) + "\n")
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -145,17 +146,17 @@ def _report(arguments: argparse.Namespace) -> int:
     digests = [digest(result) for result in store.read_all()]
     if arguments.json is not None:
         _write_json(arguments.json, digests, slos, {})
-    for comparison in compare(digests):
-        print_comparison(comparison, _wide_console())
-    print_line(Console(stderr=True), f"report: {_write_report(store, digests, slos, {})}")
+    console = Output(stderr=True)
+    _print_figures(digests, console)
+    print_line(console, f"report: {_write_report(store, digests, slos, {})}")
     return 0
 
 
 def _timeline(arguments: argparse.Namespace) -> int:
     result = _kept_cell(arguments.source) if arguments.source else _fresh_cell(arguments)
     timeline = make_timeline(result)
-    arguments.output.write_text(json.dumps(timeline, separators=(",", ":"), ensure_ascii=False), encoding="utf-8")
-    console = Console(stderr=True)
+    write_whole(arguments.output, json.dumps(timeline, separators=(",", ":"), ensure_ascii=False))
+    console = Output(stderr=True)
     print_line(console, f"{arguments.output}: {describe_cell(result.settings)}; open it at https://ui.perfetto.dev")
     return 0
 
@@ -163,7 +164,7 @@ def _timeline(arguments: argparse.Namespace) -> int:
 def _kept_cell(source: Path) -> CellResult:
     if not source.is_dir():
         return read_cell(source)
-    kept = sorted(source.glob("cells/*.steps.json.gz"))
+    kept = sorted(source.glob("cells/[!.]*.steps.json.gz"))
     if not kept:
         raise ConfigurationError(f"{source} holds no cell with its steps; run the benchmark with --keep-steps")
     if len(kept) > 1:
@@ -176,7 +177,7 @@ def _fresh_cell(arguments: argparse.Namespace) -> CellResult:
     cells = grid_of(arguments).cells()
     if len(cells) != 1:
         raise ConfigurationError(f"a timeline is of one cell, and these options name {len(cells)}")
-    console = Console(stderr=True, highlight=False)
+    console = Output(stderr=True)
     with CellsView(1, console) as view:
         view.show(CellStarted(cells[0]))
         return run_cell(

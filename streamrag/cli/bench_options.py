@@ -129,6 +129,7 @@ def grid_of(arguments: argparse.Namespace) -> Grid:
         model=arguments.model,
         max_num_batched_tokens=arguments.budget,
         max_num_seqs=arguments.max_num_seqs,
+        max_context_tokens=arguments.max_context_tokens,
     )
 
 
@@ -193,6 +194,12 @@ def _add_load(parser: argparse.ArgumentParser, *, required: bool) -> None:
     )
     load.add_argument("--queries", type=_whole, metavar="N", help="at most so many queries a cell")
     load.add_argument("--output-tokens", type=_whole, default=1, metavar="N", help="tokens of every answer (1)")
+    load.add_argument(
+        "--max-context-tokens",
+        type=_whole,
+        metavar="N",
+        help="most tokens of a context; what does not fit is left out (what the model's length has room for)",
+    )
     load.add_argument(
         "--kv-tokens", type=_list_of(_whole), default=[], metavar="LIST", help="capacities of the KV cache, in tokens"
     )

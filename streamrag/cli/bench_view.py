@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.compare import Comparison, Figure, Pool
@@ -16,6 +16,9 @@ from streamrag.bench.grid import describe_cell, describe_load, describe_qps, var
 from streamrag.bench.report_html import figure_text
 from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed, CellStarted
 from streamrag.bench.summary import PERCENTILES
+from streamrag.cli.output import Output, markup
+from streamrag.cli.steps import StepLines
+from streamrag.showing import one_line
 
 __all__ = ["CellsView", "print_comparison"]
 
@@ -28,9 +31,9 @@ LEGEND = (
 
 
 class CellsView:
-    """A bar for all cells, and one for each that runs. Where nobody watches, a line for each that is through."""
+    """A bar for all cells, and one for each that runs. Where nobody watches, lines of what starts and is through."""
 
-    def __init__(self, num_cells: int, console: Console) -> None:
+    def __init__(self, num_cells: int, console: Output) -> None:
         self._console = console
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -46,6 +49,7 @@ class CellsView:
         self._all = self._progress.add_task("[bold]all cells", total=num_cells, count=f"0/{num_cells} cells")
         self._running: dict[CellSettings, TaskID] = {}
         self._shares: dict[CellSettings, float] = {}
+        self._lines: dict[CellSettings, StepLines] = {}
         self._errors: set[str] = set()
 
     def __enter__(self) -> "CellsView":
@@ -64,11 +68,16 @@ class CellsView:
         match event:
             case CellStarted():
                 name = f"{variant_name(settings)}, {describe_qps(settings.qps)}, seed {settings.seed}"
-                self._running[settings] = self._progress.add_task(f"  {escape(name)}", total=None, count="starting")
+                self._running[settings] = self._progress.add_task(
+                    f"  {escape(one_line(name))}", total=None, count="starting"
+                )
+                self._lines[settings] = StepLines(self._console)
+                self._lines[settings].show(describe_cell(settings), "starting")
             case CellProgressed(_, num_done, num_total):
                 self._shares[settings] = num_done / num_total
                 count = f"{num_done:,}/{num_total:,} queries"
                 self._progress.update(self._running[settings], completed=num_done, total=num_total, count=count)
+                self._lines[settings].show(describe_cell(settings), count)
             case CellFinished():
                 self._through(settings)
                 if not self._console.is_terminal:
@@ -89,35 +98,37 @@ class CellsView:
     def _through(self, settings: CellSettings) -> None:
         self._num_through += 1
         self._shares.pop(settings, None)
+        self._lines.pop(settings)
         self._progress.remove_task(self._running.pop(settings))
 
 
-def print_line(console: Console, text: str, style: str = "") -> None:
+def print_line(console: Output, text: str, style: str = "") -> None:
     """Print what may hold anything, unwrapped and unmarked."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, style=style, soft_wrap=True)
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
+def print_comparison(comparison: Comparison, console: Output) -> None:
     """One line a variant and rate of arrivals."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("arm", overflow="fold", min_width=14)
+    table.add_column("arm")
     for name in PERCENTILES:
         for heading in (f"{name.upper()}\ns", "\nup", "\n/floor"):
-            table.add_column(heading, justify="right", no_wrap=True)
+            table.add_column(heading)
     for heading in ("pre-\nempted", "\ntax", "GB\nout/in"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading)
     with_spread = console.width >= 110
     for qps in comparison.qps:
-        table.add_row(f"[bold]{describe_qps(qps)}")
+        table.add_row(markup("[bold]{}", describe_qps(qps)))
         for variant in comparison.variants:
             if pool := comparison.pools.get((variant, qps)):
-                table.add_row(f"  {escape(variant)}", *_figures(comparison, pool, variant, with_spread))
-    console.print(f"\n[bold]{escape(describe_load(comparison.load))}", soft_wrap=True)
-    console.print(table)
-    console.print(f"[dim]{LEGEND}")
+                table.add_row(f"  {variant}", *_figures(comparison, pool, variant, with_spread))
+    console.print()
+    console.print(markup("[bold]{}", describe_load(comparison.load)), soft_wrap=True)
+    console.print_table(table)
+    console.print(LEGEND, style="dim")
 
 
-def _figures(comparison: Comparison, pool: Pool, variant: str, with_spread: bool) -> Iterable[str]:
+def _figures(comparison: Comparison, pool: Pool, variant: str, with_spread: bool) -> Iterable[str | Text]:
     for name in PERCENTILES:
         yield _text(pool.figure(lambda d: d.ttft_after_retrieval_s, name), with_spread)
         up = comparison.speed_up(variant, pool.settings.qps, name)
@@ -143,7 +154,7 @@ def _preempted(pool: Pool) -> tuple[str, str, str]:
     return f"{num.total():,}{share}", f"{tax:.1%}" if math.isfinite(tax) else "–", gigabytes
 
 
-def _text(figure: Figure, with_spread: bool) -> str:
+def _text(figure: Figure, with_spread: bool) -> Text:
     low, high = figure_text(figure.low), figure_text(figure.high)
-    spread = f"\n[dim]{low}–{high}[/]" if with_spread and low != high else ""
-    return f"{figure_text(figure.value)}{spread}"
+    spread = f"\n{low}–{high}" if with_spread and low != high else ""
+    return Text.assemble(figure_text(figure.value), (spread, "dim"))

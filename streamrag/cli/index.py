@@ -3,8 +3,10 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from streamrag.cli.output import Output
+from streamrag.cli.steps import StepLines
 
 __all__ = ["add_parser"]
 
@@ -27,7 +29,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     build.add_argument("folder", type=Path, metavar="FOLDER")
     build.add_argument("--out", type=Path, required=True, metavar="INDEX", help="folder to make")
     build.add_argument(
-        "--embedder", default="all-MiniLM-L6-v2", metavar="NAME", help="sentence-transformers model (%(default)s)"
+        "--embedder",
+        default="all-MiniLM-L6-v2",
+        metavar="NAME",
+        help="sentence-transformers model; another than %(default)s must be named again wherever the index is used",
     )
     build.add_argument("--force", action="store_true", help="replace the index that is there")
     build.set_defaults(run=run)
@@ -37,9 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Build the index with a progress bar on stderr."""
     from streamrag.sources.index import build_index
 
-    console = Console(stderr=True, highlight=False)
+    console = Output(stderr=True)
+    lines = StepLines(console)
     with Progress(
-        TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+        TextColumn("{task.description:12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
     ) as progress:
         tasks: dict[str, TaskID] = {}
 
@@ -47,18 +58,20 @@ def run(arguments: argparse.Namespace) -> int:
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=num_total)
             progress.update(tasks[what], completed=num_done, total=num_total)
+            lines.show(what, f"{num_done:,} of {num_total:,}")
 
         summary = build_index(
             arguments.folder, arguments.out, embedder=arguments.embedder, force=arguments.force, on_progress=show
         )
     console.print(
         f"{arguments.out}: {summary.num_passages} passages of {summary.num_documents} documents, "
-        f"{summary.dimension} dimensions, {summary.size_bytes / 2**20:.1f} MiB, in {summary.duration_s:.1f} s"
+        f"{summary.dimension} dimensions, {summary.size_bytes / 2**20:.1f} MiB, in {summary.duration_s:.1f} s",
+        soft_wrap=True,
     )
     by_reason: dict[str, list[str]] = {}
     for path, reason in summary.skipped:
         by_reason.setdefault(reason, []).append(str(path))
     for reason, paths in sorted(by_reason.items()):
         more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
-        console.print(f"  skipped, {reason}: {', '.join(paths[:MAX_PATHS])}{more}", markup=False, soft_wrap=True)
+        console.print(f"  skipped, {reason}: {', '.join(paths[:MAX_PATHS])}{more}", soft_wrap=True)
     return 0

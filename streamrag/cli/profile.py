@@ -4,17 +4,18 @@ import argparse
 import asyncio
 import json
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamrag.cli.output import Output
+from streamrag.cli.steps import StepLines
 from streamrag.errors import ConfigurationError
+from streamrag.scratch import ScratchFolder, remove_left_behind
 
 if TYPE_CHECKING:
     from streamrag.engine.costs import TableProfile
@@ -31,6 +32,7 @@ examples:
 Measure with the step budget that the engine will run with. Nothing else should run meanwhile.
 """
 
+SCRATCH = "profile"
 NAMED = ("tensor_parallel_size", "max_num_batched_tokens", "max_model_len")
 """Of the engine's arguments, those that have options of their own."""
 
@@ -87,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from streamrag.engine.costs import save_profile
     from streamrag.engine.fitting import require_scipy
 
-    console = Console(stderr=True, highlight=False)
+    console = Output(stderr=True)
     output = arguments.output or Path(f"profile-{_file_name(arguments.model or 'tiny-llama')}.json")
     if not output.parent.is_dir():
         raise ConfigurationError(f"there is no folder {output.parent}; make it, or name another place with --output")
@@ -98,11 +100,11 @@ def _run(arguments: argparse.Namespace) -> int:
     with _model(arguments.model, console) as model:
         profile = _measure(model, arguments, console)
     save_profile(profile, output)
-    _print(profile, Console(highlight=False))
-    console.print(f"profile: {output}", markup=False, soft_wrap=True)
+    _print(profile, Output())
+    console.print(f"profile: {output}", soft_wrap=True)
     if plot:
         draw_profile(plot, profile)
-        console.print(f"drawn: {plot}", markup=False, soft_wrap=True)
+        console.print(f"drawn: {plot}", soft_wrap=True)
     return 0
 
 
@@ -111,7 +113,7 @@ def _file_name(model: str) -> str:
 
 
 @contextmanager
-def _model(name: str | None, console: Console) -> Iterator[str]:
+def _model(name: str | None, console: Output) -> Iterator[str]:
     """The model that was named, or one that is made for the while."""
     if name is not None:
         yield name
@@ -121,11 +123,15 @@ def _model(name: str | None, console: Console) -> Iterator[str]:
     console.print(
         "no --model: measuring a tiny one with random weights, made here; its figures are its own", soft_wrap=True
     )
-    with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
-        yield str(make_tiny_llama(Path(folder) / "tiny-llama"))
+    remove_left_behind(SCRATCH)
+    scratch = ScratchFolder(SCRATCH)
+    try:
+        yield str(make_tiny_llama(scratch.path / "tiny-llama"))
+    finally:
+        scratch.remove()
 
 
-def _measure(model: str, arguments: argparse.Namespace, console: Console) -> "TableProfile":
+def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "TableProfile":
     from streamrag.bench.machine import measure_machine
 
     bar = Progress(
@@ -137,35 +143,36 @@ def _measure(model: str, arguments: argparse.Namespace, console: Console) -> "Ta
         transient=True,
         disable=not console.is_terminal,
     )
+    lines = StepLines(console)
     with bar:
         task = bar.add_task("", total=None)
 
         def show(what: str, num_done: int, num_total: int | None) -> None:
             bar.update(task, description=what, completed=num_done, total=num_total)
+            lines.show(what)
 
         named = {name: getattr(arguments, name) for name in NAMED}
         given = {name: value for name, value in named.items() if value is not None}
         return asyncio.run(measure_machine(model, {**arguments.engine_args, **given}, show))
 
 
-def _print(profile: "TableProfile", console: Console) -> None:
+def _print(profile: "TableProfile", console: Output) -> None:
     from streamrag.bench.profile_picture import crossing, most_tokens, step_budget
     from streamrag.engine.costs import recompute_s
 
     copies, budget = profile.copies, step_budget(profile)
     assert copies is not None
     measured = profile.provenance["recompute_s"]
-    console.print(f"{profile.name}, steps of at most {budget:,} tokens; in milliseconds", markup=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    headings = ("tokens", "recompute", "as fitted", f"beside {measured['num_beside']} decodes", "copy in", "copy out")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    console.print(f"{profile.name}, steps of at most {budget:,} tokens; in milliseconds", soft_wrap=True)
+    beside = f"beside {measured['num_beside']} decodes"
+    table = Table("tokens", "recompute", "as fitted", beside, "copy in", "copy out", box=None, pad_edge=False)
+    table.columns[0].justify = "right"
     for size, alone_s in measured["alone"].items():
         num_blocks = max(int(size) // profile.block_size, 1)
         fitted_s = recompute_s(profile, 0, int(size), budget)
         row = (alone_s, fitted_s, measured["beside"][size], copies.in_s(num_blocks), copies.out_s(num_blocks))
         table.add_row(f"{int(size):,}", *(f"{1e3 * seconds:.3g}" for seconds in row))
-    console.print(table)
+    console.print_table(table)
     error = measured["median_error_of_the_fit"]
     if error is not None:
         console.print(f"median error of the fit: {error:.1%}")

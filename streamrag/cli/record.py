@@ -2,22 +2,24 @@
 
 import argparse
 import asyncio
+import codecs
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from streamrag.cli.output import Output
 from streamrag.cli.source import add_source_arguments, make_source
-from streamrag.cli.view import one_line
+from streamrag.cli.steps import StepLines
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError
+from streamrag.reading import MAX_SMALL_FILE_BYTES, read_bytes
+from streamrag.showing import one_line
 
 if TYPE_CHECKING:
     from streamrag.trace.recorder import CountTokens
@@ -93,24 +95,32 @@ def make_counter(tokenizer: str | None) -> tuple[str, Callable[[str], int]]:
     return name, lambda text: len(encode(text))
 
 
-def _questions_in(file: str | None) -> Iterator[str]:
+def _questions_in(file: str | None) -> list[str]:
     if file is None:
-        return
+        return []
     try:
-        with nullcontext(sys.stdin) if file == "-" else open(file, encoding="utf-8") as lines:
-            yield from (line.strip() for line in lines if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
+        content = sys.stdin.buffer.read(MAX_SMALL_FILE_BYTES + 1) if file == "-" else read_bytes(file)
+        if len(content) > MAX_SMALL_FILE_BYTES:
+            raise ValueError(f"it has more than {MAX_SMALL_FILE_BYTES >> 20} MiB")
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError("it is in UTF-16; save it in UTF-8")
+        lines = content.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(f"--questions {file}, line {line} is not in UTF-8; save it in UTF-8") from error
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"--questions {file} cannot be read: {error}") from error
+    return [line.strip() for line in lines if line.strip()]
 
 
 def passage_counter(count: Callable[[str], int]) -> "CountTokens":
     """Counts tokens of passages as the default prompt has them, in a thread."""
     from streamrag.modes import PromptTemplate
 
-    template, tokenizing = PromptTemplate(), anyio.CapacityLimiter(1)
+    passages, tokenizing = PromptTemplate().passage_format(), anyio.CapacityLimiter(1)
 
     async def count_tokens(chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
-        texts = [template.format_passage(number, chunk) for number, chunk in chunks]
+        texts = [passages.format(number, chunk) for number, chunk in chunks]
         return await anyio.to_thread.run_sync(lambda: [count(text) for text in texts], limiter=tokenizing)
 
     return count_tokens
@@ -120,17 +130,33 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
     from streamrag.trace.recorder import TraceRecorder
     from streamrag.trace.session import record_queries
 
-    console = Console(stderr=True, highlight=False)
+    console = Output(stderr=True)
     source = make_source(arguments)
     tokenizer, count = make_counter(arguments.tokenizer)
     provenance = {"note": arguments.note} if arguments.note else {}
     is_new = not arguments.output.exists()
     recorder = TraceRecorder(arguments.output, text=arguments.text, provenance=provenance)
     began_s = time.monotonic()
+    lines = StepLines(console)
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task("starting", total=len(questions))
+
+        def show_step(line: str) -> None:
+            progress.update(task, description=escape(one_line(line)))
+            lines.show(line)
+
+        def show_recorded(num_queries: int, num_events: int) -> None:
+            retrieving = f"retrieving, {num_events} chunk events"
+            progress.update(task, completed=num_queries, description=retrieving)
+            lines.show("retrieving", f"{num_queries} of {len(questions)} questions, {num_events} chunk events")
+
         failed = await record_queries(
             questions,
             source,
@@ -138,17 +164,15 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
             passage_counter(count),
             tokenizer=tokenizer,
             num_at_once=arguments.at_once,
-            progress=lambda line: progress.update(task, description=escape(line)),
-            on_recorded=lambda num_queries, num_events: progress.update(
-                task, completed=num_queries, description=f"retrieving, {num_events} chunk events"
-            ),
+            progress=show_step,
+            on_recorded=show_recorded,
         )
     if is_new and len(failed) == len(questions):
         arguments.output.unlink(missing_ok=True)  # nobody wants it, and the next attempt would be appended to it
     for line in _summary(arguments.output, questions, failed, time.monotonic() - began_s, is_new=is_new):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if tokenizer == WORDS and len(failed) < len(questions):
-        console.print(f"note: {WORDS_NOTE}", markup=False, soft_wrap=True, style="yellow")
+        console.print(f"note: {WORDS_NOTE}", soft_wrap=True, style="yellow")
     return 1 if failed else 0
 
 

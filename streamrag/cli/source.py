@@ -20,6 +20,9 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     crawl.add_argument("--allow-private", action="store_true", help="allow private and loopback addresses")
     crawl.add_argument("--cdp-url", metavar="URL", help="render pages in the browser at this CDP address")
     search = parser.add_argument_group("searching")
+    search.add_argument(
+        "--embedder", metavar="NAME", help="what the index was made with, if not the default; it is loaded, so trust it"
+    )
     search.add_argument("-k", type=int, default=5, metavar="N", help="passages in the context (5)")
 
 
@@ -28,7 +31,7 @@ def make_source(arguments: argparse.Namespace) -> Source:
     if arguments.index is not None:
         from streamrag.sources.vector import VectorSource
 
-        return VectorSource(arguments.index, k=arguments.k)
+        return VectorSource(arguments.index, k=arguments.k, embedder=arguments.embedder)
     from streamrag.sources.web import WebSource
 
     return WebSource(

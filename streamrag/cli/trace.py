@@ -1,18 +1,17 @@
 """`streamrag trace`: what is in a trace, and traces made from those of others."""
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from streamrag.cli import trace_generate
+from streamrag.cli.output import Output
 from streamrag.cli.record import WORDS, WORDS_NOTE, make_counter
-from streamrag.cli.view import one_line
 from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.showing import one_line
 
 if TYPE_CHECKING:
     from streamrag.trace.statistics import Distribution, TraceStatistics
@@ -68,9 +67,9 @@ def _show(arguments: argparse.Namespace) -> int:
 
     trace = read_trace(arguments.file)
     statistics = describe(trace)
-    console = Console(highlight=False)
+    console = Output()
     if arguments.json:
-        print(json.dumps({**statistics.as_dict(), "provenance": dict(trace.provenance)}, indent=2))
+        console.print_json_text({**statistics.as_dict(), "provenance": dict(trace.provenance)})
     else:
         _print(console, arguments.file, trace, statistics)
     plot = arguments.plot or (None if arguments.json else arguments.file.with_name(f"{arguments.file.name}.png"))
@@ -82,48 +81,41 @@ def _show(arguments: argparse.Namespace) -> int:
 def _draw(plot: Path, arguments: argparse.Namespace, trace: "Trace", statistics: "TraceStatistics") -> None:
     from streamrag.trace.picture import draw_trace
 
-    console = Console(stderr=True, highlight=False)
+    console = Output(stderr=True)
     try:
         draw_trace(plot, trace, statistics, title=arguments.file.name)
     except MissingDependencyError as error:
         if arguments.plot:
             raise
-        console.print(f"not drawn: {error}", markup=False, soft_wrap=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{plot} cannot be written: {error.strerror or error}; name another place with --plot, or use --no-plot"
-        ) from error
+        console.print(f"not drawn: {error}", soft_wrap=True)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}; name another place with --plot, or use --no-plot") from error
     else:
-        console.print(f"drawn: {plot}", markup=False, soft_wrap=True)
+        console.print(f"drawn: {plot}", soft_wrap=True)
 
 
-def _print(console: Console, file: Path, trace: "Trace", statistics: "TraceStatistics") -> None:
+def _print(console: Output, file: Path, trace: "Trace", statistics: "TraceStatistics") -> None:
     texts = "with texts" if statistics.has_text else "without texts"
-    console.print(
-        f"{file}: {statistics.num_queries} queries, mode {statistics.mode}, {texts}", markup=False, soft_wrap=True
-    )
+    console.print(f"{file}: {statistics.num_queries} queries, mode {statistics.mode}, {texts}", soft_wrap=True)
     rate = f"{statistics.qps:.3g} arrivals per second" if statistics.qps else "all queries arrive at once"
     seen = f"{statistics.prefix_seen_share:.1%} of tokens in a prefix that an earlier query had too"
-    console.print(f"{rate}; {seen}; {statistics.num_skipped} places skipped", markup=False, soft_wrap=True)
+    console.print(f"{rate}; {seen}; {statistics.num_skipped} places skipped", soft_wrap=True)
     for name, value in trace.provenance.items():
         if name != "notes":
-            console.print(f"  {one_line(name)}: {one_line(str(value))}", markup=False, style="dim", soft_wrap=True)
+            console.print(f"  {one_line(name)}: {one_line(str(value))}", style="dim", soft_wrap=True)
     notes = list(trace.provenance.get("notes", ()))
     if statistics.num_incomplete:
         notes.append(f"{statistics.num_incomplete} retrievals failed or were cancelled")
     if trace.provenance.get("tokenizer") == WORDS:
         notes.append(WORDS_NOTE)
     for note in notes:
-        console.print(f"note: {note}", markup=False, style="yellow", soft_wrap=True)
+        console.print(f"note: {note}", style="yellow", soft_wrap=True)
     table = Table("", "num", "mean", "P50", "P75", "P95", "P99", "max", box=None, pad_edge=False)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
     for name, values, form in _rows(statistics):
         if values.num:
             figures = (values.mean, *(values.percentile(percent) for percent in (50, 75, 95, 99)), values.max)
             table.add_row(name, f"{values.num:,}", *(form(figure) for figure in figures))
-    console.print(table)
+    console.print_table(table)
 
 
 def _rows(statistics: "TraceStatistics") -> "list[tuple[str, Distribution, Callable[[float], str]]]":
@@ -149,9 +141,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     trace = _read(arguments)
     write_trace(trace, arguments.output, text=arguments.text, overwrite=arguments.force)
-    Console(stderr=True, highlight=False).print(
-        f"{arguments.output}: {len(trace.queries)} queries from {arguments.path}", markup=False, soft_wrap=True
-    )
+    Output(stderr=True).print(f"{arguments.output}: {len(trace.queries)} queries from {arguments.path}", soft_wrap=True)
     return 0
 
 

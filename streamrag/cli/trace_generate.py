@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
+from streamrag.cli.output import Output
 
 __all__ = ["add_parser"]
 
@@ -46,10 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.output or Path(f"{arguments.workload}.jsonl.gz")
     write_trace(trace, path, overwrite=arguments.force)
     statistics = describe(trace)
-    Console(stderr=True, highlight=False).print(
+    Output(stderr=True).print(
         f"{path}: {statistics.num_queries} queries of {statistics.tokens_per_query.mean:.0f} tokens in "
         f"{statistics.chunks_per_query.mean:.2f} chunk events over {statistics.retrieval_s.mean:.2f} s (means)",
-        markup=False,
         soft_wrap=True,
     )
     return 0

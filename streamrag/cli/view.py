@@ -3,39 +3,29 @@
 from collections.abc import AsyncIterable
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
+from streamrag.cli.output import markup
+from streamrag.showing import shown
 from streamrag.telemetry import (
     Answer,
     Answered,
     ChunkArrived,
     ChunksLeftOut,
+    ChunksShortened,
     ContextChanged,
     ContextComplete,
     Event,
     PrefillProgressed,
+    RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
     SourceSkipped,
     TokensGenerated,
 )
 
-__all__ = ["one_line", "print_sources", "print_timings", "watch"]
-
-# Titles, addresses and answers may hold anything; a terminal obeys control characters. Tab and newline are harmless.
-_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
-_CONTROL_OR_BREAK = {**_CONTROL, ord("\t"): " ", ord("\n"): " "}
-
-
-def one_line(text: str) -> str:
-    """A stranger's text as one line that a terminal prints and does not obey."""
-    return text.translate(_CONTROL_OR_BREAK)
-
-
-def _safe(text: str) -> str:
-    """One line of a stranger's text, for rich markup."""
-    return escape(one_line(text))
+__all__ = ["print_sources", "print_timings", "watch"]
 
 
 async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Console | None = None) -> Answer:
@@ -55,6 +45,7 @@ async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Co
     )
     answer: Answer | None = None
     output = answer_to or console
+    num_chunks = 0
     with bar:
         prefill = bar.add_task("prefill", total=None)
         async for event in events:
@@ -67,33 +58,38 @@ async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Co
                     if bar.live.is_started:
                         bar.stop()
                         console.print(_line(event.at_s, "[bold]answer"))
-                    output.out(event.text.translate(_CONTROL), end="", highlight=False)
+                    output.out(shown(event.text), end="", highlight=False)
                 case Answered():
                     answer = event.answer
                     output.print()
             line = _describe(event)
+            if isinstance(event, ContextChanged):  # the question alone, or a chunk that was left out, is no news
+                line = line if event.num_invalidated or event.num_chunks != num_chunks else None
+                num_chunks = event.num_chunks
             if line:
                 console.print(line, soft_wrap=True)
     assert answer is not None, "every event stream ends with Answered, or raises"
     return answer
 
 
-def _line(at_s: float, text: str) -> str:
-    return f"[dim]{at_s:7.2f} s[/] {text}"
+def _line(at_s: float, template: str, *values: object) -> Text:
+    return markup(f"[dim]{at_s:7.2f} s[/] {template}", *values)
 
 
-def _describe(event: Event) -> str | None:
+def _describe(event: Event) -> Text | None:
     match event:
         case RetrievalStarted():
-            return _line(event.at_s, f"retrieving for {_safe(repr(event.query))}")
+            return _line(event.at_s, "retrieving for {}", repr(event.query))
         case ChunkArrived():
             chunk = event.chunk
-            title = f"{_safe(chunk.title[:60])}  " if chunk.title else ""
-            return _line(event.at_s, f"[cyan]+[/] {title}[dim]{_safe(chunk.source)}#{chunk.passage}")
+            title = f"{chunk.title[:60]}  " if chunk.title else ""
+            return _line(event.at_s, "[cyan]+[/] {}[dim]{}#{}", title, chunk.source, chunk.passage)
         case SourceSkipped():
-            return _line(event.at_s, f"[yellow]-[/] [dim]{_safe(event.source)}: {_safe(event.reason)}")
+            return _line(event.at_s, "[yellow]-[/] [dim]{}: {}", event.source, event.reason)
+        case RetrievalCutShort():
+            return _line(event.at_s, "[yellow]retrieval was cut short:[/] {}", event.reason)
         case SourceFailed():
-            return _line(event.at_s, f"[red]retrieval failed:[/] {_safe(str(event.error))}")
+            return _line(event.at_s, "[red]retrieval failed:[/] {}", event.error)
         case ContextChanged():
             changed = f", {event.num_invalidated} invalidated" if event.num_invalidated else ""
             return _line(
@@ -101,14 +97,12 @@ def _describe(event: Event) -> str | None:
                 f"  [dim]context of {event.num_chunks} chunks, {event.num_tokens} tokens: "
                 f"{event.num_shared} shared with the last{changed}",
             )
-        case ChunksLeftOut():
+        case ChunksLeftOut() | ChunksShortened():
+            what = "left out of" if isinstance(event, ChunksLeftOut) else "shortened for"
             names = ", ".join(f"{chunk.source}#{chunk.passage}" for chunk in event.chunks)
-            return _line(
-                event.at_s,
-                f"[yellow]left out[/] of the budget of {event.max_context_tokens} tokens: {_safe(names)}",
-            )
+            return _line(event.at_s, f"[yellow]{what}[/] the budget of {event.max_context_tokens} tokens: {{}}", names)
         case ContextComplete() if event.num_chunks == 0:
-            return _line(event.at_s, "[yellow]nothing was found: the answer has no context")
+            return _line(event.at_s, "[yellow]retrieval complete: the answer has no context")
         case ContextComplete():
             return _line(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} tokens")
     return None
@@ -117,19 +111,24 @@ def _describe(event: Event) -> str | None:
 def print_sources(answer: Answer, console: Console) -> None:
     """The passages that the model was given, by their numbers in the prompt."""
     if not answer.has_context:
-        console.print("[yellow]This answer had no context: nothing was found.")
+        console.print(markup("[yellow]This answer had no context."))
+    for reason in (answer.source_error, answer.cut_short):
+        if reason is not None:
+            console.print(markup("[yellow]Documents may be missing: retrieval was cut short: {}", reason))
     for citation in answer.sources:
-        score = "" if citation.score is None else f"  [dim]{citation.score:.3f}[/]"
-        title = f"{_safe(citation.title)}  " if citation.title else ""
-        console.print(f"[{citation.number}] {title}[dim]{_safe(citation.source)}[/]{score}", soft_wrap=True)
+        score = "" if citation.score is None else f"  {citation.score:.3f}"
+        title = f"{citation.title}  " if citation.title else ""
+        console.print(markup("{} {}[dim]{}{}", f"[{citation.number}]", title, citation.source, score), soft_wrap=True)
 
 
 def print_timings(answer: Answer, console: Console) -> None:
     """When retrieval ended and the first token came."""
     timings = answer.timings
     console.print(
-        f"[dim]retrieval {timings.retrieval_s:.2f} s, ttft_s {timings.ttft_s:.2f}, "
-        f"ttft_after_retrieval_s {timings.ttft_after_retrieval_s:.2f}, total {timings.total_s:.2f} s; "
-        f"{answer.num_prompt_tokens} prompt tokens, {answer.num_invalidated} invalidated on the way, "
-        f"{len(answer.token_ids)} generated"
+        markup(
+            f"[dim]retrieval {timings.retrieval_s:.2f} s, ttft_s {timings.ttft_s:.2f}, "
+            f"ttft_after_retrieval_s {timings.ttft_after_retrieval_s:.2f}, total {timings.total_s:.2f} s; "
+            f"{answer.num_prompt_tokens} prompt tokens, {answer.num_invalidated} invalidated on the way, "
+            f"{len(answer.token_ids)} generated"
+        )
     )

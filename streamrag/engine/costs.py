@@ -20,6 +20,8 @@ from streamrag.engine.copies import CopyCosts, linear_copies
 from streamrag.engine.paper_profiles import is_paper_profile, read_paper_costs
 from streamrag.engine.parts import Part, context_pairs, own_pairs
 from streamrag.errors import ConfigurationError
+from streamrag.files import write_whole
+from streamrag.reading import as_dataclass, parse_json, read_bytes
 
 __all__ = [
     "DEFAULT_BUDGET",
@@ -33,6 +35,9 @@ __all__ = [
     "recompute_s",
     "save_profile",
 ]
+
+MAX_NUMBER = 10**15
+"""Of a whole number in a profile."""
 
 DEFAULT_BUDGET = 2_048
 """Tokens in a step, where nobody says how many."""
@@ -242,20 +247,23 @@ def load_profile(name_or_path: str) -> StepProfile:
         if len(values) > 1:
             raise ValueError("only files of Stream2LLM come in pairs; give one")
         return _from_dict(values[0])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigurationError(f"{name_or_path} is no hardware profile: {reason}") from error
 
 
 def save_profile(profile: AnalyticProfile | TableProfile, path: Path) -> None:
-    """Write `profile` so that `load_profile` reads it."""
+    """Write `profile` so that `load_profile` reads it.
+
+    :raises ConfigurationError: it cannot be written.
+    """
     kind = "analytic" if isinstance(profile, AnalyticProfile) else "table"
-    path.write_text(json.dumps({"kind": kind, **asdict(profile)}, indent=2) + "\n")
+    write_whole(path, json.dumps({"kind": kind, **asdict(profile)}, indent=2) + "\n")
 
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = parse_json(read_bytes(path))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} is no hardware profile: {error}") from error
     if not isinstance(values, dict):
@@ -264,28 +272,39 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _from_dict(values: Mapping[str, Any]) -> AnalyticProfile | TableProfile:
-    rest = {key: value for key, value in values.items() if key != "kind"}
-    match values.get("kind"):
-        case "analytic":
-            return AnalyticProfile(**{**rest, "model": ModelShape(**values["model"])})
-        case "table":
-            copies = values.get("copies")
-            points = tuple((x, y) for x, y in values["points"])
-            unsteadiness = tuple(values.get("unsteadiness", ()))
-            made = {"points": points, "copies": copies and _copies_from(copies), "unsteadiness": unsteadiness}
-            return TableProfile(**{**rest, **made})
-        case kind:
-            raise ValueError(f'its "kind" is {kind!r}, not "analytic" or "table"')
+    kinds: Mapping[Any, type[AnalyticProfile | TableProfile]] = {"analytic": AnalyticProfile, "table": TableProfile}
+    kind = values.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f'its "kind" is {str(kind)[:40]!r}, not "analytic" or "table"')
+    profile = as_dataclass(kinds[kind], {key: value for key, value in values.items() if key != "kind"})
+    _check(profile)
+    return profile
 
 
-def _copies_from(values: Mapping[str, Any]) -> CopyCosts:
-    points = {name: tuple((num, seconds) for num, seconds in values[name]) for name in ("out_points", "in_points")}
-    return CopyCosts(**{**values, **points})
+def _check(profile: AnalyticProfile | TableProfile) -> None:
+    """:raises ValueError: a number that no machine has; times would be infinite, or run backwards."""
+    positive: dict[str, float | None] = {
+        name: getattr(profile, name) for name in ("block_size", "tensor_parallel_size", "num_layers")
+    }
+    counted: dict[str, float | None] = {"kv_tokens": profile.kv_tokens, "delivery_s": profile.delivery_s}
+    if isinstance(profile, AnalyticProfile):
+        positive |= {name: getattr(profile, name) for name in ("peak_flops", "efficiency", "bandwidth_bytes_per_s")}
+        positive["host_bandwidth_bytes_per_s"] = profile.host_bandwidth_bytes_per_s
+        counted |= {"overhead_s": profile.overhead_s, "host_latency_s": profile.host_latency_s}
+        counted |= {f"model.{name}": value for name, value in asdict(profile.model).items() if name != "name"}
+    else:
+        counted |= {name: getattr(profile, name) for name in ("pair_s", "own_pair_s", "request_s")}
+        counted["points"] = min(second for point in profile.points for second in point)
+        counted["unsteadiness"] = min(profile.unsteadiness, default=None)
+    for name, value in (positive | counted).items():
+        is_wrong = value is not None and (value < 0 or (name in positive and value == 0))
+        if is_wrong or (isinstance(value, int) and value > MAX_NUMBER):
+            raise ValueError(f"{name}={value:g} cannot be")
 
 
 def _from_paper(path: str, values: Sequence[Mapping[str, Any]]) -> TableProfile:
     costs = read_paper_costs(values)
-    return TableProfile(
+    profile = TableProfile(
         name=Path(path).stem,
         device=costs.device,
         points=costs.points,
@@ -297,3 +316,5 @@ def _from_paper(path: str, values: Sequence[Mapping[str, Any]]) -> TableProfile:
         copies=costs.copies,
         provenance=costs.provenance,
     )
+    _check(profile)
+    return profile

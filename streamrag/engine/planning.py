@@ -19,9 +19,12 @@ __all__ = ["Eviction", "Fate", "Grant", "Limits", "Memory", "Plan", "plan"]
 BACKLOG_STEPS = 8
 """Steps of work from which on steps are not lean. Source: our simulations of arXiv 2604.16395's crawler load."""
 
-MOST_TRIES = 8
-"""Partial prompts in a step that are found not to fit, before no more of them are asked: what each needs is costly to
-know, they are many when memory is short, and hardly anybody fits then."""
+MOST_TRIES = 4
+"""Partial prompts in a step that are found not to fit, before only those are asked whose turn it is: what each needs is
+costly to know, they are many when memory is short, and hardly anybody fits then."""
+
+NUM_IN_TURN = 4
+"""Positions of the order that have their turn in a step, so that everybody is asked some time."""
 
 NO_LIMIT = 1 << 62
 
@@ -47,6 +50,8 @@ class Limits:
     num_blocks_kept_free: int = 0
     """Blocks that must be left free where a partial prompt that was evicted starts again. What it needs before it is
     complete is likely to be wanted by others soon, and then computed in vain a second time."""
+    turn: int = 0
+    """Number of the step: of partial prompts that hold nothing, others are asked in each whether they fit."""
 
 
 class Memory(Protocol):
@@ -86,6 +91,8 @@ class Plan:
 
     grants: tuple[Grant, ...]
     evictions: tuple[Eviction, ...]
+    waiting: tuple[RequestView, ...] = ()
+    """Partial prompts that go on when memory is free, or when they are complete: of those that were asked."""
 
 
 class _Victims:
@@ -151,21 +158,25 @@ def plan(
     if shown := [r for r in order if r.has_output]:
         shown.sort(key=lambda r: not r.is_running)
         order = shown + [r for r in order if not r.has_output]
-    victims = _Victims(order, idle, memory)
-    grants, num_missing, last = _select(order, victims, limits, memory)
+    for num_tries in (MOST_TRIES, len(order)):
+        victims = _Victims(order, idle, memory)
+        grants, num_missing, last, waiting = _select(order, victims, limits, memory, num_tries)
+        if grants or limits.num_ahead or num_tries >= len(order):
+            break  # else nobody has anything to do, and there is time to ask everybody
     taken, _ = victims.take(num_missing, last) if num_missing > 0 else ([], 0)
-    return Plan(tuple(grants), tuple(Eviction(victim, fate(victim)) for victim in taken))
+    return Plan(tuple(grants), tuple(Eviction(victim, fate(victim)) for victim in taken), tuple(waiting))
 
 
 def _select(
-    order: Sequence[RequestView], victims: _Victims, limits: Limits, memory: Memory
-) -> tuple[list[Grant], int, int]:
-    """Phase 1: the grants, the free blocks that they miss, and the position of the last."""
+    order: Sequence[RequestView], victims: _Victims, limits: Limits, memory: Memory, num_tries: int
+) -> tuple[list[Grant], int, int, list[RequestView]]:
+    """Phase 1: the grants, the free blocks that they miss, the position of the last, and who waits for memory."""
     grants: list[Grant] = []
+    waiting: list[RequestView] = []
     num_tokens_left = limits.num_tokens - limits.num_ahead
     num_seqs_left = limits.num_seqs - limits.num_ahead
     num_partial_left = _num_partial_tokens(order, limits, memory)
-    num_needed, last, is_blocked, num_tries_left = 0, -1, False, MOST_TRIES
+    num_needed, last, is_blocked, num_tries_left = 0, -1, False, num_tries
     for position, request in enumerate(order):
         if num_tokens_left <= 0 or len(grants) >= num_seqs_left:
             break
@@ -176,11 +187,13 @@ def _select(
         if num_most <= 0:
             continue
         may_evict = is_complete or limits.can_partial_evict
-        if num_tries_left == 0 and is_new and not may_evict:
+        has_turn = (position - limits.turn * NUM_IN_TURN) % len(order) < NUM_IN_TURN
+        if num_tries_left <= 0 and is_new and not (may_evict or has_turn):
             continue
         waits = is_new and request.was_evicted and not may_evict
         # Before it is asked what is left of its KV: that takes a while, and in most steps it would be for nothing.
         if waits and num_needed - memory.num_free_blocks > -limits.num_blocks_kept_free:
+            waiting.append(request)
             continue
         num_present = request.num_computed_tokens or (memory.num_cached_tokens(request) if is_new else 0)
         num_tokens = min(request.num_tokens - num_present, num_most)
@@ -188,10 +201,12 @@ def _select(
         num_missing = num_needed_now - memory.num_free_blocks
         if waits and num_missing > -limits.num_blocks_kept_free:
             num_tries_left -= 1
+            waiting.append(request)
             continue
         if num_missing > 0:
             if not may_evict:
                 num_tries_left -= is_new
+                waiting.append(request)
                 victims.yields(request, position)
                 continue  # its turn comes when the prompt is complete: those behind need not wait for that
             # The most urgent request may take everything: what sharing hides from the estimate is free then.
@@ -206,7 +221,7 @@ def _select(
             num_partial_left -= num_tokens
         elif num_partial_left < NO_LIMIT and not request.has_output:
             num_partial_left = 0
-    return grants, num_needed - memory.num_free_blocks, last
+    return grants, num_needed - memory.num_free_blocks, last, waiting
 
 
 def _num_partial_tokens(order: Sequence[RequestView], limits: Limits, memory: Memory) -> int:

@@ -9,11 +9,14 @@ are those of the same context assembled in one go.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
 from streamrag.errors import ConfigurationError, PromptTooLongError
+from streamrag.modes.bounds import encode_at_most
+from streamrag.modes.budget import Budget, Included, Relevance
+from streamrag.modes.passages import PassageFormat
 
 __all__ = ["AssembledPrompt", "PromptAssembler", "PromptTemplate"]
 
@@ -36,6 +39,8 @@ class PromptTemplate:
     """Formatted for each chunk, with `number` (from 1), `title`, `source` and `text`."""
     no_context: str = "(no documents were found)\n\n"
     """Stands in for the passages when there are none."""
+    cut_short: str = field(default="(retrieval was cut short: documents may be missing)\n\n", kw_only=True)
+    """Stands behind the passages, or in place of `no_context`, when retrieval ended before it was done, or failed."""
     after_context: str = "Question: {question}"
     """Formatted with `question`. It stands last, so that nothing before it waits for retrieval to end."""
 
@@ -55,10 +60,10 @@ class PromptTemplate:
             if "@@needed@@" not in formatted:
                 raise ConfigurationError(f"PromptTemplate.{name}={getattr(self, name)!r} must use {{{needed}}}")
 
-    def format_passage(self, number: int, chunk: Chunk) -> str:
-        """The text of one chunk as the model reads it."""
-        title = chunk.title or chunk.source.rsplit("/", 1)[-1]
-        return self.passage.format(number=number, title=title, source=chunk.source, text=chunk.text)
+    def passage_format(self, chat: str = "") -> PassageFormat:
+        """How chunks are written; they cannot imitate lines of this template, nor of `chat`, a format."""
+        words = (self.before_context, self.no_context, self.cut_short)
+        return PassageFormat(self.passage, *map(_escaped, words), self.after_context, chat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +72,20 @@ class AssembledPrompt:
 
     prompt: Prompt
     included: tuple[Chunk, ...]
+    """The passages; of a shortened chunk there may be two."""
     left_out: tuple[Chunk, ...]
     num_invalidated: int
     """Tokens of the previous prompt that this one does not share."""
+    shortened: tuple[Chunk, ...] = ()
+    """Chunks of which only a part is included."""
 
 
 class PromptAssembler:
     """Turns the successive contexts of one query into prompts. Blocking; not for two threads at once.
 
     `max_context_tokens` bounds the passages; None leaves them all that the model's length has room for beside the
-    rest of the prompt and `max_tokens` of answer.
+    rest of the prompt and `max_tokens` of answer. With `relevance`, what does not fit is chosen by it in a
+    context that is not ranked, and `late_share` of the budget is kept for what arrives late; see `budget`.
 
     Raises PromptTooLongError when that is less than nothing, ConfigurationError for a chat template that cannot be
     split.
@@ -92,44 +101,66 @@ class PromptAssembler:
         max_tokens: int,
         max_context_tokens: int | None = None,
         history: Sequence[Turn] = (),
+        relevance: Relevance | None = None,
+        late_share: float = 0.0,
     ) -> None:
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._template = template
         self._passages: dict[tuple[int, Chunk], list[int]] = {}
         self._previous: tuple[int, ...] = ()
         self._head, self._tail = self._split(question, history)
         self._no_context = tokenizer.encode(template.no_context)
-        num_fixed = len(self._head) + len(self._tail) + len(self._no_context)
+        self._cut_short = tokenizer.encode(template.cut_short)
+        num_fixed = len(self._head) + len(self._tail) + max(len(self._no_context), len(self._cut_short))
         room = max_model_len - num_fixed - max_tokens
         if room < 0:
             raise PromptTooLongError(
-                f"system text, history and question take {num_fixed} tokens, and max_tokens={max_tokens} of answer do "
-                f"not fit beside them into the model's length of {max_model_len}: shorten them, or lower max_tokens"
+                f"system text, history and question take at least {num_fixed} tokens, and max_tokens={max_tokens} of "
+                f"answer do not fit beside them into the model's length of {max_model_len}: shorten them, or lower "
+                "max_tokens"
             )
         self.max_context_tokens = room if max_context_tokens is None else min(max_context_tokens, room)
+        self._budget = Budget(
+            self.max_context_tokens,
+            lambda number, chunk: len(self._encode_passage(number, chunk)),
+            relevance,
+            late_share,
+        )
 
-    def assemble(self, chunks: Sequence[Chunk], *, is_complete: bool) -> AssembledPrompt:
-        """The prompt for `chunks` in this order; what does not fit the budget is left out, the earlier going first."""
+    def assemble(
+        self, chunks: Sequence[Chunk], *, is_complete: bool, is_cut_short: bool = False, is_ranked: bool = True
+    ) -> AssembledPrompt:
+        """The prompt for `chunks` in this order; what does not fit the budget is left out, the earlier going first.
+
+        A complete one tells the model when retrieval `is_cut_short`, behind the passages: nothing before it changes.
+        Chunks that are not ranked are in the order of their arrival.
+        """
+        budget = self._budget
+        fit = budget.by_rank(chunks) if is_ranked else budget.by_arrival(chunks, is_complete=is_complete)
         ids = list(self._head)
-        included: list[Chunk] = []
-        left_out: list[Chunk] = []
-        room = self.max_context_tokens
-        for chunk in chunks:
-            passage = self._encode_passage(len(included) + 1, chunk)
-            if len(passage) > room:
-                left_out.append(chunk)
-                continue
-            room -= len(passage)
-            ids += passage
-            included.append(chunk)
+        for number, included in enumerate(fit, 1):
+            ids += self._encode_passage(number, included.part)
         if is_complete:
-            ids += self._tail if included else self._no_context + self._tail
+            if is_cut_short and self._cut_short:
+                ids += self._cut_short
+            elif not fit:
+                ids += self._no_context
+            ids += self._tail
         token_ids = tuple(ids)
         num_shared = common_prefix_len(self._previous, token_ids)
         num_invalidated = len(self._previous) - num_shared
         self._previous = token_ids
-        prompt = Prompt(token_ids, num_shared, is_complete)
-        return AssembledPrompt(prompt, tuple(included), tuple(left_out), num_invalidated)
+        parts: dict[Chunk, list[Included]] = {}
+        for included in fit:
+            parts.setdefault(included.whole, []).append(included)
+        return AssembledPrompt(
+            Prompt(token_ids, num_shared, is_complete),
+            included=tuple(included.part for included in fit),
+            left_out=tuple(chunk for chunk in chunks if chunk not in parts),
+            num_invalidated=num_invalidated,
+            shortened=tuple(chunk for chunk, found in parts.items() if found[-1].rest),
+        )
 
     def count_tokens(self, chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
         """Tokens of each chunk as the passage of this number; they are kept for `assemble`."""
@@ -138,8 +169,12 @@ class PromptAssembler:
     def _encode_passage(self, number: int, chunk: Chunk) -> list[int]:
         key = (number, chunk)
         if key not in self._passages:
-            self._passages[key] = self._tokenizer.encode(self._template.format_passage(number, chunk))
+            self._passages[key] = self._encode(self._format.format(number, chunk))
         return self._passages[key]
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids of a text that is not the chat template's; of one that cannot fit, those of its beginning."""
+        return encode_at_most(self._tokenizer, text, self._max_model_len)
 
     def _split(self, question: str, history: Sequence[Turn]) -> tuple[list[int], list[int]]:
         """Token ids before and after the context.
@@ -160,10 +195,18 @@ class PromptAssembler:
                 "the model's chat template does not repeat each message once, as it is and in order, "
                 f"so it cannot be filled while retrieval runs; it made: {rendered!r}"
             )
+        self._format = self._template.passage_format(_PLACEHOLDER.sub("{text}", _escaped(rendered)) + "{answer}")
         head: list[int] = []
         for template_text, text in zip(pieces[::2], (*texts, self._template.before_context), strict=False):
             head += self._tokenizer.encode(template_text, allow_special=True)
-            head += self._tokenizer.encode(text)
-        tail = self._tokenizer.encode(self._template.after_context.format(question=question))
+            head += self._encode(text)
+            if len(head) > self._max_model_len:
+                break  # no need to know by how much
+        tail = self._encode(self._template.after_context.format(question=question))
         tail += self._tokenizer.encode(pieces[-1], allow_special=True)
         return head, tail
+
+
+def _escaped(text: str) -> str:
+    """A format that makes this text."""
+    return text.replace("{", "{{").replace("}", "}}")

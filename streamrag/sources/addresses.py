@@ -5,14 +5,17 @@ import ipaddress
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeAlias
 from urllib.parse import quote, urljoin, urlsplit
 
 import httpcore
 
 from streamrag.errors import ConfigurationError, UnsafeUrlError
+from streamrag.sources.counted import CountedStream
+from streamrag.sources.threads import Threads
 
-__all__ = ["CheckedBackend", "Resolve", "normalize_url", "parse_start_url", "resolve"]
+__all__ = ["MAX_URL_CHARS", "CheckedBackend", "Resolve", "normalize_url", "parse_start_url", "resolve"]
 
 MAX_URL_CHARS = 2000
 MAX_ADDRESSES = 4
@@ -26,8 +29,10 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
 def normalize_url(url: str, base: str = "") -> str | None:
     """`url`, resolved against `base`, in one spelling per page; None if no page can be there."""
+    if len(url := url.strip()) > MAX_URL_CHARS:
+        return None
     try:
-        parts = urlsplit(urljoin(base, url.strip()))
+        parts = urlsplit(urljoin(base, url))
         port, host = parts.port, (parts.hostname or "").encode("idna").decode()
     except ValueError:
         return None
@@ -74,9 +79,12 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
-async def resolve(host: str, port: int) -> Sequence[str]:
-    """The system's answer, in a thread. It understands 127.1 and 0x7f000001 too, so the answer is what to check."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+async def resolve(host: str, port: int, *, threads: Threads) -> Sequence[str]:
+    """The system's answer. It understands 127.1 and 0x7f000001 too, so the answer is what to check.
+
+    Not in the event loop's executor: a name server that does not answer holds a thread for half a minute.
+    """
+    found = await threads.run(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
@@ -106,14 +114,17 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
                 addresses = await self.check(host, port)
                 for address in addresses[:-1]:
                     try:
-                        return await self._sockets.connect_tcp(address, port, timeout=timeout_s / len(addresses))
+                        return await self._connect(address, port, timeout_s / len(addresses))
                     except (httpcore.ConnectError, httpcore.ConnectTimeout):
                         continue
-                return await self._sockets.connect_tcp(addresses[-1], port)
+                return await self._connect(addresses[-1], port)
         except httpcore.ConnectError as error:
             raise httpcore.ConnectError(_root_cause(error)) from None
         except TimeoutError:
             raise httpcore.ConnectTimeout(f"no connection within {timeout_s:g} s") from None
+
+    async def _connect(self, address: str, port: int, timeout_s: float | None = None) -> CountedStream:
+        return CountedStream(await self._sockets.connect_tcp(address, port, timeout=timeout_s))
 
     async def check(self, host: str, port: int) -> Sequence[str]:
         """The addresses of `host`.

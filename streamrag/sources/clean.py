@@ -1,23 +1,32 @@
 """Cleaning pages with crawl4ai and cutting them to what matters for a query: the inside of a crawl worker.
 
-    HTML ──crawl4ai──▶ Markdown, title ──relevance──▶ what is relevant          and the links, the most promising first
+    HTML ──prune──▶ content only ──crawl4ai──▶ Markdown, title ──relevance──▶ what is relevant
+               └────▶ the links, the most promising first
+
+Pages are written by strangers. What crawl4ai is given is small and well-formed, because some of its regular expressions
+and loops take time that is quadratic in what raw pages may hold; and the kernel ends a worker that computes for too
+long over one page (`_cpu_limit`), whatever it is stuck in.
 
 Importing this takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and reads a `.env` file: worker processes do it.
 """
 
 import asyncio
+import codecs
 import functools
 import itertools
 import math
 import os
 import re
+import resource
+import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
 from crawl4ai import (
@@ -31,13 +40,13 @@ from crawl4ai import (
 )
 from crawl4ai.async_crawler_strategy import AsyncCrawlerStrategy
 from crawl4ai.models import AsyncCrawlResponse
-from lxml import html as lxml_html
 from rank_bm25 import BM25Okapi
 
 from streamrag.errors import UnreachableError
-from streamrag.sources.addresses import normalize_url
 from streamrag.sources.fetch import UnusablePageError
+from streamrag.sources.prune import MAX_CONTENT_CHARS, Pruned, prune
 from streamrag.sources.relevance import relevant_terms, select, split_markdown, terms
+from streamrag.sources.worker_main import OUT_OF_MEMORY
 
 __all__ = ["PageCleaner", "bm25", "decode"]
 
@@ -47,24 +56,11 @@ MAX_LINKS_CHARS = 50_000
 
 MAX_TITLE_CHARS = 300
 
-NOT_CONTENT = """
-    //script | //style | //template | //iframe | //svg | //comment() | //img | //picture | //nav
-    | //footer | //aside[not(ancestor::main)]
-    | //header[not(ancestor::main or ancestor::article)] | //button | //select | //textarea | //input | //dialog
-    | //*[@role='navigation' or @role='search' or @role='banner' or @role='contentinfo' or @hidden
-          or @aria-hidden='true' or contains(@class, 'headerlink')]
-"""
-"""Not `form`: whole sites stand in one."""
+MAX_PASSAGES = 8000
+"""Each is ranked with all of its headings, which may be much longer than itself."""
 
-XML_DECLARATION = re.compile(r"^\s*<\?xml[^>]*>")
-"""lxml refuses text that has one, since text has no encoding any more."""
-
-NO_PAGE = re.compile(
-    r"\.(7z|avi|bin|bz2|css|csv|deb|dmg|docx?|epub|exe|gif|gz|ico|iso|jar|jpe?g|js|json|mp[34]|msi|ods|odt|og[gv]|pdf|png"
-    r"|pptx?|rar|rpm|rss|svg|tar|tgz|wav|web[mp]|whl|woff2?|xlsx?|xml|xz|zip)$",
-    re.IGNORECASE,
-)
-
+NOT_OF_PAGES = {"idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-7"}
+"""Python's codecs that are no charset of any page. Decoding punycode takes quadratic time."""
 
 SETTLED = """js:() => {
     const now = performance.now(), size = document.body ? document.body.innerText.length : 0
@@ -84,7 +80,8 @@ def decode(body: bytes, charset: str) -> str:
         # Browsers read Latin-1 as the Windows code page that extends it, and so people write it.
         codec = "windows-1252" if name in ("iso-8859-1", "latin-1", "latin1", "ascii", "us-ascii") else name
         with suppress(LookupError, UnicodeError):
-            return body.decode(codec, errors="replace").removeprefix("\ufeff")
+            if codecs.lookup(codec).name not in NOT_OF_PAGES:
+                return body.decode(codec, errors="replace").removeprefix("\ufeff")
     with suppress(UnicodeError):
         return body.decode()
     return body.decode("windows-1252", errors="replace")
@@ -128,32 +125,16 @@ class _GivenPage(AsyncCrawlerStrategy):  # type: ignore[misc]
 
 
 class _Scraper(LXMLWebScrapingStrategy):  # type: ignore[misc]
-    """crawl4ai's, after what is not content has been taken out, and the page's links have been noted.
-
-    crawl4ai's `excluded_tags` and `exclude_all_images` lose the text that follows an excluded element, its links do
-    not include those of excluded elements, and it takes the slash from the end of a link's path.
-    """
+    """crawl4ai's, of pages that are pruned, or are here because a browser has fetched them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.links: dict[str, str] = {}
-        """Address to text, those of the content first."""
+        self.pruned: Pruned | None = None
+        """Of the page that is being read."""
 
     def scrap(self, url: str, html: str, **options: Any) -> Any:
-        document = lxml_html.document_fromstring(XML_DECLARATION.sub("", html))
-        bases = document.xpath("//base/@href")
-        base = urljoin(url, bases[0]) if bases else url
-        removed = []
-        for element in document.xpath(NOT_CONTENT):
-            removed += element.iter("a")
-            if element.getparent() is not None:
-                element.drop_tree()
-        self.links = {}
-        for anchor in (*document.iter("a"), *removed):
-            address = normalize_url(anchor.get("href", "#"), base)
-            if address and not NO_PAGE.search(urlsplit(address).path):
-                self.links.setdefault(address, anchor.text_content()[:200])
-        scraped = super().scrap(url, lxml_html.tostring(document, encoding="unicode"), **options)
+        self.pruned = self.pruned or prune(url, html)
+        scraped = super().scrap(url, self.pruned.html, **options)
         if not scraped.success:  # the text is then crawl4ai's error message
             raise ValueError("crawl4ai cannot parse it")
         return scraped
@@ -183,6 +164,28 @@ def _check_listens(cdp_url: str) -> None:
         raise UnreachableError(f"nothing listens at {cdp_url}: {error}") from None
 
 
+@contextmanager
+def _cpu_limit(limit_s: float) -> Iterator[None]:
+    """Ends this process, by SIGPROF, when it has computed for longer: nothing that is written in C listens to less."""
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _limit_memory(num_more_bytes: int) -> None:
+    """Bound what this process may take beyond what it has: over it, allocations fail. Only Linux counts it so."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return
+    fields = status.read_text().splitlines()
+    data_kib = next(int(field.split()[1]) for field in fields if field.startswith("VmData:"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = data_kib * 1024 + num_more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
 class PageCleaner:
     """Answers the jobs of `WebSource`: see `__call__`.
 
@@ -190,7 +193,16 @@ class PageCleaner:
     are no part of.
     """
 
-    def __init__(self, *, scratch: str, user_agent: str, page_timeout_s: float, cdp_url: str | None) -> None:
+    def __init__(
+        self,
+        *,
+        scratch: str,
+        user_agent: str,
+        page_timeout_s: float,
+        max_page_cpu_s: float,
+        max_page_memory_bytes: int,
+        cdp_url: str | None,
+    ) -> None:
         # crawl4ai opens a SQLite file there at every start: one for each worker, so that they do not wait for a lock.
         os.environ["CRAWL4_AI_BASE_DIRECTORY"] = tempfile.mkdtemp(dir=scratch)
         self._stem = functools.lru_cache(maxsize=1 << 16)(snowballstemmer.stemmer("english").stemWord)
@@ -217,31 +229,48 @@ class PageCleaner:
             base_directory=os.environ["CRAWL4_AI_BASE_DIRECTORY"],
         )
         self._runner.run(self._crawler.start())
+        self._max_page_cpu_s = max_page_cpu_s
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores it has us ignore it too
+        _limit_memory(max_page_memory_bytes)
 
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
         """`url`, `kind` ("html", "text" or "browser"), `charset`, `query`, `max_chars` to what the page has for it.
 
         The answer's `url` is where a browser was led to; `num_passages` counts the irrelevant ones too.
         """
+        try:
+            with _cpu_limit(self._max_page_cpu_s):
+                return self._clean(job, body)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)  # what it still holds is not known: the next page gets a new worker
+
+    def _clean(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
         url, title, markdown = job["url"], "", ""
-        self._scraper.links = {}
+        pruned = None
         if job["kind"] == "text":
             markdown = decode(body, job["charset"])
         else:
-            self._given.html = decode(body, job["charset"])
+            if job["kind"] == "html":
+                pruned = prune(url, decode(body, job["charset"]))
+                self._given.html = pruned.html
+            self._scraper.pruned = pruned
             result = self._runner.run(self._crawler.arun(url, config=self._config))
             self._check(result)
+            pruned = self._scraper.pruned
             url = result.redirected_url or url
             markdown = result.markdown.raw_markdown
             title = " ".join((result.metadata.get("title") or "").split())[:MAX_TITLE_CHARS]
-        passages = split_markdown(markdown)
+        passages = split_markdown(markdown[:MAX_CONTENT_CHARS])
+        is_cut = bool(pruned and pruned.is_cut) or len(markdown) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
+        del passages[MAX_PASSAGES:]
         chosen = select(passages, job["query"], title=title, max_chars=job["max_chars"], score=bm25, stem=self._stem)
         return {
             "url": url,
             "title": title,
             "num_passages": len(passages),
             "passages": [[passage.headings, passage.blocks] for passage in chosen],
-            "links": self._most_promising(job["query"]),
+            "links": self._most_promising(pruned.links if pruned else {}, job["query"]),
+            "is_cut": is_cut,
         }
 
     def _check(self, result: Any) -> None:
@@ -260,14 +289,14 @@ class PageCleaner:
         cause = re.search(r"net::\w+|Timeout \d+ms exceeded|(?<=Error: ).+", message)
         raise ValueError(cause[0][:200] if cause else message[:200])
 
-    def _most_promising(self, query: str) -> list[str]:
-        """The page's links, those first whose text or path has the most of the query's terms."""
+    def _most_promising(self, found: Mapping[str, str], query: str) -> list[str]:
+        """The links, those first whose text or path has the most of the query's terms."""
         wanted = set(relevant_terms(query, self._stem))
 
         def num_matches(link: tuple[str, str]) -> int:
             address, text = link
             return len(wanted.intersection(terms(f"{text} {urlsplit(address).path}", self._stem)))
 
-        links = [address for address, _ in sorted(self._scraper.links.items(), key=num_matches, reverse=True)]
+        links = [address for address, _ in sorted(found.items(), key=num_matches, reverse=True)]
         ends = itertools.accumulate(map(len, links))
         return [address for address, end in zip(links[:MAX_LINKS], ends, strict=False) if end <= MAX_LINKS_CHARS]

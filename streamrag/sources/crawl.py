@@ -4,22 +4,30 @@
 
 Breadth first without a barrier: a page's links are launched when it is finished, whatever the others do. Every page is
 a task from the start, at most `max_pages` of them, so nothing needs a queue with a limit.
+
+What is left out because time, or what a page may take, ran out is a gap in what was looked at: `cut_short` says so.
+What ends at a bound of the user's own (`max_depth`, `max_pages`, `max_body_bytes`), or is not there, is none.
 """
 
 import asyncio
 import ssl
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from streamrag.core import Append, Chunk, Hint, Skipped, SourceEvent
+from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
 from streamrag.errors import UnreachableError, UnsafeUrlError
-from streamrag.sources.addresses import normalize_url
-from streamrag.sources.fetch import Fetcher, FetchLimits, UnusablePageError
+from streamrag.sources.addresses import normalize_url, resolve
+from streamrag.sources.fetch import CostlyPageError, Fetcher, FetchLimits, NoConnectionError, UnusablePageError
 from streamrag.sources.relevance import Passage, assemble
+from streamrag.sources.threads import Threads
 from streamrag.sources.workers import (
+    Share,
     WorkerJobError,
+    WorkerLimitError,
     WorkerPool,
     WorkerStartError,
     WorkerTimeoutError,
@@ -27,6 +35,12 @@ from streamrag.sources.workers import (
 from streamrag.tasks import wait_regardless
 
 __all__ = ["Crawl", "CrawlOptions"]
+
+MAX_COSTLY_PAGES = 2
+"""Of one host. Then it is given up for the rest of the crawl."""
+
+MAX_LOOKUPS = 4
+"""Names that one crawl looks up at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,8 @@ class CrawlOptions:
     crawl_timeout_s: float
     max_body_bytes: int
     max_page_chars: int
+    max_page_cpu_s: float
+    max_page_memory_bytes: int
     allow_private: bool
     user_agent: str
     cdp_url: str | None
@@ -56,7 +72,9 @@ class _Target:
 class Crawl:
     """Not to be used any more once `absorb` has raised, but for `aclose`."""
 
-    def __init__(self, query: str, options: CrawlOptions, workers: WorkerPool, ssl_context: ssl.SSLContext) -> None:
+    def __init__(
+        self, query: str, options: CrawlOptions, workers: WorkerPool, ssl_context: ssl.SSLContext, lookups: Threads
+    ) -> None:
         self._query = query
         self._options = options
         self._workers = workers
@@ -66,7 +84,13 @@ class Crawl:
             max_body_bytes=options.max_body_bytes,
             allow_private=options.allow_private,
         )
-        self._fetcher = Fetcher(limits, user_agent=options.user_agent, ssl_context=ssl_context)
+        self._fetcher = Fetcher(
+            limits,
+            user_agent=options.user_agent,
+            ssl_context=ssl_context,
+            resolve=partial(resolve, threads=Threads(MAX_LOOKUPS, "look up a name", within=lookups)),
+        )
+        self._share = Share()
         self._fetch_slots = asyncio.Semaphore(options.num_fetches)
         self._deadline = asyncio.get_running_loop().time() + options.crawl_timeout_s
         self._pages: dict[asyncio.Task[dict[str, Any]], _Target] = {}
@@ -74,21 +98,26 @@ class Crawl:
         self._visited: set[str] = set()
         self._hosts: set[str] = set()
         self._num_launched = 0
-        self._unreachable: dict[str, UnreachableError | None] = {}  # the start URLs, in their order
+        self._unusable: dict[str, UnreachableError | UnsafeUrlError | None] = {}  # the start URLs, in their order
+        self._may_be_unsafe = False
         self._seen: set[bytes] = set()
+        self._num_costly: Counter[str] = Counter()  # pages, by host
+        self._num_read_in_part = 0
+        self._is_late = False
 
     @property
     def deadline(self) -> float:
         """In the event loop's time."""
         return self._deadline
 
-    def begin(self, urls: Iterable[str]) -> Iterator[Skipped]:
-        """Launch the start URLs."""
+    def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
+        """Launch the start URLs. Those that `may_be_unsafe` are not the program's own: ones that are, are skipped."""
+        self._may_be_unsafe = may_be_unsafe
         for url in urls:
             if self._num_launched == self._options.max_pages:
                 yield Skipped(url, f"max_pages={self._options.max_pages} is less than there are start URLs")
                 continue
-            self._unreachable[url] = None
+            self._unusable[url] = None
             self._hosts.add(urlsplit(url).netloc)
             self._launch(_Target(url, 0))
 
@@ -109,18 +138,19 @@ class Crawl:
         :raises WorkerError: a worker died.
         """
         target = self._pages.pop(task)
+        if task.cancelled():
+            return Skipped(target.url, f"its host is given up: {MAX_COSTLY_PAGES} of its pages took too much")
         try:
             page = task.result()
-        except UnsafeUrlError as error:
+        except (UnsafeUrlError, UnreachableError) as error:
             if target.depth == 0:
-                raise
-            return Skipped(target.url, str(error))
-        except UnreachableError as error:
-            if target.depth == 0:
-                self._unreachable[target.url] = error
+                if isinstance(error, UnsafeUrlError) and not self._may_be_unsafe:
+                    raise
+                self._unusable[target.url] = error
             return Skipped(target.url, str(error))
         except UnusablePageError as error:
             return Skipped(target.url, str(error))
+        self._num_read_in_part += bool(page["is_cut"])
         self._follow(page["links"], target.depth + 1)
         if not page["passages"]:
             return Skipped(page["url"], "nothing on it matches the query" if page["num_passages"] else "it has no text")
@@ -136,11 +166,26 @@ class Crawl:
         """
         for target in self._pages.values():
             yield Skipped(target.url, f"not finished when crawl_timeout_s={self._options.crawl_timeout_s:g} were over")
-        errors = [error for error in self._unreachable.values() if error]
-        if errors and len(errors) == len(self._unreachable):
+        errors = [error for error in self._unusable.values() if error]
+        if errors and len(errors) == len(self._unusable):
             if len(errors) == 1:
                 raise errors[0]
-            raise UnreachableError(f"none of the {len(errors)} start URLs can be reached; {errors[0]}") from errors[0]
+            are_unsafe = all(isinstance(error, UnsafeUrlError) for error in errors)
+            kind = UnsafeUrlError if are_unsafe else UnreachableError
+            raise kind(f"none of the {len(errors)} start URLs can be reached; {errors[0]}") from errors[0]
+
+    def cut_short(self) -> CutShort | None:
+        """Why something that was not found may be there all the same. In our words: a model may be told."""
+        num_given_up = sum(num_costly >= MAX_COSTLY_PAGES for num_costly in self._num_costly.values())
+        causes = {
+            f"crawl_timeout_s={self._options.crawl_timeout_s:g} were over before all pages were finished": self._pages
+            or self._is_late,
+            f"{_count(self._num_costly.total(), 'page')} took more time or memory than a page may": self._num_costly,
+            f"{_count(num_given_up, 'host')} given up because of that": num_given_up,
+            f"{_count(self._num_read_in_part, 'page')} too large to be read to the end": self._num_read_in_part,
+        }
+        reasons = [cause for cause, holds in causes.items() if holds]
+        return CutShort("; ".join(reasons)) if reasons else None
 
     async def aclose(self) -> None:
         """Stop all that is under way, and close all connections."""
@@ -160,19 +205,38 @@ class Crawl:
         task.add_done_callback(self._finished.put_nowait)
 
     def _follow(self, links: Iterable[str], depth: int) -> None:
-        if depth > self._options.max_depth or asyncio.get_running_loop().time() >= self._deadline:
+        if depth > self._options.max_depth:
             return
         for url in links:
             if self._num_launched == self._options.max_pages:
                 return
-            is_wanted = not self._options.same_host or urlsplit(url).netloc in self._hosts
+            host = urlsplit(url).netloc
+            is_wanted = host in self._hosts or not self._options.same_host
+            is_wanted &= self._num_costly[host] < MAX_COSTLY_PAGES
             # A worker reads hostile pages: what it answers is checked like what a page says.
             if is_wanted and url not in self._visited and normalize_url(url) == url:
+                if asyncio.get_running_loop().time() >= self._deadline:
+                    self._is_late = True
+                    return
                 self._launch(_Target(url, depth))
 
     async def _visit(self, target: _Target) -> dict[str, Any]:
         """The worker's answer for one page."""
+        try:
+            return await self._read(target)
+        except (CostlyPageError, NoConnectionError):
+            self._blame(urlsplit(target.url).netloc)
+            raise
 
+    def _blame(self, host: str) -> None:
+        """Note that a page of `host` took too much. After the second, nothing of it is worth waiting for."""
+        self._num_costly[host] += 1
+        if self._num_costly[host] == MAX_COSTLY_PAGES:
+            for task, target in self._pages.items():
+                if urlsplit(target.url).netloc == host and task is not asyncio.current_task():
+                    task.cancel()
+
+    async def _read(self, target: _Target) -> dict[str, Any]:
         def check_redirect(url: str) -> None:
             if url in self._visited:
                 raise UnusablePageError(f"it redirects to {url}, which is visited already")
@@ -209,9 +273,17 @@ class Crawl:
         # A browser's own deadline is page_timeout_s, and it has to be read after that.
         timeout_s = self._options.page_timeout_s * (2 if kind == "browser" else 1)
         try:
-            return await self._workers.run(job, body, timeout_s=timeout_s)
+            part = urlsplit(url).netloc
+            return await self._workers.run(job, body, timeout_s=timeout_s, share=self._share, part=part)
         except WorkerTimeoutError:
-            raise UnusablePageError(f"reading it takes longer than {timeout_s:g} s") from None
+            raise CostlyPageError(f"reading it takes longer than {timeout_s:g} s") from None
+        except WorkerLimitError as error:
+            limit = (
+                f"max_page_memory_bytes={self._options.max_page_memory_bytes}"
+                if error.what == "memory"
+                else f"max_page_cpu_s={self._options.max_page_cpu_s:g}"
+            )
+            raise CostlyPageError(f"reading it takes more {error.what} than {limit}") from None
         except WorkerStartError:
             raise
         except WorkerJobError as error:
@@ -220,3 +292,7 @@ class Crawl:
             if error.kind == UnusablePageError.__name__:
                 raise UnusablePageError(error.message) from error
             raise UnusablePageError(f"it cannot be read: {error.message}") from error
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

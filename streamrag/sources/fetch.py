@@ -2,7 +2,8 @@
 
 httpcore, the layer below httpx, is used directly: it lets us choose the address that a connection goes to, sends no
 cookies from one page to the next, reads no environment, and hands over bodies undecoded, so that a small page that
-decompresses to gigabytes is stopped in time.
+decompresses to gigabytes is stopped in time. What it reads itself (heads, chunk sizes, trailers) is bounded by
+`CountedStream`.
 """
 
 import asyncio
@@ -17,12 +18,19 @@ from urllib.parse import urlsplit
 import httpcore
 
 from streamrag.errors import SourceError, UnreachableError, UnsafeUrlError
-from streamrag.sources.addresses import CheckedBackend, Resolve, normalize_url, resolve
+from streamrag.sources.addresses import CheckedBackend, Resolve, normalize_url
+from streamrag.sources.counted import CountedStream, ResponseTooLargeError
 
-__all__ = ["FetchLimits", "Fetcher", "Page", "UnusablePageError"]
+__all__ = ["CostlyPageError", "FetchLimits", "Fetcher", "NoConnectionError", "Page", "UnusablePageError"]
 
 PIECE_BYTES = 1 << 16
 """Decompressed at a time."""
+
+MAX_HEADER_FIELDS = 200
+
+MAX_OVERHEAD_BYTES = 1 << 16
+"""What a response may have beside its body: heads, trailers and the sizes of chunks. Beside a longer body, as much as
+that."""
 
 REDIRECTS = {301, 302, 303, 307, 308}
 HTML_TYPES = {"text/html", "application/xhtml+xml"}
@@ -34,6 +42,14 @@ class UnusablePageError(SourceError):
     """An address was reached, but what it gave cannot be used."""
 
 
+class CostlyPageError(UnusablePageError):
+    """A page took more time, or more of a worker, than it may."""
+
+
+class NoConnectionError(UnreachableError):
+    """There was neither a connection nor a refusal in time."""
+
+
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
     """What a page may cost, and where it may be."""
@@ -43,7 +59,7 @@ class FetchLimits:
     connect_timeout_s: float
     """For resolving a name and connecting, at each redirect."""
     max_body_bytes: int
-    """After decompression."""
+    """Before and after decompression."""
     allow_private: bool
     max_redirects: int = 5
 
@@ -66,9 +82,7 @@ class Fetcher:
     `ssl_context` takes milliseconds to make: share it. No socket is left open after `aclose`.
     """
 
-    def __init__(
-        self, limits: FetchLimits, *, user_agent: str, ssl_context: ssl.SSLContext, resolve: Resolve = resolve
-    ) -> None:
+    def __init__(self, limits: FetchLimits, *, user_agent: str, ssl_context: ssl.SSLContext, resolve: Resolve) -> None:
         self._limits = limits
         self._headers: dict[str | bytes, str | bytes] = {
             "User-Agent": user_agent,
@@ -78,6 +92,7 @@ class Fetcher:
         self._backend = CheckedBackend(
             connect_timeout_s=limits.connect_timeout_s, allow_private=limits.allow_private, resolve=resolve
         )
+        self._max_raw_bytes = 2 * limits.max_body_bytes + MAX_OVERHEAD_BYTES
         self._connections = httpcore.AsyncConnectionPool(
             ssl_context=ssl_context, network_backend=self._backend, max_connections=None
         )
@@ -90,13 +105,18 @@ class Fetcher:
 
         :raises UnreachableError: there was no answer because of the network.
         :raises UnsafeUrlError: `url` itself is at an address that is not allowed.
-        :raises UnusablePageError: the answer is of no use, or comes too slowly.
+        :raises CostlyPageError: the answer comes too slowly.
+        :raises UnusablePageError: the answer is of no use.
         """
         try:
             async with asyncio.timeout(self._limits.page_timeout_s):
                 return await self._follow(url, check_redirect)
         except TimeoutError:
-            raise UnusablePageError(f"it did not end within {self._limits.page_timeout_s:g} s") from None
+            raise CostlyPageError(f"it did not end within {self._limits.page_timeout_s:g} s") from None
+        except ResponseTooLargeError as error:
+            raise UnusablePageError(str(error)) from None
+        except httpcore.ConnectTimeout as error:
+            raise NoConnectionError(f"{url} cannot be reached: {_describe(error)}") from error
         except NETWORK_ERRORS as error:
             raise UnreachableError(f"{url} cannot be reached: {_describe(error)}") from error
 
@@ -113,7 +133,7 @@ class Fetcher:
         except httpcore.ConnectError as error:
             raise UnreachableError(f"{url} cannot be reached: {error}") from error
         except TimeoutError:
-            raise UnreachableError(f"{url} cannot be reached: resolving its name takes too long") from None
+            raise NoConnectionError(f"{url} cannot be reached: resolving its name takes too long") from None
 
     async def _follow(self, url: str, check_redirect: Callable[[str], None]) -> Page:
         start = url
@@ -137,6 +157,11 @@ class Fetcher:
         """The page, or the location that it redirects to."""
         host = urlsplit(url).netloc
         async with self._connections.stream("GET", url, headers={"Host": host, **self._headers}) as response:
+            stream = response.extensions["network_stream"]
+            if isinstance(stream, CountedStream):
+                stream.begin_body(self._max_raw_bytes)
+            if len(response.headers) > MAX_HEADER_FIELDS:
+                raise UnusablePageError(f"the server sends {len(response.headers)} header fields")
             fields = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
             if response.status in REDIRECTS and "location" in fields:
                 return fields["location"]
@@ -157,23 +182,35 @@ class Fetcher:
         if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
             raise UnusablePageError(f"it is compressed as {encoding[:50]!r}, which was not asked for")
         body = bytearray()
+        num_raw_bytes = 0
         decompressor = None if encoding == "identity" else zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
+        stream = response.extensions["network_stream"]
         try:
             async for raw in response.aiter_stream():
+                if decompressor and decompressor.eof:
+                    break  # as browsers do, whatever it is that follows
+                num_raw_bytes += len(raw)
+                self._check_size(num_raw_bytes)
+                if isinstance(stream, CountedStream):
+                    stream.check_overhead(num_raw_bytes, MAX_OVERHEAD_BYTES)
                 for piece in [raw] if decompressor is None else _decompress(decompressor, raw):
                     body += piece
+                    self._check_size(len(body))
                     await asyncio.sleep(0)  # 64 KiB may hold 64 MiB
-                    if len(body) > self._limits.max_body_bytes:
-                        raise UnusablePageError(f"it is larger than max_body_bytes={self._limits.max_body_bytes}")
         except NETWORK_ERRORS as error:
             raise UnusablePageError(f"its connection broke off: {_describe(error)}") from error
         except zlib.error as error:
             raise UnusablePageError(f"its compression is damaged: {error}") from error
         return bytes(body)
 
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._limits.max_body_bytes:
+            raise UnusablePageError(f"it is larger than max_body_bytes={self._limits.max_body_bytes}")
+
 
 def _decompress(decompressor: "zlib._Decompress", raw: bytes) -> Iterable[bytes]:
-    while piece := decompressor.decompress(raw, PIECE_BYTES):
+    """In pieces, up to the end of the compressed stream: zlib would keep all that is fed to it behind that."""
+    while not decompressor.eof and (piece := decompressor.decompress(raw, PIECE_BYTES)):
         yield piece
         raw = decompressor.unconsumed_tail
 

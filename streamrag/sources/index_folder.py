@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from stat import S_ISREG
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrag.core import Chunk
 from streamrag.errors import (
@@ -28,6 +29,7 @@ from streamrag.errors import (
     SourceError,
     StreamRagError,
 )
+from streamrag.reading import MAX_LINE_BYTES, parse_json, read_bytes
 from streamrag.sources.workers import WorkerJobError
 
 __all__ = [
@@ -54,6 +56,9 @@ MAX_HASHED_BYTES = 64 << 20
 """Files up to this size are read and compared with their SHA-256 when an index is opened; larger ones are not."""
 
 
+_Count: TypeAlias = Annotated[int, Field(gt=0, lt=1 << 31)]
+
+
 class FileEntry(BaseModel):
     """One file of an index."""
 
@@ -70,18 +75,19 @@ class Manifest(BaseModel):
 
     format_version: Literal[1] = FORMAT_VERSION
     created: datetime
-    embedder: str
-    dimension: PositiveInt
+    embedder: Annotated[str, Field(max_length=1000)]
+    """For people; only the default one is found by this name. See `embedder_of_index`."""
+    dimension: _Count
     probe: tuple[float, ...]
     """The first numbers of what the embedder makes of one sentence; tells embedders apart whatever they are called."""
     is_normalized: Literal[True] = True
     metric: Literal["l2"] = "l2"
     """Of DiskANN's distances, which are squared: between unit vectors they are 2 - 2 * cosine similarity."""
-    num_documents: PositiveInt
-    num_passages: PositiveInt
-    passage_words: PositiveInt
-    graph_degree: PositiveInt
-    build_complexity: PositiveInt
+    num_documents: _Count
+    num_passages: _Count
+    passage_words: _Count
+    graph_degree: _Count
+    build_complexity: _Count
     packages: dict[str, str]
     """Versions."""
     files: dict[str, FileEntry]
@@ -115,7 +121,9 @@ def check_index(folder: Path) -> tuple[Manifest, str]:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
+    except ValueError as error:
+        raise corrupt(folder, f"its {MANIFEST} is no manifest: {error}") from error
     except OSError as error:
         if folder.is_dir() and looks_like_index(folder):
             raise corrupt(folder, f"its {MANIFEST} cannot be read ({error.strerror})") from error
@@ -132,13 +140,14 @@ def check_index(folder: Path) -> tuple[Manifest, str]:
 
 def _parse_manifest(folder: Path, text: bytes) -> Manifest:
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
         version = fields["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise corrupt(folder, f"its {MANIFEST} is damaged") from error
     if version != FORMAT_VERSION:
         raise IndexMismatchError(
-            f"{folder} has format version {version!r}, and this streamrag reads {FORMAT_VERSION}: build it again"
+            f"{folder} has format version {str(version)[:40]}, and this streamrag reads {FORMAT_VERSION}: "
+            "build it again"
         )
     try:
         return Manifest.model_validate(fields)
@@ -150,10 +159,13 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
 
 def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
     path = folder / name
-    if name != Path(name).name:
+    if "\0" in name or name != Path(name).name or path.resolve().parent != folder.resolve():
         raise corrupt(folder, f"its {MANIFEST} names a file elsewhere, {name!r}")
     try:
-        size_bytes = path.stat().st_size
+        found = path.stat()
+        if not S_ISREG(found.st_mode):  # a pipe, or a device that never ends
+            raise corrupt(folder, f"{name} is no file")
+        size_bytes = found.st_size
         if size_bytes != entry.size_bytes:
             raise corrupt(folder, f"{name} has {size_bytes} bytes, not {entry.size_bytes}")
         if size_bytes <= MAX_HASHED_BYTES and sha256(path) != entry.sha256:
@@ -191,8 +203,10 @@ class PassageStore:
         self._folder = folder
         self._file = (folder / PASSAGES).open("rb")
         self._ends = array("Q", [0])
-        for line in self._file:
+        for line in iter(lambda: self._file.readline(MAX_LINE_BYTES), b""):
             self._ends.append(self._ends[-1] + len(line))
+            if len(self._ends) - 1 > num_passages or not line.endswith(b"\n"):
+                raise corrupt(folder, f"{PASSAGES} has more than {num_passages} passages, or one that is too long")
         if len(self._ends) - 1 != num_passages:
             raise corrupt(folder, f"{PASSAGES} has {len(self._ends) - 1} passages, not {num_passages}")
 
@@ -203,9 +217,17 @@ class PassageStore:
         """
         lines = (os.pread(self._file.fileno(), self._ends[i + 1] - self._ends[i], self._ends[i]) for i in ids)
         try:
-            return [_stored_fields(json.loads(line)) for line in lines]
+            return [_passage(parse_json(line)) for line in lines]
         except (ValueError, KeyError, TypeError) as error:
             raise corrupt(self._folder, f"{PASSAGES} has a line that is no passage") from error
+
+
+def _passage(values: Any) -> dict[str, Any]:
+    fields = _stored_fields(values)
+    types = {name: type(value) for name, value in fields.items()}
+    if types != {"source": str, "title": str, "passage": int, "text": str}:
+        raise TypeError(types)
+    return fields
 
 
 def explain(error: WorkerJobError, otherwise: str) -> StreamRagError:

@@ -2,6 +2,9 @@
 
     Markdown ──split_markdown──▶ passages ──select──▶ relevant ones, in page order ──assemble──▶ text of a chunk
 
+Pages are written by strangers, so every step takes time in proportion to what it is given: no two repeats of a regular
+expression can match the same characters, and nothing is summed up or copied anew for each line.
+
 All but `assemble` run in a worker; that runs in the caller's process, where what earlier pages said is known.
 """
 
@@ -19,6 +22,8 @@ TARGET_CHARS = 600
 
 MAX_BLOCK_CHARS = 2000
 MAX_HEADING_CHARS = 200
+MAX_WORD_CHARS = 100
+"""Of a word as a term. Stems are remembered, and a page may be one word of a megabyte."""
 
 MIN_REPEATED_CHARS = 40
 """Shorter paragraphs ("Example:") are repeated for good reasons."""
@@ -31,7 +36,10 @@ MIN_SCORE = 0.25
 
 MAX_TERMS_REQUIRED = 3
 
-HEADING = re.compile(r"(#{1,6})\s+(.*?)[\s¶]*")
+HEADING = re.compile(r"(#{1,6})\s")
+HEADING_END = "".join(filter(str.isspace, map(chr, range(0x3001)))) + "¶"
+"""All white space of Unicode, and the sign that documentation puts behind a heading to link to it."""
+
 FENCE = re.compile(r"\s*(```|~~~)")
 RULE = re.compile(r"\s*([*_-]\s*){3,}")
 
@@ -75,6 +83,7 @@ class _Block(NamedTuple):
     text: str
     is_term: bool = False
     """A line that the next block explains, as in a definition list."""
+    is_heading: bool = False
 
     @property
     def introduces(self) -> bool:
@@ -86,6 +95,7 @@ def split_markdown(markdown: str) -> list[Passage]:
     passages: list[Passage] = []
     headings: list[str] = []
     blocks: list[_Block] = []
+    num_chars = 0  # in `blocks`
 
     def close() -> None:
         if blocks:
@@ -93,15 +103,18 @@ def split_markdown(markdown: str) -> list[Passage]:
             blocks.clear()
 
     for block in _blocks(markdown.splitlines()):
-        if heading := HEADING.fullmatch(block.text):
+        if heading := block.is_heading and HEADING.match(block.text):
             close()
+            num_chars = 0
             headings = [outer for outer in headings if outer.index(" ") < len(heading[1])]
-            headings += [f"{heading[1]} {heading[2][:MAX_HEADING_CHARS]}"] if heading[2] else []
+            text = block.text[heading.end() :].strip(HEADING_END)
+            headings += [f"{heading[1]} {text[:MAX_HEADING_CHARS]}"] if text else []
             continue
-        is_long = sum(len(earlier.text) for earlier in blocks) >= TARGET_CHARS
-        if blocks and (is_long or block.is_term) and not blocks[-1].introduces:
+        if blocks and (num_chars >= TARGET_CHARS or block.is_term) and not blocks[-1].introduces:
             close()
+            num_chars = 0
         blocks.append(block)
+        num_chars += len(block.text)
     close()
     return passages
 
@@ -119,14 +132,14 @@ def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
             if not fence:
                 yield from _pieces(block)
                 block = []
-        elif not line.strip() or HEADING.fullmatch(line) or FENCE.match(line):
+        elif not line.strip() or HEADING.match(line) or FENCE.match(line):
             # html2text puts four spaces under a term of a definition list.
             yield from _pieces(block, is_term=len(block) == 1 and line == "    ")
             opening = FENCE.match(line)
             fence = opening[1] if opening else ""
             block = [line] if opening else []
-            if HEADING.fullmatch(line):
-                yield _Block(line)
+            if HEADING.match(line):
+                yield _Block(line, is_heading=True)
         else:
             block.append(line)
     yield from _pieces(block)
@@ -149,11 +162,13 @@ def _pieces(lines: list[str], is_term: bool = False) -> Iterator[_Block]:
 
 def _fold(line: str) -> Iterator[str]:
     """A line in parts of at most MAX_BLOCK_CHARS, cut between words where there are any."""
-    while len(line) > MAX_BLOCK_CHARS:
-        cut = line.rfind(" ", MAX_BLOCK_CHARS // 2, MAX_BLOCK_CHARS) + 1 or MAX_BLOCK_CHARS
-        yield line[:cut]
-        line = line[cut:]
-    yield line.rstrip()
+    begin = 0
+    while len(line) - begin > MAX_BLOCK_CHARS:
+        end = begin + MAX_BLOCK_CHARS
+        cut = line.rfind(" ", begin + MAX_BLOCK_CHARS // 2, end) + 1 or end
+        yield line[begin:cut]
+        begin = cut
+    yield line[begin:].rstrip()
 
 
 # ---------------------------------------------------------------------------------------------------------- selecting
@@ -162,7 +177,7 @@ def _fold(line: str) -> Iterator[str]:
 def terms(text: str, stem: Stem = str) -> list[str]:
     """The words of `text`, and the parts of those in CamelCase. Chinese, Japanese and Korean go by character."""
     found: list[str] = []
-    for word in WORD.findall(text):
+    for word in (match[0][:MAX_WORD_CHARS] for match in WORD.finditer(text)):
         found.append(stem(word.casefold()))
         if not word.islower() and len(parts := CAMEL_CASE.findall(word)) > 1:
             found.extend(stem(part.casefold()) for part in parts)

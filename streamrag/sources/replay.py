@@ -4,10 +4,11 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Literal
 
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Append, Chunk, Skipped, SourceEvent, Update
+from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.trace.read import read_trace
 from streamrag.trace.stretch import stretched
@@ -24,7 +25,9 @@ class ReplaySource:
     on_missing: for a query that the trace does not have. "error" raises; "next" takes the recorded queries in turn.
 
     A query that was recorded several times is replayed in turn. A retrieval that failed fails again. One that was
-    cancelled ends where it was.
+    cancelled ends where it was. One that was cut short says so at its end.
+
+    Its `name` has the trace's file, so that schedulers tell the retrievers of several traces apart.
 
     :raises ConfigurationError: values that cannot work, or a trace without texts.
     """
@@ -39,6 +42,7 @@ class ReplaySource:
     ) -> None:
         if on_missing not in ("error", "next"):
             raise ConfigurationError(f"ReplaySource: on_missing={on_missing!r} must be 'error' or 'next'")
+        self.name = type(self).__name__ if isinstance(trace, Trace) else f"{type(self).__name__}({Path(trace).name})"
         self._queries = stretched(trace if isinstance(trace, Trace) else read_trace(trace), delay).queries
         if not self._queries:
             raise ConfigurationError("ReplaySource: the trace has no queries")
@@ -62,6 +66,8 @@ class ReplaySource:
             await asyncio.sleep(began_s + event.at_s - self._clock())
             yield _source_event(event)
         await asyncio.sleep(began_s + recorded.end_s - self._clock())
+        if recorded.cut_short is not None:
+            yield CutShort(recorded.cut_short)
         if recorded.outcome == "failed":
             raise SourceError(f"the recorded retrieval failed: {recorded.error or 'the trace does not say why'}")
 

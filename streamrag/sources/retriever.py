@@ -6,12 +6,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import anyio
-
 from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
+from streamrag.sources.threads import Threads
 
 __all__ = ["RetrieverSource"]
+
+MAX_CALLS = 32
+"""At the same time. Further queries wait: a retriever that hangs takes no threads but these."""
 
 WANTED = "passages: str, Chunk, (text, source), or objects with page_content and metadata"
 
@@ -24,7 +26,8 @@ class RetrieverSource:
     `page_content` and `metadata` such as LangChain's documents, of whose metadata `source` (or `url`) and `title` are
     used. A LangChain retriever becomes a source as `RetrieverSource(retriever.ainvoke)`.
 
-    Passages without a source get the function's name; those without a number are counted within their source.
+    The source's `name` is the function's. Passages without a source get it too; those without a number are counted
+    within their source.
 
     :raises ConfigurationError: `retrieve` cannot be called.
     """
@@ -33,7 +36,8 @@ class RetrieverSource:
         if not callable(retrieve):
             raise ConfigurationError(f"RetrieverSource: {retrieve!r} cannot be called; give a function of the query")
         self._retrieve = retrieve
-        self._name = _name_of(retrieve)
+        self.name = _name_of(retrieve)
+        self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
         call = getattr(retrieve, "__call__", None)  # noqa: B004 - an object's method may be async where it is not
         self._is_async = inspect.iscoroutinefunction(retrieve) or inspect.iscoroutinefunction(call)
 
@@ -47,7 +51,7 @@ class RetrieverSource:
         except StreamRagError:
             raise
         except Exception as error:  # anybody's code: whatever it raises is a failed retrieval
-            raise SourceError(f"{self._name} failed: {type(error).__name__}: {error}") from error
+            raise SourceError(f"{self.name} failed: {type(error).__name__}: {error}") from error
         counts: dict[str, int] = {}
         yield Update(tuple(self._chunk(passage, counts) for passage in found))
 
@@ -55,7 +59,7 @@ class RetrieverSource:
         if self._is_async:
             found = await self._retrieve(query)
         else:
-            found = await anyio.to_thread.run_sync(partial(self._call, query), abandon_on_cancel=True)
+            found = await self._calls.run(partial(self._call, query))
             if inspect.isawaitable(found):
                 found = await found
         return self._listed(found)
@@ -66,9 +70,9 @@ class RetrieverSource:
 
     def _listed(self, found: Any) -> list[Any]:
         if isinstance(found, AsyncIterable):
-            raise SourceError(f"{self._name} returned an async iterator; a source that streams implements core.Source")
+            raise SourceError(f"{self.name} returned an async iterator; a source that streams implements core.Source")
         if isinstance(found, str | bytes | Mapping | Chunk) or not isinstance(found, Iterable):
-            raise SourceError(f"{self._name} returned {_short(found)}, not a list of {WANTED}")
+            raise SourceError(f"{self.name} returned {_short(found)}, not a list of {WANTED}")
         return list(found)
 
     def _chunk(self, passage: Any, counts: dict[str, int]) -> Chunk:
@@ -76,15 +80,15 @@ class RetrieverSource:
             case Chunk():
                 return passage
             case str():
-                chunk = Chunk(passage, self._name)
+                chunk = Chunk(passage, self.name)
             case (str(text), str(source)):
                 chunk = Chunk(text, source)
             case object(page_content=str(text)):
                 metadata = getattr(passage, "metadata", None) or {}
-                source = metadata.get("source") or metadata.get("url") or self._name
+                source = metadata.get("source") or metadata.get("url") or self.name
                 chunk = Chunk(text, str(source), str(metadata.get("title") or ""))
             case _:
-                raise SourceError(f"{self._name} returned {_short(passage)} among its {WANTED}")
+                raise SourceError(f"{self.name} returned {_short(passage)} among its {WANTED}")
         number = counts.get(chunk.source, 0)
         counts[chunk.source] = number + 1
         return replace(chunk, passage=number)

@@ -167,7 +167,10 @@ class _Builder:
                 self._embed(texts)
                 return {}
             case {"do": "finish"}:
-                self._finish()
+                try:
+                    self._finish()
+                except RuntimeError as error:  # all that C++ tells of a disk that is full
+                    raise OSError(f"DiskANN failed: {error}. Is there room for its files?") from error
                 return {}
         raise AssertionError(header)
 

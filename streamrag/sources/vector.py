@@ -8,12 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from streamrag.core import Chunk, Hint, Progress, SourceEvent, Update
+from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, WorkerError
-from streamrag.sources.embedder import EmbedderPlace, find_embedder
+from streamrag.sources.embedder import EmbedderPlace, embedder_of_index, find_embedder
 from streamrag.sources.index_folder import Manifest, check_index, corrupt, explain
 from streamrag.sources.search import MAX_BEAM_WIDTH, require_diskann
-from streamrag.sources.workers import WorkerJobError, WorkerPool, WorkerTimeoutError
+from streamrag.sources.workers import Share, WorkerJobError, WorkerPool, WorkerTimeoutError
 
 __all__ = ["VectorSource"]
 
@@ -44,11 +44,14 @@ class VectorSource:
     beam_width: nodes of the graph that DiskANN reads at once.
     num_workers: processes that embed and search, for all queries. Each holds the embedder (0.6 GB of memory with
         all-MiniLM-L6-v2), the compressed vectors, and 8 bytes for each passage; this process holds none of it.
-    embedder: loads the index's embedder from elsewhere, for an index that was moved here. A name or path of a
-        sentence-transformers model, or `module:function`. By default what the index was made with.
+    embedder: what the index was made with, if that is not the default: a name or path of a sentence-transformers model,
+        or `module:function`. It is imported or loaded, so it is never taken from the index.
 
     :raises ConfigurationError: a value that cannot work.
     """
+
+    name = "VectorSource"
+    """What errors and schedulers call it; give two that behave differently two names."""
 
     def __init__(
         self,
@@ -82,7 +85,8 @@ class VectorSource:
         :raises MissingDependencyError: DiskANN or the embedder's package is not installed.
         :raises IndexMissingError: there is no index.
         :raises IndexCorruptError: the index is damaged.
-        :raises IndexMismatchError: it was made with another embedder or dimension, or another version of streamrag.
+        :raises IndexMismatchError: it was made with another embedder or dimension, or another version of streamrag; or
+            with an embedder that must be named.
         :raises ConfigurationError: the embedder cannot be loaded.
         :raises WorkerError: a worker cannot start.
         """
@@ -106,7 +110,9 @@ class VectorSource:
     def _check(self) -> tuple[Manifest, str, EmbedderPlace]:
         manifest, manifest_sha256 = check_index(self._folder)
         require_diskann()
-        return manifest, manifest_sha256, find_embedder(self._embedder or manifest.embedder)
+        named = self._embedder
+        place = find_embedder(named) if named is not None else embedder_of_index(self._folder, manifest.embedder)
+        return manifest, manifest_sha256, place
 
     def _new_pool(self, manifest: Manifest, manifest_sha256: str, place: EmbedderPlace) -> WorkerPool:
         options = {
@@ -143,7 +149,7 @@ class VectorSource:
             await opened.workers.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """An `Update` for each stage that changes what is best.
+        """An `Update` for each stage that changes what is best; a `CutShort` if a later stage takes too long.
 
         :raises ConfigurationError: the source is not started.
         :raises WorkerError: a worker died; the next query has another.
@@ -154,6 +160,7 @@ class VectorSource:
         manifest, workers = self._opened.manifest, self._opened.workers
         stages = tuple(_stages(self._ladder, manifest.num_passages))
         best: list[int] = []
+        share = Share()
         # One job a stage: the stages of other queries come in between.
         for num_left, complexity in zip(reversed(range(len(stages))), stages, strict=True):
             job = {
@@ -164,16 +171,24 @@ class VectorSource:
                 "beam_width": self._beam_width,
             }
             try:
-                found = await self._run(workers, job)
+                found = await self._run(workers, job, share)
+            except WorkerTimeoutError:
+                if not best:
+                    raise
+                num_done = len(stages) - num_left - 1
+                yield CutShort(
+                    f"the search took longer than {JOB_TIMEOUT_S:g} s after {num_done} of {len(stages)} stages"
+                )
+                return
             except ConfigurationError as error:  # what was found to be wrong with the index, or with the embedder
                 raise SourceError(str(error)) from error
             if found["ids"] != best:
                 best = found["ids"]
                 yield Update(tuple(_chunks(found)), Hint(num_chunks=num_left))
 
-    async def _run(self, workers: WorkerPool, job: Mapping[str, Any]) -> dict[str, Any]:
+    async def _run(self, workers: WorkerPool, job: Mapping[str, Any], share: Share | None = None) -> dict[str, Any]:
         try:
-            return await workers.run(job, timeout_s=JOB_TIMEOUT_S)
+            return await workers.run(job, timeout_s=JOB_TIMEOUT_S, share=share)
         except WorkerJobError as error:
             raise explain(error, f"searching the index {self._folder} failed") from error
 

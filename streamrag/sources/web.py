@@ -4,9 +4,7 @@ import asyncio
 import importlib.util
 import inspect
 import re
-import shutil
 import ssl
-import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import TypeAlias
 
@@ -14,16 +12,19 @@ import anyio
 import httpcore
 
 import streamrag
-from streamrag.core import Progress, SourceEvent
+from streamrag.core import Progress, Skipped, SourceEvent
 from streamrag.errors import (
     ConfigurationError,
     MissingDependencyError,
     SourceError,
     StreamRagError,
     UnreachableError,
+    UnsafeUrlError,
 )
-from streamrag.sources.addresses import parse_start_url
+from streamrag.scratch import ScratchFolder, remove_left_behind
+from streamrag.sources.addresses import MAX_URL_CHARS, parse_start_url
 from streamrag.sources.crawl import Crawl, CrawlOptions
+from streamrag.sources.threads import Threads
 from streamrag.sources.workers import WorkerPool, WorkerStartError
 from streamrag.tasks import wait_regardless
 
@@ -32,14 +33,25 @@ __all__ = ["StartUrls", "WebSource"]
 StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]
 """Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""
 
+MAX_LOOKUPS = 32
+"""Names that all crawls look up at the same time. One that is not answered holds its thread for half a minute."""
+
+MAX_CALLS = 32
+"""Of the function that gives start URLs, at the same time."""
+
 INSTALL = "pip install 'streamrag[crawl]'"
+SCRATCH = "crawl"
 
 
 class WebSource:
     """Crawls from start URLs, breadth first, and yields the relevant part of each page as it arrives.
 
-    Pages are fetched in this process and cleaned by crawl4ai in worker processes. Every page ends as an `Append` or as
-    a `Skipped` that says why.
+    Pages are fetched in this process and cleaned by crawl4ai in worker processes, which queries share fairly. Every
+    page ends as an `Append` or as a `Skipped` that says why. A host of which two pages take too much is given up. A
+    crawl that left something out because time or a page's limits ran out ends with a `CutShort`.
+
+    A start URL in a list that is not allowed is an error; of those that a function gives, it is skipped, and an error
+    only if none is left.
 
     urls: where to start.
     max_depth: links to follow from a start URL; 0 for only the start URLs.
@@ -49,8 +61,11 @@ class WebSource:
     num_workers: processes that clean pages, for all queries.
     page_timeout_s: how long fetching a page may take, and then how long cleaning it may.
     crawl_timeout_s: when a crawl ends with what it has.
-    max_body_bytes: pages that are larger after decompression are skipped.
+    max_body_bytes: pages that are larger, before or after decompression, are skipped.
     max_page_chars: of the relevant part of a page.
+    max_page_cpu_s: computing time for cleaning a page. A large page takes about a second, and one that is made to be
+        slow is cut before it takes more than two or three; over the limit, its worker is replaced.
+    max_page_memory_bytes: what cleaning a page may take beyond the 0.2 GB that a worker has (on Linux).
     allow_private: fetch from loopback, private and other special addresses too.
     user_agent: how requests identify themselves.
     cdp_url: a running browser's address (`http://127.0.0.1:9222`), which then fetches the pages and runs their scripts.
@@ -60,6 +75,9 @@ class WebSource:
     :raises ConfigurationError: a value that cannot work.
     :raises UnsafeUrlError: a start URL that is neither http nor https.
     """
+
+    name = "WebSource"
+    """What errors and schedulers call it; give two that behave differently two names."""
 
     def __init__(
         self,
@@ -74,6 +92,8 @@ class WebSource:
         crawl_timeout_s: float = 30.0,
         max_body_bytes: int = 4 << 20,
         max_page_chars: int = 8000,
+        max_page_cpu_s: float = 4.0,
+        max_page_memory_bytes: int = 512 << 20,
         allow_private: bool = False,
         user_agent: str | None = None,
         cdp_url: str | None = None,
@@ -90,6 +110,8 @@ class WebSource:
             crawl_timeout_s=crawl_timeout_s,
             max_body_bytes=max_body_bytes,
             max_page_chars=max_page_chars,
+            max_page_cpu_s=max_page_cpu_s,
+            max_page_memory_bytes=max_page_memory_bytes,
             allow_private=allow_private,
             user_agent=user_agent or f"streamrag/{streamrag.__version__}",
             cdp_url=cdp_url,
@@ -98,7 +120,8 @@ class WebSource:
         self._check_options()
         self._workers: WorkerPool | None = None
         self._ssl_context: ssl.SSLContext | None = None
-        self._scratch: str | None = None
+        self._scratch: ScratchFolder | None = None
+        self._lookups, self._calls = _new_threads()
 
     def _check_options(self) -> None:
         options = self._options
@@ -109,6 +132,7 @@ class WebSource:
             "num_workers": (self._num_workers, 1),
             "max_body_bytes": (options.max_body_bytes, 1),
             "max_page_chars": (options.max_page_chars, 1),
+            "max_page_memory_bytes": (options.max_page_memory_bytes, 1 << 20),
         }
         for name, (value, minimum) in least.items():
             if type(value) is not int or value < minimum:
@@ -116,6 +140,7 @@ class WebSource:
         for name, seconds in {
             "page_timeout_s": options.page_timeout_s,
             "crawl_timeout_s": options.crawl_timeout_s,
+            "max_page_cpu_s": options.max_page_cpu_s,
         }.items():
             if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
                 raise ConfigurationError(f"WebSource: {name}={seconds!r} must be a number of seconds over 0")
@@ -139,12 +164,14 @@ class WebSource:
         for package in ("crawl4ai", "rank_bm25"):
             if importlib.util.find_spec(package) is None:
                 raise MissingDependencyError(package, INSTALL)
+        self._lookups, self._calls = _new_threads()
         progress(f"starting {self._num_workers} crawl workers")
         try:
             self._ssl_context = await asyncio.to_thread(httpcore.default_ssl_context)
             await asyncio.to_thread(anyio.run, anyio.sleep, 0)  # imports its backend: 25 ms that would stall a query
-            self._scratch = await asyncio.to_thread(tempfile.mkdtemp, prefix="streamrag-crawl-")
-            self._workers = self._new_pool(self._scratch)
+            await asyncio.to_thread(remove_left_behind, SCRATCH)
+            self._scratch = ScratchFolder(SCRATCH)
+            self._workers = self._new_pool(str(self._scratch.path))
             await self._workers.start()
         except BaseException as error:
             await self.aclose()
@@ -161,6 +188,8 @@ class WebSource:
             "scratch": scratch,
             "user_agent": self._options.user_agent,
             "page_timeout_s": self._options.page_timeout_s,
+            "max_page_cpu_s": self._options.max_page_cpu_s,
+            "max_page_memory_bytes": self._options.max_page_memory_bytes,
             "cdp_url": self._options.cdp_url,
         }
         env = {
@@ -190,40 +219,79 @@ class WebSource:
         """
         if not self._workers or not self._ssl_context:
             raise ConfigurationError("WebSource is not started: use it in a Pipeline, or await its start() first")
-        crawl = Crawl(query, self._options, self._workers, self._ssl_context)
+        crawl = Crawl(query, self._options, self._workers, self._ssl_context, self._lookups)
         try:
-            for skipped in crawl.begin(await self._start_urls(query, crawl.deadline)):
+            urls, unusable = await self._start_urls(query, crawl.deadline)
+            for skipped in (*unusable, *crawl.begin(urls, may_be_unsafe=callable(self._urls))):
                 yield skipped
             while page := await crawl.next_finished():
                 yield crawl.absorb(page)
             for skipped in crawl.end():
                 yield skipped
+            if cut_short := crawl.cut_short():
+                yield cut_short
         finally:
             await crawl.aclose()
 
-    async def _start_urls(self, query: str, deadline: float) -> Iterable[str]:
+    async def _start_urls(self, query: str, deadline: float) -> "tuple[Iterable[str], list[Skipped]]":
+        """Where to start, and what of that which the function gives is no start."""
         if not callable(self._urls):
-            return self._urls
+            return self._urls, []
+        give, is_async = self._urls, inspect.iscoroutinefunction(self._urls)
+
+        def call() -> object:
+            found = give(query)
+            return found if inspect.isawaitable(found) else _listed(found)  # generators do their work here too
+
         try:
             async with asyncio.timeout_at(deadline) as timeout:
-                is_async = inspect.iscoroutinefunction(self._urls)
-                found = self._urls(query) if is_async else await asyncio.to_thread(self._urls, query)
-                return _parse(await found if inspect.isawaitable(found) else found)
+                found = give(query) if is_async else await self._calls.run(call)
+                found = _listed(await found) if inspect.isawaitable(found) else found
         except StreamRagError:
             raise
         except Exception as error:
             what = f"took longer than {self._options.crawl_timeout_s:g} s" if timeout.expired() else f"raised {error!r}"
             raise SourceError(f"the function that gives WebSource its start URLs {what}") from error
+        return _usable(_listed(found))
+
+
+def _listed(urls: object) -> list[object]:
+    if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
+        raise ConfigurationError(f"WebSource: start URLs are a list, as in [{urls!r}]")
+    return list(urls)
 
 
 def _parse(urls: object) -> Iterable[str]:
-    if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
-        raise ConfigurationError(f"WebSource: start URLs are a list, as in [{urls!r}]")
-    return list(dict.fromkeys(parse_start_url(url) for url in urls))
+    return list(dict.fromkeys(parse_start_url(url) for url in _listed(urls)))
 
 
-async def _release(workers: WorkerPool | None, scratch: str | None) -> None:
+def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
+    """Those of `urls` that a page may be at, and why the others are left out.
+
+    :raises SourceError: none is left; an UnsafeUrlError if that is what they are.
+    """
+    usable: dict[str, None] = {}
+    unusable: list[Skipped] = []
+    errors: list[StreamRagError] = []
+    for url in urls:
+        try:
+            usable[parse_start_url(url)] = None
+        except (ConfigurationError, UnsafeUrlError) as error:
+            errors.append(error)
+            unusable.append(Skipped(str(url)[:MAX_URL_CHARS], str(error)[: 2 * MAX_URL_CHARS]))
+    if errors and not usable:
+        kind = UnsafeUrlError if all(isinstance(error, UnsafeUrlError) for error in errors) else SourceError
+        raise kind(f"none of the start URLs that WebSource's function gave can be used; {errors[0]}") from errors[0]
+    return list(usable), unusable
+
+
+def _new_threads() -> tuple[Threads, Threads]:
+    """For looking up names, and for calling the function that gives start URLs. They belong to one event loop."""
+    return Threads(MAX_LOOKUPS, "look up a name"), Threads(MAX_CALLS, "start URLs")
+
+
+async def _release(workers: WorkerPool | None, scratch: ScratchFolder | None) -> None:
     if workers:
         await workers.aclose()
     if scratch:
-        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        await asyncio.to_thread(scratch.remove)

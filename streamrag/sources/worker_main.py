@@ -20,6 +20,10 @@ LENGTHS = struct.Struct(">II")
 
 MAX_MESSAGE_CHARS = 2000
 
+OUT_OF_MEMORY = 83
+"""Exit code of a worker whose handler gives up a job that takes more memory than it may. Over its CPU time, a handler
+lets itself be killed by SIGPROF."""
+
 Handler: TypeAlias = Callable[[dict[str, Any], bytes], dict[str, Any]]
 """Answers one job: (header, body) to header."""
 
@@ -47,7 +51,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A parent that is killed cannot end a job that never ends."""
+    """A parent that is killed cannot end a job that never ends. For kernels that do not do this by themselves."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -74,6 +78,9 @@ def main() -> None:
     header = first[0]
     threading.Thread(target=_end_with_parent, args=[header["parent"]], daemon=True).start()
     sys.path[:] = header["sys_path"]
+    from streamrag.orphans import end_with_parent  # it can be found only now
+
+    end_with_parent(header["parent"])
     try:
         handle = _make_handler(header["handler"], header["options"])
     except Exception as error:  # any reason at all not to start is for the parent to tell

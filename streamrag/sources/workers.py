@@ -2,15 +2,21 @@
 
 Each worker does one job at a time. A job that overruns its time, or whose caller went away, costs its worker at most:
 the worker is killed and another is started, and no other job notices.
+
+Whose job is next goes by the time that workers have spent on each query's jobs, and within a query on each host's: see
+`shares.FairQueue`.
 """
 
 import asyncio
+import signal
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import anyio
 
 from streamrag.errors import WorkerError
+from streamrag.sources.shares import FairQueue, Share
+from streamrag.sources.worker_main import OUT_OF_MEMORY
 from streamrag.sources.worker_process import (
     CANCEL_GRACE_S,
     WorkerJobError,
@@ -20,12 +26,25 @@ from streamrag.sources.worker_process import (
 )
 from streamrag.tasks import wait_regardless
 
-__all__ = ["WorkerJobError", "WorkerPool", "WorkerStartError", "WorkerTimeoutError"]
+__all__ = ["Share", "WorkerJobError", "WorkerLimitError", "WorkerPool", "WorkerStartError", "WorkerTimeoutError"]
 
 T = TypeVar("T")
 
 _Slot: TypeAlias = "asyncio.Task[WorkerProcess]"
 """The place of one worker: the task that starts it."""
+
+
+_LIMITS = {-signal.SIGPROF: "computing time", OUT_OF_MEMORY: "memory"}
+"""By how a worker ended."""
+
+
+class WorkerLimitError(WorkerError):
+    """A job took more computing time or memory than its handler allows; its worker is gone."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{name}: a job took more {what} than it may, and its worker was replaced")
+        self.what = what
+        """"computing time" or "memory"."""
 
 
 def _started(slot: _Slot) -> WorkerProcess | None:
@@ -54,8 +73,8 @@ class WorkerPool:
         self._first_frame = {"handler": handler, "options": dict(options)}
         self._env = dict(env or {})
         self._slots: set[_Slot] = set()
-        # Taking a slot from the queue is the right to use it. None: the pool is closed.
-        self._free: asyncio.Queue[_Slot | None] = asyncio.Queue()
+        # Getting a slot from the queue is the right to use it.
+        self._free: FairQueue[_Slot] = FairQueue(size)
         self._num_busy = 0
         self._tasks: set[asyncio.Task[Any]] = set()  # jobs, and the ends of workers
         self._is_open = False
@@ -79,10 +98,10 @@ class WorkerPool:
         """
         assert not self._is_open, f"{self.name} is started already"
         self._is_open = True
-        self._free = asyncio.Queue()
+        self._free = FairQueue(self.size)
         slots = [self._new_slot() for _ in range(self.size)]
         for slot in slots:
-            self._free.put_nowait(slot)
+            self._free.put(slot)
         try:
             done, _ = await asyncio.wait(slots, return_when=asyncio.FIRST_EXCEPTION)
             if not self._is_open:
@@ -94,18 +113,27 @@ class WorkerPool:
             raise
 
     async def run(
-        self, header: Mapping[str, Any], body: bytes = b"", *, timeout_s: float | None = None
+        self,
+        header: Mapping[str, Any],
+        body: bytes = b"",
+        *,
+        timeout_s: float | None = None,
+        share: Share | None = None,
+        part: str = "",
     ) -> dict[str, Any]:
         """The worker's answer to one job; waits for a free worker first, which does not count towards `timeout_s`.
 
+        `share` is that of the query which the job is for, and `part` what it is for within it, such as a host.
         Cancelling gives a job that is under way a moment to end, then kills its worker.
 
         :raises WorkerJobError: the job raised.
         :raises WorkerTimeoutError: the job took longer than `timeout_s`.
+        :raises WorkerLimitError: the job took more than its handler allows.
         :raises WorkerError: the worker died, or the pool was closed.
         """
-        slot, worker = await self._take()
-        job = self._spawn(self._work(slot, worker, header, body, timeout_s), "job")
+        share = share or Share()
+        slot, worker = await self._take(share, part)
+        job = self._spawn(self._work(slot, worker, share, part, header, body, timeout_s), "job")
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
@@ -121,7 +149,7 @@ class WorkerPool:
         """Stop all workers, busy ones at once. Does nothing when not started."""
         if self._is_open:
             self._is_open = False
-            self._free.put_nowait(None)
+            self._free.close()
             self._closing = asyncio.create_task(self._end_all(), name=f"{self.name} close")
         if self._closing:
             await wait_regardless([self._closing])
@@ -149,11 +177,10 @@ class WorkerPool:
         self._slots.add(slot)
         return slot
 
-    async def _take(self) -> tuple[_Slot, WorkerProcess]:
+    async def _take(self, share: Share, part: str) -> tuple[_Slot, WorkerProcess]:
         """A slot to use, its worker ready. A worker that died while it was free is nobody's error: it is replaced."""
-        slot = await self._free.get() if self._is_open else None
+        slot = await self._free.get(share, part) if self._is_open else None
         if slot is None:
-            self._free.put_nowait(None)  # for whoever else waits
             raise self._closed()
         self._num_busy += 1
         if slot.done() and not ((worker := _started(slot)) and worker.is_usable):
@@ -161,17 +188,16 @@ class WorkerPool:
         try:
             await asyncio.wait([slot])
         except asyncio.CancelledError:
-            self._give_back(slot)
+            self._give_back(slot, share, part)
             raise
         if self._is_open and (worker := _started(slot)):
             return slot, worker
-        self._give_back(slot)
+        self._give_back(slot, share, part)
         raise self._closed() if not self._is_open else slot.exception() or self._closed()
 
-    def _give_back(self, slot: _Slot) -> None:
+    def _give_back(self, slot: _Slot, share: Share, part: str) -> None:
         self._num_busy -= 1
-        if self._is_open:
-            self._free.put_nowait(slot)
+        self._free.give_back(slot, share, part)
 
     def _replace(self, slot: _Slot) -> _Slot:
         self._slots.discard(slot)
@@ -181,23 +207,34 @@ class WorkerPool:
         return self._new_slot()
 
     async def _work(
-        self, slot: _Slot, worker: WorkerProcess, header: Mapping[str, Any], body: bytes, timeout_s: float | None
+        self,
+        slot: _Slot,
+        worker: WorkerProcess,
+        share: Share,
+        part: str,
+        header: Mapping[str, Any],
+        body: bytes,
+        timeout_s: float | None,
     ) -> dict[str, Any]:
         try:
             async with asyncio.timeout(timeout_s):
                 return await worker.ask(header, body)
         except TimeoutError:
+            share.was_stopped = True
             raise WorkerTimeoutError(f"{self.name} took longer than {timeout_s:g} s and was replaced") from None
         except WorkerJobError:
             raise
         except WorkerError:
             if not self._is_open:
                 raise self._closed() from None
+            if what := _LIMITS.get(worker.process.returncode or 0):
+                share.was_stopped = True
+                raise WorkerLimitError(self.name, what) from None
             raise
         finally:
             if self._is_open and not worker.is_usable:
                 slot = self._replace(slot)
-            self._give_back(slot)
+            self._give_back(slot, share, part)
 
     def _closed(self) -> WorkerError:
         return WorkerError(f"{self.name} is closed")

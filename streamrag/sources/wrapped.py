@@ -1,6 +1,6 @@
 """What sources that are made from another source have in common."""
 
-from streamrag.core import Progress, Source, Startable
+from streamrag.core import Progress, Source, Startable, part_name
 
 __all__ = ["WrappedSource"]
 
@@ -10,6 +10,11 @@ class WrappedSource:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+
+    @property
+    def name(self) -> str:
+        """The source's own, with what is done to it: its events come at other times, or others come."""
+        return f"{type(self).__name__}({part_name(self._source)})"
 
     async def start(self, progress: Progress) -> None:
         """Start the source, if it is one that must be."""

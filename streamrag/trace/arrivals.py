@@ -3,16 +3,18 @@
 A request is one update with its whole prompt at its arrival, so its retrieval takes no time.
 """
 
-import json
 import os
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from streamrag.errors import TraceError
+from streamrag.reading import parse_json
+from streamrag.trace.files import numbered_lines_of
+from streamrag.trace.lines import MAX_COUNT, MAX_SECONDS, Count, first_problem
 from streamrag.trace.tables import Row, read_csv
 from streamrag.trace.values import Trace, TracedChunk, TracedQuery, TracedUpdate
 
@@ -22,10 +24,10 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 
 class _MooncakeRequest(BaseModel):
-    timestamp: NonNegativeFloat
+    timestamp: Annotated[float, Field(ge=0, le=1e3 * MAX_SECONDS)]
     """Milliseconds."""
-    input_length: NonNegativeInt
-    output_length: NonNegativeInt
+    input_length: Count
+    output_length: Count
     hash_ids: Annotated[tuple[int, ...], Field(default=())]
 
 
@@ -40,24 +42,19 @@ def read_mooncake(path: str | os.PathLike[str], *, max_queries: int | None = Non
     """
     path = Path(path)
     queries: list[TracedQuery] = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if max_queries is not None and len(queries) >= max_queries:
-                    break
-                if line.strip():
-                    queries.append(_mooncake_query(f"{path}, line {number}", number, line))
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+    for number, line in numbered_lines_of(path):
+        if max_queries is not None and len(queries) >= max_queries:
+            break
+        if line.strip():
+            queries.append(_mooncake_query(f"{path}, line {number}", number, line))
     return _by_arrival(queries, "Mooncake")
 
 
 def _mooncake_query(where: str, number: int, line: bytes) -> TracedQuery:
     try:
-        request = _MooncakeRequest.model_validate(json.loads(line))
+        request = _MooncakeRequest.model_validate(parse_json(line))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise TraceError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
+        raise TraceError(f"{where}: {first_problem(error)}") from error
     except ValueError as error:
         raise TraceError(f"{where}: it is not JSON ({error})") from error
     ids, length = request.hash_ids, request.input_length
@@ -79,11 +76,13 @@ def read_azure_llm(path: str | os.PathLike[str], *, max_queries: int | None = No
 
     :raises TraceError: the file cannot be read, or a line is broken.
     """
-    rows = read_csv(Path(path), ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))[:max_queries]
+    rows = read_csv(Path(path), ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), max_rows=max_queries)
     times = [row.get("TIMESTAMP", _parse_time, "a time, as in 2023-11-16 18:15:46.6805900") for row in rows]
     first_s = min(times, default=0.0)
     queries = []
     for number, (row, at_s) in enumerate(zip(rows, times, strict=True), start=1):
+        if at_s - first_s > MAX_SECONDS:
+            raise row.error(f"TIMESTAMP is {at_s - first_s:g} s after the first, which is more than {MAX_SECONDS:g}")
         chunk = TracedChunk(f"request-{number}", _num_tokens(row, "ContextTokens"))
         queries.append(_query(str(number), at_s - first_s, [chunk], _num_tokens(row, "GeneratedTokens")))
     return _by_arrival(queries, "Azure LLM inference")
@@ -91,13 +90,14 @@ def read_azure_llm(path: str | os.PathLike[str], *, max_queries: int | None = No
 
 def _num_tokens(row: Row, column: str) -> int:
     num_tokens = row.get(column, int, "a number of tokens")
-    if num_tokens < 0:
+    if not 0 <= num_tokens < MAX_COUNT:
         raise row.error(f"{column}={num_tokens} must be a number of tokens")
     return num_tokens
 
 
 def _parse_time(text: str) -> float:
-    return (datetime.fromisoformat(text.strip()) - datetime.fromisoformat("1970-01-01 00:00:00")).total_seconds()
+    at = datetime.fromisoformat(text.strip())  # of 2023 without a zone, of 2024 with one
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def _query(query_id: str, arrival_s: float, chunks: Iterable[TracedChunk], num_output_tokens: int) -> TracedQuery:

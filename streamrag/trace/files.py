@@ -1,19 +1,20 @@
 """Bytes of a trace file: plain, gzip or zstd by suffix; a torn end is told from damage."""
 
 import gzip
-import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from streamrag.errors import MissingDependencyError, TraceError
+from streamrag.files import replacing
+from streamrag.reading import COMPRESSED_OTHERWISE, DamagedError, Unpacked, import_zstandard, lines_of
 
-__all__ = ["LineReader", "LineWriter", "replace_file"]
+__all__ = ["LineReader", "LineWriter", "numbered_lines_of", "replace_file"]
 
-READ_BYTES = 1 << 20
-INSTALL = "pip install 'streamrag[trace]'"
+MAX_LINES = 2_000_000
+"""Of a trace: in memory, a line takes some hundreds of bytes beside its texts."""
+REMEDY = "make several files of it"
 
 
 class LineWriter:
@@ -22,12 +23,15 @@ class LineWriter:
     Each one adds a gzip member or zstd frame of its own, which readers take for one stream.
 
     :raises MissingDependencyError: zstandard is not installed.
+    :raises TraceError: the file's name promises another compression.
     :raises OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
-        self._suffix = path.suffix
-        self._zstandard = _import_zstandard() if path.suffix == ".zst" else None
+        self._suffix = path.suffix.lower()
+        if self._suffix in COMPRESSED_OTHERWISE:
+            raise TraceError(f"{path}: traces are written as .jsonl, .jsonl.gz or .jsonl.zst, not as {path.suffix}")
+        self._zstandard = import_zstandard() if self._suffix == ".zst" else None
         self._compressed: Any = None
         self._file = path.open("ab")
 
@@ -81,7 +85,7 @@ class LineReader:
     Once they have been read, `is_torn` says whether something came after them that is no whole line, or a compressed
     stream ended too early: what is left by a program that was killed.
 
-    :raises TraceError: when read: the file cannot be read, or its compressed data is damaged.
+    :raises TraceError: when read: the file cannot be read, is damaged, or has more than a trace may have.
     :raises MissingDependencyError: when read: zstandard is not installed.
     """
 
@@ -90,57 +94,45 @@ class LineReader:
         self.is_torn = False
 
     def __iter__(self) -> Iterator[bytes]:
-        rest = b""
-        num_lines = 0
-        try:
-            with self._path.open("rb") as file:
-                for block in self._blocks(file):
-                    *lines, rest = (rest + block).split(b"\n")
-                    num_lines += len(lines)
-                    yield from lines
-        except OSError as error:
-            raise TraceError(f"{self._path} cannot be read: {error.strerror or error}") from error
-        except _DamagedError as error:
-            raise TraceError(
-                f"{self._path} is damaged after line {num_lines}: its compressed data cannot be decoded ({error})"
-            ) from error
-        self.is_torn |= bool(rest)
-
-    def _blocks(self, file: IO[bytes]) -> Iterator[bytes]:
-        match self._path.suffix:
-            case ".gz":  # by hand: the gzip module keeps back what it has of a member that is cut off
-                return self._decode(file, lambda: zlib.decompressobj(wbits=31), zlib.error)
-            case ".zst":
-                zstandard = _import_zstandard()
-                return self._decode(file, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
-            case _:
-                return iter(lambda: file.read(READ_BYTES), b"")
-
-    def _decode(self, file: IO[bytes], make_decoder: Callable[[], Any], damaged: type[Exception]) -> Iterator[bytes]:
-        """Members or frames, one after the other."""
-        decoder = None
-        while block := file.read(READ_BYTES):
-            while block:
-                decoder = decoder or make_decoder()
-                try:
-                    yield decoder.decompress(block)
-                except damaged as error:
-                    raise _DamagedError(error) from error
-                block = decoder.unused_data if decoder.eof else b""
-                decoder = None if decoder.eof else decoder
-        self.is_torn = decoder is not None
+        unpacked = Unpacked(self._path)
+        for line in _lines_of(unpacked):
+            if line.endswith(b"\n"):
+                yield line[:-1]
+            else:
+                self.is_torn = True
+        self.is_torn |= unpacked.is_torn
 
 
-class _DamagedError(Exception):
-    """Compressed data that is wrong, as opposed to cut off."""
+def numbered_lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that another program made, with their newlines, from number 1.
+
+    :raises TraceError: when read: the file cannot be read, is damaged or cut off, or has more than a trace may have.
+    :raises MissingDependencyError: when read: zstandard is not installed.
+    """
+    unpacked = Unpacked(path)
+    yield from enumerate(_lines_of(unpacked), start=1)
+    if unpacked.is_torn:
+        raise TraceError(f"{path} is damaged: its compressed data ends too early")
 
 
-def _import_zstandard() -> Any:
+def _lines_of(unpacked: Unpacked) -> Iterator[bytes]:
+    path, num_lines = unpacked.path, 0
     try:
-        import zstandard
-    except ImportError:
-        raise MissingDependencyError("zstandard", INSTALL) from None
-    return zstandard
+        for line in lines_of(iter(unpacked)):
+            num_lines += line.endswith(b"\n")
+            if num_lines > MAX_LINES:
+                raise ValueError(f"it has more than {MAX_LINES:,} lines")
+            yield line
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+    except DamagedError as error:
+        raise TraceError(
+            f"{path} is damaged after line {num_lines}: its compressed data cannot be decoded ({error})"
+        ) from error
+    except MissingDependencyError:
+        raise
+    except ValueError as error:
+        raise TraceError(f"{path}, after line {num_lines}: {error}; {REMEDY}") from error
 
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:
@@ -148,11 +140,6 @@ def replace_file(path: Path, lines: Iterable[bytes]) -> None:
 
     :raises OSError: it cannot be written.
     """
-    hidden = path.with_name(f".writing-{os.getpid()}-{path.name}")
-    try:
-        with LineWriter(hidden) as writer:
-            for line in lines:
-                writer.write(line)
-        os.replace(hidden, path)
-    finally:
-        hidden.unlink(missing_ok=True)
+    with replacing(path) as unfinished, LineWriter(unfinished) as writer:
+        for line in lines:
+            writer.write(line)

@@ -2,35 +2,52 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrag.core import Hint
 from streamrag.errors import TraceError
+from streamrag.reading import MAX_LINE_BYTES, parse_json
 from streamrag.trace.values import Outcome
 
 __all__ = [
+    "MAX_SECONDS",
+    "OF_THE_READER",
     "VERSION",
     "AppendLine",
     "ChunkLine",
+    "Count",
     "EndLine",
     "Header",
     "HintFields",
     "Line",
     "QueryLine",
+    "Seconds",
     "SkippedLine",
     "TextMode",
     "UpdateLine",
     "decode",
     "encode",
+    "first_problem",
     "hint_fields",
 ]
 
 VERSION = 1
 
+OF_THE_READER = ("tokenizer", "text", "num_sessions", "notes")
+"""In a trace's provenance, what reading a file says of it; never what a file says."""
+
 TextMode: TypeAlias = Literal["full", "hash"]
 """Whether the texts of chunks are recorded, or only their hashes and lengths."""
+
+
+MAX_SECONDS = 1e9
+"""Thirty years; above that, microseconds get lost in a float."""
+Seconds: TypeAlias = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
+MAX_COUNT = 1 << 31
+Count: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+_Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Base(BaseModel):
@@ -53,7 +70,7 @@ class QueryLine(_Base):
 
     kind: Literal["query"] = "query"
     id: str
-    arrival_s: NonNegativeFloat
+    arrival_s: Seconds
     """Since the session began."""
     text: str
 
@@ -63,19 +80,19 @@ class ChunkLine(_Base):
 
     kind: Literal["chunk"] = "chunk"
     key: str
-    num_tokens: NonNegativeInt
-    num_chars: NonNegativeInt | None = None
+    num_tokens: Count
+    num_chars: Count | None = None
     text: str | None = None
     source: str = ""
     title: str = ""
-    passage: int = 0
+    passage: Annotated[int, Field(gt=-MAX_COUNT, lt=MAX_COUNT)] = 0
 
 
 class HintFields(_Base):
     """What the retriever expected still to come."""
 
-    num_chunks: int | None = None
-    end_s: float | None = None
+    num_chunks: Count | None = None
+    end_s: Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS)] | None = None
 
 
 class AppendLine(_Base):
@@ -83,9 +100,9 @@ class AppendLine(_Base):
 
     kind: Literal["append"] = "append"
     query: str
-    at_s: NonNegativeFloat
+    at_s: Seconds
     key: str
-    score: float | None = None
+    score: _Finite | None = None
     hint: HintFields | None = None
 
 
@@ -94,9 +111,9 @@ class UpdateLine(_Base):
 
     kind: Literal["update"] = "update"
     query: str
-    at_s: NonNegativeFloat
+    at_s: Seconds
     keys: tuple[str, ...]
-    scores: tuple[float | None, ...] | None = None
+    scores: tuple[_Finite | None, ...] | None = None
     hint: HintFields | None = None
 
 
@@ -105,7 +122,7 @@ class SkippedLine(_Base):
 
     kind: Literal["skipped"] = "skipped"
     query: str
-    at_s: NonNegativeFloat
+    at_s: Seconds
     source: str
     reason: str
 
@@ -115,10 +132,12 @@ class EndLine(_Base):
 
     kind: Literal["end"] = "end"
     query: str
-    end_s: NonNegativeFloat
+    end_s: Seconds
     outcome: Outcome
     error: str | None = None
-    num_output_tokens: NonNegativeInt | None = None
+    cut_short: str | None = None
+    """Why retrieval ended before it was done, though it did not fail."""
+    num_output_tokens: Count | None = None
 
 
 Line: TypeAlias = Header | QueryLine | ChunkLine | AppendLine | UpdateLine | SkippedLine | EndLine
@@ -134,8 +153,15 @@ _KINDS: Mapping[str, type[Line]] = {
 
 
 def encode(line: Line) -> bytes:
-    """The line as UTF-8 JSON, with its newline; what is None is left out."""
-    return json.dumps(line.model_dump(exclude_none=True), ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    """The line as UTF-8 JSON, with its newline; what is None is left out.
+
+    :raises TraceError: it is longer than what is read again.
+    """
+    fields = line.model_dump(exclude_none=True)
+    encoded = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    if len(encoded) > MAX_LINE_BYTES:
+        raise TraceError(f"a line of a trace has at most {MAX_LINE_BYTES} bytes, and this would have {len(encoded)}")
+    return encoded
 
 
 def decode(line: bytes) -> Line:
@@ -144,26 +170,37 @@ def decode(line: bytes) -> Line:
     :raises TraceError: they are no line of a trace, or one of a newer version.
     """
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(line)
+    except ValueError as error:
         raise TraceError(f"it is not JSON ({error})") from error
     if not isinstance(fields, dict):
         raise TraceError("it is not a JSON object")
     model = Header if "format" in fields else _KINDS.get(str(fields.get("kind")))
     if model is None:
-        raise TraceError(f'its "kind" is {fields.get("kind")!r}; it must be one of {", ".join(_KINDS)}')
+        raise TraceError(f'its "kind" is {str(fields.get("kind"))[:40]!r}; it must be one of {", ".join(_KINDS)}')
     if model is Header and fields["format"] == "streamrag-trace" and fields.get("version") not in (None, VERSION):
         raise TraceError(
-            f"it is of version {fields['version']!r} of the format, and this streamrag reads version {VERSION}: "
-            "read it with the streamrag that wrote it, or a newer one"
+            f"it is of version {str(fields['version'])[:40]} of the format, and this streamrag reads version "
+            f"{VERSION}: read it with the streamrag that wrote it, or a newer one"
         )
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise TraceError(f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
+        raise TraceError(first_problem(error)) from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """What is wrong, and where, in a few words."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
 
 
 def hint_fields(hint: Hint | None) -> HintFields | None:
-    """A hint, to be written."""
-    return None if hint is None else HintFields(num_chunks=hint.num_chunks, end_s=hint.end_s)
+    """A hint, to be written, without what cannot be meant: it comes from anybody's retriever."""
+    if hint is None:
+        return None
+    num_chunks, end_s = hint.num_chunks, hint.end_s
+    return HintFields(
+        num_chunks=num_chunks if num_chunks is not None and 0 <= num_chunks < MAX_COUNT else None,
+        end_s=end_s if end_s is not None and abs(end_s) <= MAX_SECONDS else None,
+    )

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from math import log10
 from pathlib import Path
 from typing import Any
 
 from streamrag.errors import MissingDependencyError
+from streamrag.files import write_whole
+from streamrag.showing import for_picture
 from streamrag.trace.statistics import Distribution, TraceStatistics
 from streamrag.trace.values import Trace
 
@@ -29,7 +32,8 @@ class _Panel:
 def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: str) -> None:
     """Write a PNG: one panel for each distribution that the trace has, and the events of its first queries.
 
-    Raises MissingDependencyError without matplotlib.
+    :raises MissingDependencyError: matplotlib is not installed.
+    :raises ConfigurationError: it cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -42,7 +46,7 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
     draw.insert(0, lambda axes: _draw_arrivals(axes, trace, statistics))
     num_rows = (len(draw) + 2) // 3
     figure = Figure(figsize=(13, 3.1 * num_rows + 0.6), layout="constrained", dpi=110)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=13, fontweight="bold")
     for number, draw_panel in enumerate(draw, start=1):
         axes = figure.add_subplot(num_rows, 3, number)
         draw_panel(axes)
@@ -50,7 +54,9 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
         axes.tick_params(labelsize=8)
         axes.grid(color="#e4e4e4", linewidth=0.6)
         axes.set_axisbelow(True)
-    figure.savefig(path, format="png")
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png")
+    write_whole(path, drawn.getvalue())
 
 
 def _panels(statistics: TraceStatistics) -> Sequence[_Panel]:

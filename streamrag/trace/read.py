@@ -10,6 +10,8 @@ from streamrag.core import Hint
 from streamrag.errors import TraceError
 from streamrag.trace.files import LineReader
 from streamrag.trace.lines import (
+    MAX_SECONDS,
+    OF_THE_READER,
     AppendLine,
     ChunkLine,
     EndLine,
@@ -32,6 +34,9 @@ from streamrag.trace.values import (
 )
 
 __all__ = ["numbered_lines", "read_trace"]
+
+MAX_KEYS = 5_000_000
+"""In all updates of a trace; with its score, each takes some 200 bytes of memory."""
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -93,6 +98,7 @@ class _Assembly:
         self._chunks: dict[str, TracedChunk] = {}
         self._unfinished: dict[str, _Unfinished] = {}
         self._num_lost = 0
+        self._num_keys = 0
         self._queries: dict[str, TracedQuery] = {}
         self._session_s = 0.0  # where the session begins, in the time of the trace
 
@@ -126,7 +132,7 @@ class _Assembly:
             notes.append(f"{num_lost} queries without an end are left out")
         first = self._headers[0]
         provenance: Mapping[str, Any] = {
-            **first.provenance,
+            **{name: value for name, value in first.provenance.items() if name not in OF_THE_READER},
             "tokenizer": first.tokenizer,
             "text": first.text,
             "num_sessions": len(self._headers),
@@ -140,9 +146,14 @@ class _Assembly:
         self._num_lost += len(self._unfinished)
         self._unfinished.clear()
         self._session_s = max((query.arrival_s + query.end_s for query in self._queries.values()), default=0.0)
+        if self._session_s > MAX_SECONDS:
+            raise TraceError(f"its sessions last {self._session_s:.3g} s together, which is more than {MAX_SECONDS:g}")
 
     def _update(self, line: UpdateLine) -> None:
         scores = line.scores or (None,) * len(line.keys)
+        self._num_keys += len(line.keys)
+        if self._num_keys > MAX_KEYS:
+            raise TraceError(f"its updates name more than {MAX_KEYS:,} chunks; make several traces of it")
         if len(scores) != len(line.keys):
             raise TraceError(f"{len(line.keys)} keys and {len(scores)} scores")
         chunks = tuple(self._chunk(key, score) for key, score in zip(line.keys, scores, strict=True))
@@ -161,6 +172,7 @@ class _Assembly:
             skipped=tuple(query.skipped),
             outcome=line.outcome,
             error=line.error or "",
+            cut_short=line.cut_short,
         )
 
     def _under_way(self, query_id: str, at_s: float) -> _Unfinished:

@@ -106,13 +106,16 @@ class TraceRecorder:
         writer, query_id = self._begin(query, tokenizer, began_s)
         outcome: Outcome = "cancelled"
         failure: Exception | None = None
+        cut_short: str | None = None
         num_chunks = 0
         try:
             async for event in events:
                 at_s = self._clock() - began_s
                 if isinstance(event, Skipped):
                     writer.put([_skipped(query_id, at_s, event)])
-                elif not isinstance(event, CutShort):
+                elif isinstance(event, CutShort):
+                    cut_short = event.reason
+                else:
                     appends = isinstance(event, Append)
                     chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
                     first = num_chunks + 1 if appends else 1
@@ -132,6 +135,7 @@ class TraceRecorder:
                 end_s=seconds(self._clock() - began_s),
                 outcome=outcome,
                 error=None if failure is None else clean(str(failure) or type(failure).__name__),
+                cut_short=None if cut_short is None else clean(cut_short),
             )
             writer.put([end], flush=True)
             if isinstance(events, AsyncGenerator):

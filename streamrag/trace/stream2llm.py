@@ -4,7 +4,6 @@ Neither has arrivals: every query arrives at 0, and a benchmark gives them a rat
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamrag.errors import TraceError
+from streamrag.reading import MAX_FILE_BYTES, parse_json, read_bytes
+from streamrag.trace.lines import MAX_SECONDS
 from streamrag.trace.tables import read_csv
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate
 
@@ -56,7 +57,7 @@ def read_stream2llm_crawler(
 
 
 def _read_crawl(path: Path, count_tokens: CountTokens) -> TracedQuery:
-    rows = read_csv(path, ("type", "query", "startTime", "endTime"))
+    rows = read_csv(path, ("type", "query", "startTime", "endTime"), optional=("content",))
     if not rows:
         raise TraceError(f"{path} has no rows")
     timed = []
@@ -69,6 +70,8 @@ def _read_crawl(path: Path, count_tokens: CountTokens) -> TracedQuery:
         timed.append((end_s, start_s, row))
     timed.sort(key=lambda times: times[0])
     began_s = min(start_s for _, start_s, _ in timed)
+    if timed[-1][0] - began_s > MAX_SECONDS:
+        raise timed[-1][2].error(f"endTime is more than {MAX_SECONDS:g} s after the first startTime")
     events: list[TracedAppend] = []
     skipped: list[TracedSkip] = []
     for end_s, _, row in timed:
@@ -159,6 +162,8 @@ def _read_windows(trace_dir: Path, query_map: Path, query_id: str, entry: Any) -
     if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("query", "trace_file")):
         raise TraceError(f'{query_map}: query {query_id!r} must have the texts "query" and "trace_file"')
     path = trace_dir / entry["trace_file"]
+    if "\0" in entry["trace_file"] or not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(trace_dir)):
+        raise TraceError(f"{query_map}: the trace_file of query {query_id!r}, {str(path)!r}, is not in {trace_dir}")
     windows = []
     at_us = 0.0
     for row in read_csv(path, ("StartTime_us", "EndTime_us", "PipelinePool")):
@@ -166,6 +171,8 @@ def _read_windows(trace_dir: Path, query_map: Path, query_id: str, entry: Any) -
         if duration_us < 0:
             raise row.error("EndTime_us is before StartTime_us")
         at_us += duration_us
+        if at_us > 1e6 * MAX_SECONDS:
+            raise row.error(f"its windows last more than {MAX_SECONDS:g} s")
         windows.append(_Window(at_us / 1e6, row.get("PipelinePool", _parse_pool, "ids, as in (12,34)")))
     if not windows:
         raise TraceError(f"{path} has no rows")
@@ -194,7 +201,7 @@ def _read_corpus(folder: Path, wanted: Iterable[str]) -> Iterator[tuple[str, str
 
 def _load_object(path: Path) -> Mapping[str, Any]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(read_bytes(path, MAX_FILE_BYTES))
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # not UTF-8, or not JSON, which names the line

@@ -1,13 +1,15 @@
 """Rows of other programs' CSV files, with their line numbers."""
 
 import csv
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from streamrag.errors import TraceError
+from streamrag.reading import MAX_LINE_BYTES
+from streamrag.trace.files import numbered_lines_of
 
 __all__ = ["Row", "read_csv"]
 
@@ -43,25 +45,30 @@ class Row:
         return TraceError(f"{self._where}: {problem}")
 
 
-def read_csv(path: Path, columns: Iterable[str]) -> list[Row]:
-    """All rows of a CSV file that has these columns, and may have more.
+def read_csv(
+    path: Path, columns: Iterable[str], *, optional: Iterable[str] = (), max_rows: int | None = None
+) -> list[Row]:
+    """The rows of a CSV file that has these columns, and may have the optional ones, and others that are left out.
 
     :raises TraceError: the file cannot be read, lacks a column, or has a row of another length.
     """
-    columns = tuple(columns)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file, _fields_of_any_size():
-            reader = csv.reader(file, strict=True)
-            return list(_rows(path, reader, columns))
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+    with _fields_up_to(MAX_LINE_BYTES):
+        reader = csv.reader(_texts(path), strict=True)
+        return list(islice(_rows(path, reader, tuple(columns), set(optional)), max_rows))
 
 
-def _rows(path: Path, reader: Any, columns: tuple[str, ...]) -> Iterator[Row]:
+def _texts(path: Path) -> Iterator[str]:
+    for number, line in numbered_lines_of(path):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{path}, line {number} is not UTF-8: {error.reason}") from error
+
+
+def _rows(path: Path, reader: Any, columns: tuple[str, ...], optional: set[str]) -> Iterator[Row]:
     first_line = 1
     header: list[str] = []
+    kept = {*columns, *optional}
     try:
         for values in reader:
             where, first_line = f"{path}, line {first_line}", reader.line_num + 1
@@ -69,11 +76,11 @@ def _rows(path: Path, reader: Any, columns: tuple[str, ...]) -> Iterator[Row]:
                 header = [name.strip() for name in values]
                 missing = [name for name in columns if name not in header]
                 if missing:
-                    raise TraceError(f"{where}: no column {', '.join(missing)}; it has {', '.join(header)}")
+                    raise TraceError(f"{where}: no column {', '.join(missing)}; it has {', '.join(header)[:1000]}")
             elif values:
                 if len(values) != len(header):
                     raise TraceError(f"{where}: {len(values)} fields, and {len(header)} columns")
-                yield Row(where, dict(zip(header, values, strict=True)))
+                yield Row(where, {name: value for name, value in zip(header, values, strict=True) if name in kept})
     except csv.Error as error:
         raise TraceError(f"{path}, line {first_line}: {error}") from error
     if not header:
@@ -81,9 +88,9 @@ def _rows(path: Path, reader: Any, columns: tuple[str, ...]) -> Iterator[Row]:
 
 
 @contextmanager
-def _fields_of_any_size() -> Iterator[None]:
+def _fields_up_to(num_characters: int) -> Iterator[None]:
     """The csv module's limit, 128 KiB, holds for the whole process; a page may be larger."""
-    before = csv.field_size_limit(sys.maxsize)
+    before = csv.field_size_limit(num_characters)
     try:
         yield
     finally:

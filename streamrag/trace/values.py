@@ -91,6 +91,8 @@ class TracedQuery:
     outcome: Outcome = "complete"
     error: str = ""
     """Why retrieval failed, if it did."""
+    cut_short: str | None = None
+    """Why retrieval ended before it was done, if it did."""
 
 
 @dataclass(frozen=True, slots=True)

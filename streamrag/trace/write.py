@@ -9,11 +9,15 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from streamrag import __version__
 from streamrag.core import Hint
 from streamrag.errors import TraceError
+from streamrag.reading import parse_json, without_lone_surrogates
 from streamrag.trace.files import replace_file
 from streamrag.trace.lines import (
+    OF_THE_READER,
     AppendLine,
     ChunkLine,
     EndLine,
@@ -24,6 +28,7 @@ from streamrag.trace.lines import (
     TextMode,
     UpdateLine,
     encode,
+    first_problem,
     hint_fields,
 )
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedSkip
@@ -33,7 +38,7 @@ __all__ = ["chunk_key", "chunk_line", "clean", "event_line", "make_header", "sec
 KEY_BYTES = 12
 """Of a hash: enough for any number of chunks that fits on a disk."""
 
-_OF_THE_READER = ("tokenizer", "text", "num_sessions", "notes")
+clean = without_lone_surrogates
 
 
 def write_trace(
@@ -52,6 +57,8 @@ def write_trace(
         raise TraceError(f"{path} exists: name another file, or say that it may be overwritten")
     try:
         replace_file(path, map(encode, _lines(trace, text)))
+    except ValidationError as error:
+        raise TraceError(f"{path} cannot be written: {first_problem(error)}") from error
     except OSError as error:
         raise TraceError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -62,27 +69,18 @@ def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, 
     :raises TraceError: `provenance` is not plain values.
     """
     made = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "streamrag": __version__}
-    kept = {name: value for name, value in provenance.items() if name not in _OF_THE_READER}
+    kept = {name: value for name, value in provenance.items() if name not in OF_THE_READER}
     try:
-        kept = json.loads(json.dumps(kept))
-    except (TypeError, ValueError) as error:
+        kept = parse_json(json.dumps(kept))
+    except (TypeError, ValueError, RecursionError) as error:
         raise TraceError(f"provenance={kept!r} must be plain values, for JSON: {error}") from error
-    return Header(text=text, tokenizer=tokenizer, provenance=made | kept)
+    return Header(text=text, tokenizer=tokenizer and clean(tokenizer), provenance=made | kept)
 
 
 def chunk_key(text: str, source: str, title: str, passage: int) -> str:
     """The key of a recorded chunk: a hash of all that its tokens depend on."""
     content = json.dumps([text, source, title, passage]).encode()
     return hashlib.blake2b(content, digest_size=KEY_BYTES).hexdigest()
-
-
-def clean(text: str) -> str:
-    """Without lone surrogates, which have no UTF-8; they become U+FFFD, as they do for tokenizers."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def seconds(value: float) -> float:
@@ -146,5 +144,6 @@ def _lines(trace: Trace, text: TextMode) -> Iterator[Line]:
             end_s=seconds(query.end_s),
             outcome=query.outcome,
             error=clean(query.error) or None,
+            cut_short=None if query.cut_short is None else clean(query.cut_short),
             num_output_tokens=query.num_output_tokens,
         )

@@ -37,7 +37,8 @@ class Bench:
                 **limits,
             }
         )
-        self.runner = V1OracleRunner(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
+        windows = (None,) if shape.sliding_window is None else (None, shape.sliding_window)
+        self.runner = V1OracleRunner(shape.num_blocks, shape.block_size, 1_000, shape.is_async, windows)
         self.engine = SimulatedEngine(shape, self.runner, always(1.0))
         assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
         self.scheduler = self.engine.scheduler

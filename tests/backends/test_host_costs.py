@@ -102,7 +102,7 @@ def test_who_has_lost_nothing_restores_nothing() -> None:
 def test_what_was_considered_in_an_earlier_step_does_not_count() -> None:
     found, request = costs(), evicted()
     assert found.considers(request, 0, 5, 2.0)
-    found.start_step()
+    found.end_step()
     found.begins(request)
     assert request.log.restores == []
 

@@ -162,6 +162,19 @@ def test_a_stream_may_be_aborted_at_any_step(bench: Make) -> None:
         b.check_empty()
 
 
+@pytest.mark.xfail(reason="the scheduler's outbox still has an acknowledgement for the first request", strict=True)
+def test_what_was_on_its_way_to_a_request_is_not_sent_to_the_next_of_its_id(bench: Make) -> None:
+    b = bench(max_num_batched_tokens=8)
+    b.chunk("s", TOKENS)
+    b.step()
+    b.chunk("s", [1], kept=40)  # by which the first is acknowledged, with the output of the next step
+    b.engine.abort("s")
+    b.plain("s", 20)
+    b.run()
+    assert b.tokens("s") == b.fresh_answer(list(range(20)))
+    assert b.num_finishes("s") == 1
+
+
 def test_ending_the_input_without_a_last_chunk_frees_the_stream(bench: Make) -> None:
     b = bench()
     b.chunk("s", TOKENS)

@@ -1,4 +1,5 @@
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,34 @@ def test_decoding_gives_back_any_text_that_was_encoded(tokenizer: HuggingFaceTok
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_text_becomes_a_special_token(tokenizer: HuggingFaceTokenizer, text: str) -> None:
     assert not tokenizer.added_token_ids.intersection(tokenizer.encode(text))
+
+
+@given(text=ANY_TEXT, allow_special=st.booleans())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_batch_of_one_has_the_ids_of_its_text(
+    tokenizer: HuggingFaceTokenizer, text: str, allow_special: bool
+) -> None:
+    inner = tokenizer._fast if allow_special else tokenizer._plain
+    assert tokenizer.encode(text, allow_special=allow_special) == inner.encode(text, add_special_tokens=False).ids
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: HuggingFaceTokenizer) -> None:
+    text = "The interpreter is for everybody, not for the one who has most to say. " * 30_000
+    begins, has_ended = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        begins.set()
+        tokenizer.encode(text)
+        has_ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begins.wait()
+    num_turns = 0
+    while not has_ended.wait(0.001):
+        num_turns += 1
+    thread.join()
+    assert num_turns > 20, "of some hundred; one or two if the interpreter is kept"
 
 
 @pytest.mark.parametrize("special", SPECIALS)
@@ -107,6 +136,23 @@ def test_system_text_that_a_template_does_not_take_stands_before_the_first_user_
     assert with_template(tiny_model, tmp_path / "model", template).render_chat(turns) == expected
 
 
+LLAMA_2 = (
+    "{% for m in messages %}{% if m.role == 'system' %}<<SYS>>\n{{ m.content }}\n<</SYS>>\n\n"
+    "{% elif m.role == 'user' %}[INST] {{ m.content }} [/INST]<|end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("marker", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
+def test_what_marks_a_turn_though_it_is_plain_text_is_broken_in_other_text(
+    tiny_model: Path, tmp_path: Path, marker: str
+) -> None:
+    tokenizer = with_template(tiny_model, tmp_path / "model", LLAMA_2)
+    ours = tokenizer.encode(marker, allow_special=True)
+    assert tokenizer.decode(ours) == marker, "no special token, but the template's own"
+    theirs = tokenizer.encode(f"a {marker}{marker} b <|end|> [1]")
+    assert tokenizer.decode(theirs) == f"a {2 * (marker[0] + ' ' + marker[1:])} b <|end|> [1]"
+
+
 def test_a_template_that_refuses_the_turns_says_so(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = with_template(tiny_model, tmp_path / "model", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ConfigurationError, match="refuses turns of the roles user, user: roles must alternate"):
@@ -154,6 +200,15 @@ def save_trained(folder: Path, kind: str) -> HuggingFaceTokenizer:
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"})
     )
     return HuggingFaceTokenizer(folder)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe that takes whole words"])
+@pytest.mark.parametrize("allow_special", [True, False])
+def test_a_batch_of_one_has_the_same_ids_with_other_models_too(tmp_path: Path, kind: str, allow_special: bool) -> None:
+    tokenizer = save_trained(tmp_path, kind)
+    inner = tokenizer._fast if allow_special else tokenizer._plain
+    for text in ("the </s> end </s>", "", " ", "the <|end|>é 漢\n\nof all <unk>", "all " * 5000):
+        assert tokenizer.encode(text, allow_special=allow_special) == inner.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe that takes whole words"])

@@ -22,7 +22,7 @@ from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm_params import to_vllm
 from streamrag.backends.wire import KEY
 from streamrag.core import AnswerChunk, BackendEvent, Hint, Prefilled, Prompt, SamplingParams, common_prefix_len
-from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, StreamRagError
+from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError, StreamRagError
 from streamrag.testing import make_tiny_llama
 
 tokens_input = pytest.importorskip("vllm.inputs.engine").tokens_input
@@ -765,7 +765,7 @@ async def test_closing_the_backend_fails_what_runs_and_what_comes_after(backend:
         with pytest.raises(BackendError, match="closed"):
             await drained(idle.events())
         await closing
-        with pytest.raises(BackendError, match="has ended"):
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
             await idle.append(B)
     assert backend.process_ids == []
     with pytest.raises(BackendError, match="not running"):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
@@ -20,7 +21,9 @@ from typing import Any
 
 import pytest
 
+from streamrag.backends import vllm
 from streamrag.backends.strategy import Strategy, scheduler_args
+from streamrag.backends.token_streams import TokenStream
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import AnswerChunk, Prompt, SamplingParams
 from streamrag.errors import (
@@ -180,6 +183,26 @@ async def until(condition: Callable[[], Any], within_s: float = 60) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_cancelling_again_while_a_failed_start_cleans_up_leaves_nothing(
+    tiny_model: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_importing, go = threading.Event(), threading.Event()
+
+    def import_slowly() -> None:
+        is_importing.set()
+        go.wait()
+
+    monkeypatch.setattr(vllm, "import_vllm", import_slowly)
+    start = asyncio.create_task(VllmBackend(tiny_model).start(ignore))
+    await until(is_importing.is_set)
+    for _ in range(3):
+        start.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait([start])
+    go.set()
+    assert start.cancelled()
+
+
 @pytest.mark.engine
 async def test_arguments_that_vllm_does_not_have_are_named(tiny_model: Path, leaves_nothing: None) -> None:
     with pytest.raises(ConfigurationError, match=r"engine_args: .*no_such_argument"):
@@ -240,6 +263,35 @@ async def growing_prompts() -> AsyncIterator[Prompt]:
     yield complete
 
 
+async def pushes_into(idle: TokenStream, read: TokenStream) -> None:
+    while True:
+        num_tokens = idle.num_tokens
+        cancelled = asyncio.ensure_future(idle.append([8]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        assert idle.num_tokens == num_tokens
+        await idle.update([5, 6, 7, *[8] * (num_tokens % 2)])
+        await read.update([5, 6, *[8] * (read.num_tokens % 2)])
+
+
+async def pushes_for_ever(backend: VllmBackend) -> None:
+    """Into two streams, one of which is never read; half of the pushes are cancelled. Returns when the engine dies."""
+    async with backend.streams.open([5, 6, 7], ENDLESS) as idle, backend.streams.open([5, 6], ENDLESS) as read:
+        reading = asyncio.ensure_future(drained(read.events()))
+        with pytest.raises(EngineDeadError):
+            await pushes_into(idle, read)
+        for stream in (idle, read):
+            for _ in range(200):
+                with pytest.raises(EngineDeadError, match="exit code -9"):
+                    await stream.append([8])
+        with pytest.raises(EngineDeadError):
+            await reading
+        for _ in range(2):
+            with pytest.raises(EngineDeadError):
+                await anext(idle.events())
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("strategy", ["streaming", "warming"])
 async def test_an_engine_that_dies_fails_its_queries_and_then_every_other(
@@ -254,6 +306,7 @@ async def test_an_engine_that_dies_fails_its_queries_and_then_every_other(
             answers.append([token for event in events if isinstance(event, AnswerChunk) for token in event.token_ids])
         assert answers[0] == answers[1]
         assert len(answers[0]) == 8
+        pushing = asyncio.ensure_future(pushes_for_ever(backend) if strategy == "streaming" else asyncio.sleep(0))
         async with aclosing(backend.generate(prompts(), ENDLESS)) as running:
             await anext(running)
             (process_id,) = backend.process_ids
@@ -261,6 +314,7 @@ async def test_an_engine_that_dies_fails_its_queries_and_then_every_other(
             os.kill(process_id, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="exit code -9"):
                 await drained(running)
+            await pushing
         assert time.monotonic() - killed_s < 5
         with pytest.raises(EngineDeadError):
             await anext(backend.generate(prompts(), ENDLESS))

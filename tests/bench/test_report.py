@@ -140,6 +140,15 @@ def test_strange_names_stay_text() -> None:
     assert "streaming <script>alert(1)</script>/recompute" in page.text
 
 
+def test_what_a_terminal_would_obey_and_what_cannot_be_seen_is_not_in_a_report() -> None:
+    hostile = "\x1b[2J\x9b\u202e\u200b$x$ $\\frac{$\ud800"
+    made = made_result(settings(policy=hostile, workload=hostile))
+    odd = digest(replace(made, provenance={hostile: {hostile: hostile}}))
+    page = make_report([odd], slos={}, failed={hostile: hostile})
+    assert not {*"\x1b\x9b\u202e\u200b\ud800"} & set(page)
+    page.encode()
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

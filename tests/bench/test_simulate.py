@@ -16,8 +16,9 @@ from streamrag.bench.simulate import run_cell
 from streamrag.bench.summary import digest
 from streamrag.bench.timeline import make_timeline
 from streamrag.bench.workload import NUM_TAIL_TOKENS
-from streamrag.engine.costs import load_profile, save_profile
+from streamrag.engine.costs import TableProfile, load_profile, save_profile
 from streamrag.errors import ConfigurationError
+from streamrag.reading import as_dataclass
 from streamrag.trace.values import Trace, TracedQuery
 
 H200 = load_profile("h200-llama8b-tp2")
@@ -214,7 +215,7 @@ def test_stock_sessions_that_stand_still_are_reported_as_far_as_they_came() -> N
 
 def test_a_result_can_be_written_and_read() -> None:
     result = run_cell(settings(arm="streaming", kv_tokens=None), trace=APPENDS, keep_steps=True)
-    assert CellResult.from_dict(json.loads(json.dumps(result.as_dict()))) == result
+    assert as_dataclass(CellResult, json.loads(json.dumps(result.as_dict()))) == result
     assert result.provenance["kv_tokens"] == H200.kv_tokens
     assert result.provenance["simulated_s_per_wall_s"] > 0
 
@@ -251,3 +252,21 @@ async def test_a_simulated_engine_refuses_the_wall_clock() -> None:
     engine = simulated_engine(EngineShape(100), by_parts(lambda parts: 1.0), is_stock=True)
     with pytest.raises(ConfigurationError, match="runs in virtual time only"):
         await SimulatedClient(engine).__aenter__()
+
+
+def test_contexts_are_cut_to_a_budget_or_to_the_length_of_the_engine_that_was_measured(tmp_path: Path) -> None:
+    trace = Trace((appending("q", 0.0, 3_000, 3_000), appending("r", 0.0, 100)))
+    result = run_cell(settings(max_context_tokens=4_000), trace=trace)
+    assert (result.provenance["max_context_tokens"], result.provenance["num_contexts_cut"]) == (4_000, 1)
+    record = result.requests[0].record
+    assert record is not None
+    assert record.num_prompt_tokens == 3_000 + NUM_TAIL_TOKENS
+    measured = TableProfile("x", "y", ((1, 0.1), (512, 0.2)), 0.0, 0.0, 10_000, provenance={"max_model_len": 3_500})
+    save_profile(measured, tmp_path / "profile.json")
+    result = run_cell(settings(profile=str(tmp_path / "profile.json")), trace=trace)
+    assert (result.provenance["max_context_tokens"], result.provenance["num_contexts_cut"]) == (3_466, 1)
+    assert "max_context_tokens" not in run_cell(settings(), trace=trace).provenance
+    with pytest.raises(ConfigurationError, match="--max-context-tokens"):
+        run_cell(settings(kv_tokens=4_000), trace=trace)
+    with pytest.raises(ConfigurationError, match="blocks of 16 tokens is not simulated"):
+        run_cell(settings(kv_tokens=10**9), trace=trace)

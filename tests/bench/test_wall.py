@@ -6,6 +6,7 @@ from small_loads import APPENDS, UPDATES, appending, settings
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.bench.wall import run_cell
+from streamrag.bench.workload import NUM_TAIL_TOKENS
 from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace
 
@@ -38,6 +39,18 @@ def test_a_real_engine_refuses_virtual_time() -> None:
 
     with pytest.raises(ConfigurationError, match="wall clock only"):
         run_virtual(main())
+
+
+@pytest.mark.engine
+def test_contexts_longer_than_the_model_are_cut_and_answered(tiny_model: Path) -> None:
+    trace = Trace((appending("q", 0.0, 6_000, 6_000, 500), appending("r", 0.0, 100)))
+    result = run_cell(wall(model=str(tiny_model), max_num_batched_tokens=2_048, kv_tokens=16_384), trace=trace)
+    assert [request.query_id for request in result.requests] == ["q", "r"]
+    assert result.provenance["num_contexts_cut"] == 1
+    assert result.provenance["max_context_tokens"] == 8_192 - NUM_TAIL_TOKENS - 2
+    record = result.requests[0].record
+    assert record is not None
+    assert record.num_prompt_tokens == 6_500 + NUM_TAIL_TOKENS
 
 
 @pytest.mark.engine

@@ -1,9 +1,10 @@
 import asyncio
+import random
 import statistics
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
-from small_loads import APPENDS, UPDATES, appending, settings, updating
+from small_loads import APPENDS, UPDATES, appending, random_query, settings, updating
 
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.bench.workload import (
@@ -11,6 +12,7 @@ from streamrag.bench.workload import (
     Arriving,
     Piece,
     Tokens,
+    fitted,
     load_trace,
     longest_prompt,
     make_load,
@@ -18,6 +20,7 @@ from streamrag.bench.workload import (
 )
 from streamrag.core import Hint
 from streamrag.errors import ConfigurationError
+from streamrag.trace.statistics import contexts
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
 
@@ -135,3 +138,57 @@ def test_loads_that_cannot_be_are_refused() -> None:
     for changes, named in (({}, "give qps"), ({"workload": "nowhere.jsonl"}, "'nowhere.jsonl'")):
         with pytest.raises(ConfigurationError, match=named):
             load_trace(settings(**changes))
+
+
+# ---------------------------------------------------------------------------------------------------------- budgets
+
+
+def context_sizes(query: TracedQuery) -> list[int]:
+    return [sum(chunk.num_tokens for chunk in context) for context in contexts(query.events)]
+
+
+def test_contexts_keep_to_the_model_s_length_as_those_of_a_pipeline_do() -> None:
+    queries = (
+        appending("grows", 0.0, 600, 500, 300, 100),  # the second does not fit, and the third still does
+        updating("changes", 0.0, ("a", "b"), ("c",), ("b", "a")),
+        appending("small", 0.0, 1_000),
+        appending("large", 0.0, 2_000),
+    )
+    load = fitted(settings(num_output_tokens=7), queries, 1_000 + NUM_TAIL_TOKENS + 7 + 1)
+    assert (load.max_context_tokens, load.num_cut) == (1_000, 3)
+    assert [context_sizes(query) for query in load.queries] == [[600, 900, 1_000], [700, 700, 700], [1_000], []]
+    assert [query.end_s for query in load.queries] == [query.end_s for query in queries]
+    assert longest_prompt(load.queries) == 1_000 + NUM_TAIL_TOKENS
+    pieces, _ = pieces_of(load.queries[3])
+    assert [(len(piece.token_ids), piece.is_last) for _, piece in pieces] == [(NUM_TAIL_TOKENS, True)]
+
+
+def test_a_pipeline_leaves_out_the_same_chunks() -> None:
+    rng = random.Random(5)
+    for number in range(50):
+        query = random_query(f"q{number}", rng, can_update=number % 2 == 0)
+        budget = rng.randrange(4_000, 9_000)  # any one chunk fits
+        (cut,) = fitted(settings(max_context_tokens=budget), [query], None).queries
+        expected = []
+        for context in contexts(query.events):
+            left, kept = budget, []
+            for chunk in context:
+                if chunk.num_tokens <= left:
+                    left -= chunk.num_tokens
+                    kept.append(chunk.key)
+            expected.append(kept)
+        found = [[chunk.key for chunk in context] for context in contexts(cut.events)]
+        assert [k for k, _ in groupby(found)] == [k for k, _ in groupby(expected)]
+
+
+def test_a_budget_is_the_smaller_of_what_is_set_and_what_there_is_room_for() -> None:
+    query = appending("q", 0.0, 100)
+    assert fitted(settings(max_context_tokens=50), [query], 4_096).max_context_tokens == 50
+    assert fitted(settings(max_context_tokens=5_000), [query], 4_096).max_context_tokens == 4_096 - NUM_TAIL_TOKENS - 2
+    assert fitted(settings(), [query], None).max_context_tokens is None
+    for changes, length, message in (
+        ({"max_context_tokens": 0}, 4_096, "max_context_tokens=0: it must be at least 1"),
+        ({"num_output_tokens": 4_000}, 4_000, "has no room for a context beside 32 of the question and 4000"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            fitted(settings(**changes), [query], length)

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["MUTANTS", "Mutant", "seeds_to_catch"]
 
-OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.record_checks", "tests.engine.scenarios")
+OURS = ("streamrag", "tests.engine.fuzz")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ LOG = "streamrag.backends.request_log"
 PROMPTS, INTAKE = "streamrag.backends.prompts", "streamrag.backends.stream_intake"
 SCHEDULER = "streamrag.backends.scheduler"
 HOST_MEMORY, HOST_POOL = "streamrag.backends.host_memory", "streamrag.engine.host_pool"
+KV_MEMORY = "streamrag.backends.kv_memory"
 REQUEST, PLANNING = "streamrag.backends.stream_request", "streamrag.engine.planning"
 
 MUTANTS = (
@@ -160,7 +161,7 @@ MUTANTS = (
         "what was computed from a failed load stays",
         HOST_MEMORY,
         "suspects = [self._suspects, *self._in_flight]",
-        "suspects = [Suspects(set(block_ids), set())]",
+        "suspects = [Suspects({}, set(block_ids), set())]",
         400,
     ),
     Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 10_000),
@@ -170,6 +171,98 @@ MUTANTS = (
         "an answer after a failed load counts", SCHEDULER, "drop_stale_output=True", "drop_stale_output=False", 1_000
     ),
     Mutant("idle streams are no victims", PLANNING, "for r in self._idle() if r.num_blocks]", "for r in ()]", 100),
+    # What only the rarer situations show.
+    Mutant(
+        "host memory survives a reset",
+        SCHEDULER,
+        "                self.host_memory.forget()\n",
+        "                pass\n",
+        1_000,
+    ),
+    Mutant(
+        "host memory forgets before the running requests are preempted",
+        SCHEDULER,
+        "            return super().reset_prefix_cache(reset_running_requests, reset_connector)\n"
+        "        finally:\n"
+        "            # Last, whether vLLM resets its connector or not: those that ran have only now given up what they "
+        "held.\n"
+        "            if self.host_memory is not None:\n"
+        "                self.host_memory.forget()\n",
+        "            if self.host_memory is not None:\n"
+        "                self.host_memory.forget()\n"
+        "        finally:\n"
+        "            return super().reset_prefix_cache(reset_running_requests, reset_connector)\n",
+        3_000,
+    ),
+    Mutant(
+        "the end of input ends answers too", INTAKE, "StreamRequest) and stream.is_partial:", "StreamRequest):", 200
+    ),
+    Mutant("finishing all requests finishes none", INTAKE, "ids = list(self.requests)", "ids = []", 200),
+    Mutant("a failed load is tried for ever", HOST_MEMORY, "        self.pool.drop(keys)\n", "", 3_000),
+    Mutant(
+        "a possibly bad load is written through",
+        HOST_MEMORY,
+        "if any(blocks[index].block_id in suspects.blocks for suspects in self._in_flight):",
+        "if False:",
+        10_000,
+    ),
+    Mutant("a pause plans and evicts", SCHEDULER, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
+    Mutant(
+        "who is stuck is remembered in a pause",
+        SCHEDULER,
+        "        self._num_free_when_stuck = None  # only a plan says who is stuck, and while paused there is none\n",
+        "",
+        2_000,
+    ),
+    Mutant(
+        "a grammar that is ready is looked at only while nobody else waits",
+        SCHEDULER,
+        "        if not self._handle_blocked_waiting_request(request):\n",
+        "        is_blocked = self._is_blocked_waiting_status(request.status) and len(self.waiting) > 1\n"
+        "        if is_blocked or not self._handle_blocked_waiting_request(request):\n",
+        200,
+    ),
+    Mutant("what the ended have lost is kept for them", HOST_MEMORY, "in request.released_blocks:", "in ():", 200),
+    Mutant("lookups outlive their step", SCHEDULER, "            self.kv_memory.end_step()\n", "", 200),
+    Mutant("considerations outlive their step", HOST_MEMORY, "        self.costs.end_step()\n", "", 200),
+    Mutant("starts outlive their step", HOST_MEMORY, "        self._starts.clear()\n", "", 200),
+    Mutant("the watermark is not planned for", KV_MEMORY, " + self._manager.watermark_blocks", "", 3_000),
+    Mutant("shared blocks count as freed", KV_MEMORY, "block.ref_cnt == 1 and not", "not", 3_000),
+    Mutant(
+        "those that have shown a token take each other's slots",
+        PLANNING,
+        "        shown.sort(key=lambda r: not r.is_running)\n",
+        "",
+        3_000,
+    ),
+    Mutant(
+        "acknowledged while still computing",
+        INTAKE,
+        "if stream.num_in_flight_tokens > stream.num_stale_output_tokens:",
+        "if False:",
+        100,
+    ),
+    Mutant(
+        "an updated prompt's output in flight counts",
+        PROMPTS,
+        "request.num_stale_output_tokens = request.num_in_flight_tokens",
+        "request.num_stale_output_tokens = 0",
+        3_000,
+    ),
+    Mutant(
+        "an updated prompt's output in flight is delivered",
+        PROMPTS,
+        "request.drop_stale_output = request.num_in_flight_tokens > 0",
+        "request.drop_stale_output = False",
+        3_000,
+    ),
+    Mutant(
+        "a wrong number of computed tokens is acknowledged",
+        INTAKE,
+        '"num_computed": stream.num_computed_tokens',
+        '"num_computed": stream.num_prompt_tokens',
+        50,
+    ),
 )
 
 

@@ -3,7 +3,9 @@
 from collections import Counter
 
 import pytest
-from fuzz import run_seed, run_seeds
+
+from tests.engine.fuzz import play, run_seeds
+from tests.engine.fuzz.scenarios import make_load
 
 FAILED_ONCE = [2_769, 3_058]
 """What the scheduler did wrong before, in loads that others come across too rarely.
@@ -12,23 +14,39 @@ FAILED_ONCE = [2_769, 3_058]
 3058: the prefix cache was reset, and a partial prompt that could start then was left asleep.
 """
 SITUATIONS = [
+    "aborts by a pause",
+    "aborts in mid-step",
     "aborts of idle streams",
+    "chunks after a gap",
     "chunks after the end",
     "chunks for idle streams without KV",
+    "chunks in a pause",
     "chunks for preempted streams",
     "chunks in mid-prefill",
     "chunks with steps in flight",
+    "clients that gave up",
+    "events: Malformed",
     "forced preemptions",
+    "host blocks not loaded",
+    "host blocks not saved",
     "identical final prompts",
+    "pauses: abort",
+    "pauses: keep",
+    "pauses: wait",
     "plain requests",
+    "plain requests with a grammar",
     "prefix cache resets",
     "preemptions",
     "prompts that change token 0",
     "prompts that invalidate KV",
     "prompts that outgrow the model",
     "prompts that shrink",
+    "request ids used again",
     "runs: asynchronous",
     "runs: runner V2",
+    "runs: with bad slots",
+    "runs: with small host",
+    "runs: with weights",
     "runs: without prefix cache",
     "steps with more idle streams than slots",
     "the engine slept beside idle streams",
@@ -45,5 +63,5 @@ def test_a_thousand_random_loads_are_served_correctly_and_meet_every_situation()
 @pytest.mark.parametrize("seed", FAILED_ONCE)
 def test_loads_that_once_went_wrong_are_served_correctly(seed: int) -> None:
     met: Counter[str] = Counter()
-    run_seed(seed, met)
+    play(make_load(seed), met)
     assert met["answers checked"]

@@ -1,6 +1,6 @@
 """What a plan promises, whatever the requests and the policy."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from strategies import BLOCK_SIZE, SPECS, view_lists, views
 
 from streamrag.engine import Limits, Plan, RequestView, make_policy, plan
-from streamrag.engine.planning import MOST_TRIES
+from streamrag.engine.planning import MOST_TRIES, NUM_IN_TURN
 
 
 @dataclass
@@ -141,6 +141,26 @@ def test_of_many_partial_prompts_that_do_not_fit_only_the_first_are_asked_what_t
     assert [g.request.request_id for g in enough.grants] == ["complete"]
 
 
+def test_everybody_is_asked_in_turn_at_no_more_cost() -> None:
+    too_big = [RequestView(f"partial {i}", i, i, 160, is_complete=False) for i in range(40)]
+    small = RequestView("small", 98, 98, 16, is_complete=False)
+    complete = RequestView("complete", 99, 99, 32)
+    order = [*too_big, small, complete]
+    steps = [plan(order, list, replace(Limits(1000, 8), turn=turn), Blocks(3)) for turn in range(7, 7 + 11)]
+    assert sum(any(g.request is small for g in made.grants) for made in steps) == 1
+    assert all(len(made.waiting) <= MOST_TRIES + NUM_IN_TURN for made in steps)
+    assert {r.request_id for made in steps for r in made.waiting} == {r.request_id for r in too_big}
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_when_nobody_has_anything_to_do_everybody_is_asked_at_once(num_ahead: int) -> None:
+    too_big = [RequestView(f"partial {i}", i, i, 160, is_complete=False) for i in range(40)]
+    small = RequestView("small", 98, 98, 16, is_complete=False)
+    made = plan([*too_big, small], list, Limits(1000, 8, num_ahead=num_ahead), Blocks(3))
+    assert [g.request.request_id for g in made.grants] == ([] if num_ahead else ["small"])
+    assert len(made.waiting) == (MOST_TRIES if num_ahead else 40)
+
+
 def test_what_a_stuck_partial_prompt_holds_may_be_had_from_behind_it() -> None:
     partial = RequestView("partial", 0, 0, 160, 32, 2, is_complete=False)
     complete = RequestView("complete", 1, 1, 64)
@@ -208,3 +228,10 @@ def test_an_evicted_partial_prompt_starts_again_only_where_memory_is_left_or_it_
     assert make("fcfs", [evicted], [], limits, Blocks(7)).grants
     assert make("fcfs", [evicted._replace(was_evicted=False)], [], limits, Blocks(6)).grants
     assert make("fcfs", [evicted._replace(is_complete=True)], [], limits, Blocks(6)).grants
+
+
+def test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first() -> None:
+    preempted = RequestView("preempted", 0, 0, 33, 0, 0, has_output=True)
+    running = RequestView("running", 1, 1, 33, 32, 3, has_output=True, is_running=True)
+    made = make("arrival", [preempted, running], [], Limits(100, 1), Blocks(10))
+    assert [g.request for g in made.grants] == [running]

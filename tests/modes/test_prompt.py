@@ -122,6 +122,26 @@ def test_a_prompt_without_context_says_so(tokenizer: HuggingFaceTokenizer) -> No
     assert "(no documents were found)\n\nQuestion: How?" in tokenizer.decode(step.prompt.token_ids)
 
 
+@pytest.mark.parametrize("chunks", [[], [Chunk("text", "a.md")]])
+def test_a_context_that_fills_its_budget_leaves_room_for_what_stands_behind_it(chunks: list[Chunk]) -> None:
+    """Whether retrieval was cut short is known last, when the passages have taken what room there was."""
+    tokenizer, template = CodePointTokenizer(), PromptTemplate(cut_short="!" * 70, passage="{text}")
+    max_model_len = 400
+    made = PromptAssembler(tokenizer, template, QUESTION, max_model_len=max_model_len, max_tokens=10)
+    chunks = [*chunks, Chunk("x" * (made.max_context_tokens - 4 * len(chunks)), "b.md")]
+    step = made.assemble(chunks, is_complete=True, is_cut_short=True)
+    assert step.included == tuple(chunks)
+    assert len(step.prompt.token_ids) == max_model_len - 10
+    assert "!" * 70 + "Question" in tokenizer.decode(step.prompt.token_ids)
+
+
+def test_a_template_may_keep_from_the_model_that_retrieval_was_cut_short() -> None:
+    made = assembler(CodePointTokenizer(), cut_short="")
+    for chunks in ([], [Chunk("text", "a.md")]):
+        told, untold = (made.assemble(chunks, is_complete=True, is_cut_short=cut) for cut in (True, False))
+        assert told.prompt.token_ids == untold.prompt.token_ids
+
+
 def test_a_smaller_passage_may_fit_behind_one_that_does_not() -> None:
     small, big, tiny = Chunk("s" * 20, "s"), Chunk("b" * 100, "b"), Chunk("t", "t")
     template = {"passage": "{text}"}
@@ -140,7 +160,7 @@ def test_numbers_are_those_of_the_citations_when_something_is_left_out() -> None
 
 
 def test_a_question_that_does_not_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(PromptTooLongError, match=r"take \d+ tokens, and max_tokens=10 .* length of 100"):
+    with pytest.raises(PromptTooLongError, match=r"take at least \d+ tokens, and max_tokens=10 .* length of 100"):
         PromptAssembler(CodePointTokenizer(), PromptTemplate(), "x" * 100, max_model_len=100, max_tokens=10)
 
 

@@ -1,13 +1,15 @@
 """A worker's handler that does whatever a test asks for."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from streamrag.sources.worker_main import Handler
+from streamrag.sources.worker_main import OUT_OF_MEMORY, Handler
 
 
 def make(*, fault: str = "", folder: str = "") -> Handler:
@@ -43,6 +45,14 @@ def handle(header: dict[str, Any], body: bytes) -> dict[str, Any]:
             while not Path(header["until"]).exists():
                 time.sleep(0.01)
             return {"pid": os.getpid()}
+        case "hold the interpreter":
+            ctypes.PyDLL(None).sleep(1000)
+        case "compute":
+            signal.setitimer(signal.ITIMER_PROF, 0.1)
+            while True:
+                pass
+        case "take memory":
+            os._exit(OUT_OF_MEMORY)
         case "print":
             print("{}" * 1000, flush=True)
             return {"pid": os.getpid()}

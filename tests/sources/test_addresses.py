@@ -60,3 +60,9 @@ def test_what_is_no_address_at_all_is_a_mistake(url: object) -> None:
 @pytest.mark.parametrize("address", ["8.8.8.8", "::ffff:8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"])
 def test_public_addresses_are_allowed(address: str) -> None:
     assert addresses._is_public(ipaddress.ip_address(address))
+
+
+def test_an_address_of_any_length_is_refused_before_it_is_looked_at() -> None:
+    assert normalize_url("http://docs.example/" + "a" * 1980) is not None
+    for url in ("http://docs.example/" + "a" * 1981, "../" * 1000, "http://" + "ü" * 1_000_000):
+        assert normalize_url(url, "http://docs.example/") is None

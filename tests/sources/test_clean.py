@@ -1,16 +1,20 @@
 import os
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from hostile_pages import HTML, TEXT, attributes
 
-from streamrag.sources.workers import WorkerJobError, WorkerPool
+from streamrag.sources.workers import WorkerJobError, WorkerLimitError, WorkerPool
 
 pytest.importorskip("crawl4ai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MAX_CPU_S = 10.0
+"""Twice what the slowest of our pages takes; what is quadratic takes minutes."""
 
 URL = "http://docs.example/guide/page.html"
 
@@ -23,7 +27,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cleaner(home: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WorkerPool]:
     scratch = str(tmp_path_factory.mktemp("scratch"))
+    async with cleaning(scratch, home) as pool:
+        yield pool
+
+
+@asynccontextmanager
+async def cleaning(scratch: str, home: Path, **limits: Any) -> AsyncIterator[WorkerPool]:
     options = {"scratch": scratch, "user_agent": "test", "page_timeout_s": 10, "cdp_url": None}
+    options |= {"max_page_cpu_s": MAX_CPU_S, "max_page_memory_bytes": 512 << 20, **limits}
     env = {"CRAWL4_AI_BASE_DIRECTORY": scratch, "HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     pool = WorkerPool("streamrag.sources.clean:PageCleaner", options, size=1, name="cleaner", env=env)
     await pool.start()
@@ -35,7 +46,7 @@ async def clean(cleaner: WorkerPool, page: str | bytes, query: str = "?", **job:
     """The worker's answer. The query without words keeps all text."""
     body = page.encode() if isinstance(page, str) else page
     defaults = {"url": URL, "kind": "html", "charset": "", "query": query, "max_chars": 10_000}
-    return await cleaner.run({**defaults, **job}, body, timeout_s=20)
+    return await cleaner.run({**defaults, **job}, body, timeout_s=120)
 
 
 def text(answer: dict[str, Any]) -> str:
@@ -220,3 +231,65 @@ async def test_nothing_is_written_outside_the_scratch_folder(cleaner: WorkerPool
     await clean(cleaner, "<p>text</p>")
     assert os.listdir(home) == []
     assert os.listdir() == before
+
+
+# ------------------------------------------------------------------------------------------- pages made to be slow
+
+
+@pytest.mark.parametrize("num_chars", [60_000, 1_000_000])
+@pytest.mark.parametrize("family", TEXT)
+async def test_a_text_that_is_made_to_be_slow_is_read_within_the_limit(
+    cleaner: WorkerPool, family: str, num_chars: int
+) -> None:
+    await clean(cleaner, TEXT[family](num_chars), "How do penguins swim?", kind="text")
+
+
+@pytest.mark.parametrize("num_chars", [60_000, 1_000_000])
+@pytest.mark.parametrize("family", HTML)
+async def test_a_page_that_is_made_to_be_slow_is_read_within_the_limit(
+    cleaner: WorkerPool, family: str, num_chars: int
+) -> None:
+    with suppress(WorkerJobError):  # some are no page at all
+        await clean(cleaner, HTML[family](num_chars), "How do penguins swim?")
+
+
+async def test_what_is_slow_all_the_same_ends_at_its_limit_of_computing_time(home: Path, tmp_path: Path) -> None:
+    async with cleaning(str(tmp_path), home, max_page_cpu_s=0.3) as cleaner:
+        with pytest.raises(WorkerLimitError, match="more computing time than it may"):
+            await clean(cleaner, attributes(1_000_000))
+        assert await text_of(cleaner, "<p>next</p>") == "next"
+
+
+@pytest.mark.parametrize("page", ["<p>a" * 500_000, "penguins swim " * 250_000])
+async def test_what_takes_too_much_memory_ends_its_worker_and_no_other(home: Path, tmp_path: Path, page: str) -> None:
+    async with cleaning(str(tmp_path), home, max_page_memory_bytes=4 << 20) as cleaner:
+        with pytest.raises(WorkerLimitError, match="more memory than it may"):
+            await clean(cleaner, page, kind="html" if page.startswith("<") else "text")
+        assert await text_of(cleaner, "<p>next</p>") == "next"
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"),
+    [
+        ("<p>Penguins swim.</p>" + "<p>a</p>" * 50_000, "html"),
+        ("<p>Penguins swim.</p>" + "&lt;" * 500_000, "html"),
+        ("Penguins swim. " * 100_000, "text"),
+        ("a b\n\n# c\n\n" * 9000, "text"),
+    ],
+)
+async def test_of_a_page_that_is_too_large_the_beginning_is_read(cleaner: WorkerPool, page: str, kind: str) -> None:
+    answer = await clean(cleaner, page, kind=kind)
+    assert answer["is_cut"]
+    assert text(answer) != ""
+    assert not (await clean(cleaner, page[:1000], kind=kind))["is_cut"]
+
+
+async def test_blanks_between_words_stay_where_elements_go(cleaner: WorkerPool) -> None:
+    page = """<p>one<span> </span>two<b></b>three <i><u></u></i>four</p><pre>a<span>  </span>b</pre>
+        <noscript>no</noscript>five"""
+    assert (await text_of(cleaner, page)).split("\n\n") == ["one twothree four", "```\na  b\n```", "five"]
+
+
+@pytest.mark.parametrize("charset", ["punycode", "idna", "unicode_escape", "utf-7", "rot13", "zlib", "undefined"])
+async def test_codecs_that_are_no_charset_of_pages_are_not_used(cleaner: WorkerPool, charset: str) -> None:
+    assert await text_of(cleaner, "<p>Grüße \\u0041 +AEE-</p>", charset=charset) == "Grüße \\u0041 +AEE-"

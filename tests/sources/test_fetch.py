@@ -1,12 +1,13 @@
 import asyncio
 import datetime
 import gzip
+import itertools
 import socket
 import ssl
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from website import Website
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources import addresses
-from streamrag.sources.fetch import Fetcher, FetchLimits, Page, UnusablePageError
+from streamrag.sources.fetch import CostlyPageError, Fetcher, FetchLimits, NoConnectionError, Page, UnusablePageError
+from streamrag.sources.threads import Threads
 
 CONTEXT = ssl.create_default_context()
 
@@ -32,9 +34,11 @@ async def site() -> AsyncIterator[Website]:
 async def fetching(
     *, resolved: dict[str, Sequence[str]] | None = None, context: ssl.SSLContext | None = None, **limits: Any
 ) -> AsyncIterator[Fetcher]:
+    threads = Threads(2, "resolve")
+
     async def resolve(host: str, port: int) -> Sequence[str]:
         if resolved is None:
-            return await addresses.resolve(host, port)
+            return await addresses.resolve(host, port, threads=threads)
         if host not in resolved:
             raise socket.gaierror("Name or service not known")
         return resolved[host]
@@ -50,6 +54,8 @@ async def fetching(
         yield fetcher
     finally:
         await fetcher.aclose()
+        for _ in range(5):  # httpcore leaves its generators to the event loop, which ends them in its next steps
+            await asyncio.sleep(0)
 
 
 async def fetch(url: str, **options: Any) -> Page:
@@ -283,7 +289,7 @@ async def test_a_name_server_that_does_not_answer_is_given_up() -> None:
 
     limits = FetchLimits(page_timeout_s=5, connect_timeout_s=0.05, max_body_bytes=1000, allow_private=True)
     fetcher = Fetcher(limits, user_agent="test", ssl_context=CONTEXT, resolve=silent)
-    with pytest.raises(UnreachableError, match=r"no connection within 0\.05 s"):
+    with pytest.raises(NoConnectionError, match=r"no connection within 0\.05 s"):
         await fetcher.fetch("http://slow.example/", lambda url: None)
     await fetcher.aclose()
 
@@ -375,3 +381,184 @@ async def test_a_decompression_bomb_costs_no_more_than_the_limit(site: Website) 
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 16 << 20
+
+
+# ------------------------------------------------------------------------------------------- servers that send too much
+
+
+class RawServer:
+    """Sends what a test says, byte for byte, and counts what the client takes."""
+
+    def __init__(self, *parts: bytes, endlessly: bytes = b"") -> None:
+        self.parts = parts
+        self.endlessly = endlessly
+        self.num_taken = 0
+        """Bytes, those in the system's buffers included."""
+        self.answering: asyncio.Task[None] | None = None
+        self.url = ""
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.answering = asyncio.current_task()
+        writer.transport.set_write_buffer_limits(0)
+        with suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            for part in self.parts:
+                await self._send(writer, part)
+            while self.endlessly:
+                await self._send(writer, self.endlessly)
+            await reader.read()  # until the client has gone
+        writer.transport.abort()
+
+    async def _send(self, writer: asyncio.StreamWriter, part: bytes) -> None:
+        writer.write(part)
+        await writer.drain()
+        self.num_taken += len(part)
+        await asyncio.sleep(0)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["RawServer"]:
+        listening = socket.create_server(("127.0.0.1", 0))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        server = await asyncio.start_server(self._answer, sock=listening)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        try:
+            yield self
+        finally:
+            if self.answering:
+                await asyncio.wait([self.answering])
+            server.close()
+            await server.wait_closed()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+KERNEL_BYTES = 8 << 20
+"""More than the buffers of both sockets hold."""
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
+async def test_what_follows_the_end_of_compression_is_not_kept(compress: Any) -> None:
+    head = HEAD + b"Content-Encoding: gzip\r\n\r\n"
+    async with RawServer(head + compress(b"<p>text"), endlessly=bytes(1 << 20)).running() as server:
+        tracemalloc.start()
+        page = await fetch(server.url, max_body_bytes=64 << 20)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert page.body == b"<p>text"
+    assert server.num_taken < KERNEL_BYTES
+    assert peak_bytes < KERNEL_BYTES
+
+
+async def test_of_several_compressed_streams_the_first_is_the_page(site: Website) -> None:
+    body = gzip.compress(b"<p>first") + gzip.compress(b"second")
+    assert (await fetch(site.add("/a", body, headers={"Content-Encoding": "gzip"}))).body == b"<p>first"
+
+
+async def test_a_compressed_page_leaves_its_connection_open_for_the_next(site: Website) -> None:
+    url = site.add("/a", gzip.compress(b"<p>text"), headers={"Content-Encoding": "gzip"})
+    async with fetching() as fetcher:
+        for _ in range(3):
+            await fetcher.fetch(url, lambda url: None)
+            assert site.num_open == 1
+    assert site.num_connections == 1
+
+
+@pytest.mark.parametrize(
+    ("beginning", "endlessly"),
+    [
+        (HEAD + b"Content-Encoding: gzip\r\n\r\n\x1f\x8b\x08\x08\0\0\0\0\0\x03", b"x" * 4096),  # the name of the file
+        (HEAD + b"Content-Encoding: gzip\r\n\r\n\x1f\x8b\x08\0\0\0\0\0\0\x03", b"\0\0\0\xff\xff" * 800),  # empty blocks
+        (HEAD + b"\r\n", b"x" * 4096),
+        (CHUNKED, b"1000\r\n" + b"x" * 4096 + b"\r\n"),
+    ],
+)
+async def test_raw_bytes_count_as_well_as_decompressed_ones(beginning: bytes, endlessly: bytes) -> None:
+    async with RawServer(beginning, endlessly=endlessly).running() as server:
+        with pytest.raises(UnusablePageError, match="larger than max_body_bytes=1000000"):
+            await fetch(server.url, max_body_bytes=1_000_000)
+    assert server.num_taken < KERNEL_BYTES
+
+
+@pytest.mark.parametrize(
+    "endlessly",
+    [
+        b"X-Field: value\r\n",
+        b"a:\r\n",
+        b"X-Long: " + b"x" * 4096,
+        b"x" * 4096,
+    ],
+)
+async def test_a_head_without_end_is_given_up(endlessly: bytes) -> None:
+    async with RawServer(HEAD, endlessly=endlessly).running() as server:
+        with pytest.raises(UnusablePageError, match="head of the server's answer is larger than 32768 bytes"):
+            await fetch(server.url)
+    assert server.num_taken < KERNEL_BYTES
+
+
+@pytest.mark.parametrize("interim", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 X\r\nLink: </a>\r\n\r\n"])
+async def test_interim_responses_count_as_part_of_the_head(interim: bytes) -> None:
+    async with RawServer(interim * 3 + HEAD + b"Content-Length: 4\r\n\r\ntext").running() as server:
+        assert (await fetch(server.url)).body == b"text"
+    async with RawServer(endlessly=interim).running() as server:
+        with pytest.raises(UnusablePageError, match="head of the server's answer"):
+            await fetch(server.url)
+    assert server.num_taken < KERNEL_BYTES
+
+
+async def test_many_header_fields_are_refused_and_a_usual_number_is_not() -> None:
+    for num_fields, fits in ((150, True), (250, False)):
+        fields = b"".join(b"X-%d: x\r\n" % i for i in range(num_fields))
+        async with RawServer(HEAD + fields + b"Content-Length: 4\r\n\r\ntext").running() as server:
+            if fits:
+                assert (await fetch(server.url)).body == b"text"
+            else:
+                with pytest.raises(UnusablePageError, match="header fields"):
+                    await fetch(server.url)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "endlessly"),
+    [
+        (CHUNKED, b"1\r\nx\r\n"),  # six bytes for one
+        (CHUNKED, b"1;" + b"x" * 5000 + b"\r\nx\r\n"),  # extensions of chunks
+        (CHUNKED, b"1;" + b"x" * 4096),
+        (CHUNKED + b"4\r\ntext\r\n0\r\n", b"X-Trailer: value\r\n"),
+        (CHUNKED, b"0" * 4096),
+    ],
+)
+async def test_what_is_sent_beside_the_body_is_bounded(beginning: bytes, endlessly: bytes) -> None:
+    async with RawServer(beginning, endlessly=endlessly).running() as server:
+        with pytest.raises(UnusablePageError, match=r"bytes for|connection broke off: "):
+            await fetch(server.url)
+    assert server.num_taken < KERNEL_BYTES
+
+
+async def test_a_page_in_usual_chunks_with_trailers_is_a_page() -> None:
+    chunk = b"%x;name=value\r\n" % 1000 + b"x" * 1000 + b"\r\n"
+    async with RawServer(CHUNKED + chunk * 1000 + b"0\r\nX-Trailer: value\r\n\r\n").running() as server:
+        assert len((await fetch(server.url)).body) == 1_000_000
+
+
+@pytest.mark.parametrize("beginning", [b"", b"HTTP/1.1 200", HEAD, HEAD + b"\r\n", CHUNKED])
+async def test_an_answer_that_drips_is_given_up_at_the_pages_deadline(beginning: bytes) -> None:
+    answering = []
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answering.append(asyncio.current_task())
+        await reader.readuntil(b"\r\n\r\n")
+        gone = asyncio.create_task(reader.read())
+        with suppress(OSError):
+            for byte in itertools.chain(beginning, itertools.repeat(ord("1"))):
+                writer.write(bytes([byte]))
+                await writer.drain()
+                if (await asyncio.wait([gone], timeout=0.01))[0]:
+                    break
+        await asyncio.wait([gone])
+        writer.transport.abort()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    with pytest.raises(CostlyPageError, match=r"did not end within 0\.3 s"):
+        await fetch(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", page_timeout_s=0.3)
+    await asyncio.wait(answering)
+    server.close()
+    await server.wait_closed()

@@ -279,6 +279,16 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def lead_elsewhere(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to("../elsewhere")
+
+
+def become_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, truncate, flip_a_byte])
 @pytest.mark.parametrize(
     "name",
@@ -312,6 +322,13 @@ def test_a_file_that_is_not_as_it_was_written_is_corrupt(
             ),
             "a file elsewhere",
         ),
+        (lambda index: lead_elsewhere(index / "passages.jsonl"), "a file elsewhere, 'passages.jsonl'"),
+        (lambda index: become_a_pipe(index / "passages.jsonl"), "passages.jsonl is no file"),
+        (lambda index: (index / "manifest.json").write_text("[" * 100_000), "is damaged"),
+        (lambda index: (index / "manifest.json").write_text(" " * (17 << 20)), "more than 16 MiB"),
+        (lambda index: edit_manifest(index, probe=[float("inf")]), "is damaged"),
+        (lambda index: edit_manifest(index, dimension=10**17), "damaged at dimension"),
+        (lambda index: edit_manifest(index, embedder="x" * 2000), "damaged at embedder"),
     ],
 )
 def test_a_damaged_manifest_is_corrupt(index: Path, damage: Callable[[Path], object], message: str) -> None:

@@ -3,13 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.core import Append, Chunk, Hint, Skipped, SourceEvent, Update
+from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError, TraceError
 from streamrag.pipeline import Pipeline
 from streamrag.sources.replay import ReplaySource
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from streamrag.trace.recorder import TraceRecorder
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
+from streamrag.trace.write import write_trace
 
 A, B = Chunk("alpha", "a.md", "A", 1, 0.25), Chunk("beta", "b.md")
 EVENTS: list[SourceEvent] = [Append(B, Hint(2, 1.0)), Skipped("c.md", "empty"), Update((A, B), Hint(0))]
@@ -51,6 +52,24 @@ async def test_what_was_recorded_comes_again_at_its_times_or_later_ones(delay: f
     assert found == [Append(B, Hint(2, delay)), *EVENTS[1:]]
     due_s = [delay * at_s for at_s in (0.02, 0.02, 0.05, 0.07)]
     assert all(came >= due - 0.001 for came, due in zip(came_s, due_s, strict=True))
+
+
+async def test_a_retrieval_that_was_cut_short_says_so_again_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    steps = (Append(B), CutShort("crawl_timeout_s=30 were over"))
+    async with Pipeline(ScriptedSource(steps), ScriptedBackend("Yes."), recorder=TraceRecorder(path)) as pipeline:
+        assert [chunk async for chunk in pipeline.stream("why?")]
+    found, _ = await replayed(ReplaySource(path), "why?")
+    assert found == [*steps]
+
+
+def test_two_traces_are_two_kinds_of_source(tmp_path: Path) -> None:
+    trace = Trace((traced("why?", "one"),))
+    for name in ("crawl", "search"):
+        write_trace(trace, tmp_path / f"{name}.jsonl")
+    assert part_name(ReplaySource(tmp_path / "crawl.jsonl")) == "ReplaySource(crawl.jsonl)"
+    assert part_name(ReplaySource(tmp_path / "search.jsonl")) == "ReplaySource(search.jsonl)"
+    assert part_name(ReplaySource(trace)) == "ReplaySource"
 
 
 async def test_a_query_that_was_recorded_twice_is_replayed_in_turn() -> None:

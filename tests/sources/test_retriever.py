@@ -1,11 +1,14 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from streamrag.core import Chunk, SourceEvent, Update
@@ -177,3 +180,18 @@ async def test_a_pipeline_answers_from_it() -> None:
     async with pipeline, pipeline.stream("What?") as stream:
         assert [chunk async for chunk in stream]
     assert [(citation.source, citation.text) for citation in stream.result.sources] == [("on_loop", "What?")]
+
+
+async def test_a_function_that_hangs_takes_no_threads_but_its_own() -> None:
+    release = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    source = RetrieverSource(lambda query: [str(release.wait())])
+    asking = [asyncio.create_task(anext(source.stream("?"))) for _ in range(50)]
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(lambda: "free") == "free"
+            assert await anyio.to_thread.run_sync(lambda: "free") == "free"
+    finally:
+        release.set()
+    assert len(await asyncio.gather(*asking)) == 50

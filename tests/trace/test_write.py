@@ -1,9 +1,11 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from any_trace import traces  # type: ignore[import-not-found]
 from hypothesis import HealthCheck, given, settings
 
+from streamrag.core import Hint
 from streamrag.errors import TraceError
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
@@ -62,3 +64,24 @@ def test_provenance_must_be_plain(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"nowhere/trace\.jsonl cannot be written: No such file"):
         write_trace(one_query(), tmp_path / "nowhere" / "trace.jsonl")
+
+
+def test_what_would_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    chunk = TracedChunk("a", 1)
+    odd = (Hint(-1, float("inf")), Hint(2**40, float("nan")), Hint(1, 1e300))
+    query = TracedQuery("1", 0.0, "", tuple(TracedAppend(1.0, chunk, hint) for hint in odd), 1.0)
+    write_trace(Trace((query,)), path)
+    assert [event.hint for event in read_trace(path).queries[0].events] == [Hint(), Hint(), Hint(1)]
+    before = path.read_bytes()
+    for wrong, message in (
+        (replace(query, arrival_s=1e15), "arrival_s: input should be less than or equal to"),
+        (replace(query, events=(TracedAppend(1.0, TracedChunk("a", 2**31)),)), "num_tokens: input should be less than"),
+        (replace(query, text="x" * (17 << 20)), "a line of a trace has at most"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            write_trace(Trace((wrong,)), path, overwrite=True)
+    with pytest.raises(TraceError, match="must be plain values"):
+        write_trace(Trace((query,), {"x": float("nan")}), path, overwrite=True)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,8 +1,8 @@
 """Model runners that compute nothing. Imports vLLM.
 
-`OracleRunner` keeps in each KV slot a fingerprint of the prefix that it belongs to, and raises when attention would
-read a slot that belongs to another. It follows the bookkeeping of vLLM's runners, so that what they would remember
-wrongly it remembers wrongly too:
+`OracleRunner` keeps in each KV slot a fingerprint of the prefix that it belongs to and of the weights that computed it,
+and raises when attention would read a slot that belongs to others. It follows the bookkeeping of vLLM's runners, so
+that what they would remember wrongly it remembers wrongly too:
 
     V1  vllm/v1/worker/gpu_model_runner.py: _update_states, _update_streaming_request, _bookkeeping_sync
     V2  vllm/v1/worker/gpu/model_runner.py: finish_requests, add_requests, update_requests
@@ -34,6 +34,10 @@ NULL_BLOCK = 0
 """Stands where a request has no block any more: a window has moved on."""
 UNKNOWN = -1
 """A token that only the device knows yet."""
+FINGERPRINTS = (1 << 61) - 1
+"""How many there are."""
+NUM_UNHEARD = 2
+"""Reports that the scheduler has not read yet, at most."""
 
 
 class StaleKVError(AssertionError):
@@ -42,7 +46,7 @@ class StaleKVError(AssertionError):
 
 def fingerprint(before: int, token: int) -> int:
     """Of a prefix, given that of the prefix without its last token. The empty one is 0."""
-    return (before * 1_000_003 + token + 1) % ((1 << 61) - 1)
+    return (before * 1_000_003 + token + 1) % FINGERPRINTS
 
 
 def next_token(prefix: int, num_tokens_in_vocabulary: int) -> int:
@@ -58,16 +62,6 @@ class Runner(Protocol):
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """The output of one step. Steps are executed in the order in which they were scheduled."""
-
-
-def copied(
-    saved: list[int], failed: list[int] | None = None, invalid_block_ids: set[int] | None = None
-) -> KVConnectorOutput | None:
-    """What a worker says of its copies."""
-    if not (saved or failed or invalid_block_ids):
-        return None
-    report = CopyReport(saved=saved, failed=failed or [])
-    return KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids=invalid_block_ids or set())
 
 
 class BlindRunner:
@@ -150,8 +144,14 @@ class OracleRunner(ABC):
         self.slots = [[UNKNOWN] * block_size for _ in range(num_blocks + 1)]
         self.host: dict[int, list[int]] = {}
         """What each slot of host memory holds."""
-        self.fails: Callable[[], bool] = lambda: False
-        """Whether the next copy of a block fails."""
+        self.save_fails: Callable[[int], bool] = lambda slot: False
+        """Whether the next copy of a block into that host slot fails."""
+        self.load_fails: Callable[[int], bool] = lambda slot: False
+        """Whether the next copy of a block out of that host slot fails."""
+        self.num_host_slots: int | None = None
+        """How many there are, if fewer than the scheduler was promised; told with each report."""
+        self.copy_costs: CopyCosts | None = None
+        """How long copies take; None if nothing is told of that."""
         self.num_saved = self.num_loaded = self.num_not_loaded = self.num_failed = 0
         """Blocks; the last counts both directions."""
         self.num_written_through = 0
@@ -160,6 +160,12 @@ class OracleRunner(ABC):
         """Blocks that were not loaded, or computed from such, and for how many steps more the scheduler cannot know."""
         self.last_sampled: dict[str, int] = {}
         """What the step before has sampled; on the device only, if scheduling is asynchronous."""
+        self._weights = 0  # added to the fingerprints of all KV that these weights compute
+        self._num_reports = 0
+
+    def load_weights(self) -> None:
+        """From now on other weights compute, for which the KV of the ones before is of no use. Tokens are the same."""
+        self._weights += FINGERPRINTS
 
     def copy(self, copies: HostCopies) -> KVConnectorOutput | None:
         saved: list[int] = []
@@ -167,11 +173,13 @@ class OracleRunner(ABC):
         invalid: set[int] = set()
         self.tainted = {block_id: num - 1 for block_id, num in self.tainted.items() if num > 1}
         for block_id, slot in copies.saves + copies.held_saves:
-            fails = self.fails()
+            if block_id in self.tainted:
+                raise StaleKVError(f"block {block_id} is saved, of which nobody can know whether it was loaded")
+            fails = self._has_no(slot) or self.save_fails(slot)
             (failed if fails else saved).append(slot)
             self.host[slot] = [UNKNOWN] * self.block_size if fails else self.slots[block_id].copy()
         for slot, block_id in copies.loads:
-            if self.fails():
+            if self._has_no(slot) or self.load_fails(slot):
                 invalid.add(block_id)
             else:
                 self.slots[block_id] = self.host[slot].copy()
@@ -182,7 +190,23 @@ class OracleRunner(ABC):
         self.num_not_loaded += len(invalid)
         self.num_failed += len(failed) + len(invalid)
         self._taint(invalid)
-        return copied(saved, failed, invalid)
+        if not (copies.saves or copies.held_saves or copies.loads):
+            return None
+        self._num_reports += 1
+        report = CopyReport(saved, failed, num_slots=self.num_host_slots)
+        if self.copy_costs is not None:
+            report.num_blocks_out, report.out_s = len(saved), self.copy_costs.out_s(len(saved))
+            report.num_blocks_in = len(copies.loads) - len(invalid)
+            report.in_s = self.copy_costs.in_s(report.num_blocks_in)
+        return KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids=invalid)
+
+    def _has_no(self, slot: int) -> bool:
+        """Whether there is no such slot, which the scheduler must not try for ever."""
+        if self.num_host_slots is None or slot < self.num_host_slots:
+            return False
+        if self._num_reports > NUM_UNHEARD:
+            raise StaleKVError(f"host slot {slot} of {self.num_host_slots} is used after {self._num_reports} reports")
+        return True
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self.update(step)
@@ -231,7 +255,7 @@ class OracleRunner(ABC):
                 index, offset = divmod(position, self.block_size)
                 if index >= len(blocks) or blocks[index] == NULL_BLOCK:
                     raise StaleKVError(f"{request_id}: no block for token {position} in {blocks}")
-                self.slots[blocks[index]][offset] = row.prefixes[position + 1]
+                self.slots[blocks[index]][offset] = row.prefixes[position + 1] + self._weights
                 if offset == 0:
                     self.tainted.pop(blocks[index], None)
 
@@ -248,9 +272,10 @@ class OracleRunner(ABC):
                     return True
                 last = min((index + 1) * self.block_size, end)
                 found = self.slots[blocks[index]][offset : offset + last - start]
-                if found != row.prefixes[start + 1 : last + 1]:
+                if found != [prefix + self._weights for prefix in row.prefixes[start + 1 : last + 1]]:
                     raise StaleKVError(
-                        f"{request_id}: block {blocks[index]}, tokens [{start}, {last}), holds KV of another prefix"
+                        f"{request_id}: block {blocks[index]}, tokens [{start}, {last}), holds KV of another prefix, "
+                        "or of other weights"
                     )
                 start = last
         return False

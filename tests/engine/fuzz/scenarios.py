@@ -1,57 +1,14 @@
 """Random loads for the fuzz: what a few clients do, and when. Pure data, made from a seed."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Abort", "Chunk", "Evict", "Plain", "Reset", "Scenario", "make_scenario"]
+from .events import Abort, Chunk, Event, Evict, Plain, Reset
+
+__all__ = ["POLICIES", "Scenario", "make_load"]
 
 POLICIES = ["arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(1)", "k_lpm(2)", "k_lpm(inf)", "srpf", "srpf(0.1)"]
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """A request whose prompt is complete."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    stop: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next prompt of a stream."""
-
-    request_id: str
-    index: int
-    prompt: tuple[int, ...]
-    num_kept: int
-    """Tokens kept from the prompt before, as the client says; the true LCP may be longer."""
-    is_final: bool
-    max_tokens: int
-    stop: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """The client goes away."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Evict:
-    """Somebody, the `nth` of those who hold KV, loses it for no reason."""
-
-    nth: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reset:
-    """The prefix cache is emptied, and all requests with it."""
-
-
-Event = Plain | Chunk | Abort | Evict | Reset
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +36,21 @@ class Scenario:
     max_num_seqs: int
     max_num_batched_tokens: int
     events: tuple[tuple[float, Event], ...] = field(repr=False)
+    situations: tuple[str, ...] = ()
+    """What was added to the load; see `situations`."""
+    bad_loads: frozenset[int] = frozenset()
+    """Host slots that cannot be read."""
+    bad_saves: frozenset[int] = frozenset()
+    """Host slots that cannot be written."""
+    share_of_evicted_loaders: float = 0.0
+    """Of the requests for which a step loads, those that lose their KV before that step has ended."""
+    num_true_host_blocks: int | None = None
+    """How many there are, if fewer than the scheduler was promised."""
+    reused_ids: Mapping[str, str] = field(default_factory=dict)
+    """Of some requests, whose id they have, if that one has ended by then."""
 
 
-def make_scenario(seed: int) -> Scenario:
+def make_load(seed: int) -> Scenario:
     rng = random.Random(seed)
     block_size = rng.choice([2, 4, 8])
     max_model_len = rng.choice([40, 64, 100])

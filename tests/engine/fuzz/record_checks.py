@@ -10,6 +10,8 @@ from vllm.v1.engine import FinishReason
 from streamrag.backends.simulated.runner import OracleRunner, V1OracleRunner, V2OracleRunner
 from streamrag.records import RequestRecord
 
+from .clients import Client
+
 __all__ = ["CountingV1Runner", "CountingV2Runner", "problems"]
 
 
@@ -31,6 +33,11 @@ class Counting(OracleRunner):
         self.num_recomputed[request_id] += len(seen.intersection(computed))
         seen.update(row.prefixes[1 : end + 1])
 
+    def take_counts(self, request_id: str) -> tuple[int, int]:
+        """Computed, and computed again, for the request that has had this id until now."""
+        self._seen.pop(request_id, None)
+        return self.num_computed.pop(request_id, 0), self.num_recomputed.pop(request_id, 0)
+
 
 class CountingV1Runner(Counting, V1OracleRunner):
     """Of the first kind."""
@@ -40,14 +47,13 @@ class CountingV2Runner(Counting, V2OracleRunner):
     """Of the second kind."""
 
 
-def problems(record: RequestRecord, client: Any, runner: Counting, has_prefix_cache: bool) -> list[str]:
+def problems(record: RequestRecord, client: Client, has_prefix_cache: bool) -> list[str]:
     """What is wrong with the record of a client of the fuzz."""
-    name = record.request_id
+    num_computed, num_recomputed = client.counts
     taken = list(takewhile(lambda chunk: len(chunk[1]) < client.max_model_len, client.sent))
     prompts = [prompt for _, prompt in taken]
     chunks = [(at_s, len(new), num_common(old, new)) for (_, old), (at_s, new) in pairwise([(0.0, ()), *taken])]
     only_grows = all(new[: len(old)] == old for old, new in pairwise(prompts))
-    num_recomputed = runner.num_recomputed[name]
     is_finished = record.outcome == "finished"
     checks = {
         "outcome": record.outcome in outcomes(client),
@@ -58,7 +64,7 @@ def problems(record: RequestRecord, client: Any, runner: Counting, has_prefix_ca
         "KV times": not is_finished or record.last_kv_s is not None,
         "prompt": not prompts or record.num_prompt_tokens == len(prompts[-1]),
         "answer": not is_finished or record.num_output_tokens == len(client.tokens),
-        "num_computed": record.num_computed == runner.num_computed[name],
+        "num_computed": record.num_computed == num_computed,
         # A prompt may come back that was invalidated: that is new to the record, but not to the runner.
         "num_recomputed": record.num_recomputed <= num_recomputed,
         "num_recomputed if nothing is invalidated": not only_grows or record.num_recomputed == num_recomputed,
@@ -74,9 +80,11 @@ def problems(record: RequestRecord, client: Any, runner: Counting, has_prefix_ca
     return [what for what, is_right in checks.items() if not is_right]
 
 
-def outcomes(client: Any) -> tuple[str, ...]:
+def outcomes(client: Client) -> tuple[str, ...]:
     if client.is_aborted:  # perhaps before its client heard of the failure
-        return ("aborted", "failed") if client.is_too_long else ("aborted",)
+        return ("aborted", "failed") if client.is_too_long or client.must_fail else ("aborted",)
+    if client.gave_up:
+        return ("aborted",)
     return ("failed",) if client.ending == FinishReason.ERROR else ("finished",)
 
 

@@ -1,0 +1,87 @@
+"""What matters to a question, of one page and among several: for contexts that do not hold everything.
+
+BM25 over a page's parts, and over pages by their best parts. Words are compared by how they begin, which does for a
+stemmer here: nothing has to be installed, and what is compared are documents of one query.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from streamrag.core import Chunk
+from streamrag.sources.relevance import Passage, relevant_terms, split_markdown, terms
+
+__all__ = ["Relevance"]
+
+NUM_LETTERS = 5
+"""By which words are compared: "cancelled" and "cancelling" are the same then."""
+
+K1, B = 1.5, 0.75
+"""BM25's usual weights of repeated words, and of length."""
+
+
+class Relevance:
+    """Knows one question. Blocking, and of a time in proportion to the text."""
+
+    def __init__(self, question: str) -> None:
+        self._wanted = relevant_terms(question, _stem)
+
+    def shorten(self, text: str, max_chars: int) -> tuple[str, str]:
+        """The parts of `text` that have most of the question's words, at most `max_chars`, and the rest; both in order.
+
+        Of parts that have as many, the earlier go first. A part that is too long is left to the rest; if all are, what
+        comes first is cut off.
+        """
+        passages = split_markdown(text)
+        scores = self._bm25([" ".join((*passage.headings, *passage.blocks)) for passage in passages])
+        kept: set[int] = set()
+        room = max_chars
+        for i in sorted(range(len(passages)), key=lambda i: -scores[i]):
+            if passages[i].num_chars <= room:
+                room -= passages[i].num_chars
+                kept.add(i)
+        if not kept:
+            return text[: max(max_chars, 0)], text[max(max_chars, 0) :]
+        first, rest = ([p for i, p in enumerate(passages) if (i in kept) is is_kept] for is_kept in (True, False))
+        return _joined(first), _joined(rest)
+
+    def scores(self, chunks: Sequence[Chunk]) -> list[float]:
+        """One for each chunk; larger is better. The retriever's own, if it gave them to all."""
+        own = [chunk.score for chunk in chunks if chunk.score is not None]
+        if len(own) == len(chunks):
+            return own
+        passages = [(i, passage) for i, chunk in enumerate(chunks) for passage in split_markdown(chunk.text)]
+        texts = [" ".join((chunks[i].title, *passage.headings, *passage.blocks)) for i, passage in passages]
+        best = [0.0] * len(chunks)
+        for (i, _), score in zip(passages, self._bm25(texts), strict=True):
+            best[i] = max(best[i], score)
+        return best
+
+    def _bm25(self, texts: Sequence[str]) -> list[float]:
+        """Source: https://en.wikipedia.org/wiki/Okapi_BM25, with Lucene's weights of words, which are positive."""
+        documents = [Counter(terms(text, _stem)) for text in texts]
+        lengths = [document.total() for document in documents]
+        mean = sum(lengths) / max(len(lengths), 1) or 1.0
+        scores = [0.0] * len(documents)
+        for term in self._wanted:
+            num_with = sum(term in document for document in documents)
+            weight = math.log(1 + (len(documents) - num_with + 0.5) / (num_with + 0.5))
+            for i, (document, length) in enumerate(zip(documents, lengths, strict=True)):
+                count = document[term]
+                scores[i] += weight * count * (K1 + 1) / (count + K1 * (1 - B + B * length / mean))
+        return scores
+
+
+def _stem(word: str) -> str:
+    return word[:NUM_LETTERS]
+
+
+def _joined(passages: Sequence[Passage]) -> str:
+    text: list[str] = []
+    heading = ""
+    for passage in passages:
+        if passage.headings and passage.headings[-1] != heading:
+            heading = passage.headings[-1]
+            text.append(heading)
+        text += passage.blocks
+    return "\n\n".join(text)

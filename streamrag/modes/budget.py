@@ -1,0 +1,132 @@
+"""What of a context goes into a prompt that has no room for all of it.
+
+    | by arrival: whole chunks, at most a third of the budget each | late: the best of what there was no room for |
+    |<----------------------- three quarters --------------------->|<---- a quarter, when retrieval has ended --->|
+
+A ranked context is simply taken by rank. Nothing that is in a prompt ever leaves it for something better, so that KV
+stays valid.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from streamrag.core import Chunk
+
+__all__ = ["Budget", "Included", "Relevance"]
+
+PAGE_SHARE = 1 / 3
+"""Of the budget, for one chunk that arrives: the first must not leave out all that come later."""
+MIN_PAGE_TOKENS = 512
+"""A chunk is not shortened below it while there is room: less hardly answers anything."""
+MIN_LATE_TOKENS = 64
+"""With less room, nothing more is looked for."""
+NUM_TRIES = 4
+"""To shorten a chunk: how many tokens a text of so many characters has is a guess."""
+
+
+class Relevance(Protocol):
+    """What matters to the question that is asked."""
+
+    def shorten(self, text: str, max_chars: int) -> tuple[str, str]:
+        """The parts of `text` that matter most, at most `max_chars` of them, and the rest."""
+
+    def scores(self, chunks: Sequence[Chunk]) -> Sequence[float]:
+        """How much each chunk matters; larger is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Included:
+    """A chunk in a prompt."""
+
+    whole: Chunk
+    """As it arrived."""
+    part: Chunk
+    """What the prompt has of it."""
+    rest: str = ""
+    """What the prompt does not have of it."""
+
+
+class Budget:
+    """Chooses for one query. `count(number, chunk)` is the tokens of a chunk as the passage of that number.
+
+    Without `relevance` every context is taken in its order.
+    """
+
+    def __init__(
+        self, max_tokens: int, count: Callable[[int, Chunk], int], relevance: Relevance | None, late_share: float
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._count = count
+        self._relevance = relevance
+        self._late_share = late_share
+        self._shortened: dict[tuple[int, Chunk, int], Included] = {}
+
+    def by_rank(self, chunks: Sequence[Chunk]) -> list[Included]:
+        """Those that fit as a whole, the earlier going first."""
+        taken: list[Included] = []
+        room = self._max_tokens
+        for chunk in chunks:
+            num_tokens = self._count(len(taken) + 1, chunk)
+            if num_tokens <= room:
+                room -= num_tokens
+                taken.append(Included(chunk, chunk))
+        return taken
+
+    def by_arrival(self, chunks: Sequence[Chunk], *, is_complete: bool) -> list[Included]:
+        """Those that fit as they arrived, the larger ones shortened; and when all have come, the best of the rest."""
+        if self._relevance is None:
+            return self.by_rank(chunks)
+        taken: list[Included] = []
+        room = self._max_tokens - int(self._max_tokens * self._late_share)
+        max_passage = max(int(self._max_tokens * PAGE_SHARE), MIN_PAGE_TOKENS)
+        late: list[Included] = []
+        for chunk in chunks:
+            number = len(taken) + 1
+            short = self._shorten(self._relevance, number, chunk, max_passage)
+            num_tokens = self._count(number, short.part)
+            if num_tokens > room:
+                late.append(Included(chunk, chunk))
+                continue
+            room -= num_tokens
+            taken.append(short)
+            if short.rest:
+                late.append(Included(chunk, replace(chunk, text=short.rest)))
+        return [*taken, *self._late(self._relevance, taken, late)] if is_complete and late else taken
+
+    def _late(self, relevance: Relevance, taken: Sequence[Included], late: Sequence[Included]) -> list[Included]:
+        """What of `late` fits behind `taken`: all in its order, or the best, each having its share of the room."""
+        room = self._max_tokens - sum(self._count(number, each.part) for number, each in enumerate(taken, 1))
+        sizes = (self._count(number, each.part) for number, each in enumerate(late, len(taken) + 1))
+        if sum(sizes) <= room:
+            return list(late)
+        max_passage = max(room // len(late), MIN_PAGE_TOKENS)
+        scores = relevance.scores([each.part for each in late])
+        found: list[Included] = []
+        for i in sorted(range(len(late)), key=lambda i: -scores[i]):
+            if room < MIN_LATE_TOKENS:
+                break
+            number = len(taken) + len(found) + 1
+            short = self._shorten(relevance, number, late[i].part, min(max_passage, room))
+            num_tokens = self._count(number, short.part)
+            if num_tokens <= room and short.part.text:
+                room -= num_tokens
+                found.append(replace(short, whole=late[i].whole))
+        return found
+
+    def _shorten(self, relevance: Relevance, number: int, chunk: Chunk, max_tokens: int) -> Included:
+        """The chunk, or its most relevant part if its passage has more tokens than that."""
+        num_tokens = self._count(number, chunk)
+        if num_tokens <= max_tokens:
+            return Included(chunk, chunk)
+        key = (number, chunk, max_tokens)
+        if key not in self._shortened:
+            max_chars = len(chunk.text) * max_tokens / num_tokens
+            for _ in range(NUM_TRIES):
+                text, rest = relevance.shorten(chunk.text, int(max_chars))
+                short = Included(chunk, replace(chunk, text=text), rest)
+                if self._count(number, short.part) <= max_tokens:
+                    break
+                max_chars *= 0.8
+            self._shortened[key] = short
+        return self._shortened[key]

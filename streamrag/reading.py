@@ -1,0 +1,281 @@
+"""All that is read from files which somebody else may have made: within limits, and as plain values.
+
+No file makes us import, call or download anything, and none takes more memory than its limit, whatever it unpacks to.
+"""
+
+import io
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NoReturn, TypeVar
+
+from streamrag.errors import MissingDependencyError
+
+__all__ = [
+    "COMPRESSED_OTHERWISE",
+    "MAX_FILE_BYTES",
+    "MAX_LINE_BYTES",
+    "MAX_SMALL_FILE_BYTES",
+    "DamagedError",
+    "Unpacked",
+    "as_dataclass",
+    "import_zstandard",
+    "lines_of",
+    "parse_json",
+    "read_bytes",
+    "without_lone_surrogates",
+]
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES = 1 << 30
+"""Of a trace or a result, unpacked."""
+MAX_SMALL_FILE_BYTES = 16 << 20
+"""Of what a person writes, or what only says how something was made."""
+MAX_LINE_BYTES = 16 << 20
+MAX_VALUES = 20_000_000
+"""In one JSON text; the smallest takes 70 bytes of memory."""
+MAX_DEPTH = 32
+MAX_DIGITS = 18
+"""Of a whole number: less than 2 ** 63, and a float holds its size."""
+
+COMPRESSED_OTHERWISE = {".7z", ".br", ".bz2", ".lz4", ".lzma", ".rar", ".xz", ".zip"}
+"""Names of files that hold what is neither read nor written here."""
+
+READ_BYTES = 1 << 16
+UNPACKED_BYTES = 1 << 20
+ZSTD_READ_BYTES = 256
+"""A block of 128 KiB can take 4 bytes, so this unpacks to 8 MiB at most."""
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class DamagedError(ValueError):
+    """Compressed data that is wrong, as opposed to cut off."""
+
+
+class Unpacked:
+    """The content of a file, gzip or zstd by its suffix, block by block.
+
+    Once it has been read, `is_torn` says whether a compressed stream ended too early.
+
+    :raises OSError: when read: the file cannot be read.
+    :raises DamagedError: when read: its compressed data is wrong.
+    :raises ValueError: when read: it has more than `max_bytes`, or is compressed in another way.
+    :raises MissingDependencyError: when read: zstandard is not installed.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self.is_torn = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        num_bytes = 0
+        with self.path.open("rb") as file:
+            for block in self._blocks(file):
+                num_bytes += len(block)
+                if num_bytes > self._max_bytes:
+                    raise ValueError(f"it has more than {_size(self._max_bytes)}, which is the most that is read of it")
+                yield block
+
+    def _blocks(self, file: IO[bytes]) -> Iterator[bytes]:
+        match self.path.suffix.lower():
+            case ".gz":  # by hand: the gzip module keeps back what it has of a member that is cut off
+                return self._decode(file, lambda: zlib.decompressobj(wbits=31), _inflate, zlib.error)
+            case ".zst":
+                zstandard = import_zstandard()
+                new = zstandard.ZstdDecompressor
+                return self._decode(file, lambda: new().decompressobj(), _unzstd, zstandard.ZstdError)
+            case suffix if suffix in COMPRESSED_OTHERWISE:
+                raise ValueError(f"{suffix} is not read: unpack it, or pack it with gzip (.gz) or zstd (.zst)")
+            case _:
+                return iter(lambda: file.read(READ_BYTES), b"")
+
+    def _decode(
+        self,
+        file: IO[bytes],
+        make_decoder: Callable[[], Any],
+        unpack: Callable[[Any, bytes], Generator[bytes, None, bytes]],
+        damaged: type[Exception],
+    ) -> Iterator[bytes]:
+        """Members or frames, one after the other."""
+        decoder = None
+        while block := file.read(READ_BYTES):
+            while block:
+                decoder = decoder or make_decoder()
+                try:
+                    block = yield from unpack(decoder, block)
+                except damaged as error:
+                    raise DamagedError(error) from error
+                decoder = None if decoder.eof else decoder
+        self.is_torn = decoder is not None
+
+
+def _inflate(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
+    """Yields what `block` unpacks to, in bounded pieces; returns what comes after the end of the member."""
+    while True:
+        piece = decoder.decompress(block, UNPACKED_BYTES)
+        yield piece
+        block = decoder.unconsumed_tail
+        if decoder.eof or not (block or len(piece) == UNPACKED_BYTES):
+            return bytes(decoder.unused_data)
+
+
+def _unzstd(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
+    """As `_inflate`. The decoder cannot be told how much to give, only be given little."""
+    for start in range(0, len(block), ZSTD_READ_BYTES):
+        piece = block[start : start + ZSTD_READ_BYTES]
+        yield decoder.decompress(piece)
+        if decoder.eof:
+            return bytes(decoder.unused_data) + block[start + len(piece) :]
+    return b""
+
+
+def import_zstandard() -> Any:
+    """:raises MissingDependencyError: it is not installed."""
+    try:
+        import zstandard
+    except ImportError:
+        raise MissingDependencyError("zstandard", "pip install 'streamrag[trace]'") from None
+    return zstandard
+
+
+def lines_of(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """The lines in these blocks, with their newlines, which the last may not have.
+
+    :raises ValueError: a line has more than `max_line_bytes`.
+    """
+    begun: list[bytes] = []
+    num_bytes = 0
+    for block in blocks:
+        for line in io.BytesIO(block):
+            begun.append(line)
+            num_bytes += len(line)
+            if line.endswith(b"\n"):
+                yield b"".join(begun)
+                begun, num_bytes = [], 0
+        if num_bytes > max_line_bytes:
+            raise ValueError(f"it has a line of more than {_size(max_line_bytes)}, the most that is read")
+    if num_bytes:
+        yield b"".join(begun)
+
+
+def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYTES) -> bytes:
+    """The whole content of a file, unpacked if its name ends in .gz or .zst.
+
+    :raises OSError: the file cannot be read.
+    :raises ValueError: it is larger than that, or its compressed data is damaged or cut off.
+    """
+    unpacked = Unpacked(Path(path), max_bytes)
+    content = b"".join(unpacked)
+    if unpacked.is_torn:
+        raise DamagedError("its compressed data ends too early")
+    return content
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The value of a JSON text: finite numbers of at most 18 digits, not nested deeply. Lone surrogates become U+FFFD.
+
+    :raises ValueError: it is something else.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    if sum(map(text.count, ",[{")) > MAX_VALUES:
+        raise ValueError(f"it holds more than {MAX_VALUES:,} values")
+    try:
+        value = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    return _mended(value) if _SURROGATE.search(text) else value
+
+
+def as_dataclass(kind: type[T], values: Any) -> T:
+    """A `kind` of these plain values, each of the type that its field says; what it does not know is an error.
+
+    :raises ValueError: they are something else; the message names the field.
+    """
+    from pydantic import ValidationError
+
+    unknown = values.keys() - {each.name for each in fields(kind)} if isinstance(values, dict) else ()  # type: ignore[arg-type]
+    if unknown:
+        raise ValueError(f"it has {sorted(unknown)[0][:40]!r}, which is not known")
+    try:
+        made: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
+        return made
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")  # of a check of our own
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(str(cause) if cause else f"{where}: {first['msg'].lower()}") from error
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return value
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _depth(value: Any) -> int:
+    """At most `MAX_DEPTH` + 1: no deeper is looked."""
+    level = [value]
+    for depth in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return depth
+    return MAX_DEPTH + 1
+
+
+def _mended(value: Any) -> Any:
+    match value:
+        case str():
+            return without_lone_surrogates(value)
+        case list():
+            return [_mended(each) for each in value]
+        case dict():
+            return {without_lone_surrogates(name): _mended(each) for name, each in value.items()}
+    return value
+
+
+def without_lone_surrogates(text: str) -> str:
+    """The same text, with U+FFFD for halves of surrogate pairs, which have no UTF-8. Tokenizers do the same."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes} bytes"

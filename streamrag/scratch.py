@@ -1,0 +1,96 @@
+"""Folders in the temporary folder that the next program removes if their owner was killed."""
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["ScratchFolder", "remove_left_behind"]
+
+OWNER = ".owner"
+"""A file in each folder that its owner keeps locked. The kernel unlocks it when the owner ends, however that ends."""
+
+
+class ScratchFolder:
+    """A folder of one's own in the temporary folder, named `streamrag-KIND-` and eight characters.
+
+    :raises OSError: it cannot be made.
+    """
+
+    def __init__(self, kind: str) -> None:
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_prefix(kind)))
+            owner = _create_and_lock(self.path / OWNER)
+            if owner is not None:
+                break
+        self._owner = owner
+        self._remove = weakref.finalize(self, _remove, self.path, owner, os.getpid())
+
+    def remove(self) -> None:
+        """Remove the folder and what is in it; what cannot be removed stays. At the latest it is done at exit."""
+        self._remove()
+
+
+def _remove(path: Path, owner: int, process_id: int) -> None:
+    if os.getpid() == process_id:  # not in a fork
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(owner)
+
+
+def remove_left_behind(kind: str) -> None:
+    """Remove the folders of this kind and user whose owners are dead. May block for a moment."""
+    name = re.compile(re.escape(_prefix(kind)) + r"[a-z0-9_]{8}")  # as mkdtemp makes them
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:  # it cannot be listed: nothing is removed
+        for entry in entries:
+            if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                _remove_if_left_behind(Path(entry.path).absolute())
+
+
+def _prefix(kind: str) -> str:
+    return f"streamrag-{kind}-"
+
+
+def _create_and_lock(path: Path) -> int | None:
+    """The open file; None if another program found the folder before it was locked, and removes it."""
+    with suppress(FileNotFoundError):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            is_locked = _lock(file, path)
+        except OSError:  # there are no locks here: nobody can get this one and take the folder for left behind
+            is_locked = True
+        if is_locked:
+            return file
+        os.close(file)
+    return None
+
+
+def _lock(file: int, path: Path) -> bool:
+    """Whether it is ours now, and is still what stands at `path`.
+
+    :raises OSError: files cannot be locked here.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _remove_if_left_behind(folder: Path) -> None:
+    """Only if the folder and the lock in it are this user's, and nobody holds the lock."""
+    try:
+        if os.stat(folder, follow_symlinks=False).st_uid != os.geteuid():
+            return
+        file = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # not one of ours, or gone by now
+        return
+    try:
+        with suppress(OSError):  # there are no locks here: nothing is sure
+            if _lock(file, folder / OWNER):
+                shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(file)

@@ -1,0 +1,59 @@
+"""All that is shown to people: in a terminal, on a page, in a picture. Strangers wrote much of it.
+
+A terminal obeys control characters, and some invisible ones change the order of what stands beside them. None of them
+reaches a reader as it is.
+"""
+
+import html
+import json
+import re
+from typing import Any
+
+__all__ = ["for_html", "for_picture", "json_text", "one_line", "shown"]
+
+MAX_IN_PICTURE = 120
+"""Characters of one text; a picture would grow with it."""
+
+# C0 but tab and newline, DEL, C1, line and paragraph separators, what turns the direction around, lone surrogates.
+_OBEYED = "\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+# The other characters of Unicode's category "format" that cannot be seen: joiners, marks of direction, tags and so on.
+_INVISIBLE = (
+    "\xad\u061c\u180e\u200b-\u200f\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U00013430-\U0001343f"
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f"
+)
+_REPLACED, _REMOVED = re.compile(f"[{_OBEYED}]"), re.compile(f"[{_INVISIBLE}]+")
+_UNSAFE = re.compile(f"[{_OBEYED}{_INVISIBLE}]")
+
+
+def shown(text: str) -> str:
+    """`text` as a terminal prints it and does not obey it; tabs and newlines stay.
+
+    What would be obeyed becomes U+FFFD; what cannot be seen is left out.
+    """
+    return _REMOVED.sub("", _REPLACED.sub("\N{REPLACEMENT CHARACTER}", text))
+
+
+def one_line(text: str) -> str:
+    """The same in one line."""
+    return shown(text).replace("\n", " ").replace("\t", " ")
+
+
+def for_html(text: str) -> str:
+    """The same as the text or an attribute of an HTML page."""
+    return html.escape(one_line(text))
+
+
+def for_picture(text: str) -> str:
+    """The same as a text of matplotlib, which takes what stands between dollar signs for a formula."""
+    line = one_line(text)
+    line = line if len(line) <= MAX_IN_PICTURE else f"{line[:MAX_IN_PICTURE]}…"
+    return line.replace("$", r"\$")
+
+
+def json_text(values: Any) -> str:
+    """`values` as indented JSON, in which nothing is lost: what is not shown stands as an escape."""
+    return _UNSAFE.sub(_escaped, json.dumps(values, indent=2, ensure_ascii=False))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return json.dumps(match[0])[1:-1]

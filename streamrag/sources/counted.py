@@ -1,0 +1,69 @@
+"""A connection that counts what a server sends: httpcore reads heads, sizes of chunks and trailers as they come."""
+
+import ssl
+from typing import Any
+
+import httpcore
+
+__all__ = ["CountedStream", "ResponseTooLargeError"]
+
+MAX_HEAD_BYTES = 1 << 15
+"""From the request to the end of the response's head, any number of interim responses (1xx) included. Common servers
+send less than 8 KiB."""
+
+MAX_HEAD_LINES = 400
+
+HEAD_PIECE_BYTES = 1 << 12
+"""Read at a time while a head is awaited: parsing it blocks the event loop."""
+
+
+class ResponseTooLargeError(Exception):
+    """What a server sends is out of proportion. Never leaves `sources`."""
+
+
+class CountedStream(httpcore.AsyncNetworkStream):
+    """Counts anew with each request. Whoever has read a response's head must say so: `begin_body`."""
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self._stream = stream
+        self._max_bytes: int | None = None  # None: the head is awaited
+        self.num_bytes = 0
+        """Read from the socket since the request was sent."""
+        self._num_lines = 0
+
+    def begin_body(self, max_bytes: int) -> None:
+        """The head has been read; of all of the response, at most `max_bytes` may be."""
+        self._max_bytes = max_bytes
+
+    def check_overhead(self, num_body_bytes: int, max_bytes: int) -> None:
+        """:raises ResponseTooLargeError: beside so much of the body, more than that and `max_bytes` was sent."""
+        if self.num_bytes > 2 * num_body_bytes + max_bytes + MAX_HEAD_BYTES:
+            raise ResponseTooLargeError(f"the server has sent {self.num_bytes} bytes for {num_body_bytes} of content")
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        if self._max_bytes is None:
+            if self.num_bytes >= MAX_HEAD_BYTES or self._num_lines > MAX_HEAD_LINES:
+                raise ResponseTooLargeError(f"the head of the server's answer is larger than {MAX_HEAD_BYTES} bytes")
+            max_bytes = min(max_bytes, HEAD_PIECE_BYTES)
+        elif self.num_bytes >= self._max_bytes:
+            raise ResponseTooLargeError(f"the server has sent {self.num_bytes} bytes")
+        piece = await self._stream.read(max_bytes, timeout)
+        self.num_bytes += len(piece)
+        if self._max_bytes is None:
+            self._num_lines += piece.count(b"\n")
+        return piece
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._max_bytes, self.num_bytes, self._num_lines = None, 0, 0
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.AsyncNetworkStream:
+        return CountedStream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)

@@ -1,0 +1,71 @@
+"""Threads for calls that may block for as long as a stranger likes, such as looking up a name.
+
+The event loop's own executor is the program's: calls that do not end would take all of its threads, and a program that
+ends waits for it. These are a bounded number of threads of our own, which nobody waits for.
+"""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from typing import TypeVar
+
+__all__ = ["Threads"]
+
+T = TypeVar("T")
+
+
+class Threads:
+    """Runs at most `size` calls at a time, each in a daemon thread; further ones wait.
+
+    With `within`, each call takes a place there too: so many crawls share a number of threads, and none takes all. A
+    call that was cancelled goes on, and keeps its places until it returns.
+    """
+
+    def __init__(self, size: int, name: str, *, within: "Threads | None" = None) -> None:
+        self._places = asyncio.Semaphore(size)
+        self._name = name
+        self._within = within
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """What `call` returns or raises."""
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[T] = loop.create_future()
+        taken = await self._take_places()
+
+        def done(result: T | None, error: BaseException | None) -> None:
+            for threads in taken:
+                threads._places.release()
+            if not answered.done():
+                if error is None:
+                    answered.set_result(result)  # type: ignore[arg-type]
+                else:
+                    answered.set_exception(error)
+
+        def work() -> None:
+            result: T | None = None
+            error: BaseException | None = None
+            try:
+                result = context.run(call)
+            except StopIteration as raised:  # which no future takes
+                error = RuntimeError(repr(raised))
+            except BaseException as raised:  # raised again where it is awaited
+                error = raised
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(done, result, error)
+
+        context = contextvars.copy_context()
+        threading.Thread(target=work, name=self._name, daemon=True).start()
+        return await answered
+
+    async def _take_places(self) -> "list[Threads]":
+        taken: list[Threads] = []
+        async with AsyncExitStack() as undo:
+            each: Threads | None = self
+            while each:
+                await undo.enter_async_context(each._places)
+                taken.append(each)
+                each = each._within
+            undo.pop_all()
+        return taken

@@ -1,0 +1,169 @@
+"""What must hold between two steps, while the engine sleeps, and when all is over."""
+
+from collections import Counter, defaultdict
+
+from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.engine import FinishReason
+
+from streamrag.backends.host_memory import HostMemory
+from streamrag.records import RequestRecord, read_records
+from tests.engine.sizes import what_has_grown
+
+from .clients import Client, check
+from .record_checks import problems
+from .run import Run
+
+__all__ = ["Checks"]
+
+
+class Checks:
+    """Looks at a run. `step` and `asleep` are called while it plays, `end` afterwards."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.scenario = run.scenario
+        self.scheduler = run.scheduler
+        self.met = run.met
+
+    # --------------------------------------------------------------------------------------------------- each step
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        idle = scheduler.idle
+        queued = [r.request_id for queue in (scheduler.running, scheduler.waiting) for r in queue]
+        check(len(scheduler.kv_holding_waiting) == 0, "vLLM's queue of KV holders is in use")
+        check(len(set(queued)) == len(queued) and not set(queued) & idle.keys(), "a request is in two queues")
+        check({*queued, *idle} == scheduler.requests.keys(), "a request is in no queue, or a finished one in some")
+        check(len(scheduler.running) <= self.scenario.max_num_seqs, "more running than there are slots")
+        check(scheduler.num_waiting_for_streaming_input == 0, "slots of set aside requests are still counted")
+        self.met["steps"] += 1
+        self.met["steps with more idle streams than slots"] += len(idle) > self.scenario.max_num_seqs
+        groups = scheduler.kv_cache_manager.coordinator.single_type_managers
+        held = Counter(id(block) for group in groups for blocks in group.req_to_blocks.values() for block in blocks)
+        pool = scheduler.kv_cache_manager.block_pool
+        for block in pool.blocks[1:]:
+            check(block.ref_cnt == held[id(block)], f"{block} is held {held[id(block)]} times")
+        if self.scenario.has_prefix_cache and self.scenario.sliding_window is None:
+            self._hashes()
+        if self.run.host_memory is not None:
+            pool = self.run.host_memory.pool
+            check(pool.num_used <= pool.num_slots, f"{pool.num_used} of {pool.num_slots} host slots are in use")
+            self.met["steps with a full host memory"] += pool.is_full
+            self.met["steps with blocks in host memory"] += pool.num_used > 0
+
+    def _hashes(self) -> None:
+        (group,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        for request in self.scheduler.requests.values():
+            name, num_certain = request.request_id, request.num_computed_tokens - request.num_in_flight_tokens
+            blocks = group.req_to_blocks.get(name, [])[: max(num_certain, 0) // group.block_size]
+            for block, block_hash in zip(blocks, request.block_hashes, strict=False):
+                check(block.block_hash is not None, f"{name}: {block} is full but not in the prefix cache")
+                check(get_block_hash(block.block_hash) == block_hash, f"{name}: {block} has a wrong hash")
+
+    # -------------------------------------------------------------------------------------------- while it sleeps
+
+    def asleep(self) -> None:
+        """That nobody waits for something that only the engine can bring."""
+        for client in self.run.clients.values():
+            # Of what was computed after all, its client does not hear again.
+            is_settled = not client.lacks_memory or client.request_id in self.scheduler.idle
+            if client.is_waiting and not (is_settled and client.num_acknowledged == client.num_chunks):
+                self._lacks_memory(client)
+
+    def _lacks_memory(self, client: Client) -> None:
+        name, scheduler = client.name, self.scheduler
+        check(not (client.must_fail or client.gave_up), f"{name} was not told of its end")
+        check(not client.is_complete and not self.scenario.can_partial_evict, f"{name} was forgotten")
+        request = scheduler.requests[client.request_id]
+        memory = scheduler.kv_memory
+        memory.start_step()
+        num_tokens = min(request.num_remaining_tokens, self.scenario.max_num_batched_tokens)
+        num_missing = memory.num_blocks_needed(memory.view(request), num_tokens) - memory.num_free_blocks
+        memory.end_step()
+        num_kept_free = scheduler._num_kept_free if request.was_evicted else 0
+        check(num_missing > -num_kept_free, f"{name} waits for nothing")
+        self.met["partial prompts asleep for want of memory"] += 1
+
+    # ------------------------------------------------------------------------------------------------- when it ends
+
+    def end(self) -> None:
+        for client in self.run.clients.values():
+            if client.is_aborted or client.ending == FinishReason.ERROR:
+                continue
+            check(not client.is_waiting, f"{client.name} was never finished")
+            if not client.gave_up:
+                client.check_answer()
+                self.met["answers checked"] += 1
+        scheduler, scenario = self.scheduler, self.scenario
+        pool = scheduler.kv_cache_manager.block_pool
+        check(not scheduler.requests, "requests are left")
+        check(pool.get_num_free_blocks() == scenario.num_blocks, "blocks are leaked")
+        if self.run.host_memory is not None:
+            self._host_memory(self.run.host_memory)
+        check(not self.run.runner.rows, f"the runner still remembers {list(self.run.runner.rows)}")
+        grown = what_has_grown(scheduler, self.run.sizes_at_start)
+        if scenario.num_true_host_blocks is not None:
+            grown.pop("scheduler.host_memory.pool._free", None)  # fewer than were promised; none is in use
+            grown.pop("scheduler.connector.host_memory.pool._free", None)
+        check(not grown, f"all are gone, and something of them is remembered: {grown}")
+        self.met[f"runs: {scenario.policy}"] += 1
+        self.met[f"runs: eviction={scenario.eviction}"] += 1
+        self.met["runs: with a sliding window"] += scenario.sliding_window is not None
+        self.met["runs: asynchronous" if scenario.is_async else "runs: synchronous"] += 1
+        self.met["runs: runner V2" if scenario.has_v2_runner else "runs: runner V1"] += 1
+        self.met["runs: with prefix cache" if scenario.has_prefix_cache else "runs: without prefix cache"] += 1
+        for name in scenario.situations:
+            self.met[f"runs: with {name}"] += 1
+        scheduler.shutdown()
+        self._records()
+
+    def _host_memory(self, memory: HostMemory) -> None:
+        check(memory.pool.num_used == 0, f"{memory.pool.num_used} host slots are leaked")
+        num_copies = memory.num_saved, memory.num_loaded, memory.num_failed
+        runner = self.run.runner
+        check(
+            num_copies == (runner.num_saved, runner.num_loaded + runner.num_not_loaded, runner.num_failed), num_copies
+        )
+        self.met["host blocks saved"] += runner.num_saved
+        self.met["host blocks written through"] += runner.num_written_through
+        self.met["host blocks loaded"] += runner.num_loaded
+        self.met["host blocks not saved"] += runner.num_failed - runner.num_not_loaded
+        self.met["host blocks not loaded"] += runner.num_not_loaded
+
+    # ----------------------------------------------------------------------------------------------------- records
+
+    def _records(self) -> None:
+        run = self.run
+        for client in run.current.values():
+            client.counts = run.runner.take_counts(client.request_id)
+        records = read_records(run.records) if run.records.exists() else []
+        by_id: dict[str, list[RequestRecord]] = defaultdict(list)
+        for record in records:
+            by_id[record.request_id].append(record)
+        for client in run.clients.values():  # those that have had one id, one after the other
+            check(by_id[client.request_id], f"{client.name} has no record")
+            self._record(by_id[client.request_id].pop(0), client)
+        check(not any(by_id.values()), f"there are records of nobody: {by_id}")
+        self._what_was_copied(records)
+
+    def _record(self, record: RequestRecord, client: Client) -> None:
+        found = problems(record, client, self.scenario.has_prefix_cache)
+        check(not found, f"{found} of {record}")
+        for from_s, until_s in self.run.pauses:
+            lost_s = [p.at_s for p in record.preemptions if from_s < p.at_s < until_s]
+            check(not set(lost_s) - self.run.reset_s, f"{client.name} has lost KV in a pause")
+        self.met[f"records: {record.outcome}"] += 1
+        self.met["preemptions"] += len(record.preemptions)
+        self.met["preemptions with swap"] += sum(p.fate == "swap" for p in record.preemptions)
+        self.met["tokens loaded from host memory"] += record.num_loaded
+        self.met["tokens from the prefix cache"] += record.num_from_cache
+        self.met["tokens recomputed"] += record.num_recomputed
+        self.met["tokens invalidated"] += record.num_invalidated
+
+    def _what_was_copied(self, records: list[RequestRecord]) -> None:
+        runner, block_size = self.run.runner, self.scenario.block_size
+        num_written = sum(record.num_written_through for record in records)
+        num_saved = sum(p.num_tokens_saved for record in records for p in record.preemptions)
+        check(num_written == block_size * runner.num_written_through, f"{num_written} tokens written through")
+        num_copied = runner.num_saved + runner.num_failed - runner.num_not_loaded
+        check(num_written + num_saved == block_size * num_copied, f"{num_saved} tokens saved of {num_copied} blocks")

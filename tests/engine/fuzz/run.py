@@ -1,0 +1,386 @@
+"""One scenario, played to its end: the loop of vLLM's `EngineCore`, its clients and its operator."""
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import RequestStatus
+
+from streamrag.backends.host_wire import HostCopies
+from streamrag.backends.scheduler import StreamingSchedulerMixin
+from streamrag.backends.simulated.config import EngineShape
+from streamrag.backends.simulated.engine import SimulatedEngine, always
+from streamrag.backends.wire import KEY, ChunkMessage
+from streamrag.backends.wire import EndOfInput as EndMessage
+from streamrag.engine.copies import CopyCosts
+from streamrag.engine.costs import TableProfile, save_profile
+from tests.engine.sizes import container_sizes
+
+from .clients import VOCABULARY, AcceptedTokens, Client, check
+from .counts import count_chunk
+from .events import (
+    Abort,
+    Chunk,
+    EndOfInput,
+    Evict,
+    Grammar,
+    Lost,
+    Malformed,
+    Pause,
+    Plain,
+    Reset,
+    Resume,
+)
+from .record_checks import Counting, CountingV1Runner, CountingV2Runner
+from .scenarios import Scenario
+
+__all__ = ["Run"]
+
+COPIES = CopyCosts(((1, 0.5), (9, 0.9)), ((1, 0.5), (9, 0.9)), block_bytes=1, is_overlapped=True)
+PROFILE = TableProfile("fuzz", "none", ((1, 0.1), (100, 10.0)), 0.0, 0.0, kv_tokens=0, copies=COPIES)
+"""Of an engine on which copying a few blocks takes less time than computing them, and copying one takes more."""
+MOST_EMPTY_STEPS = 4
+MOST_STEPS = 5_000
+BY_ARRIVAL = ("fcfs", "arrival")
+"""Policies under which of two complete prompts the earlier one is started first."""
+
+
+class Run:
+    """One scenario, its engine and its clients. `checks` looks at it."""
+
+    def __init__(
+        self, scenario: Scenario, make_scheduler: Callable[..., Any], met: Counter[str], records: Path
+    ) -> None:
+        self.scenario = scenario
+        self.records = records
+        self.met = met
+        self.runner = make_runner(scenario)
+        self.engine = SimulatedEngine(
+            make_shape(scenario, records),
+            self.runner,
+            always(1.0),
+            make_scheduler,
+            has_v2_runner=scenario.has_v2_runner,
+        )
+        self.engine.on_step = self._on_step
+        assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
+        self.scheduler = self.engine.scheduler
+        self.host_memory = self.scheduler.host_memory
+        check((self.host_memory is None) == (scenario.eviction == "recompute"), "host memory for nothing, or none")
+        self.sizes_at_start = container_sizes(self.scheduler)
+        self.clients: dict[str, Client] = {}
+        """By name: all that there ever were."""
+        self.current: dict[str, Client] = {}
+        """By request id: to whom outputs go."""
+        self.pause: Pause | None = None
+        self.is_pause_complete = False
+        self.pauses: list[tuple[float, float]] = []
+        """From when to when nobody could run."""
+        self.reset_s: set[float] = set()
+        """When the cache was emptied, or was to be."""
+        self._chance = random.Random(scenario.seed)
+        self._loaded: set[int] = set()  # blocks, by the step before
+        self._leaving: list[str] = []  # who goes away while the next step computes
+        self._paused_at = 0
+
+    # --------------------------------------------------------------------------------------------------- the loop
+
+    def play(self, check_step: Callable[[], None], check_asleep: Callable[[], None]) -> None:
+        order = itertools.count()
+        events = [(at_s, next(order), event) for at_s, event in self.scenario.events]
+        heapq.heapify(events)
+        engine = self.engine
+        num_empty = 0
+        while events or engine.has_work:
+            if not engine.has_work:
+                if self.pause is None:
+                    check_asleep()
+                else:
+                    self._completes_pause()
+                self.met["the engine slept"] += 1
+                self.met["the engine slept beside idle streams"] += bool(self.scheduler.idle)
+                engine.now_s = max(engine.now_s, events[0][0])
+            self._evict_loaders()
+            while events and events[0][0] <= engine.now_s:
+                self._do(heapq.heappop(events)[2])
+            before_s = engine.now_s
+            outputs = self._step()
+            for output in outputs:
+                self.current[output.request_id].receive(output, engine.now_s)
+            check_step()
+            num_empty = 0 if outputs or engine.now_s > before_s or not engine.has_work else num_empty + 1
+            if num_empty and events and self._waits_for_grammar():  # vLLM's loop turns until that is there
+                engine.now_s, num_empty = events[0][0], 0
+            check(num_empty <= MOST_EMPTY_STEPS, "the engine spins: it has work but does nothing")
+            check(engine.num_steps < MOST_STEPS, "the engine does not come to an end")
+
+    def _step(self) -> list[EngineCoreOutput]:
+        is_computing = self.engine.launch() is not None
+        leaving, self._leaving = self._leaving, []
+        for name in leaving:
+            self.met["aborts in mid-step"] += self._abort(name)
+        return self.engine.collect() if is_computing else []
+
+    def _waits_for_grammar(self) -> bool:
+        return any(c.grammar is not None and c.ready_at is None and c.is_waiting for c in self.clients.values())
+
+    def _on_step(self, step: SchedulerOutput, start_s: float, end_s: float) -> None:
+        """A step computes. Told before its output is known."""
+        num_steps, copies = self.engine.num_steps, step.kv_connector_metadata
+        self._loaded = {block_id for _, block_id in copies.loads} if isinstance(copies, HostCopies) else set()
+        for request_id in step.num_scheduled_tokens:
+            client = self.current[request_id]
+            client.computed = (client.num_chunks, end_s)
+            if client.started_at is None:
+                client.started_at = num_steps
+                self._check_overtaken(client)
+            if self.pause is not None:
+                may_run = self.pause.mode == "wait" and client.started_at <= self._paused_at
+                check(may_run, f"{client.name} runs in a pause")
+
+    def _check_overtaken(self, starting: Client) -> None:
+        """That no complete prompt that came before this one, and could run, is still to be started."""
+        if starting.is_stream or self.scenario.policy not in BY_ARRIVAL:
+            return
+        for other in self.clients.values():
+            if other.ready_at is not None and other.started_at is None and other.is_waiting and not other.must_fail:
+                is_later = starting.sent_at > max(other.ready_at, other.sent_at) + 1
+                check(not is_later, f"{starting.name} starts before {other.name}, whose grammar has long been ready")
+
+    # --------------------------------------------------------------------------------------------------- the events
+
+    def _do(self, event: Any) -> None:
+        self.met[f"events: {type(event).__name__}"] += 1
+        match event:
+            case Plain():
+                self._add_plain(event)
+            case Grammar():
+                self._compile(event)
+            case Chunk():
+                self._add_chunk(event)
+            case Lost():
+                client = self.clients.get(event.chunk.request_id)
+                if client is not None:
+                    client.is_gapped = True
+            case Malformed():
+                self._add_malformed(event)
+            case EndOfInput():
+                self._end_input(event.request_id)
+            case Abort(is_in_mid_step=True):
+                self._leaving.append(event.request_id)
+            case Abort():
+                self.met["aborts"] += self._abort(event.request_id)
+            case Evict():
+                self._evict(event.nth)
+            case Reset():
+                self._reset(event.is_of_running, event.is_of_connector)
+            case Pause():
+                self._pause(event)
+            case Resume():
+                self._resume()
+
+    def _client(self, name: str) -> Client:
+        if name not in self.clients:
+            request_id = self._request_id(name)
+            client = Client(name, request_id, self.scenario.max_model_len, sent_at=self.engine.num_steps)
+            if request_id in self.current:
+                self.current[request_id].counts = self.runner.take_counts(request_id)
+            self.clients[name] = self.current[request_id] = client
+        return self.clients[name]
+
+    def _request_id(self, name: str) -> str:
+        """Its own, or that of a request that has ended, of which steps may still be in flight.
+
+        Not that of a stream at once: an acknowledgement on its way to that one would go to the new one, see
+        `test_what_was_on_its_way_to_a_request_is_not_sent_to_the_next_of_its_id`.
+        """
+        wanted = self.scenario.reused_ids.get(name)
+        if wanted is None or wanted not in self.clients:
+            return name
+        old = self.current[self.clients[wanted].request_id]
+        if old.is_waiting or (old.is_stream and old.aborted_at >= self.engine.num_steps):
+            return name
+        self.met["request ids used again with a step in flight"] += old.computed[1] > self.engine.now_s
+        self.met["request ids used again"] += 1
+        return old.request_id
+
+    def _params(self, event: Plain | Chunk) -> SamplingParams:
+        stop = [] if event.stop is None else [event.stop]
+        params = SamplingParams(max_tokens=event.max_tokens, temperature=0.0, stop_token_ids=stop, detokenize=False)
+        if isinstance(event, Plain) and event.has_grammar:
+            params.structured_outputs = StructuredOutputsParams(json_object=True)
+        return params
+
+    def _add_plain(self, event: Plain) -> None:
+        client = self._client(event.request_id)
+        client.send(event, self.engine.now_s)
+        self.met["plain requests"] += 1
+        if event.has_grammar:
+            client.grammar = AcceptedTokens()
+            self.met["plain requests with a grammar"] += 1
+        self.engine.add(client.request_id, event.prompt, self._params(event))
+
+    def _compile(self, event: Grammar) -> None:
+        client = self.clients[event.request_id]
+        if not client.is_waiting:
+            return
+        assert client.grammar is not None
+        structured = self.scheduler.requests[client.request_id].structured_output_request
+        assert structured is not None
+        if event.is_good:
+            structured._grammar = client.grammar  # type: ignore[assignment]
+            client.ready_at = self.engine.num_steps
+        else:
+            structured._grammar = ValueError("no such grammar")
+            client.must_fail = True
+
+    def _add_chunk(self, event: Chunk) -> None:
+        client = self._client(event.request_id)
+        if not client.is_waiting:
+            self.met["chunks after the end"] += 1
+        else:
+            count_chunk(self, event, client)
+            client.send(event, self.engine.now_s)
+        if self.current[client.request_id] is not client:
+            return  # its id is somebody else's now: vLLM's client would not send it
+        message = ChunkMessage(event.index, event.num_kept, event.is_final, self.engine.now_s)
+        self.engine.add(client.request_id, event.prompt[event.num_kept :], self._params(event), message)
+
+    def _add_malformed(self, event: Malformed) -> None:
+        client = self._client(event.request_id)
+        if client.must_fail or client.is_too_long or client.gave_up or not client.is_waiting:
+            return
+        client.must_fail = True
+        if not client.sent:
+            client.sent.append((self.engine.now_s, event.prompt))
+        params = SamplingParams(max_tokens=3, temperature=0.0, detokenize=False, extra_args={KEY: event.extra_args})
+        self.engine.add(client.request_id, event.prompt, params, is_session=client.is_stream)
+
+    def _end_input(self, name: str) -> None:
+        client = self.clients[name]
+        if self.current[client.request_id] is client:
+            client.end_input()
+            self.met["clients that gave up"] += client.gave_up and client.is_waiting
+            params = SamplingParams(max_tokens=1, detokenize=False, extra_args=EndMessage().extra_args())
+            self.engine.add(client.request_id, [0], params)
+
+    def _abort(self, name: str) -> bool:
+        client = self.clients.get(name)
+        if client is None or not client.is_waiting:
+            return False
+        client.is_aborted, client.aborted_at = True, self.engine.num_steps
+        self.met["aborts of idle streams"] += client.request_id in self.scheduler.idle
+        self.engine.abort(client.request_id)
+        return True
+
+    # ------------------------------------------------------------------------------------------------- the operator
+
+    def _evict_loaders(self) -> None:
+        loaded, self._loaded = self._loaded, set()
+        if not loaded or self.pause is not None or self._chance.random() >= self.scenario.share_of_evicted_loaders:
+            return
+        for request in list(self.scheduler.requests.values()):
+            (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            if not loaded.isdisjoint(block_ids):
+                self.met["evictions of who has just loaded"] += 1
+                self.scheduler._evict(request)  # type: ignore[arg-type]
+
+    def _evict(self, nth: int) -> None:
+        memory = self.scheduler.kv_memory
+        holders = [r for r in self.scheduler.requests.values() if memory.num_blocks(r)]  # type: ignore[arg-type]
+        if holders and self.pause is None:
+            self.met["forced preemptions"] += 1
+            self.scheduler._evict(holders[nth % len(holders)])  # type: ignore[arg-type]
+
+    def _reset(self, is_of_running: bool, is_of_connector: bool) -> None:
+        is_done = self.scheduler.reset_prefix_cache(is_of_running, is_of_connector)
+        check(is_done or not is_of_running, "the prefix cache was not emptied")
+        if is_done:
+            self.met["prefix cache resets"] += 1
+            self.runner.load_weights()
+        self.reset_s.add(self.engine.now_s)
+
+    def _pause(self, event: Pause) -> None:
+        """As `EngineCoreProc.pause_scheduler`."""
+        self._resume()
+        if event.mode == "abort":
+            waiting = {client.request_id: client for client in self.clients.values() if client.is_waiting}
+            aborted = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            for request in aborted:
+                client = waiting.pop(request.request_id)
+                client.is_aborted, client.aborted_at = True, self.engine.num_steps
+                self.met["aborts by a pause"] += 1
+            for client in waiting.values():  # what they hear is on its way
+                check(client.must_fail or client.is_too_long or client.gave_up, f"{client.name} outlives a pause")
+        state = PauseState.PAUSED_ALL if event.mode == "keep" else PauseState.PAUSED_NEW
+        self.scheduler.set_pause_state(state)
+        self.pause, self.is_pause_complete, self._paused_at = event, False, self.engine.num_steps
+
+    def _completes_pause(self) -> None:
+        """The loop has come to rest: `pause_generation` returns."""
+        if self.is_pause_complete:
+            return
+        assert self.pause is not None
+        self.is_pause_complete = True
+        self._complete_s = self.engine.now_s
+        self.met[f"pauses: {self.pause.mode}"] += 1
+        if self.pause.clears_cache:
+            check(self.scheduler.reset_prefix_cache(True, True), "the caches were not emptied in a pause")
+            self.runner.load_weights()
+
+    def _resume(self) -> None:
+        if self.is_pause_complete:
+            self.pauses.append((self._complete_s, self.engine.now_s))
+        self.met["pauses that did not complete"] += self.pause is not None and not self.is_pause_complete
+        self.pause, self.is_pause_complete = None, False
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def make_runner(scenario: Scenario) -> Counting:
+    arguments = (scenario.num_blocks, scenario.block_size, VOCABULARY, scenario.is_async)
+    windows = (None,) if scenario.sliding_window is None else (None, scenario.sliding_window)
+    runner: Counting = CountingV1Runner(*arguments, windows=windows)
+    if scenario.has_v2_runner:
+        runner = CountingV2Runner(*arguments, windows=windows, num_slots=scenario.max_num_seqs)
+    faults = random.Random(scenario.seed)
+    share = scenario.share_of_faults
+    runner.save_fails = lambda slot: faults.random() < share or slot in scenario.bad_saves
+    runner.load_fails = lambda slot: faults.random() < share or slot in scenario.bad_loads
+    runner.num_host_slots = scenario.num_true_host_blocks
+    runner.copy_costs = COPIES
+    return runner
+
+
+def make_shape(scenario: Scenario, records: Path) -> EngineShape:
+    profile = records.with_name("profile.json")
+    save_profile(PROFILE, profile)
+    return EngineShape(
+        num_blocks=scenario.num_blocks,
+        block_size=scenario.block_size,
+        max_model_len=scenario.max_model_len,
+        max_num_batched_tokens=scenario.max_num_batched_tokens,
+        max_num_seqs=scenario.max_num_seqs,
+        is_async=scenario.is_async,
+        has_prefix_cache=scenario.has_prefix_cache,
+        must_fit_whole=scenario.must_fit_whole,
+        watermark=scenario.watermark,
+        sliding_window=scenario.sliding_window,
+        streamrag={
+            "policy": scenario.policy,
+            "can_partial_evict": scenario.can_partial_evict,
+            "num_partial_tokens": scenario.num_partial_tokens,
+            "low_water": scenario.low_water,
+            "eviction": scenario.eviction,
+            "num_host_blocks": scenario.num_host_blocks,
+            "profile": str(profile),
+            "records": str(records),
+        },
+    )

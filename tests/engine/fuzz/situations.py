@@ -1,0 +1,216 @@
+"""What is rare in serving, added to a load: pauses, new weights, broken host memory, clients that misbehave.
+
+Each situation takes a load and returns it with more in it. Most loads get a few, some none; which ones is drawn apart
+from the load, so that the load of a seed stays what it is when a situation is added here.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from .events import Abort, Chunk, EndOfInput, Event, Evict, Grammar, Lost, Malformed, Pause, Plain, Reset, Resume
+from .scenarios import Scenario, make_load
+
+__all__ = ["GARBAGE", "SITUATIONS", "make_scenario"]
+
+Situation: TypeAlias = Callable[[random.Random, Scenario], Scenario]
+Timed: TypeAlias = tuple[float, Event]
+
+FIELDS: dict[str, Any] = {"index": 0, "num_kept": 0, "is_final": True}
+"""What a chunk must say at least."""
+GARBAGE: tuple[Any, ...] = (
+    *(5, 0, 1.5, True, False, "", "chunk", [], [1], [[]]),
+    *({}, {"index": 0}, {**FIELDS, "more": 1}, {**FIELDS, 1: 2}, {"is_end": False}, {**FIELDS, "is_end": True}),
+    *({**FIELDS, "index": index} for index in ("0", None, -1, 0.5, True, [0])),
+    *({**FIELDS, "num_kept": num} for num in ("0", None, -1, 0.5, 3, 2**62, {})),
+    *({**FIELDS, "is_final": is_final} for is_final in ("yes", None, 1, [])),
+    *({**FIELDS, "arrival_s": at_s} for at_s in ("now", math.nan, math.inf, -1.0, True, [], {})),
+    *({**FIELDS, "expected_complete_s": at_s} for at_s in ("soon", math.nan, [])),
+    *({**FIELDS, "source": source} for source in (5, None, [], {"a": 1}, 2_000 * "a")),
+)
+"""What a client of another program may put in the place of a chunk message."""
+
+
+def make_scenario(seed: int) -> Scenario:
+    """The load of that seed, with its situations."""
+    rng = random.Random(-3 * seed - 7)
+    names = rng.sample(sorted(SITUATIONS), rng.choice([0, 1, 1, 2, 2, 4]))
+    names.sort(key=lambda name: name != "reused ids")  # copies requests as they are, to which the others add
+    scenario = make_load(seed)
+    for name in names:
+        scenario = SITUATIONS[name](rng, scenario)
+    events = tuple(sorted(scenario.events, key=lambda e: e[0]))
+    return replace(scenario, situations=tuple(names), events=events)
+
+
+def _ends(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Streams end their input, some without a last chunk."""
+    events = list(scenario.events)
+    for name, chunks in _streams(scenario):
+        last_s, last = chunks[-1]
+        if len(chunks) > 1 and last.is_final and rng.random() < 0.4:
+            events.remove((last_s, last))
+            last_s = rng.choice([chunks[-2][0], last_s])
+        events.append((last_s + rng.choice([0.0, 0.0, 1.0, 4.0]), EndOfInput(name)))
+    return replace(scenario, events=tuple(events))
+
+
+def _pauses(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The operator pauses the engine; its clients go on as they were, and some go away in the meantime."""
+    events = list(scenario.events)
+    last_s = _last_s(scenario)
+    times = sorted(rng.uniform(0, last_s + 5) for _ in range(2 * rng.choice([1, 1, 2, 3])))
+    for from_s, until_s in zip(times[::2], times[1::2], strict=True):
+        mode = rng.choice(["abort", "abort", "wait", "keep", "keep"])
+        events += [(from_s, Pause(mode, rng.random() < 0.4)), (until_s, Resume())]
+        for name in rng.sample(_names(scenario), min(2, len(_names(scenario)))):
+            events.append((rng.uniform(from_s, until_s), Abort(name)))
+    return replace(scenario, events=tuple(events))
+
+
+def _weights(rng: random.Random, scenario: Scenario) -> Scenario:
+    """New weights are loaded while requests run."""
+    last_s = _last_s(scenario)
+    resets = [Reset(rng.random() < 0.8, rng.random() < 0.3) for _ in range(rng.choice([1, 2, 4]))]
+    return _with_swap(rng, scenario, [(rng.uniform(0, last_s + 5), reset) for reset in resets], share=0.6)
+
+
+def _grammars(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Some plain requests wait for a grammar, beside others that keep the engine busy."""
+    events: list[Timed] = []
+    for at_s, event in scenario.events:
+        if isinstance(event, Plain) and rng.random() < 0.5:
+            events.append((at_s, replace(event, has_grammar=True)))
+            events.append((at_s + rng.choice([0.0, 1.0, 5.0]), Grammar(event.request_id, rng.random() < 0.9)))
+        else:
+            events.append((at_s, event))
+    start_s = rng.uniform(0, _last_s(scenario))
+    for number in range(rng.choice([5, 10, 20])):
+        name, has_grammar = f"p{1_000 + number}", number == 2 or rng.random() < 0.1
+        prompt = tuple(rng.randrange(4) for _ in range(rng.randrange(1, scenario.max_model_len // 2)))
+        at_s = start_s + number * rng.choice([0.5, 1.0, 2.0])
+        events.append((at_s, Plain(name, prompt, rng.randrange(1, 12), None, has_grammar)))
+        if has_grammar:
+            events.append((at_s + rng.choice([0.5, 3.0]), Grammar(name, rng.random() < 0.9)))
+    policy = scenario.policy if rng.random() < 0.4 else rng.choice(["fcfs", "arrival"])
+    return replace(scenario, events=tuple(events), policy=policy)
+
+
+def _bad_slots(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Some host slots can never be read, or never be written; and who loads may be evicted before that is known."""
+    scenario = _with_swap(rng, scenario)
+    slots = range(scenario.num_host_blocks)
+    bad_loads, bad_saves = (frozenset(s for s in slots if rng.random() < rng.choice([0, 0.2, 0.4])) for _ in range(2))
+    return replace(
+        scenario,
+        bad_loads=bad_loads,
+        bad_saves=bad_saves,
+        share_of_evicted_loaders=rng.choice([0.0, 0.3, 1.0]),
+        is_async=scenario.is_async or rng.random() < 0.5,
+        eviction=rng.choice([scenario.eviction, "cost"]),
+        num_blocks=rng.choice([scenario.num_blocks, int(1.3 * scenario.max_model_len / scenario.block_size)]),
+    )
+
+
+def _small_host(rng: random.Random, scenario: Scenario) -> Scenario:
+    """There is less host memory than was promised, which is only told with the first copies."""
+    num = rng.choice([0, 1, scenario.num_host_blocks // 2, scenario.num_host_blocks - 1])
+    return replace(_with_swap(rng, scenario), num_true_host_blocks=num)
+
+
+def _reused_ids(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Ids are used again: by clients that number their requests anew, and by those that go away and ask once more."""
+    names = _names(scenario)
+    reused = {name: rng.choice(names[:i]) for i, name in enumerate(names) if i and rng.random() < 0.4}
+    events = list(scenario.events)
+    for old in names:
+        if rng.random() < 0.5:
+            new = f"{old}again"
+            reused[new] = old
+            asked = [(at_s, e) for at_s, e in events if isinstance(e, Plain | Chunk) and e.request_id == old]
+            left_s = asked[0][0] + rng.choice([1.0, 3.0, 10.0])
+            delay_s = left_s - asked[0][0] + rng.choice([0.0, 1.0, 2.0])
+            events += [(left_s - rng.choice([0.0, 0.5]), Evict(rng.randrange(100))), (left_s, Abort(old))]
+            events += [(at_s + delay_s, replace(event, request_id=new)) for at_s, event in asked]
+    return _with_swap(rng, replace(scenario, events=tuple(events), reused_ids=reused), share=0.8)
+
+
+def _malformed(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Nonsense in the place of messages, from clients of their own and within streams."""
+    last_s = _last_s(scenario)
+    events = list(scenario.events)
+    for number in range(rng.randrange(1, 5)):
+        prompt = tuple(rng.randrange(4) for _ in range(rng.randrange(1, 20)))
+        events.append((rng.uniform(0, last_s), Malformed(f"m{number}", rng.choice(GARBAGE), prompt)))
+    for name, chunks in _streams(scenario):
+        if len(chunks) > 1 and rng.random() < 0.3:
+            # Just before one of its chunks, to which it would fit but for its nonsense.
+            at_s, chunk = rng.choice(chunks[1:])
+            message = {**FIELDS, "index": chunk.index, "is_final": chunk.is_final}
+            nonsense = rng.choice([*GARBAGE, {**message, "num_kept": 1_000}, {**message, "index": chunk.index - 1}])
+            events.insert(events.index((at_s, chunk)), (at_s, Malformed(name, nonsense, chunk.prompt)))
+    return replace(scenario, events=tuple(events))
+
+
+def _gaps(rng: random.Random, scenario: Scenario) -> Scenario:
+    """A chunk in the middle of a stream never arrives, as if its client had been cancelled while it sent it."""
+    events = list(scenario.events)
+    for _, chunks in _streams(scenario):
+        if len(chunks) > 2 and rng.random() < 0.4:
+            timed = rng.choice(chunks[1:-1])
+            events[events.index(timed)] = (timed[0], Lost(timed[1]))
+    return replace(scenario, events=tuple(events))
+
+
+def _goers(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Clients go away while a step computes."""
+    last_s = _last_s(scenario)
+    gone = [name for name in _names(scenario) if rng.random() < 0.4]
+    aborts: list[Timed] = [(rng.uniform(0, last_s + 5), Abort(name, is_in_mid_step=True)) for name in gone]
+    return replace(scenario, events=(*scenario.events, *aborts))
+
+
+SITUATIONS: dict[str, Situation] = {
+    "bad slots": _bad_slots,
+    "ends": _ends,
+    "gaps": _gaps,
+    "goers": _goers,
+    "grammars": _grammars,
+    "malformed": _malformed,
+    "pauses": _pauses,
+    "reused ids": _reused_ids,
+    "small host": _small_host,
+    "weights": _weights,
+}
+
+
+def _with_swap(
+    rng: random.Random, scenario: Scenario, more: list[Timed] | None = None, *, share: float = 1.0
+) -> Scenario:
+    """`share` of such loads swap what is evicted, and something is."""
+    events = [*scenario.events, *(more or [])]
+    if scenario.eviction == "recompute" and rng.random() < share:
+        last_s = _last_s(scenario)
+        events += [(rng.uniform(0, last_s + 5), Evict(rng.randrange(100))) for _ in range(rng.choice([10, 40]))]
+        scenario = replace(scenario, eviction="swap", has_prefix_cache=True, sliding_window=None)
+    return replace(scenario, events=tuple(events))
+
+
+def _last_s(scenario: Scenario) -> float:
+    return max(at_s for at_s, _ in scenario.events)
+
+
+def _names(scenario: Scenario) -> list[str]:
+    """Of all requests, in the order in which they come."""
+    return list(dict.fromkeys(e.request_id for _, e in scenario.events if isinstance(e, Plain | Chunk)))
+
+
+def _streams(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, Chunk]]]]:
+    """The chunks of each stream, as far as nothing else was made of them."""
+    chunks: dict[str, list[tuple[float, Chunk]]] = {}
+    for at_s, event in scenario.events:
+        if isinstance(event, Chunk):
+            chunks.setdefault(event.request_id, []).append((at_s, event))
+    yield from chunks.items()

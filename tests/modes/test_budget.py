@@ -1,0 +1,139 @@
+"""Which chunks are in a prompt that has no room for all, and that streaming chooses the same ones."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrag import Append, Chunk, Pipeline, PromptTemplate, Update
+from streamrag.backends.tokenizer import CodePointTokenizer
+from streamrag.choice import Relevance
+from streamrag.errors import ConfigurationError
+from streamrag.modes import AssembledPrompt, PromptAssembler
+from streamrag.telemetry import ChunksLeftOut, ChunksShortened
+from streamrag.testing import ScriptedBackend, ScriptedSource
+
+QUESTION = "How do I cancel a task group?"
+ANSWER = "A group of tasks is cancelled by its cancel scope."
+FILLER = "The weather was fine on that day, and nobody thought of anything else.\n\n"
+BUDGET = 4000
+
+
+def page(number: int, num_chars: int, answer: str = "") -> Chunk:
+    return Chunk((FILLER * num_chars)[:num_chars] + answer, f"{number}.md", f"Page {number}")
+
+
+def assembler(budget: int = BUDGET, late_share: float = 0.25) -> PromptAssembler:
+    return PromptAssembler(
+        CodePointTokenizer(),
+        PromptTemplate(),
+        QUESTION,
+        max_model_len=100_000,
+        max_tokens=10,
+        max_context_tokens=budget,
+        relevance=Relevance(QUESTION),
+        late_share=late_share,
+    )
+
+
+def arrived(chunks: list[Chunk], budget: int = BUDGET, late_share: float = 0.25) -> AssembledPrompt:
+    return assembler(budget, late_share).assemble(chunks, is_complete=True, is_ranked=False)
+
+
+def num_context_tokens(step: AssembledPrompt) -> int:
+    empty = len(assembler().assemble([], is_complete=True).prompt.token_ids) - len("(no documents were found)\n\n")
+    return len(step.prompt.token_ids) - empty
+
+
+def test_a_first_page_that_would_fill_the_context_leaves_room_for_those_that_answer() -> None:
+    first, noise, answer = page(1, 5000), page(2, 2000), page(3, 3000, ANSWER)
+    step = arrived([first, noise, page(4, 2500), answer])
+    assert len(step.included[0].text) <= BUDGET / 3
+    assert any(ANSWER in chunk.text for chunk in step.included)
+    assert set(step.shortened) >= {first, answer}
+    assert num_context_tokens(step) <= BUDGET
+
+
+def test_a_page_without_any_paragraphs_is_shortened_too() -> None:
+    step = arrived([Chunk("x" * 50_000, "1.md"), page(2, 1000)])
+    assert [chunk.source for chunk in step.included[:2]] == ["1.md", "2.md"]
+    assert len(step.included[0].text) <= BUDGET / 3
+    assert num_context_tokens(step) <= BUDGET
+
+
+def test_a_single_page_has_the_whole_context_in_the_end() -> None:
+    only = page(1, 3500, ANSWER)
+    step = arrived([only])
+    assert [chunk.source for chunk in step.included] == ["1.md", "1.md"]
+    assert (step.left_out, step.shortened) == ((), ())
+    assert sum(chunk.text.count("weather") for chunk in step.included) == only.text.count("weather")
+
+
+def test_what_fits_is_in_the_order_of_arrival_and_whole() -> None:
+    pages = [page(number, 700) for number in range(5)]
+    step = arrived(pages)
+    assert (step.included, step.left_out, step.shortened) == (tuple(pages), (), ())
+
+
+def test_a_ranked_context_is_taken_by_rank() -> None:
+    pages = [page(1, 3500), page(2, 3000, ANSWER), page(3, 100)]
+    step = assembler().assemble(pages, is_complete=True, is_ranked=True)
+    assert (step.included, step.left_out, step.shortened) == ((pages[0], pages[2]), (pages[1],), ())
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(st.tuples(st.integers(0, 6000), st.sampled_from(["", ANSWER])), max_size=9),
+    st.integers(0, 6000),
+    st.sampled_from([0.1, 0.25, 0.5, 0.9]),
+)
+def test_a_streamed_prompt_only_grows_and_is_that_of_one_go_within_its_budget(
+    sizes: list[tuple[int, str]], budget: int, late_share: float
+) -> None:
+    chunks = [page(number, size, answer) for number, (size, answer) in enumerate(sizes)]
+    streaming = assembler(budget, late_share)
+    for end in range(len(chunks) + 1):
+        step = streaming.assemble(chunks[:end], is_complete=False, is_ranked=False)
+        assert step.num_invalidated == 0
+    last = streaming.assemble(chunks, is_complete=True, is_ranked=False)
+    in_one_go = arrived(chunks, budget, late_share)
+    assert last.prompt.token_ids == in_one_go.prompt.token_ids
+    assert last.num_invalidated == 0
+    assert num_context_tokens(last) <= max(budget, len("(no documents were found)\n\n"))
+    sources = {chunk.source for chunk in last.included}
+    assert sources | {chunk.source for chunk in last.left_out} == {chunk.source for chunk in chunks}
+    assert not sources & {chunk.source for chunk in last.left_out}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_a_query_is_told_what_was_shortened_and_what_was_left_out_once(overlap: bool) -> None:
+    pages = [page(number, 3000, ANSWER if number == 7 else "") for number in range(12)]
+    random.Random(0).shuffle(pages)
+    source = ScriptedSource([Append(each) for each in pages])
+    async with Pipeline(source, ScriptedBackend("ok"), overlap=overlap) as pipeline:
+        async with pipeline.events(QUESTION, max_context_tokens=BUDGET) as stream:
+            events = [event async for event in stream]
+    answer = stream.result
+    (shortened,) = (event.chunks for event in events if isinstance(event, ChunksShortened))
+    (left_out,) = (event.chunks for event in events if isinstance(event, ChunksLeftOut))
+    assert (shortened, left_out) == (answer.shortened, answer.left_out)
+    assert sorted(chunk.source for chunk in (*shortened, *left_out)) == sorted(chunk.source for chunk in pages)
+    assert any(ANSWER in citation.text for citation in answer.sources)
+    assert answer.num_invalidated == 0
+
+
+async def test_without_a_late_share_chunks_are_taken_whole_and_by_arrival() -> None:
+    first, late = page(1, 3500), page(2, 1000, ANSWER)
+    for event in (Append(late), Update((first, late))):
+        async with Pipeline(ScriptedSource([Append(first), event]), ScriptedBackend("ok")) as pipeline:
+            stream = pipeline.stream(QUESTION, max_context_tokens=BUDGET, late_share=0)
+            assert [chunk async for chunk in stream]
+        assert [citation.text for citation in stream.result.sources] == [first.text]
+        assert stream.result.left_out == (late,)
+
+
+@pytest.mark.parametrize("late_share", [-0.1, 1, float("nan")])
+def test_a_share_that_is_none_is_refused(late_share: float) -> None:
+    with pytest.raises(ConfigurationError, match=r"late_share=.* must be a share"):
+        Pipeline(ScriptedSource([]), ScriptedBackend()).stream("Why?", late_share=late_share)

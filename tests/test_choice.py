@@ -1,0 +1,46 @@
+"""What of a page, and which pages, matter to a question."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrag import Chunk
+from streamrag.choice import Relevance
+
+QUESTION = "How do I cancel a task group?"
+ABOUT = "A group of tasks is cancelled by its cancel scope, and waits until all of its tasks have ended."
+FILLER = "The weather was fine on that day, and nobody thought of anything else but of going out."
+PAGE = f"# Weather\n\n{FILLER * 8}\n\n## Cancellation\n\n{ABOUT}\n\n## More weather\n\n{FILLER * 8}"
+
+
+def test_a_page_is_shortened_to_what_the_question_is_about_under_its_heading() -> None:
+    part, rest = Relevance(QUESTION).shorten(PAGE, 200)
+    assert part == f"## Cancellation\n\n{ABOUT}"
+    assert rest == PAGE.replace(f"{part}\n\n", "")
+
+
+def test_without_any_word_of_the_question_the_beginning_is_kept() -> None:
+    for question in ("Was?", "\N{GRINNING FACE}"):
+        part, _ = Relevance(question).shorten(PAGE, 800)
+        assert part.startswith("# Weather\n\nThe weather")
+
+
+@given(st.text(max_size=400) | st.just("x" * 5000), st.integers(-5, 300))
+def test_a_part_is_never_longer_than_is_allowed_and_no_word_is_lost(text: str, max_chars: int) -> None:
+    part, rest = Relevance(QUESTION).shorten(text, max_chars)
+    assert len(part) <= max(max_chars, 0)
+    if max_chars <= 0:
+        assert rest == text
+
+
+def test_pages_are_compared_by_their_best_part() -> None:
+    pages = [Chunk(FILLER, "a.md"), Chunk(PAGE, "b.md"), Chunk("A task.", "c.md"), Chunk("", "d.md")]
+    scores = Relevance(QUESTION).scores(pages)
+    assert sorted(range(4), key=lambda i: -scores[i])[:2] == [1, 2]
+    assert scores[0] == scores[3] == 0
+
+
+@pytest.mark.parametrize(("second", "best"), [(2.0, 1), (None, 0)])
+def test_the_retrievers_own_scores_count_if_all_have_one(second: float | None, best: int) -> None:
+    scores = Relevance(QUESTION).scores([Chunk(ABOUT, "a.md", score=1.0), Chunk(FILLER, "b.md", score=second)])
+    assert scores.index(max(scores)) == best

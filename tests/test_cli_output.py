@@ -1,0 +1,138 @@
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.markup import escape
+from rich.progress import Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+import streamrag
+from streamrag.cli.output import Output, markup
+
+HOSTILE = (
+    "a\x1b[2J\x9b31m\x07\x08\r\u202eb\u2066\u200b\ufeff\ud800c[red][/nothing] :smile: $x$ <b>\x1b]8;;http://x\x1b\\"
+)
+OBEYED = {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), "\u202e", "\u2066", "\u200b", "\ufeff", "\ud800"} - {
+    "\n"
+}
+
+
+def table_of(name: str, figures: tuple[str, ...]) -> Table:
+    table = Table("", *figures, box=None, pad_edge=False)
+    table.add_row(name, *figures)
+    return table
+
+
+def test_whatever_way_a_text_is_printed_a_terminal_obeys_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for stderr in (False, True):
+        console = Output(stderr=stderr)
+        console.print(HOSTILE)
+        console.print(HOSTILE, soft_wrap=True, style="dim")
+        console.out(HOSTILE, end="")
+        console.print(Text(HOSTILE))
+        console.print(markup("[bold]{}", HOSTILE))
+        console.print([HOSTILE])
+        console.print_table(table_of(HOSTILE, (HOSTILE, "1")))
+        with Progress(TextColumn("{task.description}"), console=console) as progress:
+            progress.add_task(escape(HOSTILE), total=1)
+    out, err = capsys.readouterr()
+    for printed in (out, err):
+        assert printed.count("[/nothing]") >= 6
+        assert not OBEYED & set(printed)
+
+
+def test_markup_and_emoji_codes_of_a_text_stay_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().print(HOSTILE, soft_wrap=True)
+    Output().print(markup("[dim]{}[/] {}", "[red]", "\\[/dim] {} {0}"), soft_wrap=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert "[red][/nothing] :smile: $x$ <b>" in printed[0]
+    assert printed[1] == "[red] \\[/dim] {} {0}"
+
+
+def test_styles_of_our_own_stay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    Output().print(markup("[bold]{}", "\x1b[31m"))
+    assert capsys.readouterr().out == "\x1b[1m\N{REPLACEMENT CHARACTER}[31m\x1b[0m\n"
+
+
+def test_no_command_prints_in_any_other_way() -> None:
+    folder = Path(streamrag.__file__).parent / "cli"
+    wrong = []
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            is_other = name in ("print", "Console", "sys.stdout.write", "sys.stderr.write")
+            what = node.args[0] if isinstance(node, ast.Call) and node.args else None
+            is_safe = isinstance(what, ast.Constant) or (what is not None and ast.unparse(what).startswith("shown("))
+            if is_other and path.name != "output.py" and not (name == "print" and is_safe):
+                wrong.append(f"{path.name}: {ast.unparse(node)}")
+    assert wrong == []
+
+
+def test_json_keeps_what_it_does_not_show(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().print_json_text({HOSTILE: [HOSTILE + "\U000e0041é"]})
+    printed = capsys.readouterr().out
+    assert not OBEYED & set(printed)
+    assert "é" in printed
+    assert json.loads(printed) == {HOSTILE: [HOSTILE + "\U000e0041é"]}
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_figure_of_a_table_is_cut(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    figures = tuple(f"{12345678 + number:,}.00" for number in range(7))
+    Output().print_table(table_of("tokens invalidated per query", figures))
+    printed = capsys.readouterr().out
+    assert all(printed.count(figure) == 2 for figure in figures)  # in the head and below it
+    assert "…" not in printed
+    if width == 200:
+        assert "tokens invalidated per query" in printed
+
+
+def run_in_shell(command: str) -> subprocess.CompletedProcess[str]:
+    program = f"{sys.executable} -m streamrag"
+    environment = {**os.environ, "COLUMNS": "80"}
+    return subprocess.run(
+        ["/bin/bash", "-c", command.replace("streamrag", program)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+TRACE = Path(__file__).parents[1] / "traces"
+
+
+@pytest.mark.parametrize("options", ["--no-plot", "--json"])
+def test_a_full_disk_at_the_standard_output_is_an_error_and_no_traceback(options: str) -> None:
+    trace = next(TRACE.glob("*.jsonl.gz"))
+    done = run_in_shell(f"streamrag trace show {trace} {options} > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr == "streamrag: OutputError: the standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("options", ["--no-plot", "--json"])
+def test_a_reader_that_has_seen_enough_is_no_error(options: str) -> None:
+    trace = next(TRACE.glob("*.jsonl.gz"))
+    assert run_in_shell(f"streamrag trace show {trace} {options} | true").stderr == ""
+
+
+def test_a_full_disk_at_the_standard_error_stops_nothing(tmp_path: Path) -> None:
+    done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {tmp_path}/t.jsonl 2> /dev/full")
+    assert done.returncode == 0
+    assert (tmp_path / "t.jsonl").exists()
+
+
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    trace = next(TRACE.glob("*.jsonl.gz"))
+    done = run_in_shell(f"PYTHONIOENCODING=ascii streamrag trace show {trace}é")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr

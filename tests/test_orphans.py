@@ -1,0 +1,50 @@
+import os
+import subprocess
+import sys
+
+ENDING = """
+import os, sys, threading
+from streamrag.orphans import end_with_parent
+end_with_parent({parent})
+print("lives", flush=True)
+sys.stdin.read()
+"""
+STARTING = """
+import subprocess, sys, threading
+def start():
+    child = subprocess.Popen([sys.executable, "-c", {code!r}], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    started.append(child)
+started = []
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+print(started[0].wait(30))
+"""
+
+
+def test_a_process_lives_as_long_as_its_parent() -> None:
+    code = ENDING.format(parent=os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.communicate("", timeout=60) == ("lives\n", None)
+    assert child.returncode == 0
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
+    child = subprocess.run([sys.executable, "-c", ENDING.format(parent=1 << 30)], timeout=60)
+    assert child.returncode == 1
+
+
+def test_it_holds_for_what_the_process_becomes() -> None:
+    become = "os.execv(sys.executable, [sys.executable, '-c', 'import time; print(flush=True); time.sleep(1000)'])"
+    code = ENDING.format(parent="os.getppid()") + become
+    code = code.replace("sys.stdin.read()\n", "")
+    ran = subprocess.run([sys.executable, "-c", STARTING.format(code=code)], capture_output=True, timeout=60)
+    assert ran.stdout == b"-9\n", ran.stderr
+
+
+def test_the_thread_is_the_parent() -> None:
+    """Why an engine is started in a thread that stays."""
+    code = ENDING.format(parent="os.getppid()").replace("sys.stdin.read()", "threading.Event().wait()")
+    ran = subprocess.run([sys.executable, "-c", STARTING.format(code=code)], capture_output=True, timeout=60)
+    assert ran.stdout == b"-9\n", ran.stderr

@@ -1,0 +1,190 @@
+"""What others made is read within limits; only errors of ours come out."""
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from streamrag.errors import TraceError
+from streamrag.reading import DamagedError, Unpacked, parse_json, read_bytes
+from streamrag.trace import files, read
+from streamrag.trace.read import read_trace
+from streamrag.trace.stream2llm import read_stream2llm_anns
+
+ROOT = Path(__file__).parents[1]
+MIB = 1 << 20
+
+HEADER = '{"format": "streamrag-trace", "version": 1}\n'
+TRACE = (
+    HEADER
+    + """{"kind": "query", "id": "1", "arrival_s": 0.5, "text": "why?"}
+{"kind": "chunk", "key": "a", "num_tokens": 3}
+{"kind": "update", "query": "1", "at_s": 1.5, "keys": ["a", "a"]}
+{"kind": "end", "query": "1", "end_s": 2, "outcome": "complete"}
+"""
+)
+
+
+def bomb(path: Path, unit: bytes, num_units: int) -> Path:
+    """A small file that unpacks to `num_units` times a `unit`."""
+    if path.suffix == ".gz":
+        packed = gzip.compress(unit, compresslevel=9)
+    else:
+        packed = zstandard.ZstdCompressor(level=19).compress(unit)
+    path.write_bytes(packed * num_units)
+    assert path.stat().st_size < 2 * MIB
+    return path
+
+
+READ_ALL = """
+import sys
+from pathlib import Path
+from streamrag.bench.store import read_cell
+from streamrag.errors import StreamRagError
+from streamrag.records import read_records
+from streamrag.trace.arrivals import read_azure_llm, read_mooncake
+from streamrag.trace.read import read_trace
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (1_500 << 20,) * 2)
+for path in map(Path, sys.argv[1:]):
+    for read in (read_trace, read_mooncake, read_azure_llm, read_records, read_cell):
+        try:
+            read(path)
+        except StreamRagError as error:
+            print("refused")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, "MiB")
+"""
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_bomb_takes_no_more_memory_than_its_limit(suffix: str, tmp_path: Path) -> None:
+    one_line = bomb(tmp_path / f"zeros{suffix}", b"\0" * (64 * MIB), 20)
+    many_lines = bomb(tmp_path / f"lines{suffix}", b"\n" * (64 * MIB), 20)
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ALL, str(one_line), str(many_lines)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    *refused, memory, _ = done.stdout.split()
+    assert refused == ["refused"] * 10
+    assert int(memory) < 1_200
+
+
+def test_a_file_has_a_number_of_bytes_lines_and_chunks_that_it_may_not_exceed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(TRACE)
+    assert read_trace(path).queries
+    with pytest.raises(ValueError, match="more than 100 bytes"):
+        b"".join(Unpacked(path, 100))
+    monkeypatch.setattr(read, "MAX_KEYS", 1)
+    with pytest.raises(TraceError, match=r"line 4: its updates name more than 1 chunks"):
+        read_trace(path)
+    monkeypatch.setattr(files, "MAX_LINES", 3)
+    with pytest.raises(TraceError, match=r"after line 4: it has more than 3 lines; make several files of it"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_what_is_packed_in_many_members_is_read_whole(suffix: str, tmp_path: Path) -> None:
+    chance = random.Random(0)
+    parts = [chance.randbytes(chance.randrange(200_000)) + b"\0" * chance.randrange(3 * MIB) for _ in range(12)]
+    pack = gzip.compress if suffix == ".gz" else zstandard.ZstdCompressor().compress
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(b"".join(map(pack, parts)))
+    assert read_bytes(path, 64 * MIB) == b"".join(parts)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedError, match="ends too early"):
+        read_bytes(path, 64 * MIB)
+    path.write_bytes(b"x" + path.read_bytes())
+    with pytest.raises(DamagedError):
+        read_bytes(path, 64 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("NaN", "no number of JSON"),
+        ("[-Infinity]", "no number of JSON"),
+        ("1e999", "the number 1e999 is too large"),
+        ("1" * 19, "a number has 19 digits"),
+        ("1" * 5000, "a number has 5000 digits"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[" * 34 + "]" * 34, "nested too deeply"),
+        ('{"a":' * 33 + "1" + "}" * 33, "nested too deeply"),
+        (b'"\xff"', "can't decode byte 0xff"),
+        ("\ufeff1", "BOM"),
+    ],
+)
+def test_json_that_means_harm_is_refused(text: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_json(text)
+
+
+def test_json_of_every_other_kind_is_read_and_halves_of_characters_are_mended() -> None:
+    assert parse_json("[" * 32 + "]" * 32)
+    assert parse_json(b'{"\\ud800": ["\\uDC00x", "\\ud83d\\ude00"], "n": [1e3, -5, true, null]}') == {
+        "\N{REPLACEMENT CHARACTER}": ["\N{REPLACEMENT CHARACTER}x", "\N{GRINNING FACE}"],
+        "n": [1e3, -5, True, None],
+    }
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ({"kind": "query", "id": "1", "arrival_s": 1e15, "text": ""}, "arrival_s: input should be less than or equal"),
+        ({"kind": "chunk", "key": "a", "num_tokens": 2**31}, "num_tokens: input should be less than 2147483648"),
+        ({"kind": "chunk", "key": "a", "num_tokens": 1, "title": None}, "title: input should be a valid string"),
+        ('{"kind": "chunk", "key": "a", "num_tokens": ' + "9" * 400 + "}", "a number has 400 digits"),
+        ('{"kind": "end", "query": "1", "end_s": Infinity, "outcome": "complete"}', "Infinity is no number"),
+    ],
+)
+def test_numbers_that_no_trace_has_are_named(lines: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = lines if isinstance(lines, str) else json.dumps(lines)
+    path.write_text(f"{HEADER}{line}\n")
+    with pytest.raises(TraceError) as raised:
+        read_trace(path)
+    assert str(raised.value).startswith(f"{path}, line 2: ")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a/../../x", "\0"])
+def test_a_public_trace_names_no_file_outside_of_its_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text(json.dumps({"1": {"query": "q", "trace_file": name}}))
+    with pytest.raises(TraceError, match="is not in"):
+        read_stream2llm_anns(tmp_path / "map.json", count_tokens=len)
+
+
+def test_nothing_that_is_read_can_name_code() -> None:
+    """No module of ours unpickles or evaluates, and these import by name: the names are ours or the caller's own."""
+    importers = set()
+    for path in sorted((ROOT / "streamrag").rglob("*.py")):
+        text = path.read_text()
+        for word in ("pickle", "marshal", "shelve", "eval(", "exec(", "allow_pickle", "yaml", "torch.load"):
+            found = text.replace("literal_eval(", "").replace("_exec(", "").replace("unpickled", "")
+            assert word not in found, f"{path}: {word}"
+        if "import_module(" in text and path.parent.name != "backends":  # which import vLLM so
+            importers.add(str(path.relative_to(ROOT / "streamrag")))
+    assert importers == {
+        "__init__.py",
+        "engine/policies.py",  # a policy of the caller's
+        "sources/embedder.py",  # an embedder of the caller's
+        "sources/worker_main.py",  # a handler of ours
+    }
+
+
+def test_zlib_keeps_nothing_back_at_a_piece_s_end(tmp_path: Path) -> None:
+    """A piece that is exactly as long as the most that is asked for may have more behind it, and no input left."""
+    body = b"x" * (5 * MIB)
+    path = tmp_path / "x.gz"
+    path.write_bytes(gzip.compress(body)[:-8])  # without the end of the member
+    assert len(b"".join(Unpacked(path))) == len(body)
+    assert zlib.crc32(b"".join(Unpacked(path))) == zlib.crc32(body)

@@ -1,0 +1,178 @@
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamrag import scratch
+from streamrag.scratch import OWNER, ScratchFolder, remove_left_behind
+
+OWNING = """
+import sys
+from streamrag.scratch import ScratchFolder
+folder = ScratchFolder("test")
+(folder.path / "file").touch()
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def owner() -> tuple["subprocess.Popen[str]", Path]:
+    """A program with a folder, and the folder."""
+    program = subprocess.Popen([sys.executable, "-c", OWNING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert program.stdout
+    return program, Path(program.stdout.readline().strip())
+
+
+def killed(program: "subprocess.Popen[str]") -> None:
+    program.kill()
+    program.communicate()
+
+
+def test_a_folder_is_private_and_removed_with_what_is_in_it(temporary_folder: Path) -> None:
+    folder = ScratchFolder("test")
+    assert folder.path.parent == temporary_folder
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    (folder.path / "file").touch()
+    remove_left_behind("test")
+    assert (folder.path / "file").exists()
+    folder.remove()
+    folder.remove()
+    assert os.listdir(temporary_folder) == []
+
+
+def test_a_folder_that_nobody_removed_is_removed_at_exit(temporary_folder: Path) -> None:
+    program, path = owner()
+    assert path.is_dir()
+    program.communicate()
+    assert os.listdir(temporary_folder) == []
+
+
+def test_only_a_killed_owners_folder_is_removed_and_only_of_the_same_kind(temporary_folder: Path) -> None:
+    living, of_the_living = owner()
+    dead, of_the_dead = owner()
+    killed(dead)
+    assert (of_the_dead / "file").exists()
+    remove_left_behind("other")
+    assert of_the_dead.exists()
+    remove_left_behind("test")
+    assert os.listdir(temporary_folder) == [of_the_living.name]
+    killed(living)
+
+
+def test_a_folder_is_its_owners_as_long_as_a_fork_of_it_lives(temporary_folder: Path) -> None:
+    folder = ScratchFolder("test")
+    reading, writing = os.pipe()
+    fork = os.fork()
+    if not fork:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    os.close(folder._owner)
+    remove_left_behind("test")
+    assert folder.path.exists()
+    os.close(writing)
+    os.waitpid(fork, 0)
+    remove_left_behind("test")
+    assert os.listdir(temporary_folder) == []
+    folder._remove.detach()
+
+
+def strange_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def of_another_user(path: Path) -> None:
+    path.mkdir()
+    (path / OWNER).touch()
+    os.chown(path, 12345, 12345)
+
+
+def link_to_a_left_one(path: Path) -> None:
+    real = path.with_name("mine")
+    real.mkdir()
+    (real / OWNER).touch()
+    path.symlink_to(real)
+
+
+def link_as_owner(path: Path) -> None:
+    path.mkdir()
+    path.with_name("mine").touch()
+    (path / OWNER).symlink_to(path.with_name("mine"))
+
+
+@pytest.mark.parametrize("make", [strange_folder, link_to_a_left_one, link_as_owner, of_another_user, Path.touch])
+def test_what_is_not_surely_ours_stays(temporary_folder: Path, make: Callable[[Path], None]) -> None:
+    if make is of_another_user and os.geteuid():
+        pytest.skip("only root can give a folder away")
+    path = temporary_folder / "streamrag-test-12345678"
+    make(path)
+    before = sorted(temporary_folder.rglob("*"))
+    remove_left_behind("test")
+    assert sorted(temporary_folder.rglob("*")) == before
+
+
+def test_a_longer_name_is_not_ours(temporary_folder: Path) -> None:
+    (temporary_folder / "streamrag-test-my_notes_of_today").mkdir()
+    (temporary_folder / "streamrag-test-my_notes_of_today" / OWNER).touch()
+    remove_left_behind("test")
+    assert len(os.listdir(temporary_folder)) == 1
+
+
+def test_links_in_a_folder_that_is_removed_are_not_followed(temporary_folder: Path) -> None:
+    dead, path = owner()
+    mine = temporary_folder / "mine"
+    mine.mkdir()
+    (mine / "file").touch()
+    (path / "link").symlink_to(mine)
+    killed(dead)
+    remove_left_behind("test")
+    assert not path.exists()
+    assert (mine / "file").exists()
+
+
+def test_a_folder_that_is_taken_for_left_behind_before_it_is_locked_is_made_anew(
+    temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    lock = scratch._lock
+
+    def lock_late(file: int, path: Path) -> bool:
+        if not found:
+            found.append(path.parent)
+            remove_left_behind("test")
+        return lock(file, path)
+
+    monkeypatch.setattr(scratch, "_lock", lock_late)
+    folder = ScratchFolder("test")
+    assert folder.path not in found
+    assert os.listdir(temporary_folder) == [folder.path.name]
+    folder.remove()
+
+
+def test_where_files_cannot_be_locked_nothing_is_removed(
+    temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, path = owner()
+    killed(dead)
+
+    def no_locks(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(scratch.fcntl, "flock", no_locks)
+    folder = ScratchFolder("test")
+    remove_left_behind("test")
+    assert set(os.listdir(temporary_folder)) == {path.name, folder.path.name}
+    folder.remove()
