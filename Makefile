@@ -21,7 +21,7 @@ check: .venv/installed ## types and style
 bench-stall: .venv/installed ## the event loop's worst stall while a crawl and a search run
 	$(RUN) bench/loop_stall.py
 
-fuzz: .venv/installed ## the scheduler against its KV oracle: 20,000 random loads, about six minutes
+fuzz: .venv/installed ## the scheduler against its KV oracle: 20,000 random loads, some minutes on two cores
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.fuzz --first 0 --seeds 20000
 
 mutants: .venv/installed ## breaks the scheduler in one line each, and shows that the fuzz notices

@@ -175,6 +175,14 @@ def test_what_was_on_its_way_to_a_request_is_not_sent_to_the_next_of_its_id(benc
     assert b.num_finishes("s") == 1
 
 
+@pytest.mark.xfail(reason="a first chunk that is refused is recorded as that of a plain request", strict=True)
+def test_a_stream_that_is_refused_at_once_is_recorded_as_a_stream(bench: Make) -> None:
+    b = bench()
+    b.chunk("s", list(range(200)))
+    b.run()
+    assert b.record("s").is_stream
+
+
 def test_ending_the_input_without_a_last_chunk_frees_the_stream(bench: Make) -> None:
     b = bench()
     b.chunk("s", TOKENS)

@@ -147,10 +147,12 @@ def _malformed(rng: random.Random, scenario: Scenario) -> Scenario:
     for name, chunks in _streams(scenario):
         if len(chunks) > 1 and rng.random() < 0.3:
             # Just before one of its chunks, to which it would fit but for its nonsense.
-            at_s, chunk = rng.choice(chunks[1:])
+            number = rng.randrange(1, len(chunks))
+            at_s, chunk = chunks[number]
             message = {**FIELDS, "index": chunk.index, "is_final": chunk.is_final}
-            nonsense = rng.choice([*GARBAGE, {**message, "num_kept": 1_000}, {**message, "index": chunk.index - 1}])
-            events.insert(events.index((at_s, chunk)), (at_s, Malformed(name, nonsense, chunk.prompt)))
+            too_much = {**message, "num_kept": len(chunks[number - 1][1].prompt) + 1}
+            nonsense = rng.choice([rng.choice(GARBAGE), too_much, {**message, "index": chunk.index + 1}])
+            events.insert(events.index((at_s, chunk)), (at_s, Malformed(name, nonsense, chunk.prompt[:1])))
     return replace(scenario, events=tuple(events))
 
 
