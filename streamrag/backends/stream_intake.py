@@ -104,7 +104,8 @@ class StreamIntakeMixin(_Base):
             self._refuse(request, problem, message)
             return
         stream = self._adopt(request, message)
-        # Another request may have had its id, of which steps in flight still bring something.
+        # Another request may have had its id, of which steps in flight and the outbox still bring something.
+        self._outbox = [(client, output) for client, output in self._outbox if output.request_id != stream.request_id]
         stream.num_in_flight_tokens = sum(counts.get(stream.request_id, 0) for counts in self._counts_in_flight)
         drop_output_in_flight(stream)
         if message is not None:

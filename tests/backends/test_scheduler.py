@@ -162,7 +162,6 @@ def test_a_stream_may_be_aborted_at_any_step(bench: Make) -> None:
         b.check_empty()
 
 
-@pytest.mark.xfail(reason="the scheduler's outbox still has an acknowledgement for the first request", strict=True)
 def test_what_was_on_its_way_to_a_request_is_not_sent_to_the_next_of_its_id(bench: Make) -> None:
     b = bench(max_num_batched_tokens=8)
     b.chunk("s", TOKENS)
@@ -175,7 +174,6 @@ def test_what_was_on_its_way_to_a_request_is_not_sent_to_the_next_of_its_id(benc
     assert b.num_finishes("s") == 1
 
 
-@pytest.mark.xfail(reason="a first chunk that is refused is recorded as that of a plain request", strict=True)
 def test_a_stream_that_is_refused_at_once_is_recorded_as_a_stream(bench: Make) -> None:
     b = bench()
     b.chunk("s", list(range(200)))

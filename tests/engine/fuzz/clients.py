@@ -65,7 +65,6 @@ class Client:
     """The number of steps, when it sent its prompt."""
     started_at: int | None = None
     """The number of steps, when it was first computed."""
-    aborted_at: int = -1
     """The number of steps, when it was aborted."""
     computed: tuple[int, float] = (0, 0.0)
     """How many chunks it had sent when it was last computed, and when that ended."""

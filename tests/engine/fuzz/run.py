@@ -197,16 +197,12 @@ class Run:
         return self.clients[name]
 
     def _request_id(self, name: str) -> str:
-        """Its own, or that of a request that has ended, of which steps may still be in flight.
-
-        Not that of a stream at once: an acknowledgement on its way to that one would go to the new one, see
-        `test_what_was_on_its_way_to_a_request_is_not_sent_to_the_next_of_its_id`.
-        """
+        """Its own, or that of a request that has ended, of which steps and answers may still be in flight."""
         wanted = self.scenario.reused_ids.get(name)
         if wanted is None or wanted not in self.clients:
             return name
         old = self.current[self.clients[wanted].request_id]
-        if old.is_waiting or (old.is_stream and old.aborted_at >= self.engine.num_steps):
+        if old.is_waiting:
             return name
         self.met["request ids used again with a step in flight"] += old.computed[1] > self.engine.now_s
         self.met["request ids used again"] += 1
@@ -276,7 +272,7 @@ class Run:
         client = self.clients.get(name)
         if client is None or not client.is_waiting:
             return False
-        client.is_aborted, client.aborted_at = True, self.engine.num_steps
+        client.is_aborted = True
         self.met["aborts of idle streams"] += client.request_id in self.scheduler.idle
         self.engine.abort(client.request_id)
         return True
@@ -316,7 +312,7 @@ class Run:
             aborted = self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
             for request in aborted:
                 client = waiting.pop(request.request_id)
-                client.is_aborted, client.aborted_at = True, self.engine.num_steps
+                client.is_aborted = True
                 self.met["aborts by a pause"] += 1
             for client in waiting.values():  # what they hear is on its way
                 check(client.must_fail or client.is_too_long or client.gave_up, f"{client.name} outlives a pause")
