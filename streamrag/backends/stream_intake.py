@@ -101,7 +101,7 @@ class StreamIntakeMixin(_Base):
 
     def _open(self, request: Request, message: ChunkMessage | None) -> None:
         if problem := self._problem(request, message):
-            self._refuse(request, problem, message)
+            self._refuse(request, problem, message if request.resumable else None)
             return
         stream = self._adopt(request, message)
         # Another request may have had its id, of which steps in flight and the outbox still bring something.
