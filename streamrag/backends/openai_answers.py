@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from streamrag.backends.openai_http import shown
-from streamrag.backends.tokenizer import without_lone_surrogates
 from streamrag.core import AnswerChunk
 from streamrag.errors import ServerError
+from streamrag.reading import without_lone_surrogates
 
 __all__ = ["answer_chunk", "length", "objects", "token_ids"]
 

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 from streamrag.backends.openai_answers import token_ids as read_ids
 from streamrag.backends.openai_http import Server
-from streamrag.backends.tokenizer import without_lone_surrogates
 from streamrag.core import Turn, plain_chat
 from streamrag.errors import ServerError
+from streamrag.reading import without_lone_surrogates
 
 __all__ = ["ServerTokenizer", "ask_for_tokenizer"]
 

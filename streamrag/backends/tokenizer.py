@@ -11,8 +11,9 @@ from typing import Any
 
 from streamrag.core import Turn, plain_chat
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
+from streamrag.reading import without_lone_surrogates
 
-__all__ = ["CodePointTokenizer", "HuggingFaceTokenizer", "local_model_path", "without_lone_surrogates"]
+__all__ = ["CodePointTokenizer", "HuggingFaceTokenizer", "local_model_path"]
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """`owner/name` or `name`, as the Hugging Face hub has them."""
@@ -162,16 +163,6 @@ def _markers(chat_template: str, added: Iterable[str]) -> re.Pattern[str] | None
     return (
         re.compile("|".join(f"{re.escape(m[0])}(?={re.escape(m[1:])})" for m in sorted(markers))) if markers else None
     )
-
-
-def without_lone_surrogates(text: str) -> str:
-    """`text` with U+FFFD for each half of a character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # Through UTF-16, two surrogates that belong together become the one character they mean.
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def _fast_copies(tokenizer: Any) -> tuple[Any, Any]:
