@@ -363,7 +363,7 @@ async def test_hints_reach_the_scheduler_with_their_prompts(
         None,
         None,
     ]
-    assert end == {}
+    assert end == {"is_end": True}
 
 
 async def test_four_queries_at_once_do_not_mix(backend: VllmBackend, strategy: Strategy, requests: Requests) -> None:
