@@ -171,10 +171,15 @@ def print_table(groups: dict[str, list[Pair]]) -> None:
         num_tokens = statistics.median(pair.answers[0].num_prompt_tokens for pair in pairs)
         num_invalidated = sum(pair.answers[0].num_invalidated for pair in pairs)
         console.print(
-            f"{name}: prompts of {num_tokens:.0f} tokens (median), {min(num_updates)} to {max(num_updates)} changes of "
-            f"context, {num_invalidated} tokens invalidated in all; retrieval brought the same context both ways in "
+            f"{name}: prompts of {num_tokens:.0f} tokens (median), {_from_to(num_updates)} of context, "
+            f"{num_invalidated} tokens invalidated in all; retrieval brought the same context both ways in "
             f"{len(same)} of {len(pairs)} pairs, and the answers have the same tokens in {num_equal} of those"
         )
+
+
+def _from_to(counts: list[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least} to {most} changes" if least < most else f"{most} change{'s' * (most != 1)}"
 
 
 def save(out: Path, groups: dict[str, list[Pair]]) -> None:

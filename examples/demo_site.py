@@ -5,6 +5,7 @@ Run as a program it serves a folder, and prints its port first: `python demo_sit
 
 import math
 import random
+import re
 import sys
 import time
 from functools import partial
@@ -22,6 +23,9 @@ MEDIAN_LATENCY_S, LATENCY_SPREAD, MAX_LATENCY_S = 0.35, 0.5, 1.0
 """Log-normal; each page keeps its own latency from request to request, so that paired runs are comparable."""
 
 
+LINK = re.compile(r'<a href="([^"#]*)([^"]*)">(.*?)</a>', re.DOTALL)
+
+
 def build_site(docs: Path, site: Path) -> int:
     """Write an HTML page for each Markdown file in `docs`; returns how many."""
     from markdown_it import MarkdownIt
@@ -33,9 +37,17 @@ def build_site(docs: Path, site: Path) -> int:
     for page in pages:
         text = page.read_text()
         title = text.splitlines()[0].lstrip("# ")
-        body = render(text).replace('.md"', '.html"')
+        body = LINK.sub(lambda link: _kept(link, docs), render(text))
         (site / f"{page.stem}.html").write_text(PAGE.format(title=title, links=links, body=body))
     return len(pages)
+
+
+def _kept(link: re.Match[str], docs: Path) -> str:
+    """A link to a page of the site, or to elsewhere on the web; of one to a file beside the site, only the words."""
+    file, place, words = link.groups()
+    if "://" in file or not file:
+        return link[0]
+    return f'<a href="{file.removesuffix(".md")}.html{place}">{words}</a>' if (docs / file).parent == docs else words
 
 
 class SlowHandler(SimpleHTTPRequestHandler):
