@@ -266,6 +266,17 @@ async def test_a_pinned_connection_still_verifies_the_name(certificate: Path) ->
         assert site.paths == ["/a"]
 
 
+async def test_a_broken_record_of_tls_is_a_broken_connection(certificate: Path) -> None:
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(certificate)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    async with Website().running(server) as site:
+        site.add("/a", "a whole page", fault="breaks TLS")
+        url = f"https://docs.example:{site.port}/a"
+        with pytest.raises(UnusablePageError, match=r"its connection broke off: .*SSL"):
+            await fetch(url, resolved={"docs.example": ["127.0.0.1"]}, context=trusting)
+
+
 # ------------------------------------------------------------------------------------------------- when things go wrong
 
 

@@ -32,6 +32,7 @@ from streamrag.errors import (
     WorkerError,
 )
 from streamrag.sources import addresses, web
+from streamrag.sources.fetch import Fetcher, Page
 from streamrag.sources.web import StartUrls, WebSource
 
 pytest.importorskip("crawl4ai")
@@ -499,6 +500,24 @@ async def test_links_to_private_addresses_are_skipped(
     assert sorted(site.paths) == ["/", "/sly"]
     assert all("not a public address" in reason for reason in reasons(events).values())
     assert len(events) == 3
+
+
+async def test_an_error_that_nobody_expects_costs_its_page_alone(
+    site: Website, new: NewSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = Fetcher.fetch
+
+    async def fail(fetcher: Fetcher, url: str, check_redirect: Callable[[str], None]) -> Page:
+        if url.endswith("/bad"):
+            raise RuntimeError("as asked")
+        return await fetch(fetcher, url, check_redirect)
+
+    monkeypatch.setattr(Fetcher, "fetch", fail)
+    site.add("/", text("Emperor", "/bad", "/good"))
+    site.add("/good", text("King"))
+    events = await crawl(new())
+    assert sorted(paths(events)) == ["/", "/good"]
+    assert reasons(events) == {"/bad": "it cannot be fetched: RuntimeError: as asked"}
 
 
 async def test_a_worker_that_dies_is_an_error_for_its_query_alone(site: Website, new: NewSource) -> None:
