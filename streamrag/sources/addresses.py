@@ -23,6 +23,10 @@ MAX_ADDRESSES = 4
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
+NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
+"""What not every `ipaddress` of Python takes for special, though IANA's registries do; and the address by which virtual
+machines in Azure are managed."""
+
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 """Host and port to IP addresses, best first."""
 
@@ -34,9 +38,11 @@ def normalize_url(url: str, base: str = "") -> str | None:
     try:
         parts = urlsplit(urljoin(base, url))
         port, host = parts.port, (parts.hostname or "").encode("idna").decode()
-    except ValueError:
+        path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
+        query = "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?") if parts.query else ""
+    except ValueError:  # of a lone surrogate too
         return None
-    if parts.scheme not in ("http", "https") or parts.username is not None or parts.password is not None:
+    if port == 0 or parts.scheme not in ("http", "https") or parts.username is not None or parts.password is not None:
         return None
     if re.fullmatch(r"[0-9a-f:.]+", host) and ":" in host:
         host = f"[{host}]"
@@ -44,8 +50,6 @@ def normalize_url(url: str, base: str = "") -> str | None:
         return None
     if port is not None and port != {"http": 80, "https": 443}[parts.scheme]:
         host += f":{port}"
-    path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
-    query = "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?") if parts.query else ""
     normalized = f"{parts.scheme}://{host}{path}{query}"
     return normalized if len(normalized) <= MAX_URL_CHARS else None
 
@@ -76,6 +80,8 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
             return _is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
         if address.is_site_local or (address.sixtofour and not _is_public(address.sixtofour)):
             return False
+    if any(address in network for network in NOT_PUBLIC):
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 

@@ -47,7 +47,10 @@ class CountedStream(httpcore.AsyncNetworkStream):
             max_bytes = min(max_bytes, HEAD_PIECE_BYTES)
         elif self.num_bytes >= self._max_bytes:
             raise ResponseTooLargeError(f"the server has sent {self.num_bytes} bytes")
-        piece = await self._stream.read(max_bytes, timeout)
+        try:
+            piece = await self._stream.read(max_bytes, timeout)
+        except OSError as error:  # a broken TLS record is an ssl.SSLError, which httpcore does not translate
+            raise httpcore.ReadError(str(error)) from error
         self.num_bytes += len(piece)
         if self._max_bytes is None:
             self._num_lines += piece.count(b"\n")
@@ -55,7 +58,10 @@ class CountedStream(httpcore.AsyncNetworkStream):
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
         self._max_bytes, self.num_bytes, self._num_lines = None, 0, 0
-        await self._stream.write(buffer, timeout)
+        try:
+            await self._stream.write(buffer, timeout)
+        except OSError as error:
+            raise httpcore.WriteError(str(error)) from error
 
     async def aclose(self) -> None:
         await self._stream.aclose()

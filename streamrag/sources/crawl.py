@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
-from streamrag.errors import UnreachableError, UnsafeUrlError
+from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
 from streamrag.sources.addresses import normalize_url, resolve
 from streamrag.sources.fetch import CostlyPageError, Fetcher, FetchLimits, NoConnectionError, UnusablePageError
 from streamrag.sources.relevance import Passage, assemble
@@ -41,6 +41,9 @@ MAX_COSTLY_PAGES = 2
 
 MAX_LOOKUPS = 4
 """Names that one crawl looks up at the same time."""
+
+MAX_REASON_CHARS = 500
+"""Of an error that nobody expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,10 @@ class Crawl:
             return Skipped(target.url, str(error))
         except UnusablePageError as error:
             return Skipped(target.url, str(error))
+        except WorkerError:
+            raise
+        except Exception as error:  # whatever one page, which a stranger wrote, brings about, the others are still good
+            return Skipped(target.url, f"it cannot be fetched: {type(error).__name__}: {error}"[:MAX_REASON_CHARS])
         self._num_read_in_part += bool(page["is_cut"])
         self._follow(page["links"], target.depth + 1)
         if not page["passages"]:

@@ -155,8 +155,8 @@ class Fetcher:
 
     async def _get(self, url: str) -> Page | str:
         """The page, or the location that it redirects to."""
-        host = urlsplit(url).netloc
-        async with self._connections.stream("GET", url, headers={"Host": host, **self._headers}) as response:
+        headers = {"Host": urlsplit(url).netloc, **self._headers}
+        async with self._connections.stream("GET", _as_it_is(url), headers=headers) as response:
             stream = response.extensions["network_stream"]
             if isinstance(stream, CountedStream):
                 stream.begin_body(self._max_raw_bytes)
@@ -201,11 +201,20 @@ class Fetcher:
             raise UnusablePageError(f"its connection broke off: {_describe(error)}") from error
         except zlib.error as error:
             raise UnusablePageError(f"its compression is damaged: {error}") from error
+        if decompressor and num_raw_bytes and not decompressor.eof:
+            raise UnusablePageError("its compression is damaged: it ends too early")
         return bytes(body)
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._limits.max_body_bytes:
             raise UnusablePageError(f"it is larger than max_body_bytes={self._limits.max_body_bytes}")
+
+
+def _as_it_is(url: str) -> httpcore.URL:
+    """httpcore itself drops what stands behind a semicolon in the last part of a path."""
+    parts = urlsplit(url)
+    target = parts.path + ("?" + parts.query if parts.query else "")
+    return httpcore.URL(scheme=parts.scheme, host=parts.hostname or "", port=parts.port, target=target)
 
 
 def _decompress(decompressor: "zlib._Decompress", raw: bytes) -> Iterable[bytes]:

@@ -6,7 +6,7 @@ In time proportional to the page's length, whatever is on it: pages are written 
 import itertools
 import re
 from typing import Any, NamedTuple
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 from lxml import etree
 from lxml import html as lxml_html
@@ -67,7 +67,7 @@ def prune(url: str, html: str) -> Pruned:
         raise MemoryError from None
     is_cut = _cut(document)
     bases = [href for base in document.iter("base") if (href := base.get("href"))]
-    base = urljoin(url, bases[0]) if bases else url
+    base = (normalize_url(bases[0], url) if bases else None) or url
     anchors = {anchor: (anchor.get("href", "#"), _beginning(anchor)) for anchor in document.iter("a")}
     for element in reversed(list(document.iter(etree.Element))):
         if _is_no_content(element):

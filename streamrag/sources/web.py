@@ -278,7 +278,8 @@ def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
             usable[parse_start_url(url)] = None
         except (ConfigurationError, UnsafeUrlError) as error:
             errors.append(error)
-            unusable.append(Skipped(str(url)[:MAX_URL_CHARS], str(error)[: 2 * MAX_URL_CHARS]))
+            source = str(url)[:MAX_URL_CHARS].encode(errors="replace").decode()  # without lone surrogates
+            unusable.append(Skipped(source, str(error)[: 2 * MAX_URL_CHARS]))
     if errors and not usable:
         kind = UnsafeUrlError if all(isinstance(error, UnsafeUrlError) for error in errors) else SourceError
         raise kind(f"none of the start URLs that WebSource's function gave can be used; {errors[0]}") from errors[0]

@@ -79,6 +79,9 @@ HTML: dict[str, Callable[[int], str]] = {
     "a long word": _html("a", "<p>"),
     "table cells": _html("<td>a</td>", "<table><tr>"),
     "links": lambda num_chars: "".join(f"<a href=/{i}>a</a>" for i in range(num_chars // 18)),
+    "links below a long base": lambda num_chars: (
+        f"<base href='/{'a/' * (num_chars // 4)}'>" + "".join(f"<a href={i}>a</a>" for i in range(num_chars // 36))
+    ),
     "a long link": _html("x", "<a href='", "'>a</a>"),
     "links to foreign names": _html("<a href='http://" + "ü" * 60 + ".é/'>a</a>"),
     "a long attribute": _html("x", "<p class='", "'>a</p>"),

@@ -18,6 +18,7 @@ from streamrag.sources.addresses import normalize_url, parse_start_url
         ("http://example.com/%7Ea%2Fb", "http://example.com/%7Ea%2Fb"),
         ("http://bücher.example/", "http://xn--bcher-kva.example/"),
         ("http://[::1]:80/", "http://[::1]/"),
+        ("http://example.com/a;b=1?c", "http://example.com/a;b=1?c"),
         ("../c?d#e", "http://base.example/c?d"),
         ("//other.example", "http://other.example/"),
         ("#top", "http://base.example/a/b"),
@@ -29,7 +30,11 @@ from streamrag.sources.addresses import normalize_url, parse_start_url
         ("http://a b/", None),
         ("http://example.com:99999/", None),
         ("http://example.com:x/", None),
+        ("http://example.com:0/", None),
         ("http://[::1/", None),
+        ("http://example.com/\ud800", None),
+        ("http://example.com/?\ud800", None),
+        ("http://\ud800.example/", None),
         ("http://me@example.com/", None),
         ("http://me:secret@example.com/", None),
         ("http://" + "x" * 70 + ".ö/", None),
@@ -48,7 +53,17 @@ def test_other_schemes_are_unsafe_to_start_from(url: str) -> None:
         parse_start_url(url)
 
 
-MISTAKES = ["docs.example", "localhost:8000", "docs.example:80/a", "", "http://", "http://a:b@c.example/", 7]
+MISTAKES: list[object] = [
+    7,
+    "docs.example",
+    "localhost:8000",
+    "docs.example:80/a",
+    "",
+    "http://",
+    "http://a:b@c.example/",
+    "http://a:0/",
+    7,
+]
 
 
 @pytest.mark.parametrize("url", MISTAKES)

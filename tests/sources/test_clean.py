@@ -119,6 +119,13 @@ async def test_links_are_relative_to_the_base_that_the_page_declares(cleaner: Wo
     assert (await clean(cleaner, page))["links"] == ["http://docs.example/v2/a"]
 
 
+@pytest.mark.parametrize("base", ["http://[", "http://docs.example:x/", "data:text/html,x", "/" + "a" * 5000, ""])
+async def test_a_base_that_is_no_address_is_none(cleaner: WorkerPool, base: str) -> None:
+    answer = await clean(cleaner, f'<base href="{base}"><p>text</p><a href="a">A</a>')
+    assert answer["links"] == ["http://docs.example/guide/a"]
+    assert text(answer).startswith("text")
+
+
 async def test_only_so_many_links_are_answered(cleaner: WorkerPool) -> None:
     page = "".join(f"<a href='/{i}'>{i}</a> " for i in range(3000))
     assert len((await clean(cleaner, page))["links"]) == 500

@@ -72,6 +72,12 @@ async def test_a_page_comes_with_what_is_needed_to_read_it(site: Website) -> Non
     assert (await fetch(url)).kind == "html"
 
 
+async def test_the_server_is_asked_for_the_whole_address(site: Website) -> None:
+    for path in ("/view;id=42?x=1", "/a;b/c;d", "/a?b;c=/", "//a", "/%7Ea%2Fb"):
+        assert (await fetch(site.add(path, "a"))).url == site.url(path)
+        assert site.paths[-1] == path
+
+
 async def test_requests_say_who_asks_and_carry_no_cookie(site: Website) -> None:
     site.add("/a", "a", headers={"Set-Cookie": "who=you"})
     async with fetching() as fetcher:
@@ -158,6 +164,12 @@ PRIVATE = [
     "[2002:7f00:1::]",
     "[64:ff9b::7f00:1]",
     "[64:ff9b:1::1]",
+    "168.63.129.16",
+    "[2002:a83f:8110::]",
+    "[64:ff9b::a83f:8110]",
+    "192.0.0.8",
+    "192.88.99.1",
+    "[3fff::1]",
     "localhost",
 ]
 
@@ -266,6 +278,17 @@ async def test_a_pinned_connection_still_verifies_the_name(certificate: Path) ->
         assert site.paths == ["/a"]
 
 
+async def test_a_broken_record_of_tls_is_a_broken_connection(certificate: Path) -> None:
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(certificate)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    async with Website().running(server) as site:
+        site.add("/a", "a whole page", fault="breaks TLS")
+        url = f"https://docs.example:{site.port}/a"
+        with pytest.raises(UnusablePageError, match=r"its connection broke off: .*SSL"):
+            await fetch(url, resolved={"docs.example": ["127.0.0.1"]}, context=trusting)
+
+
 # ------------------------------------------------------------------------------------------------- when things go wrong
 
 
@@ -359,6 +382,9 @@ async def test_compressed_pages_are_decompressed(site: Website, compress: Any) -
 async def test_damaged_and_foreign_compression_is_no_page(site: Website) -> None:
     with pytest.raises(UnusablePageError, match="compression is damaged"):
         await fetch(site.add("/a", b"not gzip at all", headers={"Content-Encoding": "gzip"}))
+    cut = gzip.compress(b"<p>text")[:-4]
+    with pytest.raises(UnusablePageError, match="compression is damaged: it ends too early"):
+        await fetch(site.add("/cut", cut, headers={"Content-Encoding": "gzip"}))
     with pytest.raises(UnusablePageError, match="compressed as 'br', which was not asked for"):
         await fetch(site.add("/b", b"brotli?", headers={"Content-Encoding": "br"}))
 

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+from made_queries import MAX_JOB_S, MadeQueries
 
 from streamrag.sources.shares import FairQueue, Share
 
@@ -146,3 +147,11 @@ async def test_closing_sends_everybody_away() -> None:
     await workers.give_back("first")
     assert await workers.queue.get(Share(), "") is None
     assert workers.served == ["first"]
+
+
+async def test_a_newcomer_waits_for_what_is_under_way_and_no_longer_than_a_job_more() -> None:
+    for seed in range(60):
+        waits = await MadeQueries(seed).run()
+        assert len(waits) == 8, seed
+        for wait in waits:
+            assert wait.wait_s <= wait.rest_s + MAX_JOB_S, (seed, wait)

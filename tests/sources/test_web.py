@@ -32,6 +32,7 @@ from streamrag.errors import (
     WorkerError,
 )
 from streamrag.sources import addresses, web
+from streamrag.sources.fetch import Fetcher, Page
 from streamrag.sources.web import StartUrls, WebSource
 
 pytest.importorskip("crawl4ai")
@@ -501,6 +502,24 @@ async def test_links_to_private_addresses_are_skipped(
     assert len(events) == 3
 
 
+async def test_an_error_that_nobody_expects_costs_its_page_alone(
+    site: Website, new: NewSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = Fetcher.fetch
+
+    async def fail(fetcher: Fetcher, url: str, check_redirect: Callable[[str], None]) -> Page:
+        if url.endswith("/bad"):
+            raise RuntimeError("as asked")
+        return await fetch(fetcher, url, check_redirect)
+
+    monkeypatch.setattr(Fetcher, "fetch", fail)
+    site.add("/", text("Emperor", "/bad", "/good"))
+    site.add("/good", text("King"))
+    events = await crawl(new())
+    assert sorted(paths(events)) == ["/", "/good"]
+    assert reasons(events) == {"/bad": "it cannot be fetched: RuntimeError: as asked"}
+
+
 async def test_a_worker_that_dies_is_an_error_for_its_query_alone(site: Website, new: NewSource) -> None:
     site.add("/", SLOW)
     source, other = new(), new([site.add("/other", text("King"))])
@@ -631,7 +650,14 @@ async def test_a_function_that_fails_is_a_source_error(new: NewSource) -> None:
         await crawl(new(lambda query: "http://docs.example/"))
 
 
-BAD = ["mailto:me@docs.example", "http://me:secret@docs.example/", "http://[broken", "docs.example", 7]
+BAD = [
+    "mailto:me@docs.example",
+    "http://me:secret@docs.example/",
+    "http://[broken",
+    "docs.example",
+    7,
+    "http://docs.example/\ud800",
+]
 
 
 async def test_bad_addresses_of_a_function_are_skipped(
@@ -645,7 +671,7 @@ async def test_bad_addresses_of_a_function_are_skipped(
     events = await crawl(source)
     assert paths(events) == ["/"]
     skipped = {event.source: event.reason for event in events if isinstance(event, Skipped)}
-    assert set(skipped) == {*map(str, BAD), private}
+    assert set(skipped) == {*(str(url).replace("\ud800", "?") for url in BAD), private}
     assert "only http:// and https://" in skipped[BAD[0]]
     assert "without user name and password" in skipped[BAD[1]]
     assert "not a public address" in skipped[private]

@@ -1,6 +1,7 @@
 """A small web server on 127.0.0.1 and 127.0.0.2, with pages and faults as a test asks for them."""
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -16,7 +17,7 @@ class Reply:
     status: int = 200
     content_type: str | None = "text/html; charset=utf-8"
     headers: Mapping[str, str] = field(default_factory=dict)
-    fault: Literal["", "silent", "never ends", "breaks off", "breaks off at once"] = ""
+    fault: Literal["", "silent", "never ends", "breaks off", "breaks off at once", "breaks TLS"] = ""
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,14 @@ class Website:
             length = {} if reply.fault == "never ends" else {"Content-Length": str(len(body))}
             kind = {"Content-Type": reply.content_type} if reply.content_type else {}
             fields = "".join(f"{name}: {value}\r\n" for name, value in {**kind, **length, **reply.headers}.items())
-            if reply.fault == "breaks off":
+            if reply.fault in ("breaks off", "breaks TLS"):
                 body = body[: len(body) // 2]
             writer.write(f"HTTP/1.1 {reply.status} X\r\n{fields}\r\n".encode() + body)
             await writer.drain()
+            if reply.fault == "breaks TLS":
+                socket = os.dup(writer.get_extra_info("socket").fileno())
+                os.write(socket, b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that nobody has encrypted
+                os.close(socket)
         if reply.fault in ("silent", "never ends"):
             await reader.read()  # until the client gives up
         return not reply.fault
