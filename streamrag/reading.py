@@ -180,15 +180,15 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYT
     return content
 
 
-def parse_json(text: bytes | str) -> Any:
+def parse_json(text: bytes | str, max_values: int = MAX_VALUES) -> Any:
     """The value of a JSON text: finite numbers of at most 18 digits, not nested deeply. Lone surrogates become U+FFFD.
 
     :raises ValueError: it is something else.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
-    if sum(map(text.count, ",[{")) > MAX_VALUES:
-        raise ValueError(f"it holds more than {MAX_VALUES:,} values")
+    if sum(map(text.count, ",[{")) > max_values:
+        raise ValueError(f"it holds more than {max_values:,} values")
     try:
         value = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
     except RecursionError:

@@ -25,8 +25,13 @@ RESERVED = {"model", "prompt", "stream", "n"}
 
 MAX_PROMPT_TOKEN_BYTES = 64
 """Of an answer, for each token of the prompt, which servers may repeat."""
-MAX_TOKEN_BYTES = 1 << 14
-"""Of an answer, for each of its tokens, which may come with the log-probabilities of many others."""
+MAX_TOKEN_BYTES = 1 << 12
+"""Of an answer, for each of its tokens, which comes with a few hundred bytes, or the log-probabilities of others."""
+MAX_STREAM_BYTES = 64 << 20
+"""Of any streamed answer, in all: 200,000 tokens of a common server."""
+MAX_EVENT_BYTES = 1 << 16
+"""Of one event, beside the prompt's token ids and its share of the answer, which may come in few pieces."""
+MAX_EVENT_TOKEN_BYTES = 32
 MAX_TOKEN_EVENTS = 2
 MAX_SPARE_EVENTS = 1000
 """Events that hold no token: that the server is still there, or what was used."""
@@ -220,11 +225,15 @@ class OpenAIBackend:
         body = {"model": self._model_name, "stream": True, **self._optional, **body}
         is_finished = False
         num_tokens = min(max_tokens, self.model.max_model_len)
+        num_prompt_bytes = num_prompt_tokens * MAX_PROMPT_TOKEN_BYTES
         events = self._running().stream(
             "/completions",
             body,
-            max_bytes=MAX_ANSWER_BYTES + num_prompt_tokens * MAX_PROMPT_TOKEN_BYTES + num_tokens * MAX_TOKEN_BYTES,
+            max_bytes=min(MAX_ANSWER_BYTES + num_prompt_bytes + num_tokens * MAX_TOKEN_BYTES, MAX_STREAM_BYTES),
             max_events=MAX_SPARE_EVENTS + num_tokens * MAX_TOKEN_EVENTS,
+            max_event_bytes=min(
+                MAX_EVENT_BYTES + num_prompt_bytes + num_tokens * MAX_EVENT_TOKEN_BYTES, MAX_ANSWER_BYTES
+            ),
         )
         async with aclosing(events):
             async for event in events:

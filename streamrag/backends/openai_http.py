@@ -15,7 +15,10 @@ import anyio
 import httpx
 from httpx_sse import EventSource, SSEError
 
+from streamrag.backends.openai_bytes import Bounds, CountingTransport, TooMuchError, bound_body
 from streamrag.errors import ServerError
+from streamrag.reading import parse_json
+from streamrag.sources.counted import ResponseTooLargeError
 
 __all__ = ["MAX_ANSWER_BYTES", "RefusedError", "Server", "shown"]
 
@@ -23,6 +26,10 @@ MAX_MESSAGE_CHARS = 500
 MAX_ERROR_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 22
 """Of a JSON answer: a list of a thousand models, or a prompt of 500,000 token ids."""
+MAX_VALUES = 1 << 19
+"""In a JSON text: each takes up to 70 bytes of memory, and time in which nothing else runs."""
+MAX_EVENT_LINES = 8
+"""Of a stream, for each of its events: two, or four where they end in two characters, and as many for comments."""
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -50,7 +57,7 @@ class Server:
         self._client = httpx.AsyncClient(
             headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
-            limits=httpx.Limits(max_connections=None),  # how many queries run at once is the pipeline's to say
+            transport=CountingTransport(),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             follow_redirects=False,
             trust_env=False,
@@ -64,17 +71,18 @@ class Server:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, max_bytes: int = MAX_ANSWER_BYTES
     ) -> dict[str, Any]:
         """The JSON object that the server answers with, of at most `max_bytes`. `path` may be a whole address."""
-        async with self._response(method, path, body, max_bytes) as response:
+        async with self._response(method, path, body, Bounds(max_bytes)) as response:
             async with asyncio.timeout(self._timeout_s):
                 await response.aread()
             return _object(response.text)
 
     async def stream(
-        self, path: str, body: Mapping[str, Any], *, max_bytes: int, max_events: int
+        self, path: str, body: Mapping[str, Any], *, max_bytes: int, max_events: int, max_event_bytes: int
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON objects of the events that the server answers with, up to `[DONE]` or its end."""
+        bounds = Bounds(max_bytes, max_lines=MAX_EVENT_LINES * max_events, max_line_bytes=max_event_bytes)
         async with (
-            self._response("POST", path, body, max_bytes) as response,
+            self._response("POST", path, body, bounds) as response,
             aclosing(EventSource(response).aiter_sse()) as events,
         ):
             for _ in range(max_events):
@@ -82,15 +90,17 @@ class Server:
                     event = await anext(events, None)
                 if event is None or event.data == "[DONE]":
                     return
+                if len(event.data) > max_event_bytes:
+                    raise TooMuchError(f"{max_event_bytes:,} bytes in one event")
                 value = _object(event.data)
                 if "error" in value:
                     raise ServerError(f"{self.url} failed while it answered: {_message(event.data)}")
                 yield value
-        raise ServerError(f"{self.url} sent more than {max_events} events, which is too many for this answer")
+            raise TooMuchError(f"{max_events:,} events")
 
     @asynccontextmanager
     async def _response(
-        self, method: str, path: str, body: Mapping[str, Any] | None, max_bytes: int
+        self, method: str, path: str, body: Mapping[str, Any] | None, bounds: Bounds
     ) -> AsyncIterator[httpx.Response]:
         """A response of status 200 whose body is still to be read. Errors while it is read are translated as well."""
         with self._errors_translated():
@@ -99,8 +109,7 @@ class Server:
                 coding = response.headers.get("content-encoding", "identity")
                 if coding != "identity":
                     raise ServerError(f"{self.url} compresses what it sends ({shown(coding)}), though it was not asked")
-                assert isinstance(response.stream, httpx.AsyncByteStream)
-                response.stream = _Bounded(response.stream, max_bytes)
+                bound_body(response, bounds if response.status_code == 200 else Bounds(bounds.max_bytes))
                 response.encoding = "utf-8"  # whatever it says: Python has codecs that decompress, too
                 if response.status_code != 200:
                     error = RefusedError if response.status_code in REFUSALS else ServerError
@@ -148,35 +157,14 @@ class Server:
             raise ServerError(f"the backend was closed while it asked {self.url}") from error
         except _NotAnObjectError as error:
             raise ServerError(f"{self.url} sent what is no JSON object: {error}") from None
-        except _TooMuchError as error:
-            raise ServerError(f"{self.url} sent more than {error} bytes, which is too much for this answer") from None
+        except TooMuchError as error:
+            raise ServerError(f"{self.url} sent more than {error}, which is too much for this answer") from None
+        except ResponseTooLargeError as error:
+            raise ServerError(f"{self.url} sends too much: {error}") from None
 
 
 class _NotAnObjectError(Exception):
     """The text that is not the JSON object it should be, shortened."""
-
-
-class _TooMuchError(Exception):
-    """The number of bytes that would have been enough."""
-
-
-class _Bounded(httpx.AsyncByteStream):
-    """The bytes of another stream, up to a number."""
-
-    def __init__(self, stream: httpx.AsyncByteStream, max_bytes: int) -> None:
-        self._stream = stream
-        self._max_bytes = max_bytes
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        num_bytes = 0
-        async for block in self._stream:
-            num_bytes += len(block)
-            if num_bytes > self._max_bytes:
-                raise _TooMuchError(f"{self._max_bytes:,}")
-            yield block
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
 
 
 def shown(text: str) -> str:
@@ -187,8 +175,8 @@ def shown(text: str) -> str:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text, MAX_VALUES)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         raise _NotAnObjectError(repr(text[:MAX_MESSAGE_CHARS]))

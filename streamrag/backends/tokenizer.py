@@ -62,21 +62,34 @@ class HuggingFaceTokenizer:
             self._fast, self._plain = _fast_copies(self._whole)
             if not self._fast:  # fails here rather than later if it cannot
                 self._whole.encode("a", add_special_tokens=False, split_special_tokens=True)
-            bos_id, first_id = self._whole.bos_token_id, self._whole.encode("a")[0]
+            bos_id, first_id, eos_id = self._whole.bos_token_id, self._whole.encode("a")[0], self._whole.eos_token_id
         except Exception as error:
             raise ModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
         self.bos_text: str = self._whole.bos_token if bos_id == first_id else ""
         """What a prompt without chat template must begin with, for `encode(..., allow_special=True)`; often nothing."""
         self.added_token_ids: frozenset[int] = frozenset(self._whole.get_added_vocab().values())
         """Ids that no text becomes: those of special tokens and of other tokens added to the vocabulary."""
-        self._markers = _markers(str(self._whole.chat_template or ""), self._whole.get_added_vocab())
+        self._markers = _breaking(
+            set(MARKER.findall(str(self._whole.chat_template or ""))).difference(self._whole.get_added_vocab())
+        )
+        unknown_id = self._whole.unk_token_id  # of what the vocabulary cannot express
+        self._forbidden_ids = self.added_token_ids - ({unknown_id} if unknown_id not in (bos_id, eos_id) else set())
+        self._broken: re.Pattern[str] | None = None
+        if not self._fast:
+            self._broken = _breaking(self._found_in_text(self._whole.get_added_vocab()))
+            if still := self._found_in_text(self._whole.get_added_vocab()):
+                raise ModelError(
+                    f"the tokenizer of {model} makes special tokens of text, and a space in it does not help: "
+                    f"{', '.join(map(repr, still[:5]))}"
+                )
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of `text`, nothing added around them.
 
         Without `allow_special`, look-alikes of added tokens (`<|end|>`, `<think>`) are tokenised as the text they are.
         What marks turns in the chat template though it is plain text itself, as `[INST]` of Llama 2, is broken by a
-        space. Lone surrogates, which no tokenizer accepts, become U+FFFD.
+        space, and so are look-alikes where a tokenizer in Python, as Kimi's, finds its added tokens in any text. Lone
+        surrogates, which no tokenizer accepts, become U+FFFD.
         """
         text = without_lone_surrogates(text)
         if self._markers and not allow_special:
@@ -86,8 +99,26 @@ class HuggingFaceTokenizer:
             # Of a batch, even of one, because `encode` keeps the interpreter from all other threads meanwhile.
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
             return list(encoding.ids)
-        ids = self._whole.encode(text, add_special_tokens=False, split_special_tokens=not allow_special)
-        return list(ids)
+        if allow_special:
+            return list(self._whole.encode(text, add_special_tokens=False, split_special_tokens=False))
+        # What a tokenizer of its own code still finds, in whatever spelling, is left out.
+        return [token_id for token_id in self._encode_slowly(text) if token_id not in self._forbidden_ids]
+
+    def _encode_slowly(self, text: str) -> list[int]:
+        text = self._broken.sub(r"\g<0> ", text) if self._broken else text
+        return list(self._whole.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def _found_in_text(self, tokens: Iterable[str]) -> list[str]:
+        """Those of which the tokenizer makes added tokens, or an error, though it was told that they are text."""
+        found = []
+        for token in tokens:
+            try:
+                is_found = not self._forbidden_ids.isdisjoint(self._encode_slowly(f"a{token}b"))
+            except ValueError:  # as tiktoken's
+                is_found = True
+            if is_found:
+                found.append(token)
+        return found
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included."""
@@ -157,12 +188,10 @@ def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
     return others
 
 
-def _markers(chat_template: str, added: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds the first character of each marker of the template that is not an added token, or None if there is none."""
-    markers = set(MARKER.findall(chat_template)).difference(added)
-    return (
-        re.compile("|".join(f"{re.escape(m[0])}(?={re.escape(m[1:])})" for m in sorted(markers))) if markers else None
-    )
+def _breaking(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds the first character of each of these texts, or is None if there are none."""
+    patterns = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in sorted(texts) if text]
+    return re.compile("|".join(patterns)) if patterns else None
 
 
 def _fast_copies(tokenizer: Any) -> tuple[Any, Any]:

@@ -86,14 +86,16 @@ async def test_a_list_of_models_without_end_is_given_up(server: Server) -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (b"x" * 65536, "bytes, which is too much"),
-        (b"data: " + b"x" * 65536, "bytes, which is too much"),
-        (b": still here\n\n" * 4000, "bytes, which is too much"),
-        (b"data: {}\n\n" * 1000, "sent more than 1010 events"),
-        (b"data: " + json.dumps(chunk("x")).encode() + b"\n\n", "sent more than 1010 events"),
+        (b"x" * 65536, "bytes in one line, which is too much"),
+        (b"data: " + b"x" * 65536, "bytes in one line, which is too much"),
+        (b"data: " + b"x" * 6000 + b"\n", "bytes in one event|bytes, which is too much"),
+        (b": still here\n\n" * 4000, "sent more than 8,080 lines"),
+        (b"\r" * 1000, "sent more than 8,080 lines"),
+        (b"data: {}\n\n" * 1000, "sent more than 1,010 events"),
+        (b"data: " + json.dumps(chunk("x")).encode() + b"\n\n", "sent more than 1,010 events"),
         (b"data: " + json.dumps(chunk("x" * 60_000)).encode() + b"\n\n", "bytes, which is too much"),
     ],
-    ids=["a line", "an event", "comments", "empty events", "tokens", "long tokens"],
+    ids=["a line", "an event", "lines of an event", "comments", "lines", "empty events", "tokens", "long tokens"],
 )
 async def test_an_answer_without_end_is_given_up(
     server: Server, backend: OpenAIBackend, block: bytes, message: str
@@ -109,9 +111,73 @@ async def test_an_answer_without_end_is_given_up(
 async def test_headers_without_end_are_given_up(server: Server, backend: OpenAIBackend) -> None:
     sender = Sender(b"HTTP/1.1 200 OK\r\n", b"X-Padding: " + b"x" * 1000 + b"\r\n")
     server.handlers = [sender]
-    with pytest.raises(ServerError, match="broke off"):
+    with pytest.raises(ServerError, match="sends too much: the head"):
         await collect(backend, prompt("Why?"))
     await sender.until_client_left()
+    assert sender.num_bytes < 32 * MEGABYTE
+
+
+async def test_an_event_that_is_out_of_proportion_is_not_parsed(
+    server: Server, backend: OpenAIBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Read whole, it takes 1.7 GB and ten seconds in which nothing else runs.
+    sender = Sender(SSE_HEAD + b'data: {"x":[', b"[]," * 20_000)
+    server.handlers = [sender]
+    with pytest.raises(ServerError, match="sent more than 97,792 bytes in one line"):
+        await collect(backend, prompt("Why?"), params=SamplingParams(max_tokens=4096))
+    assert sender.num_bytes < 16 * MEGABYTE
+    server.handlers = [stream("[" * 40 + "]" * 40), stream(json.dumps({"x": [[]] * 8000}))]
+    monkeypatch.setattr("streamrag.backends.openai_http.MAX_VALUES", 8000)
+    for _ in range(2):
+        with pytest.raises(ServerError, match="no JSON object"):
+            await collect(backend, prompt("Why?"))
+
+
+async def test_an_answer_of_many_tokens_is_bounded_by_what_any_answer_may_have(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrag.backends.openai.MAX_STREAM_BYTES", 3 * MEGABYTE)
+    server.models = {"data": [{"id": "tiny", "max_model_len": 1 << 30}]}
+    async for backend in started(server):
+        server.handlers = [Sender(SSE_HEAD, b"data: " + json.dumps(chunk("x" * 60_000)).encode() + b"\n\n")]
+        with pytest.raises(ServerError, match="sent more than 3,145,728 bytes, which"):
+            await collect(backend, prompt("Why?"), params=SamplingParams(max_tokens=1 << 29))
+
+
+@pytest.mark.parametrize("piece", [b"1\r\n:\r\n", b"1\r\nx\r\n", b"1;x=" + b"y" * 5000 + b"\r\n:\r\n"])
+async def test_pieces_that_hold_next_to_nothing_are_given_up(
+    server: Server, backend: OpenAIBackend, piece: bytes
+) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    sender = Sender(head, piece * 1000)
+    server.handlers = [sender]
+    with pytest.raises(ServerError, match=r"sends too much: the server has sent \d+ bytes for \d+ of content"):
+        await collect(backend, prompt("Why?"))
+    await sender.until_client_left()
+
+
+async def test_others_run_between_the_pieces_of_an_answer(server: Server, backend: OpenAIBackend) -> None:
+    pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in b":" * 2000 + b'\n\ndata: {"x":[]}\n\n')
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def send(request: Request) -> None:
+        request.writer.write(head + pieces + b"0\r\n\r\n")
+        await request.writer.drain()
+
+    num_turns = 0
+
+    async def count() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    server.handlers = [send]
+    other = asyncio.create_task(count())
+    with pytest.raises(ServerError, match="broke off in the middle"):
+        await collect(backend, prompt("Why?"))
+    other.cancel()
+    assert num_turns > 2000
 
 
 async def test_an_error_without_end_is_cut(server: Server, backend: OpenAIBackend) -> None:
@@ -192,13 +258,12 @@ async def test_a_list_of_models_that_drips_is_given_up(
     await sender.until_client_left()
 
 
-async def test_interim_answers_without_end_are_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.backends.openai_http.CONNECT_TIMEOUT_S", 0.1)
+async def test_interim_answers_without_end_are_given_up(server: Server) -> None:
     sender = Sender(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100, pace_s=0.001)
     server.send_models = sender
-    with pytest.raises(ServerError, match="nothing whole"):
+    with pytest.raises(ServerError, match="sends too much: the head"):
         async with asyncio.timeout(10):
-            await OpenAIBackend(server.url, "tiny", timeout_s=0.3, max_retries=0).start(lambda line: None)
+            await OpenAIBackend(server.url, "tiny").start(lambda line: None)
     await sender.until_client_left()
 
 
@@ -245,7 +310,7 @@ async def test_no_server_outlasts_the_querys_deadline(server: Server, phase: str
 # ---------------------------------------------------------------------------------------------------------- what it is
 
 
-@pytest.mark.parametrize("value", ["x", "1000", True, 0, -1, 1.5, 10**12, [1], {}, float("inf")])
+@pytest.mark.parametrize("value", ["x", "1000", True, 0, -1, 1.5, 10**12, [1], {}])
 async def test_a_length_that_is_none_is_an_error_that_names_the_server(server: Server, value: Any) -> None:
     server.models = {"data": [{"id": "tiny", "max_model_len": value}]}
     with pytest.raises(ServerError, match=rf"{server.url}/v1 says max_model_len is .*, which is no number of tokens"):
@@ -303,7 +368,7 @@ async def test_a_field_of_another_type_is_an_error(
 
 
 async def test_of_an_event_with_many_answers_the_first_is_read(server: Server, backend: OpenAIBackend) -> None:
-    server.handlers = [stream({"choices": [{"text": "4"}, *[{"text": "x"}] * 100_000]}, chunk("2", "stop"), "[DONE]")]
+    server.handlers = [stream({"choices": [{"text": "4"}, *[{"text": "x"}] * 4000]}, chunk("2", "stop"), "[DONE]")]
     assert await collect(backend, prompt("Why?")) == [AnswerChunk("4", ()), AnswerChunk("2", (), "stop")]
 
 

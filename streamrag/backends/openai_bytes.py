@@ -1,0 +1,105 @@
+"""The bytes that an OpenAI-compatible server sends, counted: as they come from its socket, and as they are its answer.
+
+Pieces may be as small as the server likes, and each takes time; so others run between them, and they are bounded by
+what is sent around them.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+
+import httpcore
+import httpx
+
+from streamrag.sources.counted import CountedStream
+
+__all__ = ["Bounds", "CountingTransport", "TooMuchError", "bound_body"]
+
+KEEP_ALIVE_S = 5.0
+MAX_OVERHEAD_BYTES = 1 << 16
+"""Around the content of an answer, such as the sizes of its chunks, beside once more what the content has."""
+
+
+class TooMuchError(Exception):
+    """What would have been enough, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much an answer may hold. Its lines are bounded only where `max_lines` says how many there may be."""
+
+    max_bytes: int
+    max_lines: int | None = None
+    max_line_bytes: int = 0
+
+
+class CountingTransport(httpx.AsyncHTTPTransport):
+    """HTTP/1.1 without proxies, over streams that count. Making it loads certificates: not for the event loop."""
+
+    def __init__(self) -> None:  # not httpx's, which has no place for a network backend
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=httpx.create_ssl_context(trust_env=False),
+            max_connections=None,  # how many queries run at once is the pipeline's to say
+            keepalive_expiry=KEEP_ALIVE_S,
+            network_backend=_CountingSockets(),
+        )
+
+
+class _CountingSockets(httpcore.AnyIOBackend):
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        return CountedStream(await super().connect_tcp(host, port, timeout, local_address, socket_options))
+
+
+def bound_body(response: httpx.Response, bounds: Bounds) -> None:
+    """Have reading this response, whose body is still to be read, raise when it is more than that.
+
+    What is raised then is a `TooMuchError` or a `ResponseTooLargeError`.
+    """
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    stream = response.extensions["network_stream"]
+    counted = stream if isinstance(stream, CountedStream) else None  # otherwise it has become another protocol's
+    if counted is not None:
+        counted.begin_body(2 * bounds.max_bytes + MAX_OVERHEAD_BYTES)
+    response.stream = _BoundedBody(response.stream, counted, bounds)
+
+
+class _BoundedBody(httpx.AsyncByteStream):
+    def __init__(self, body: httpx.AsyncByteStream, counted: CountedStream | None, bounds: Bounds) -> None:
+        self._body = body
+        self._counted = counted
+        self._bounds = bounds
+        self._num_bytes = 0
+        self._num_lines = 0
+        self._num_line_bytes = 0
+        """Of the line that has begun."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in self._body:
+            self._num_bytes += len(piece)
+            if self._num_bytes > self._bounds.max_bytes:
+                raise TooMuchError(f"{self._bounds.max_bytes:,} bytes")
+            if self._counted is not None:
+                self._counted.check_overhead(self._num_bytes, MAX_OVERHEAD_BYTES)
+            if self._bounds.max_lines is not None:
+                self._check_lines(piece, self._bounds.max_lines)
+            yield piece
+            await asyncio.sleep(0)  # one read from the socket may hold 10,000 pieces
+
+    def _check_lines(self, piece: bytes, max_lines: int) -> None:
+        self._num_lines += piece.count(b"\n") + piece.count(b"\r")
+        if self._num_lines > max_lines:
+            raise TooMuchError(f"{max_lines:,} lines")
+        end = max(piece.rfind(b"\n"), piece.rfind(b"\r"))
+        self._num_line_bytes = self._num_line_bytes + len(piece) if end < 0 else len(piece) - end - 1
+        if self._num_line_bytes > self._bounds.max_line_bytes:
+            raise TooMuchError(f"{self._bounds.max_line_bytes:,} bytes in one line")
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
