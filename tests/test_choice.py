@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag import Chunk
+from streamrag import Chunk, choice
 from streamrag.choice import Relevance
+from streamrag.sources.relevance import Passage, split_markdown
 
 QUESTION = "How do I cancel a task group?"
 ABOUT = "A group of tasks is cancelled by its cancel scope, and waits until all of its tasks have ended."
@@ -31,6 +32,26 @@ def test_a_part_is_never_longer_than_is_allowed_and_no_word_is_lost(text: str, m
     assert len(part) <= max(max_chars, 0)
     if max_chars <= 0:
         assert rest == text
+
+
+def test_of_a_text_without_end_the_beginning_is_compared_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_split = 0
+
+    def counting(text: str) -> list[Passage]:
+        nonlocal num_split
+        num_split += len(text)
+        return split_markdown(text)
+
+    monkeypatch.setattr(choice, "split_markdown", counting)
+    relevance, text = Relevance(QUESTION), f"{PAGE}\n\n" * 4000
+    for max_chars in (1000, 500, 200):
+        part, rest = relevance.shorten(text, max_chars)
+        assert part.count(ABOUT) + rest.count(ABOUT) == 4000
+    assert (part.count(ABOUT), num_split) == (1, pytest.approx(choice.MIN_READ_CHARS, rel=0.01))
+    assert relevance.scores([Chunk(text, "a.md"), Chunk(PAGE, "b.md")])[0] > 0
+    assert num_split < 2.1 * choice.MIN_READ_CHARS
+    relevance.shorten(text, 1_000_000)
+    assert num_split < 2.1 * choice.MIN_READ_CHARS + 2_000_000
 
 
 def test_pages_are_compared_by_their_best_part() -> None:

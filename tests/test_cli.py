@@ -112,6 +112,22 @@ def test_a_mistake_is_one_line_with_its_remedy(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("question", "options", "message"),
+    [
+        (" ", [], "the query is empty"),
+        ("Why?", ["--deadline", "0"], "deadline_s=0.0 must be positive"),
+        ("Why?", ["--max-context-tokens", "-1"], "max_context_tokens=-1"),
+    ],
+)
+def test_a_question_that_cannot_be_asked_is_refused_before_anything_starts(
+    question: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing_there = ["--url", "http://127.0.0.1:1", "--allow-private", "--server", "http://127.0.0.1:1/v1"]
+    assert main(["ask", question, *nothing_there, "--model", "m", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_building_from_a_missing_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["index", "build", str(tmp_path / "none"), "--out", str(tmp_path / "index")]) == 1
     assert "none" in capsys.readouterr().err

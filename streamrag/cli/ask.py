@@ -55,7 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     answer.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of answer (256)")
     answer.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
     answer.add_argument("--max-context-tokens", type=int, metavar="N", help="most tokens of context")
-    answer.add_argument("--deadline", type=float, metavar="S", help="seconds until the query is given up")
+    answer.add_argument("--deadline", type=float, metavar="S", help="give up S seconds after the engine has started")
     answer.add_argument("--no-overlap", action="store_true", help="retrieve everything first, then ask")
     answer.add_argument("--json", action="store_true", help="print the result as JSON instead")
     parser.set_defaults(run=run)
@@ -91,9 +91,10 @@ async def _ask(arguments: argparse.Namespace) -> None:
             overlap=not arguments.no_overlap,
             on_progress=show,
         )
+        question = pipeline.events(arguments.question, **options)  # checked before anything starts, asked behind it
         await pipeline.start()
     try:
-        async with pipeline.events(arguments.question, **options) as events:
+        async with question as events:
             answer = await watch(events, progress, answer_to=output)
     finally:
         await pipeline.aclose()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from streamrag.core import Chunk
+from streamrag.modes.bounds import CHARACTERS_PER_TOKEN
 
 __all__ = ["Budget", "Included", "Relevance"]
 
@@ -21,8 +22,8 @@ MIN_PAGE_TOKENS = 512
 """A chunk is not shortened below it while there is room: less hardly answers anything."""
 MIN_LATE_TOKENS = 64
 """With less room, nothing more is looked for."""
-NUM_TRIES = 4
-"""To shorten a chunk: how many tokens a text of so many characters has is a guess."""
+NUM_TRIES = 8
+"""To shorten a chunk: how many tokens a text of so many characters has is a guess, and the next one knows better."""
 
 
 class Relevance(Protocol):
@@ -60,7 +61,7 @@ class Budget:
         self._count = count
         self._relevance = relevance
         self._late_share = late_share
-        self._shortened: dict[tuple[int, Chunk, int], Included] = {}
+        self._shortened: dict[tuple[int, Chunk, int], Included | None] = {}
 
     def by_rank(self, chunks: Sequence[Chunk]) -> list[Included]:
         """Those that fit as a whole, the earlier going first."""
@@ -84,8 +85,8 @@ class Budget:
         for chunk in chunks:
             number = len(taken) + 1
             short = self._shorten(self._relevance, number, chunk, max_passage)
-            num_tokens = self._count(number, short.part)
-            if num_tokens > room:
+            num_tokens = self._count(number, short.part) if short else 0
+            if short is None or num_tokens > room:
                 late.append(Included(chunk, chunk))
                 continue
             room -= num_tokens
@@ -108,25 +109,32 @@ class Budget:
                 break
             number = len(taken) + len(found) + 1
             short = self._shorten(relevance, number, late[i].part, min(max_passage, room))
-            num_tokens = self._count(number, short.part)
-            if num_tokens <= room and short.part.text:
-                room -= num_tokens
+            if short and short.part.text:
+                room -= self._count(number, short.part)
                 found.append(replace(short, whole=late[i].whole))
         return found
 
-    def _shorten(self, relevance: Relevance, number: int, chunk: Chunk, max_tokens: int) -> Included:
-        """The chunk, or its most relevant part if its passage has more tokens than that."""
-        num_tokens = self._count(number, chunk)
-        if num_tokens <= max_tokens:
+    def _shorten(self, relevance: Relevance, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
+        """The chunk, or its most relevant part if its passage has more tokens than that; None if none is so small."""
+        if self._count(number, chunk) <= max_tokens:
             return Included(chunk, chunk)
         key = (number, chunk, max_tokens)
         if key not in self._shortened:
-            max_chars = len(chunk.text) * max_tokens / num_tokens
-            for _ in range(NUM_TRIES):
-                text, rest = relevance.shorten(chunk.text, int(max_chars))
-                short = Included(chunk, replace(chunk, text=text), rest)
-                if self._count(number, short.part) <= max_tokens:
-                    break
-                max_chars *= 0.8
-            self._shortened[key] = short
+            self._shortened[key] = self._shortened_to(relevance, number, chunk, max_tokens)
         return self._shortened[key]
+
+    def _shortened_to(self, relevance: Relevance, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
+        num_heading = self._count(number, replace(chunk, text=""))
+        room = max_tokens - num_heading
+        num_tokens = self._count(number, chunk) - num_heading  # of a long text, only those of its beginning
+        max_chars = min(len(chunk.text) * room / num_tokens, CHARACTERS_PER_TOKEN * room) if num_tokens > 0 else 0.0
+        for _ in range(NUM_TRIES):
+            if max_chars < 1:
+                break
+            text, rest = relevance.shorten(chunk.text, int(max_chars))
+            short = Included(chunk, replace(chunk, text=text), rest)
+            num_tokens = self._count(number, short.part) - num_heading
+            if num_tokens <= room:
+                return short if text else None
+            max_chars = min(0.8 * max_chars, 0.95 * len(text) * room / num_tokens)
+        return None

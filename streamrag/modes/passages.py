@@ -10,6 +10,7 @@ Text is changed only where it imitates, and always in the same way, so that prom
 import re
 import unicodedata
 from collections.abc import Iterator
+from functools import lru_cache
 from string import Formatter
 
 from streamrag.core import Chunk
@@ -25,7 +26,11 @@ MARKS = ("> ", "| ", "~ ")
 TWINS = {"[": "(", "]": ")", "<": "(", ">": ")", '"': "'", "|": "/"}
 """In titles and addresses, for what the template puts around its fields."""
 
-ADDRESS = re.compile(r"\b[a-z]{2,9}://\S*|\bwww\.\S*", re.IGNORECASE)
+ADDRESS = re.compile(r"[\w+.-]*://\S*|(?<![^\W_])_*www\.\S*")
+"""In a folded text: not what merely may be one, as `bank.org/login`, for so do names of files and modules look."""
+
+BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\U00013441\U00013442\U0001d159")
+"""Letters and symbols that are drawn as nothing; the other invisible characters are known by their categories."""
 
 _LINE_BREAK = re.compile(r"[\n\r]")
 _INVISIBLE = dict.fromkeys((*range(0x21), 0x7F))
@@ -36,7 +41,7 @@ class PassageFormat:
 
     `others` are the formats of all else in the prompt; a line of theirs cannot be imitated either. What a line begins
     with, up to its first field, makes it known; one that is all words must be imitated as a whole. Case, white space,
-    invisible characters and compatible forms such as full-width letters make no difference.
+    accents, invisible characters and compatible forms such as full-width letters make no difference.
     """
 
     def __init__(self, passage: str, *others: str) -> None:
@@ -49,7 +54,7 @@ class PassageFormat:
     def format(self, number: int, chunk: Chunk) -> str:
         """The text of one chunk, as its passage of the prompt."""
         source = self._one_line(chunk.source, MAX_SOURCE_CHARS)
-        title = ADDRESS.sub("…", self._one_line(chunk.title, MAX_TITLE_CHARS))
+        title = self._one_line(_without_addresses(chunk.title[: 2 * MAX_TITLE_CHARS + 1]), MAX_TITLE_CHARS)
         title = title or self._one_line(chunk.source.rsplit("/", 1)[-1], MAX_TITLE_CHARS)
         return self._passage.format(number=number, title=title, source=source, text=self._marked(chunk.text))
 
@@ -73,10 +78,34 @@ class PassageFormat:
 
 
 def _folded(line: str) -> str:
-    """What of a line a reader goes by: no case, no white space, nothing invisible."""
-    if not line.isascii():
-        line = "".join(c for c in unicodedata.normalize("NFKC", line) if c.isprintable())
-    return line.casefold().translate(_INVISIBLE)
+    """What of a line a reader goes by: no case, no white space, no accents, nothing invisible."""
+    if line.isascii():
+        return line.casefold().translate(_INVISIBLE)
+    return "".join(map(_folded_character, line))
+
+
+@lru_cache(maxsize=4096)
+def _folded_character(character: str) -> str:
+    """Each by itself: normalising a whole text takes time that grows with the square of its accents in a row."""
+    compatible = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", character).casefold())
+    return "".join(c for c in compatible if not _is_invisible(c))
+
+
+def _is_invisible(character: str) -> bool:
+    """Whether it is drawn as nothing, or only upon another: control, format and unassigned, white space, accents."""
+    category = unicodedata.category(character)
+    return category[0] in "CZ" or category in ("Mn", "Me") or character in BLANKS
+
+
+def _without_addresses(text: str) -> str:
+    """A short text, in which an ellipsis stands for each address, in whatever form a reader would take for one."""
+    folded = [" " if c.isspace() else _folded_character(c) for c in text]
+    origin = [i for i, characters in enumerate(folded) for _ in characters]
+    kept, end = "", 0
+    for match in ADDRESS.finditer("".join(folded)):
+        kept += text[end : origin[match.start()]] + "…"
+        end = origin[match.end() - 1] + 1
+    return kept + text[end:]
 
 
 def _line_starts(template: str) -> Iterator[str]:

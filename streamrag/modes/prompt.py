@@ -9,7 +9,7 @@ are those of the same context assembled in one go.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
@@ -169,7 +169,11 @@ class PromptAssembler:
     def _encode_passage(self, number: int, chunk: Chunk) -> list[int]:
         key = (number, chunk)
         if key not in self._passages:
-            self._passages[key] = self._encode(self._format.format(number, chunk))
+
+            def written(text: str) -> str:
+                return self._format.format(number, replace(chunk, text=text))
+
+            self._passages[key] = encode_at_most(self._tokenizer, chunk.text, self._max_model_len, written)
         return self._passages[key]
 
     def _encode(self, text: str) -> list[int]:

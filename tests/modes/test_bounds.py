@@ -7,6 +7,7 @@ from streamrag.core import Chunk, Turn
 from streamrag.errors import PromptTooLongError
 from streamrag.modes import PromptAssembler, PromptTemplate
 from streamrag.modes.bounds import encode_at_most
+from streamrag.modes.passages import PassageFormat
 
 
 class Words:
@@ -56,6 +57,20 @@ def test_a_chunk_that_cannot_fit_is_left_out_without_being_tokenised_whole() -> 
     assembled = assembler(tokenizer).assemble((huge, small), is_complete=True)
     assert (assembled.included, assembled.left_out) == ((small,), (huge,))
     assert tokenizer.num_encoded < 20_000
+
+
+def test_a_chunk_that_cannot_fit_is_not_written_whole_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_written = 0
+    write = PassageFormat.format
+
+    def counting(self: PassageFormat, number: int, chunk: Chunk) -> str:
+        nonlocal num_written
+        num_written += len(chunk.text)
+        return write(self, number, chunk)
+
+    monkeypatch.setattr(PassageFormat, "format", counting)
+    assembler(Words()).assemble([Chunk("word " * 1_000_000, "huge")], is_complete=True)
+    assert num_written < 20_000
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Which chunks are in a prompt that has no room for all, and that streaming chooses the same ones."""
 
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -60,6 +61,49 @@ def test_a_page_without_any_paragraphs_is_shortened_too() -> None:
     assert [chunk.source for chunk in step.included[:2]] == ["1.md", "2.md"]
     assert len(step.included[0].text) <= BUDGET / 3
     assert num_context_tokens(step) <= BUDGET
+
+
+class Pairs(CodePointTokenizer):
+    """Two characters are a token, and one is that is not ASCII."""
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        return [ord(each[0]) for each in re.findall(r"[\x00-\x7f]{1,2}|.", text, re.DOTALL)]
+
+
+PAIRS = PromptAssembler(
+    Pairs(),
+    PromptTemplate(),
+    QUESTION,
+    max_model_len=8192,
+    max_tokens=16,
+    relevance=Relevance(QUESTION),
+    late_share=0.25,
+)
+RARE = "A task group " + "\N{NAZAR AMULET}" * 400
+LARGE = {
+    **{f"{size:,}": ((FILLER * 7)[:490] + "\n\n") * (size // 492) for size in (20_000, 200_000, 400_000, 2_000_000)},
+    "of one word": "x" * 1_000_000,
+    "of lines": "a\n" * 500_000,
+    "which is dense where it matters": "\n\n".join([RARE] * 12 + [FILLER.strip() * 20] * 30),
+}
+
+
+@pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
+def test_a_chunk_of_any_size_is_shortened_to_what_it_may_have_and_uses_most_of_it(text: str) -> None:
+    empty = len(PAIRS.assemble([], is_complete=False).prompt.token_ids)
+    step = PAIRS.assemble([Chunk(text, "1.md")], is_complete=False, is_ranked=False)
+    num_tokens = len(step.prompt.token_ids) - empty
+    assert PAIRS.max_context_tokens / 6 < num_tokens <= PAIRS.max_context_tokens / 3
+    assert (len(step.shortened), step.left_out) == (1, ())
+
+
+def test_a_chunk_of_which_nothing_fits_beside_its_heading_waits_for_what_is_left() -> None:
+    """Here a character is a token, and title and source have more than a chunk may."""
+    unwieldy = Chunk(ANSWER * 40, "s" * 500, "t" * 200)
+    step = arrived([unwieldy, page(1, 100)], 1536)
+    assert [chunk.source for chunk in step.included] == ["1.md", unwieldy.source]
+    assert step.shortened == (unwieldy,)
+    assert num_context_tokens(step) <= 1536
 
 
 def test_a_single_page_has_the_whole_context_in_the_end() -> None:
