@@ -1,6 +1,6 @@
 """All that is read from files which somebody else may have made: within limits, and as plain values.
 
-No file makes us import, call or download anything, and none takes more memory than its limit, whatever it unpacks to.
+No file makes us import, call or download anything, and memory is bounded, whatever a file unpacks to.
 """
 
 import io
@@ -20,6 +20,7 @@ from streamrag.errors import MissingDependencyError
 __all__ = [
     "COMPRESSED_OTHERWISE",
     "MAX_FILE_BYTES",
+    "MAX_JSON_BYTES",
     "MAX_LINE_BYTES",
     "MAX_SMALL_FILE_BYTES",
     "DamagedError",
@@ -27,6 +28,7 @@ __all__ = [
     "as_dataclass",
     "import_zstandard",
     "lines_of",
+    "memory_bytes",
     "parse_json",
     "read_bytes",
     "without_lone_surrogates",
@@ -39,8 +41,10 @@ MAX_FILE_BYTES = 1 << 30
 MAX_SMALL_FILE_BYTES = 16 << 20
 """Of what a person writes, or what only says how something was made."""
 MAX_LINE_BYTES = 16 << 20
-MAX_VALUES = 20_000_000
-"""In one JSON text; the smallest takes 70 bytes of memory."""
+MAX_JSON_BYTES = 512 << 20
+"""Of one JSON text, and of the memory that its characters take."""
+MAX_VALUES = 5_000_000
+"""In one JSON text; one with a name of its own takes 200 bytes of memory."""
 MAX_DEPTH = 32
 MAX_DIGITS = 18
 """Of a whole number: less than 2 ** 63, and a float holds its size."""
@@ -54,6 +58,8 @@ ZSTD_READ_BYTES = 256
 """A block of 128 KiB can take 4 bytes, so this unpacks to 8 MiB at most."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_FOUR_BYTES = re.compile(rb"[\xf0-\xff]|\\u[dD][89a-fA-F]")
+"""The beginning of a character that takes four in memory, in UTF-8 or JSON."""
 
 
 class DamagedError(ValueError):
@@ -150,21 +156,33 @@ def import_zstandard() -> Any:
 def lines_of(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
     """The lines in these blocks, with their newlines, which the last may not have.
 
-    :raises ValueError: a line has more than `max_line_bytes`.
+    :raises ValueError: a line has more than `max_line_bytes`, or the texts of all of them more than `MAX_FILE_BYTES`.
     """
     begun: list[bytes] = []
-    num_bytes = 0
+    num_bytes = all_bytes = 0
     for block in blocks:
         for line in io.BytesIO(block):
             begun.append(line)
             num_bytes += len(line)
             if line.endswith(b"\n"):
-                yield b"".join(begun)
+                whole = b"".join(begun)
+                all_bytes += memory_bytes(whole)
+                if all_bytes > MAX_FILE_BYTES:
+                    raise ValueError(f"its texts take more than {_size(MAX_FILE_BYTES)} of memory")
+                yield whole
                 begun, num_bytes = [], 0
         if num_bytes > max_line_bytes:
             raise ValueError(f"it has a line of more than {_size(max_line_bytes)}, the most that is read")
     if num_bytes:
         yield b"".join(begun)
+
+
+def memory_bytes(text: bytes | str) -> int:
+    """What the characters of this UTF-8 or JSON take at most. One that is rare makes all in its string as wide."""
+    text = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    if _FOUR_BYTES.search(text):
+        return 4 * len(text)
+    return len(text) * (1 if text.isascii() and b"\\u" not in text else 2)
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYTES) -> bytes:
@@ -185,6 +203,8 @@ def parse_json(text: bytes | str) -> Any:
 
     :raises ValueError: it is something else.
     """
+    if memory_bytes(text) > MAX_JSON_BYTES:
+        raise ValueError(f"its texts take more than {_size(MAX_JSON_BYTES)} of memory")
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     if sum(map(text.count, ",[{")) > MAX_VALUES:

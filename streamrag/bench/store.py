@@ -17,15 +17,13 @@ from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.grid import GENERATED, variant_name, workload_name
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
-from streamrag.reading import Unpacked, as_dataclass, lines_of, parse_json, read_bytes
+from streamrag.reading import MAX_JSON_BYTES, Unpacked, as_dataclass, lines_of, parse_json, read_bytes
 
 __all__ = ["CellStore", "cell_key", "read_cell"]
 
 FORMAT = "streamrag-cell/1"
 FINISHED = "[!.]*.json.gz"
 """What is hidden is being written, or was when its process was killed."""
-MAX_CELL_BYTES = 512 << 20
-"""Unpacked."""
 
 
 def cell_key(settings: CellSettings) -> str:
@@ -146,7 +144,7 @@ def _compact(values: Any) -> str:
 def _read_settings(path: Path) -> CellSettings:
     with _explained(path):
         header = parse_json(
-            next(lines_of(iter(Unpacked(path, MAX_CELL_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
+            next(lines_of(iter(Unpacked(path, MAX_JSON_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
         )
         return as_dataclass(CellSettings, header["settings"])
 
@@ -157,7 +155,7 @@ def read_cell(path: Path) -> CellResult:
     :raises ConfigurationError: there is no such file, or it is something else.
     """
     with _explained(path):
-        values = parse_json(read_bytes(path, MAX_CELL_BYTES))
+        values = parse_json(read_bytes(path, MAX_JSON_BYTES))
         if values["format"] != FORMAT:
             raise ConfigurationError(
                 f"{path} has the format {str(values['format'])[:40]!r}; this streamrag reads {FORMAT!r}"
