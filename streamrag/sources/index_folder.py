@@ -49,8 +49,10 @@ __all__ = [
 ]
 
 FORMAT_VERSION: Literal[1] = 1
-MANIFEST, PASSAGES, DISKANN_PREFIX = "manifest.json", "passages.jsonl", "ann_"
+MANIFEST, PASSAGES = "manifest.json", "passages.jsonl"
 NEEDED = {PASSAGES, "ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
+MAYBE = {f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")}
+"""What DiskANN writes beside those, of large indexes and other metrics."""
 
 MAX_HASHED_BYTES = 64 << 20
 """Files up to this size are read and compared with their SHA-256 when an index is opened; larger ones are not."""
@@ -95,9 +97,12 @@ class Manifest(BaseModel):
 
 def looks_like_index(folder: Path) -> bool:
     """Whether this folder holds files of an index, damaged or not, and no others: nobody's work is lost with it."""
-    names = {path.name for path in folder.iterdir()}
-    known = {name for name in names if name.startswith(DISKANN_PREFIX) or name in (MANIFEST, PASSAGES)}
-    return bool(names) and names == known
+    with os.scandir(folder) as entries:
+        names = {entry.name if entry.is_file(follow_symlinks=False) else "" for entry in entries}
+    if not names <= NEEDED | MAYBE | {MANIFEST}:
+        return False
+    # Many programs have a manifest.json: one alone does not make an index. Nor do some of the files without it.
+    return names >= NEEDED or (MANIFEST in names and len(names) > 1)
 
 
 def sha256(path: Path) -> str:

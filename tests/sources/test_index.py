@@ -26,7 +26,7 @@ from streamrag.errors import (
 )
 from streamrag.sources.embedder import find_embedder
 from streamrag.sources.index import build_index
-from streamrag.sources.index_folder import check_index
+from streamrag.sources.index_folder import check_index, looks_like_index
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +194,34 @@ def test_what_is_no_index_is_never_replaced(index: Path, tmp_path: Path, is_file
     with pytest.raises(IndexExistsError, match="not a vector index"):
         build_index(write_documents(tmp_path / "documents", 2), out, embedder=EMBEDDER, force=True)
     assert {name: body for name, body in contents(tmp_path).items() if "documents" not in name} == before
+
+
+def only_a_manifest(index: Path) -> None:
+    for path in index.iterdir():
+        path.unlink()
+    (index / "manifest.json").write_text('{"name": "a browser extension"}')
+
+
+def without_a_manifest(index: Path) -> None:
+    (index / "manifest.json").unlink()
+    (index / "passages.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: (index / "ann_karenina.txt").write_text("happy families"),
+        lambda index: (index / "ann_thesis").mkdir(),
+        lambda index: lead_elsewhere(index / "passages.jsonl"),
+        lambda index: become_a_pipe(index / "passages.jsonl"),
+        only_a_manifest,
+        without_a_manifest,
+    ],
+)
+def test_a_folder_with_anything_else_in_it_is_no_index(index: Path, change: Callable[[Path], object]) -> None:
+    assert looks_like_index(index)
+    change(index)
+    assert not looks_like_index(index)
 
 
 def test_an_index_that_appears_meanwhile_is_not_replaced(index: Path, tmp_path: Path) -> None:
