@@ -3,11 +3,13 @@
 No file makes us import, call or download anything, and memory is bounded, whatever a file unpacks to.
 """
 
+import errno
 import io
 import json
 import math
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import fields
@@ -29,6 +31,7 @@ __all__ = [
     "import_zstandard",
     "lines_of",
     "memory_bytes",
+    "open_regular",
     "parse_json",
     "read_bytes",
     "without_lone_surrogates",
@@ -62,6 +65,35 @@ _FOUR_BYTES = re.compile(rb"[\xf0-\xff]|\\u[dD][89a-fA-F]")
 """The beginning of a character that takes four in memory, in UTF-8 or JSON."""
 
 
+_OF_THE_CALLER = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
+"""What a shell makes of `<(command)`: a pipe that no file of others can be called."""
+
+
+def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> io.BufferedReader:
+    """A file, opened for reading: what hangs or never ends, as pipes and devices do, is refused.
+
+    Only what the caller's own shell has opened may be a pipe. Without `follow_links`, the file's own name is no link.
+
+    :raises OSError: it cannot be opened, or is something else.
+    """
+    if _OF_THE_CALLER.fullmatch(os.fspath(path)):
+        return open(path, "rb")
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # which does not wait for a pipe's other end
+    try:
+        file = os.open(path, flags if follow_links else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow_links:
+            raise OSError(errno.ELOOP, "it is a link", os.fspath(path)) from error
+        raise
+    mode = os.fstat(file).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(file)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+    return os.fdopen(file, "rb")
+
+
 class DamagedError(ValueError):
     """Compressed data that is wrong, as opposed to cut off."""
 
@@ -71,20 +103,21 @@ class Unpacked:
 
     Once it has been read, `is_torn` says whether a compressed stream ended too early.
 
-    :raises OSError: when read: the file cannot be read.
+    :raises OSError: when read: the file cannot be read, as `open_regular` says.
     :raises DamagedError: when read: its compressed data is wrong.
     :raises ValueError: when read: it has more than `max_bytes`, or is compressed in another way.
     :raises MissingDependencyError: when read: zstandard is not installed.
     """
 
-    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES, *, follow_links: bool = True) -> None:
         self.path = path
+        self._follow_links = follow_links
         self._max_bytes = max_bytes
         self.is_torn = False
 
     def __iter__(self) -> Iterator[bytes]:
         num_bytes = 0
-        with self.path.open("rb") as file:
+        with open_regular(self.path, follow_links=self._follow_links) as file:
             for block in self._blocks(file):
                 num_bytes += len(block)
                 if num_bytes > self._max_bytes:
@@ -185,13 +218,15 @@ def memory_bytes(text: bytes | str) -> int:
     return len(text) * (1 if text.isascii() and b"\\u" not in text else 2)
 
 
-def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYTES) -> bytes:
+def read_bytes(
+    path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYTES, *, follow_links: bool = True
+) -> bytes:
     """The whole content of a file, unpacked if its name ends in .gz or .zst.
 
     :raises OSError: the file cannot be read.
     :raises ValueError: it is larger than that, or its compressed data is damaged or cut off.
     """
-    unpacked = Unpacked(Path(path), max_bytes)
+    unpacked = Unpacked(Path(path), max_bytes, follow_links=follow_links)
     content = b"".join(unpacked)
     if unpacked.is_torn:
         raise DamagedError("its compressed data ends too early")

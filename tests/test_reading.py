@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import os
 import random
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ import pytest
 import zstandard
 
 from streamrag import reading
-from streamrag.errors import TraceError
+from streamrag.bench.store import CellStore, read_cell
+from streamrag.errors import ConfigurationError, StreamRagError, TraceError
 from streamrag.reading import DamagedError, Unpacked, lines_of, parse_json, read_bytes
+from streamrag.records import read_records
 from streamrag.trace import files, lines
 from streamrag.trace.arrivals import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
-from streamrag.trace.stream2llm import read_stream2llm_anns
+from streamrag.trace.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -237,3 +241,73 @@ def test_a_rare_character_that_makes_a_text_four_times_as_wide_is_counted(
         assert len(list(lines_of(iter([half, half])))) == 2
         with pytest.raises(ValueError, match="of memory"):
             list(lines_of(iter([half, half, half])))
+
+
+def read_a_crawl(path: Path) -> object:
+    path.rename(path.with_name("query_1.csv"))
+    return read_stream2llm_crawler(path.parent, count_tokens=len)
+
+
+def read_windows(path: Path) -> object:
+    (path.parent / "map.json").write_text(json.dumps({"1": {"query": "q", "trace_file": path.name}}))
+    return read_stream2llm_anns(path.parent / "map.json", count_tokens=len)
+
+
+def read_a_corpus(path: Path) -> object:
+    path.rename(path.with_name("retrieved_corpus_content.part.1.json"))
+    (path.parent / "t.csv").write_text("StartTime_us,EndTime_us,PipelinePool\n0,1,(1)\n")
+    (path.parent / "map.json").write_text(json.dumps({"1": {"query": "q", "trace_file": "t.csv"}}))
+    return read_stream2llm_anns(path.parent / "map.json", count_tokens=len)
+
+
+def read_results(path: Path) -> object:
+    (path.parent / "cells").mkdir()
+    path.rename(path.parent / "cells" / "x.json.gz")
+    return list(CellStore(path.parent).read_all())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_trace,
+        read_mooncake,
+        read_azure_llm,
+        read_records,
+        read_cell,
+        read_a_crawl,
+        read_windows,
+        read_a_corpus,
+        read_results,
+    ],
+)
+def test_a_pipe_is_refused_and_not_waited_for(read: Callable[[Path], object], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.csv")
+    with pytest.raises(StreamRagError, match="no regular file"):
+        read(tmp_path / "x.csv")
+
+
+def test_a_device_and_a_folder_are_no_files_and_a_pipe_of_the_caller_s_shell_is_read(tmp_path: Path) -> None:
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="no regular file"):
+        read_bytes(tmp_path / "zero")
+    with pytest.raises(IsADirectoryError):
+        read_bytes(tmp_path)
+    there, here = os.pipe()
+    os.write(here, b"said")
+    os.close(here)
+    assert read_bytes(f"/dev/fd/{there}") == b"said"
+    os.close(there)
+
+
+def test_a_link_that_leads_out_of_a_public_trace_s_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret.csv").write_text("StartTime_us,EndTime_us,PipelinePool\n0,1,(1)\n")
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "x.csv").symlink_to("../secret.csv")
+    with pytest.raises(TraceError, match="is not in"):
+        read_windows(tmp_path / "trace" / "x.csv")
+
+
+def test_a_result_that_is_a_dangling_link_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x").symlink_to("nowhere")
+    with pytest.raises(ConfigurationError, match=r"x.json.gz is not the result of a cell"):
+        read_results(tmp_path / "x")

@@ -163,7 +163,7 @@ def _read_windows(trace_dir: Path, query_map: Path, query_id: str, entry: Any, n
     if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("query", "trace_file")):
         raise TraceError(f'{query_map}: query {query_id!r} must have the texts "query" and "trace_file"')
     path = trace_dir / entry["trace_file"]
-    if "\0" in entry["trace_file"] or not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(trace_dir)):
+    if "\0" in entry["trace_file"] or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(trace_dir)):
         raise TraceError(f"{query_map}: the trace_file of query {query_id!r}, {str(path)!r}, is not in {trace_dir}")
     windows = []
     at_us = 0.0

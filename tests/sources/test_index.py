@@ -350,8 +350,11 @@ def test_a_file_that_is_not_as_it_was_written_is_corrupt(
             ),
             "a file elsewhere",
         ),
-        (lambda index: lead_elsewhere(index / "passages.jsonl"), "a file elsewhere, 'passages.jsonl'"),
-        (lambda index: become_a_pipe(index / "passages.jsonl"), "passages.jsonl is no file"),
+        (lambda index: lead_elsewhere(index / "passages.jsonl"), r"passages.jsonl cannot be read \(it is a link\)"),
+        (
+            lambda index: become_a_pipe(index / "passages.jsonl"),
+            r"passages.jsonl cannot be read \(it is no ",
+        ),
         (lambda index: (index / "manifest.json").write_text("[" * 100_000), "is damaged"),
         (lambda index: (index / "manifest.json").write_text(" " * (17 << 20)), "more than 16 MiB"),
         (lambda index: edit_manifest(index, probe=[float("inf")]), "is damaged"),
@@ -369,6 +372,13 @@ def test_a_damaged_index_is_replaced_by_force(index: Path, tmp_path: Path) -> No
     truncate(index / "manifest.json")
     build_index(write_documents(tmp_path / "documents", 2), index, embedder=EMBEDDER, force=True)
     assert check_index(index)[0].num_passages == 2
+
+
+@pytest.mark.parametrize("change", [lead_elsewhere, become_a_pipe])
+def test_a_manifest_that_is_a_link_or_a_pipe_is_not_read(index: Path, change: Callable[[Path], object]) -> None:
+    change(index / "manifest.json")
+    with pytest.raises(IndexMissingError, match="is no vector index"):
+        check_index(index)
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "other folder", "empty folder"])
