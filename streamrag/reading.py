@@ -1,13 +1,15 @@
 """All that is read from files which somebody else may have made: within limits, and as plain values.
 
-No file makes us import, call or download anything, and none takes more memory than its limit, whatever it unpacks to.
+No file makes us import, call or download anything, and memory is bounded, whatever a file unpacks to.
 """
 
+import errno
 import io
 import json
 import math
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import fields
@@ -20,6 +22,7 @@ from streamrag.errors import MissingDependencyError
 __all__ = [
     "COMPRESSED_OTHERWISE",
     "MAX_FILE_BYTES",
+    "MAX_JSON_BYTES",
     "MAX_LINE_BYTES",
     "MAX_SMALL_FILE_BYTES",
     "DamagedError",
@@ -27,6 +30,8 @@ __all__ = [
     "as_dataclass",
     "import_zstandard",
     "lines_of",
+    "memory_bytes",
+    "open_regular",
     "parse_json",
     "read_bytes",
     "without_lone_surrogates",
@@ -39,8 +44,10 @@ MAX_FILE_BYTES = 1 << 30
 MAX_SMALL_FILE_BYTES = 16 << 20
 """Of what a person writes, or what only says how something was made."""
 MAX_LINE_BYTES = 16 << 20
-MAX_VALUES = 20_000_000
-"""In one JSON text; the smallest takes 70 bytes of memory."""
+MAX_JSON_BYTES = 512 << 20
+"""Of one JSON text, and of the memory that its characters take."""
+MAX_VALUES = 5_000_000
+"""In one JSON text; one with a name of its own takes 200 bytes of memory."""
 MAX_DEPTH = 32
 MAX_DIGITS = 18
 """Of a whole number: less than 2 ** 63, and a float holds its size."""
@@ -54,6 +61,37 @@ ZSTD_READ_BYTES = 256
 """A block of 128 KiB can take 4 bytes, so this unpacks to 8 MiB at most."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_FOUR_BYTES = re.compile(rb"[\xf0-\xff]|\\u[dD][89a-fA-F]")
+"""The beginning of a character that takes four in memory, in UTF-8 or JSON."""
+
+
+_OF_THE_CALLER = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
+"""What a shell makes of `<(command)`: a pipe that no file of others can be called."""
+
+
+def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> io.BufferedReader:
+    """A file, opened for reading: what hangs or never ends, as pipes and devices do, is refused.
+
+    Only what the caller's own shell has opened may be a pipe. Without `follow_links`, the file's own name is no link.
+
+    :raises OSError: it cannot be opened, or is something else.
+    """
+    if _OF_THE_CALLER.fullmatch(os.fspath(path)):
+        return open(path, "rb")
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # which does not wait for a pipe's other end
+    try:
+        file = os.open(path, flags if follow_links else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow_links:
+            raise OSError(errno.ELOOP, "it is a link", os.fspath(path)) from error
+        raise
+    mode = os.fstat(file).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(file)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+    return os.fdopen(file, "rb")
 
 
 class DamagedError(ValueError):
@@ -65,20 +103,21 @@ class Unpacked:
 
     Once it has been read, `is_torn` says whether a compressed stream ended too early.
 
-    :raises OSError: when read: the file cannot be read.
+    :raises OSError: when read: the file cannot be read, as `open_regular` says.
     :raises DamagedError: when read: its compressed data is wrong.
     :raises ValueError: when read: it has more than `max_bytes`, or is compressed in another way.
     :raises MissingDependencyError: when read: zstandard is not installed.
     """
 
-    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES, *, follow_links: bool = True) -> None:
         self.path = path
+        self._follow_links = follow_links
         self._max_bytes = max_bytes
         self.is_torn = False
 
     def __iter__(self) -> Iterator[bytes]:
         num_bytes = 0
-        with self.path.open("rb") as file:
+        with open_regular(self.path, follow_links=self._follow_links) as file:
             for block in self._blocks(file):
                 num_bytes += len(block)
                 if num_bytes > self._max_bytes:
@@ -150,16 +189,20 @@ def import_zstandard() -> Any:
 def lines_of(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
     """The lines in these blocks, with their newlines, which the last may not have.
 
-    :raises ValueError: a line has more than `max_line_bytes`.
+    :raises ValueError: a line has more than `max_line_bytes`, or the texts of all of them more than `MAX_FILE_BYTES`.
     """
     begun: list[bytes] = []
-    num_bytes = 0
+    num_bytes = all_bytes = 0
     for block in blocks:
         for line in io.BytesIO(block):
             begun.append(line)
             num_bytes += len(line)
             if line.endswith(b"\n"):
-                yield b"".join(begun)
+                whole = b"".join(begun)
+                all_bytes += memory_bytes(whole)
+                if all_bytes > MAX_FILE_BYTES:
+                    raise ValueError(f"its texts take more than {_size(MAX_FILE_BYTES)} of memory")
+                yield whole
                 begun, num_bytes = [], 0
         if num_bytes > max_line_bytes:
             raise ValueError(f"it has a line of more than {_size(max_line_bytes)}, the most that is read")
@@ -167,13 +210,23 @@ def lines_of(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> I
         yield b"".join(begun)
 
 
-def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYTES) -> bytes:
+def memory_bytes(text: bytes | str) -> int:
+    """What the characters of this UTF-8 or JSON take at most. One that is rare makes all in its string as wide."""
+    text = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    if _FOUR_BYTES.search(text):
+        return 4 * len(text)
+    return len(text) * (1 if text.isascii() and b"\\u" not in text else 2)
+
+
+def read_bytes(
+    path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYTES, *, follow_links: bool = True
+) -> bytes:
     """The whole content of a file, unpacked if its name ends in .gz or .zst.
 
     :raises OSError: the file cannot be read.
     :raises ValueError: it is larger than that, or its compressed data is damaged or cut off.
     """
-    unpacked = Unpacked(Path(path), max_bytes)
+    unpacked = Unpacked(Path(path), max_bytes, follow_links=follow_links)
     content = b"".join(unpacked)
     if unpacked.is_torn:
         raise DamagedError("its compressed data ends too early")
@@ -185,6 +238,8 @@ def parse_json(text: bytes | str, max_values: int = MAX_VALUES) -> Any:
 
     :raises ValueError: it is something else.
     """
+    if memory_bytes(text) > MAX_JSON_BYTES:
+        raise ValueError(f"its texts take more than {_size(MAX_JSON_BYTES)} of memory")
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     if sum(map(text.count, ",[{")) > max_values:

@@ -2,21 +2,27 @@
 
 import gzip
 import json
+import os
 import random
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
-from streamrag.errors import TraceError
-from streamrag.reading import DamagedError, Unpacked, parse_json, read_bytes
-from streamrag.trace import files, read
+from streamrag import reading
+from streamrag.bench.store import CellStore, read_cell
+from streamrag.errors import ConfigurationError, StreamRagError, TraceError
+from streamrag.reading import DamagedError, Unpacked, lines_of, parse_json, read_bytes
+from streamrag.records import read_records
+from streamrag.trace import files, lines
+from streamrag.trace.arrivals import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
-from streamrag.trace.stream2llm import read_stream2llm_anns
+from streamrag.trace.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -85,7 +91,7 @@ def test_a_file_has_a_number_of_bytes_lines_and_chunks_that_it_may_not_exceed(
     assert read_trace(path).queries
     with pytest.raises(ValueError, match="more than 100 bytes"):
         b"".join(Unpacked(path, 100))
-    monkeypatch.setattr(read, "MAX_KEYS", 1)
+    monkeypatch.setattr(lines, "MAX_NAMED", 1)
     with pytest.raises(TraceError, match=r"line 4: its updates name more than 1 chunks"):
         read_trace(path)
     monkeypatch.setattr(files, "MAX_LINES", 3)
@@ -189,3 +195,119 @@ def test_zlib_keeps_nothing_back_at_a_piece_s_end(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(body)[:-8])  # without the end of the member
     assert len(b"".join(Unpacked(path))) == len(body)
     assert zlib.crc32(b"".join(Unpacked(path))) == zlib.crc32(body)
+
+
+def packed(path: Path, *parts: tuple[bytes, int]) -> Path:
+    """A small file that unpacks to each of these, so many times."""
+    with gzip.open(path, "wb", compresslevel=5) as file:
+        for part, num in parts:
+            for _ in range(num):
+                file.write(part)
+    assert path.stat().st_size < 2 * MIB
+    return path
+
+
+def test_a_row_of_csv_is_bounded_across_its_lines(tmp_path: Path) -> None:
+    head = b"TIMESTAMP,ContextTokens,GeneratedTokens\n1,1,1\n"
+    many_bytes = packed(tmp_path / "bytes.csv.gz", (head + b'"', 1), (b"a" * MIB + b"\n", 18), (b'",1,1\n', 1))
+    with pytest.raises(TraceError, match=r"bytes.csv.gz, line 3: a row of more than 16 MiB or 1,000,000 fields"):
+        read_azure_llm(many_bytes)
+    many_fields = packed(tmp_path / "fields.csv.gz", (head, 1), (b"," * 1_000 + b'"\n",', 1_100), (b"x\n", 1))
+    with pytest.raises(TraceError, match=r"fields.csv.gz, line 3: a row of more than"):
+        read_azure_llm(many_fields)
+
+
+def test_the_chunks_of_public_traces_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_NAMED", 3)
+    request = b'{"timestamp":0,"input_length":1024,"output_length":1,"hash_ids":[1,2]}\n'
+    with pytest.raises(TraceError, match=r"line 2: its updates name more than 3 chunks"):
+        read_mooncake(packed(tmp_path / "m.jsonl.gz", (request, 2)))
+    (tmp_path / "map.json").write_text(json.dumps({n: {"query": "q", "trace_file": "t.csv"} for n in "12"}))
+    (tmp_path / "t.csv").write_text("StartTime_us,EndTime_us,PipelinePool\n0,1,()\n0,1,()\n")
+    with pytest.raises(TraceError, match=r"t.csv, line 3: its updates name more than 3 chunks"):
+        read_stream2llm_anns(tmp_path / "map.json", count_tokens=len)
+
+
+def test_a_rare_character_that_makes_a_text_four_times_as_wide_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MAX_JSON_BYTES", 1_000)
+    monkeypatch.setattr(reading, "MAX_FILE_BYTES", 1_000)
+    for rare, most in (("", 900), ("ä", 400), ("\N{GRINNING FACE}", 200), (r"\u00e4", 400), (r"\ud83d\ude00", 200)):
+        parse_json(f'"{rare}{"a" * most}"'.encode())
+        with pytest.raises(ValueError, match="of memory"):
+            parse_json(f'"{rare}{"a" * (most + 120)}"'.encode())
+        half = f"{rare}{'a' * (most // 2)}\n".encode()
+        assert len(list(lines_of(iter([half, half])))) == 2
+        with pytest.raises(ValueError, match="of memory"):
+            list(lines_of(iter([half, half, half])))
+
+
+def read_a_crawl(path: Path) -> object:
+    path.rename(path.with_name("query_1.csv"))
+    return read_stream2llm_crawler(path.parent, count_tokens=len)
+
+
+def read_windows(path: Path) -> object:
+    (path.parent / "map.json").write_text(json.dumps({"1": {"query": "q", "trace_file": path.name}}))
+    return read_stream2llm_anns(path.parent / "map.json", count_tokens=len)
+
+
+def read_a_corpus(path: Path) -> object:
+    path.rename(path.with_name("retrieved_corpus_content.part.1.json"))
+    (path.parent / "t.csv").write_text("StartTime_us,EndTime_us,PipelinePool\n0,1,(1)\n")
+    (path.parent / "map.json").write_text(json.dumps({"1": {"query": "q", "trace_file": "t.csv"}}))
+    return read_stream2llm_anns(path.parent / "map.json", count_tokens=len)
+
+
+def read_results(path: Path) -> object:
+    (path.parent / "cells").mkdir()
+    path.rename(path.parent / "cells" / "x.json.gz")
+    return list(CellStore(path.parent).read_all())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_trace,
+        read_mooncake,
+        read_azure_llm,
+        read_records,
+        read_cell,
+        read_a_crawl,
+        read_windows,
+        read_a_corpus,
+        read_results,
+    ],
+)
+def test_a_pipe_is_refused_and_not_waited_for(read: Callable[[Path], object], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.csv")
+    with pytest.raises(StreamRagError, match="no regular file"):
+        read(tmp_path / "x.csv")
+
+
+def test_a_device_and_a_folder_are_no_files_and_a_pipe_of_the_caller_s_shell_is_read(tmp_path: Path) -> None:
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="no regular file"):
+        read_bytes(tmp_path / "zero")
+    with pytest.raises(IsADirectoryError):
+        read_bytes(tmp_path)
+    there, here = os.pipe()
+    os.write(here, b"said")
+    os.close(here)
+    assert read_bytes(f"/dev/fd/{there}") == b"said"
+    os.close(there)
+
+
+def test_a_link_that_leads_out_of_a_public_trace_s_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret.csv").write_text("StartTime_us,EndTime_us,PipelinePool\n0,1,(1)\n")
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "x.csv").symlink_to("../secret.csv")
+    with pytest.raises(TraceError, match="is not in"):
+        read_windows(tmp_path / "trace" / "x.csv")
+
+
+def test_a_result_that_is_a_dangling_link_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x").symlink_to("nowhere")
+    with pytest.raises(ConfigurationError, match=r"x.json.gz is not the result of a cell"):
+        read_results(tmp_path / "x")

@@ -17,15 +17,13 @@ from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.grid import GENERATED, variant_name, workload_name
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
-from streamrag.reading import Unpacked, as_dataclass, lines_of, parse_json, read_bytes
+from streamrag.reading import MAX_JSON_BYTES, Unpacked, as_dataclass, lines_of, open_regular, parse_json, read_bytes
 
 __all__ = ["CellStore", "cell_key", "read_cell"]
 
 FORMAT = "streamrag-cell/1"
 FINISHED = "[!.]*.json.gz"
 """What is hidden is being written, or was when its process was killed."""
-MAX_CELL_BYTES = 512 << 20
-"""Unpacked."""
 
 
 def cell_key(settings: CellSettings) -> str:
@@ -57,7 +55,7 @@ def _hash_of(path: str) -> str | None:
             for file in sorted(p for p in Path(path).rglob("*") if p.is_file()):
                 digest.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
         else:
-            with open(path, "rb") as file_object:
+            with open_regular(path) as file_object:
                 digest = hashlib.file_digest(file_object, "sha256")
     except FileNotFoundError:
         return None
@@ -120,7 +118,7 @@ class CellStore:
         :raises ConfigurationError: there is none, a file is broken, or virtual and wall time stand side by side.
         """
         newest: dict[CellSettings, Path] = {}
-        for path in sorted(self.cells.glob(FINISHED), key=lambda path: path.stat().st_mtime_ns):
+        for path in sorted(self.cells.glob(FINISHED), key=lambda path: path.lstat().st_mtime_ns):
             newest[_read_settings(path)] = path
         if not newest:
             raise ConfigurationError(f"{self.folder} holds no results of cells; `streamrag bench simulate` makes some")
@@ -146,7 +144,7 @@ def _compact(values: Any) -> str:
 def _read_settings(path: Path) -> CellSettings:
     with _explained(path):
         header = parse_json(
-            next(lines_of(iter(Unpacked(path, MAX_CELL_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
+            next(lines_of(iter(Unpacked(path, MAX_JSON_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
         )
         return as_dataclass(CellSettings, header["settings"])
 
@@ -157,7 +155,7 @@ def read_cell(path: Path) -> CellResult:
     :raises ConfigurationError: there is no such file, or it is something else.
     """
     with _explained(path):
-        values = parse_json(read_bytes(path, MAX_CELL_BYTES))
+        values = parse_json(read_bytes(path, MAX_JSON_BYTES))
         if values["format"] != FORMAT:
             raise ConfigurationError(
                 f"{path} has the format {str(values['format'])[:40]!r}; this streamrag reads {FORMAT!r}"

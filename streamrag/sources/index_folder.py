@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from stat import S_ISREG
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,7 +28,7 @@ from streamrag.errors import (
     SourceError,
     StreamRagError,
 )
-from streamrag.reading import MAX_LINE_BYTES, parse_json, read_bytes
+from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 from streamrag.sources.workers import WorkerJobError
 
 __all__ = [
@@ -49,8 +48,10 @@ __all__ = [
 ]
 
 FORMAT_VERSION: Literal[1] = 1
-MANIFEST, PASSAGES, DISKANN_PREFIX = "manifest.json", "passages.jsonl", "ann_"
+MANIFEST, PASSAGES = "manifest.json", "passages.jsonl"
 NEEDED = {PASSAGES, "ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
+MAYBE = {f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")}
+"""What DiskANN writes beside those, of large indexes and other metrics."""
 
 MAX_HASHED_BYTES = 64 << 20
 """Files up to this size are read and compared with their SHA-256 when an index is opened; larger ones are not."""
@@ -95,14 +96,17 @@ class Manifest(BaseModel):
 
 def looks_like_index(folder: Path) -> bool:
     """Whether this folder holds files of an index, damaged or not, and no others: nobody's work is lost with it."""
-    names = {path.name for path in folder.iterdir()}
-    known = {name for name in names if name.startswith(DISKANN_PREFIX) or name in (MANIFEST, PASSAGES)}
-    return bool(names) and names == known
+    with os.scandir(folder) as entries:
+        names = {entry.name if entry.is_file(follow_symlinks=False) else "" for entry in entries}
+    if not names <= NEEDED | MAYBE | {MANIFEST}:
+        return False
+    # Many programs have a manifest.json: one alone does not make an index. Nor do some of the files without it.
+    return names >= NEEDED or (MANIFEST in names and len(names) > 1)
 
 
 def sha256(path: Path) -> str:
     """Of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_regular(path, follow_links=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -121,7 +125,7 @@ def check_index(folder: Path) -> tuple[Manifest, str]:
     """
     path = folder / MANIFEST
     try:
-        text = read_bytes(path)
+        text = read_bytes(path, follow_links=False)
     except ValueError as error:
         raise corrupt(folder, f"its {MANIFEST} is no manifest: {error}") from error
     except OSError as error:
@@ -159,17 +163,15 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
 
 def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
     path = folder / name
-    if "\0" in name or name != Path(name).name or path.resolve().parent != folder.resolve():
+    if "\0" in name or name != Path(name).name:
         raise corrupt(folder, f"its {MANIFEST} names a file elsewhere, {name!r}")
     try:
-        found = path.stat()
-        if not S_ISREG(found.st_mode):  # a pipe, or a device that never ends
-            raise corrupt(folder, f"{name} is no file")
-        size_bytes = found.st_size
-        if size_bytes != entry.size_bytes:
-            raise corrupt(folder, f"{name} has {size_bytes} bytes, not {entry.size_bytes}")
-        if size_bytes <= MAX_HASHED_BYTES and sha256(path) != entry.sha256:
-            raise corrupt(folder, f"{name} is not as it was written (its SHA-256 differs)")
+        with open_regular(path, follow_links=False) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes != entry.size_bytes:
+                raise corrupt(folder, f"{name} has {size_bytes} bytes, not {entry.size_bytes}")
+            if size_bytes <= MAX_HASHED_BYTES and hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                raise corrupt(folder, f"{name} is not as it was written (its SHA-256 differs)")
     except OSError as error:
         raise corrupt(folder, f"{name} cannot be read ({error.strerror})") from error
 
@@ -201,7 +203,7 @@ class PassageStore:
 
     def __init__(self, folder: Path, num_passages: int) -> None:
         self._folder = folder
-        self._file = (folder / PASSAGES).open("rb")
+        self._file = open_regular(folder / PASSAGES, follow_links=False)
         self._ends = array("Q", [0])
         for line in iter(lambda: self._file.readline(MAX_LINE_BYTES), b""):
             self._ends.append(self._ends[-1] + len(line))

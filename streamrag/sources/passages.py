@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.reading import open_regular
 
 __all__ = [
     "Block",
@@ -127,7 +128,8 @@ def read_document(path: Path, folder: Path) -> Document:
     :raises UnusableDocumentError: with the reason; the file gives no text.
     """
     try:
-        body = path.read_bytes()
+        with open_regular(path, follow_links=False) as file:
+            body = file.read()
     except OSError as error:
         raise UnusableDocumentError(f"cannot be read: {error.strerror}") from error
     if not body.startswith((b"\xff\xfe", b"\xfe\xff")) and b"\0" in body[:8192]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from streamrag.errors import TraceError
 from streamrag.reading import parse_json
 from streamrag.trace.files import numbered_lines_of
-from streamrag.trace.lines import MAX_COUNT, MAX_SECONDS, Count, first_problem
+from streamrag.trace.lines import MAX_COUNT, MAX_SECONDS, Count, NamedChunks, first_problem
 from streamrag.trace.tables import Row, read_csv
 from streamrag.trace.values import Trace, TracedChunk, TracedQuery, TracedUpdate
 
@@ -42,19 +42,23 @@ def read_mooncake(path: str | os.PathLike[str], *, max_queries: int | None = Non
     """
     path = Path(path)
     queries: list[TracedQuery] = []
+    named = NamedChunks()
     for number, line in numbered_lines_of(path):
         if max_queries is not None and len(queries) >= max_queries:
             break
         if line.strip():
-            queries.append(_mooncake_query(f"{path}, line {number}", number, line))
+            queries.append(_mooncake_query(f"{path}, line {number}", number, line, named))
     return _by_arrival(queries, "Mooncake")
 
 
-def _mooncake_query(where: str, number: int, line: bytes) -> TracedQuery:
+def _mooncake_query(where: str, number: int, line: bytes, named: NamedChunks) -> TracedQuery:
     try:
         request = _MooncakeRequest.model_validate(parse_json(line))
+        named.add(len(request.hash_ids))
     except ValidationError as error:
         raise TraceError(f"{where}: {first_problem(error)}") from error
+    except TraceError as error:
+        raise TraceError(f"{where}: {error}") from error
     except ValueError as error:
         raise TraceError(f"{where}: it is not JSON ({error})") from error
     ids, length = request.hash_ids, request.input_length

@@ -22,6 +22,7 @@ __all__ = [
     "Header",
     "HintFields",
     "Line",
+    "NamedChunks",
     "QueryLine",
     "Seconds",
     "SkippedLine",
@@ -47,6 +48,8 @@ MAX_SECONDS = 1e9
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 MAX_COUNT = 1 << 31
 Count: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+MAX_NAMED = 5_000_000
+"""Chunks in all updates of a trace; with its score, each takes some 200 bytes of memory."""
 _Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -187,6 +190,22 @@ def decode(line: bytes) -> Line:
         return model.model_validate(fields)
     except ValidationError as error:
         raise TraceError(first_problem(error)) from error
+
+
+class NamedChunks:
+    """Counts what the updates of a trace name, which takes more memory than room in a file."""
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def add(self, num_chunks: int) -> None:
+        """Count these too.
+
+        :raises TraceError: there are too many.
+        """
+        self._num += num_chunks
+        if self._num > MAX_NAMED:
+            raise TraceError(f"its updates name more than {MAX_NAMED:,} chunks; make several traces of it")
 
 
 def first_problem(error: ValidationError) -> str:

@@ -18,6 +18,7 @@ from streamrag.trace.lines import (
     Header,
     HintFields,
     Line,
+    NamedChunks,
     QueryLine,
     SkippedLine,
     UpdateLine,
@@ -34,9 +35,6 @@ from streamrag.trace.values import (
 )
 
 __all__ = ["numbered_lines", "read_trace"]
-
-MAX_KEYS = 5_000_000
-"""In all updates of a trace; with its score, each takes some 200 bytes of memory."""
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -98,7 +96,7 @@ class _Assembly:
         self._chunks: dict[str, TracedChunk] = {}
         self._unfinished: dict[str, _Unfinished] = {}
         self._num_lost = 0
-        self._num_keys = 0
+        self._named = NamedChunks()
         self._queries: dict[str, TracedQuery] = {}
         self._session_s = 0.0  # where the session begins, in the time of the trace
 
@@ -151,9 +149,7 @@ class _Assembly:
 
     def _update(self, line: UpdateLine) -> None:
         scores = line.scores or (None,) * len(line.keys)
-        self._num_keys += len(line.keys)
-        if self._num_keys > MAX_KEYS:
-            raise TraceError(f"its updates name more than {MAX_KEYS:,} chunks; make several traces of it")
+        self._named.add(len(line.keys))
         if len(scores) != len(line.keys):
             raise TraceError(f"{len(line.keys)} keys and {len(scores)} scores")
         chunks = tuple(self._chunk(key, score) for key, score in zip(line.keys, scores, strict=True))

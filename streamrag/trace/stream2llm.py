@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamrag.errors import TraceError
-from streamrag.reading import MAX_FILE_BYTES, parse_json, read_bytes
-from streamrag.trace.lines import MAX_SECONDS
+from streamrag.reading import MAX_JSON_BYTES, parse_json, read_bytes
+from streamrag.trace.lines import MAX_SECONDS, NamedChunks
 from streamrag.trace.tables import read_csv
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate
 
@@ -134,7 +134,8 @@ def read_stream2llm_anns(
     beside = query_map.parent
     trace_dir = Path(trace_dir) if trace_dir else beside / "res" if (beside / "res").is_dir() else beside
     entries = sorted(_load_object(query_map).items(), key=lambda item: (len(item[0]), item[0]))[:max_queries]
-    windows = {query_id: _read_windows(trace_dir, query_map, query_id, entry) for query_id, entry in entries}
+    named = NamedChunks()
+    windows = {query_id: _read_windows(trace_dir, query_map, query_id, entry, named) for query_id, entry in entries}
     wanted = {each for found in windows.values() for window in found for each in window.document_ids}
     documents = {
         document_id: _chunk(text, count_tokens, source=document_id)
@@ -158,11 +159,11 @@ def read_stream2llm_anns(
     return Trace(queries, made_from)
 
 
-def _read_windows(trace_dir: Path, query_map: Path, query_id: str, entry: Any) -> list[_Window]:
+def _read_windows(trace_dir: Path, query_map: Path, query_id: str, entry: Any, named: NamedChunks) -> list[_Window]:
     if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("query", "trace_file")):
         raise TraceError(f'{query_map}: query {query_id!r} must have the texts "query" and "trace_file"')
     path = trace_dir / entry["trace_file"]
-    if "\0" in entry["trace_file"] or not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(trace_dir)):
+    if "\0" in entry["trace_file"] or not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(trace_dir)):
         raise TraceError(f"{query_map}: the trace_file of query {query_id!r}, {str(path)!r}, is not in {trace_dir}")
     windows = []
     at_us = 0.0
@@ -173,6 +174,10 @@ def _read_windows(trace_dir: Path, query_map: Path, query_id: str, entry: Any) -
         at_us += duration_us
         if at_us > 1e6 * MAX_SECONDS:
             raise row.error(f"its windows last more than {MAX_SECONDS:g} s")
+        try:
+            named.add(row["PipelinePool"].count(",") + 1)  # before there are that many, and an empty window counts too
+        except TraceError as error:
+            raise row.error(str(error)) from error
         windows.append(_Window(at_us / 1e6, row.get("PipelinePool", _parse_pool, "ids, as in (12,34)")))
     if not windows:
         raise TraceError(f"{path} has no rows")
@@ -201,7 +206,7 @@ def _read_corpus(folder: Path, wanted: Iterable[str]) -> Iterator[tuple[str, str
 
 def _load_object(path: Path) -> Mapping[str, Any]:
     try:
-        fields = parse_json(read_bytes(path, MAX_FILE_BYTES))
+        fields = parse_json(read_bytes(path, MAX_JSON_BYTES))
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # not UTF-8, or not JSON, which names the line

@@ -1,11 +1,11 @@
 """Rows of other programs' CSV files, with their line numbers."""
 
 import csv
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from streamrag.errors import TraceError
 from streamrag.reading import MAX_LINE_BYTES
@@ -13,22 +13,29 @@ from streamrag.trace.files import numbered_lines_of
 
 __all__ = ["Row", "read_csv"]
 
+MAX_FIELDS = 1_000_000
+"""In a row. Each comma counts, also within quotes."""
+
 T = TypeVar("T")
 
 
 class Row:
     """A row by column, which knows where it stands."""
 
-    def __init__(self, where: str, fields: dict[str, str]) -> None:
-        self._where = where
-        self._fields = fields
+    __slots__ = ("_columns", "_line", "_path", "_values")
+
+    def __init__(self, path: Path, line: int, columns: Mapping[str, int], values: tuple[str, ...]) -> None:
+        self._path = path
+        self._line = line
+        self._columns = columns
+        self._values = values
 
     def __getitem__(self, column: str) -> str:
-        return self._fields[column]
+        return self._values[self._columns[column]]
 
     def optional(self, column: str) -> str:
         """The field, empty if there is no such column."""
-        return self._fields.get(column, "")
+        return self[column] if column in self._columns else ""
 
     def get(self, column: str, parse: Callable[[str], T], what: str) -> T:
         """The field as `parse` reads it.
@@ -36,13 +43,13 @@ class Row:
         :raises TraceError: it cannot be read as `what`.
         """
         try:
-            return parse(self._fields[column])
+            return parse(self[column])
         except ValueError as error:
-            raise self.error(f"{column}={self._fields[column][:60]!r} must be {what}") from error
+            raise self.error(f"{column}={self[column][:60]!r} must be {what}") from error
 
     def error(self, problem: str) -> TraceError:
         """An error about this row."""
-        return TraceError(f"{self._where}: {problem}")
+        return TraceError(f"{self._path}, line {self._line}: {problem}")
 
 
 def read_csv(
@@ -53,36 +60,63 @@ def read_csv(
     :raises TraceError: the file cannot be read, lacks a column, or has a row of another length.
     """
     with _fields_up_to(MAX_LINE_BYTES):
-        reader = csv.reader(_texts(path), strict=True)
-        return list(islice(_rows(path, reader, tuple(columns), set(optional)), max_rows))
+        return list(islice(_rows(_Texts(path), tuple(columns), tuple(optional)), max_rows))
 
 
-def _texts(path: Path) -> Iterator[str]:
-    for number, line in numbered_lines_of(path):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise TraceError(f"{path}, line {number} is not UTF-8: {error.reason}") from error
+class _Texts:
+    """The lines of a file, of which a row may take several: quotes hold newlines.
+
+    :raises TraceError: when read: a row is too large, beside what `numbered_lines_of` raises.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.row_line = 1
+        """Where the row that is being read begins."""
+        self._num_lines = self._row_bytes = self._row_commas = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for number, line in numbered_lines_of(self.path):
+            self._num_lines = number
+            self._row_bytes += len(line)
+            self._row_commas += line.count(b",")
+            if self._row_bytes > MAX_LINE_BYTES or self._row_commas >= MAX_FIELDS:
+                most = f"{MAX_LINE_BYTES >> 20} MiB or {MAX_FIELDS:,} fields"
+                raise TraceError(f"{self.path}, line {self.row_line}: a row of more than {most}, the most that is read")
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise TraceError(f"{self.path}, line {number} is not UTF-8: {error.reason}") from error
+
+    def begin_row(self) -> None:
+        """The row is whole; the next line begins another."""
+        self.row_line = self._num_lines + 1
+        self._row_bytes = self._row_commas = 0
 
 
-def _rows(path: Path, reader: Any, columns: tuple[str, ...], optional: set[str]) -> Iterator[Row]:
-    first_line = 1
+def _rows(texts: _Texts, columns: tuple[str, ...], optional: tuple[str, ...]) -> Iterator[Row]:
+    path = texts.path
     header: list[str] = []
-    kept = {*columns, *optional}
+    places: list[int] = []
+    kept: dict[str, int] = {}
     try:
-        for values in reader:
-            where, first_line = f"{path}, line {first_line}", reader.line_num + 1
+        for values in csv.reader(texts, strict=True):
+            line = texts.row_line
+            texts.begin_row()
             if not header:
                 header = [name.strip() for name in values]
                 missing = [name for name in columns if name not in header]
                 if missing:
-                    raise TraceError(f"{where}: no column {', '.join(missing)}; it has {', '.join(header)[:1000]}")
+                    names = ", ".join(header)[:1000]
+                    raise TraceError(f"{path}, line {line}: no column {', '.join(missing)}; it has {names}")
+                found = {name: place for place, name in enumerate(header) if name in (*columns, *optional)}
+                kept, places = {name: number for number, name in enumerate(found)}, list(found.values())
             elif values:
                 if len(values) != len(header):
-                    raise TraceError(f"{where}: {len(values)} fields, and {len(header)} columns")
-                yield Row(where, {name: value for name, value in zip(header, values, strict=True) if name in kept})
+                    raise TraceError(f"{path}, line {line}: {len(values)} fields, and {len(header)} columns")
+                yield Row(path, line, kept, tuple(values[place] for place in places))
     except csv.Error as error:
-        raise TraceError(f"{path}, line {first_line}: {error}") from error
+        raise TraceError(f"{path}, line {texts.row_line}: {error}") from error
     if not header:
         raise TraceError(f"{path} is empty")
 

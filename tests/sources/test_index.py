@@ -26,7 +26,7 @@ from streamrag.errors import (
 )
 from streamrag.sources.embedder import find_embedder
 from streamrag.sources.index import build_index
-from streamrag.sources.index_folder import check_index
+from streamrag.sources.index_folder import check_index, looks_like_index
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +196,34 @@ def test_what_is_no_index_is_never_replaced(index: Path, tmp_path: Path, is_file
     assert {name: body for name, body in contents(tmp_path).items() if "documents" not in name} == before
 
 
+def only_a_manifest(index: Path) -> None:
+    for path in index.iterdir():
+        path.unlink()
+    (index / "manifest.json").write_text('{"name": "a browser extension"}')
+
+
+def without_a_manifest(index: Path) -> None:
+    (index / "manifest.json").unlink()
+    (index / "passages.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: (index / "ann_karenina.txt").write_text("happy families"),
+        lambda index: (index / "ann_thesis").mkdir(),
+        lambda index: lead_elsewhere(index / "passages.jsonl"),
+        lambda index: become_a_pipe(index / "passages.jsonl"),
+        only_a_manifest,
+        without_a_manifest,
+    ],
+)
+def test_a_folder_with_anything_else_in_it_is_no_index(index: Path, change: Callable[[Path], object]) -> None:
+    assert looks_like_index(index)
+    change(index)
+    assert not looks_like_index(index)
+
+
 def test_an_index_that_appears_meanwhile_is_not_replaced(index: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
@@ -322,8 +350,11 @@ def test_a_file_that_is_not_as_it_was_written_is_corrupt(
             ),
             "a file elsewhere",
         ),
-        (lambda index: lead_elsewhere(index / "passages.jsonl"), "a file elsewhere, 'passages.jsonl'"),
-        (lambda index: become_a_pipe(index / "passages.jsonl"), "passages.jsonl is no file"),
+        (lambda index: lead_elsewhere(index / "passages.jsonl"), r"passages.jsonl cannot be read \(it is a link\)"),
+        (
+            lambda index: become_a_pipe(index / "passages.jsonl"),
+            r"passages.jsonl cannot be read \(it is no ",
+        ),
         (lambda index: (index / "manifest.json").write_text("[" * 100_000), "is damaged"),
         (lambda index: (index / "manifest.json").write_text(" " * (17 << 20)), "more than 16 MiB"),
         (lambda index: edit_manifest(index, probe=[float("inf")]), "is damaged"),
@@ -341,6 +372,13 @@ def test_a_damaged_index_is_replaced_by_force(index: Path, tmp_path: Path) -> No
     truncate(index / "manifest.json")
     build_index(write_documents(tmp_path / "documents", 2), index, embedder=EMBEDDER, force=True)
     assert check_index(index)[0].num_passages == 2
+
+
+@pytest.mark.parametrize("change", [lead_elsewhere, become_a_pipe])
+def test_a_manifest_that_is_a_link_or_a_pipe_is_not_read(index: Path, change: Callable[[Path], object]) -> None:
+    change(index / "manifest.json")
+    with pytest.raises(IndexMissingError, match="is no vector index"):
+        check_index(index)
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "other folder", "empty folder"])
