@@ -124,6 +124,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         if self.host_memory is not None:
             self.host_memory.has_run(scheduler_output, model_runner_output.kv_connector_output, duration_s)
         self._last_output_s = now_s
+        if self._prefills_in_flight[0]:
+            self._num_free_when_stuck = None  # the next plan tells those who got stuck while this step computed
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _request(self, view: RequestView) -> StreamRequest:

@@ -61,6 +61,34 @@ def test_a_client_hears_of_a_prompt_that_waits_for_memory(bench: Make, is_busy: 
     assert b.tokens("stuck") == b.fresh_answer([*range(500, 620), 7, 8])
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_client_hears_of_a_prompt_that_got_stuck_while_its_last_step_was_in_flight(
+    bench: Make, is_async: bool
+) -> None:
+    limits = {"num_blocks": 8, "max_model_len": 32, "max_num_batched_tokens": 3, "max_num_seqs": 2}
+    b = bench(is_async=is_async, must_fit_whole=False, **limits)
+    names = ["a", "b", "c"]
+    for i, name in enumerate(names):
+        b.chunk(name, [*range(100 * i, 100 * i + 23)])
+    b.run()
+    assert [[each["chunk"] for each in acknowledgements(b, name)] for name in names] == [[0], [0], [0]]
+    assert len(b.scheduler.idle) < 3
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_client_hears_that_another_prompt_has_grown_into_its_memory(bench: Make, is_async: bool) -> None:
+    b = bench(is_async=is_async, num_blocks=8, max_model_len=32, max_num_batched_tokens=5, max_num_seqs=2)
+    b.chunk("grows", [*range(5)])
+    b.chunk("stuck", [*range(100, 126)])
+    b.step()
+    b.step()
+    b.chunk("grows", [*range(7, 12)], kept=5)
+    b.run()
+    (told,) = acknowledgements(b, "stuck")
+    assert told["is_waiting"]
+    assert list(b.scheduler.idle) == ["grows"]
+
+
 class LogprobsRunner(V2OracleRunner):
     """Collects log-probabilities of prompts as vLLM's `PromptLogprobsWorker` does: while a request has its slot."""
 

@@ -222,6 +222,15 @@ MUTANTS = (
         2_000,
     ),
     Mutant(
+        "who got stuck with a step in flight is not told",
+        SCHEDULER,
+        "        if self._prefills_in_flight[0]:\n",
+        "        if False:\n",
+        0,  # all must be stuck at once, with nothing else to come
+        "tests/backends/test_scheduler_waiting.py"
+        "::test_a_client_hears_of_a_prompt_that_got_stuck_while_its_last_step_was_in_flight",
+    ),
+    Mutant(
         "a grammar that is ready is looked at only while nobody else waits",
         SCHEDULER,
         "        if not self._handle_blocked_waiting_request(request):\n",

@@ -74,6 +74,7 @@ class Checks:
         name, scheduler = client.name, self.scheduler
         check(not (client.must_fail or client.gave_up), f"{name} was not told of its end")
         check(not client.is_complete and not self.scenario.can_partial_evict, f"{name} was forgotten")
+        check(client.num_acknowledged == client.num_chunks, f"{name} does not hear that it waits for memory")
         request = scheduler.requests[client.request_id]
         memory = scheduler.kv_memory
         memory.start_step()
