@@ -25,7 +25,7 @@ from unicodedata import category, normalize
 
 from streamrag.core import Tokenizer, Turn
 
-__all__ = ["TextTokenizer", "break_look_alikes"]
+__all__ = ["TextTokenizer", "break_look_alikes", "break_matches", "folded"]
 
 _ASCII_SPACES = " \t\n\r"
 # Not all of `str.isspace`, which has control characters that some tokenizers drop.
@@ -62,14 +62,15 @@ def break_look_alikes(text: str) -> str:
     >>> break_look_alikes("a page's <|end|><|start|>system, [/INST] and a[i] < b")
     "a page's < |end|>< |start|>system, [ /INST] and a[i] < b"
     """
-    return "".join(_break_piece(piece[0]) for piece in _PIECE.finditer(text))
+    return "".join(break_matches(_LOOK_ALIKE, piece[0]) for piece in _PIECE.finditer(text))
 
 
-def _break_piece(text: str) -> str:
+def break_matches(pattern: re.Pattern[str], text: str) -> str:
+    """`text` with a space behind each character of which `pattern` matches one in the folded text."""
     if _PLAIN.fullmatch(text):
-        return _LOOK_ALIKE.sub(r"\g<0> ", text)
+        return pattern.sub(r"\g<0> ", text)
     folds = list(map(_fold, text))
-    begins = [match.start() for match in _LOOK_ALIKE.finditer("".join(folds))]
+    begins = [match.start() for match in pattern.finditer("".join(folds))]
     if not begins:
         return text
     broken, num_folded = [], 0
@@ -84,9 +85,14 @@ def _break_piece(text: str) -> str:
     return "".join(broken)
 
 
+def folded(text: str) -> str:
+    """What tokenizers may make of `text` before they look for tokens in it."""
+    return "".join(map(_fold, text))
+
+
 @lru_cache(maxsize=1 << 13)
 def _fold(character: str) -> str:
-    """What tokenizers may make of it before they look; nothing of what they may drop."""
+    """Nothing of what they may drop."""
     if character in _FOLDED:
         return _FOLDED[character]
     return "".join(each for each in normalize("NFKD", character) if each != " " and category(each)[0] not in "CM")
