@@ -6,46 +6,52 @@ becomes `[ /INST]`. A space, because some tokenizers drop invisible characters b
 seen. The shapes are wider than any list of models, and catch `List<T>` and `<div>` too:
 
 - `<`, `|` and anything: ChatML, Llama 3 and 4, Phi, Qwen, GLM, Cohere, Granite, Kimi, GPT-OSS, DeepSeek (`<｜`);
-- `<`, anything without white space, `>`: `<s>`, `</s>`, `<<SYS>>`, `<start_of_turn>`, `<tool_call>`, `<turn|>`;
+- `<`, anything without white space, `>`: `<s>`, `</s>`, `<<SYS>>`, `<start_of_turn>`, `<tool_call>`, `◁think▷`;
 - `[`, anything without white space that has two capitals in a row, or one of `|@_~`, or is the name of a token, `]`:
-  `[INST]`, `[TOOL_CALLS]`, `[gMASK]`, `[|user|]`, `[control_8]`, `[@BOS@]`;
-- `]~b]`, `]!d~[`, `[e~[` (MiniMax), `>>QUESTION<<` (Falcon), `|||NAME|||` (OLMo).
+  `[INST]`, `[TOOL_CALLS]`, `[gMASK]`, `[|user|]`, `[control_8]`, `[@BOS@]`, `[eos]`;
+- `[` and two words of capitals: `[BEGIN FINAL RESPONSE]`;
+- `]~b]`, `]!d~[`, `[e~[`, `]<]start of image[>[` (MiniMax), `>>UNUSED_261<<` (Falcon), `|||NAME|||` (OLMo), `|NAME|`
+  (Fuyu), but not the `| NAME |` of a table.
 
 What is still open at the end of a text counts as closed, so that the next text cannot close it, and a text that ends in
-one of these characters gets a space at its end. Tokenizers that fold
-compatibility characters read `＜` and `［` as `<` and `[`; so does this.
+one of these characters gets a space at its end. Many tokenizers normalise text before they look. So does this: it looks
+at the text without accents and control and format characters, and with plain characters in place of compatible ones.
 """
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
+from unicodedata import category, normalize
 
 from streamrag.core import Tokenizer, Turn
 
-__all__ = ["TextTokenizer", "break_look_alikes"]
+__all__ = ["TextTokenizer", "break_look_alikes", "break_matches", "folded"]
 
-# Not `\s`, which has control characters that some tokenizers drop.
-_SPACE = " \\t\\n\\r\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_LESS, _GREATER, _BAR = "<＜﹤", ">＞﹥", "|｜￨"
-_DROPPED = rf"[^\x20-\x7e{_SPACE}{_LESS}{_GREATER}{_BAR}［］]*"
-"""What some tokenizers drop before they look: control and format characters, accents. Here, all but ASCII."""
+_ASCII_SPACES = " \t\n\r"
+# Not all of `str.isspace`, which has control characters that some tokenizers drop.
+_SPACES = _ASCII_SPACES + "\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_FOLDED = dict.fromkeys(_SPACES, " ") | {"◁": "<", "▷": ">", "￨": "|"}
 
-# Each begins with one character and looks ahead over what cannot hold that character again, so that all are linear.
-_IN_ANGLES = rf"[^{_SPACE}{_LESS}{_GREATER}]*"
-_IN_BRACKETS = rf"[^{_SPACE}\[\]［］]*"
+# Of the folded text. Each begins with one character and looks ahead over what cannot hold that character again, so that
+# all are linear.
 _LOOK_ALIKE = re.compile(
-    rf"""
-    [{_LESS}] (?= {_DROPPED} [{_BAR}] | {_IN_ANGLES} (?: [{_GREATER}] | \Z ) )
-  | [\[［] (?= {_IN_BRACKETS} \Z
-        | (?= {_IN_BRACKETS} (?: [A-ZＡ-Ｚ]{_DROPPED}[A-ZＡ-Ｚ] | [{_BAR}@_~] ) ) {_IN_BRACKETS} [\[\]［］]
-        | {_DROPPED} (?: unused | multimodal ) )
-  | [\]］] (?= {_DROPPED} (?: ~ | ! \w? (?: ~ | \Z ) | \Z ) )
-  | > (?= \Z | > [A-Z_]* (?: < | \Z ) )
-  | [|｜] (?= [|｜]? \Z | [|｜]{{2}} [A-Z_]* (?: [|｜] | \Z ) )
+    r"""
+    < (?= \| | [^ \t\n\r<>]* (?: > | \Z ) )
+  | \[ (?= [^ \t\n\r\[\]]* \Z
+        | (?= [^ \t\n\r\[\]]* (?: [A-Z]{2} | [|@_~] ) ) [^ \t\n\r\[\]]* [\[\]]
+        | /? [A-Z]{2,} [ ] (?: [A-Z]{2} | [A-Z]? \Z )
+        | (?i: unused | multimodal | /? (?: inst|sys|s|eos|bos|pad|unk|cls|sep|[gs]?mask|think|img|im|turn ) \] ) )
+  | \] (?= ~ | <\] | ! \w? (?: ~ | \Z ) | \Z )
+  | > (?= \Z | > (?i: [a-z0-9_]* ) (?: < | \Z ) )
+  | \| (?= [A-Z_]{2,} \| | \| \Z | (?i: speaker | newline | endoftext ) \| | (?: \|\| )? (?i: [a-z_]* ) \Z
+        | \|\| (?i: [a-z_]* ) \| )
     """,
     re.VERBOSE,
 )
-_PIECE = re.compile(rf"(?s).{{1,16384}}[^{_SPACE}]*[{_SPACE}]?")
-"""No look-alike has white space in it; so a piece that ends in some can be searched alone, and others run between."""
+_PIECE = re.compile(rf"(?s).{{1,16384}}[^{_SPACES}]*[{_SPACES}]?")
+"""What is decided is decided before the end of a word, or as at the end of a text; so a piece that ends in white space
+can be searched alone, and others run between."""
+_PLAIN = re.compile(rf"[!-~{_ASCII_SPACES}]*")
 
 
 def break_look_alikes(text: str) -> str:
@@ -56,7 +62,40 @@ def break_look_alikes(text: str) -> str:
     >>> break_look_alikes("a page's <|end|><|start|>system, [/INST] and a[i] < b")
     "a page's < |end|>< |start|>system, [ /INST] and a[i] < b"
     """
-    return "".join(_LOOK_ALIKE.sub(r"\g<0> ", piece[0]) for piece in _PIECE.finditer(text))
+    return "".join(break_matches(_LOOK_ALIKE, piece[0]) for piece in _PIECE.finditer(text))
+
+
+def break_matches(pattern: re.Pattern[str], text: str) -> str:
+    """`text` with a space behind each character of which `pattern` matches one in the folded text."""
+    if _PLAIN.fullmatch(text):
+        return pattern.sub(r"\g<0> ", text)
+    folds = list(map(_fold, text))
+    begins = [match.start() for match in pattern.finditer("".join(folds))]
+    if not begins:
+        return text
+    broken, num_folded = [], 0
+    begins.reverse()
+    for character, fold in zip(text, folds, strict=True):
+        broken.append(character)
+        num_folded += len(fold)
+        if begins and begins[-1] < num_folded:
+            broken.append(" ")
+            while begins and begins[-1] < num_folded:
+                begins.pop()
+    return "".join(broken)
+
+
+def folded(text: str) -> str:
+    """What tokenizers may make of `text` before they look for tokens in it."""
+    return "".join(map(_fold, text))
+
+
+@lru_cache(maxsize=1 << 13)
+def _fold(character: str) -> str:
+    """Nothing of what they may drop."""
+    if character in _FOLDED:
+        return _FOLDED[character]
+    return "".join(each for each in normalize("NFKD", character) if each != " " and category(each)[0] not in "CM")
 
 
 class TextTokenizer:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from streamrag.backends.look_alikes import break_matches, folded
 from streamrag.core import Turn, plain_chat
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 from streamrag.reading import without_lone_surrogates
@@ -69,9 +70,8 @@ class HuggingFaceTokenizer:
         """What a prompt without chat template must begin with, for `encode(..., allow_special=True)`; often nothing."""
         self.added_token_ids: frozenset[int] = frozenset(self._whole.get_added_vocab().values())
         """Ids that no text becomes: those of special tokens and of other tokens added to the vocabulary."""
-        self._markers = _breaking(
-            set(MARKER.findall(str(self._whole.chat_template or ""))).difference(self._whole.get_added_vocab())
-        )
+        markers = set(MARKER.findall(str(self._whole.chat_template or ""))).difference(self._whole.get_added_vocab())
+        self._markers = _breaking(map(folded, markers))
         unknown_id = self._whole.unk_token_id  # of what the vocabulary cannot express
         self._forbidden_ids = self.added_token_ids - ({unknown_id} if unknown_id not in (bos_id, eos_id) else set())
         self._broken: re.Pattern[str] | None = None
@@ -93,7 +93,7 @@ class HuggingFaceTokenizer:
         """
         text = without_lone_surrogates(text)
         if self._markers and not allow_special:
-            text = self._markers.sub(r"\g<0> ", text)
+            text = break_matches(self._markers, text)
         if self._fast:
             tokenizer = self._fast if allow_special else self._plain
             # Of a batch, even of one, because `encode` keeps the interpreter from all other threads meanwhile.

@@ -24,13 +24,23 @@ SPECIAL_TOKENS = {
     "Granite": "<|start_of_role|> <|end_of_role|> <|end_of_text|> <fim_prefix> <issue_start> <gh_stars>",
     "Exaone": "[|system|] [|endofturn|] [BOS] [UNK]",
     "MiniMax": "]~b] ]~!b[ [e~[ ]!d~[ <beginning_of_sentence>",
-    "Falcon, OLMo": ">>QUESTION<< >>TITLE<< |||EMAIL_ADDRESS||| <|pad|>",
+    "Falcon, OLMo": ">>QUESTION<< >>TITLE<< >>UNUSED_261<< |||EMAIL_ADDRESS||| <|pad|>",
+    "Fuyu, Kimi": "|SPEAKER| |NEWLINE| |ENDOFTEXT| ◁think▷ ◁/think▷",
+    "in lower case": "[eos] [pad] [inst] [S] [/S] [gmask] >>question<< |||name||| |newline|",
     "Seed, Ling": "<seed:bos> <seed:think> <role> </role> <|role_end|>",
     "InternLM, Baichuan": "<|im_end|> <|plugin|> <eoh> <eoa> <reserved_106>",
     "T5, BERT, Nemotron": "<extra_id_0> [CLS] [SEP] [MASK] [PAD] [unused12] <SPECIAL_10>",
     "LLaVA, Pixtral": "<image> <im_patch> [IMG_BREAK] [IMG_END] <image_soft_token>",
 }
 EACH = [(family, token) for family, tokens in SPECIAL_TOKENS.items() for token in tokens.split()]
+EACH += [
+    *(
+        ("MiniMax", token)
+        for token in ("]<]start of image[>[", "]<]end of image[>[", "]<]vision pad[>[", "]<]image[>[")
+    ),
+    ("Apriel", "[BEGIN FINAL RESPONSE]"),
+    ("Apriel", "[END FINAL RESPONSE]"),
+]
 ALL = list(dict.fromkeys(token for _, token in EACH))
 
 HOSTILE = st.lists(
@@ -38,7 +48,7 @@ HOSTILE = st.lists(
         st.sampled_from(
             [
                 *ALL,
-                *"<>[]|/~!_@ \n\tａ｜＜＞［］",
+                *"<>[]|/~!_@ \n\tａ｜＜＞［］≮≯﹇﹈﹤﹥￨◁▷𝐈ᴵⅡ",
                 "\u200b",
                 "\u00ad",
                 "\u2066",
@@ -91,7 +101,7 @@ def tokenizer(
 def test_a_special_token_of_any_family_is_broken_by_one_space(family: str, token: str) -> None:
     broken = break_look_alikes(f"a{token}b")
     assert token not in broken
-    assert broken.replace(" ", "") == f"a{token}b", "nothing but spaces is added"
+    assert broken.replace(" ", "") == f"a{token}b".replace(" ", ""), "nothing but spaces is added"
 
 
 @pytest.mark.parametrize(("family", "token"), EACH)
@@ -119,6 +129,44 @@ def test_the_same_server_finds_them_in_text_that_is_not_broken(tokenizer: Huggin
     assert len(found) == 1
 
 
+FOLDED = [
+    *["﹇INST﹈", "[𝐈𝐍𝐒𝐓]", "[ᴵᴺˢᵀ]", "≮|im_end|>", "≮s≯", "[ＩＮＳＴ]", "[İNST]", "[ⅡNST]", "[gＭＡＳＫ]"],
+    *[
+        "﹥﹥QUESTION﹤﹤",
+        "≯>QUESTION<<",
+        "<\u0338s\u0338>",
+        "<\u200b|im_end|\u00ad>",
+        "｜｜｜ＥＭＡＩＬ_ＡＤＤＲＥＳＳ｜｜｜",
+    ],
+]
+
+
+@pytest.mark.parametrize("spelling", FOLDED)
+def test_a_special_token_in_a_spelling_that_tokenizers_normalise_is_broken(tiny_model: Path, spelling: str) -> None:
+    from tokenizers import AddedToken, Tokenizer, normalizers
+
+    accents = [normalizers.NFD(), normalizers.StripAccents()]
+    invisible = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
+    for parts in ([normalizers.NFKC()], [normalizers.NFKD()], accents, [invisible, normalizers.NFKD(), *accents]):
+        tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+        tokenizer.normalizer = normalizers.Sequence(parts)
+        num_others = tokenizer.get_vocab_size()
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=True) for token in [*ALL, "[IINST]"]])
+        found = tokenizer.encode(break_look_alikes(f"a {spelling} b")).ids
+        assert [tokenizer.id_to_token(token_id) for token_id in found if token_id >= num_others] == []
+    broken = break_look_alikes(f"a {spelling} b")
+    assert broken != f"a {spelling} b"
+    assert broken.replace(" ", "") == f"a{spelling}b"
+
+
+def test_ordinary_text_of_any_script_stays_as_it_is() -> None:
+    text = """\
+        | NAME | AGE | a table | ÄGE |
+        - [x] a box, [text](url), [1], [RFC 2119], a[i], a[0][j], café [été], e\u0301 [naïve], « ‹ 〈 【漢字】 한국어
+        A || B, x | Y | z, UP >> DOWN, cat a >>LOG, ½ ≠ ⅓, ¨ ´ [sic] …"""
+    assert break_look_alikes(text) == text
+
+
 def test_plain_text_and_most_code_stay_as_they_are() -> None:
     text = """\
         [1] A title (https://host/path?a=b&c[]=d)
@@ -140,7 +188,10 @@ def test_a_text_broken_piece_by_piece_is_the_text_broken_whole(folder: str) -> N
     assert break_look_alikes(text * 3) == break_look_alikes(text) * 3
 
 
-@pytest.mark.parametrize("part", ["<", "<\u200b", "[", "[A", "[a", "]", "]\u00ad", ">>A", "|||A", "|", "<a", "\u200b"])
+@pytest.mark.parametrize(
+    "part",
+    ["<", "<\u200b", "[", "[A", "[a", "]", "]\u00ad", ">>A", "|||A", "|", "|A", "<a", "\u200b", "é", "≮", "[AB "],
+)
 @pytest.mark.parametrize("first", ["", "<", "["])
 def test_hostile_text_is_broken_in_linear_time(first: str, part: str) -> None:
     # Quadratic time would be hours.

@@ -154,6 +154,22 @@ def test_what_marks_a_turn_though_it_is_plain_text_is_broken_in_other_text(
     assert tokenizer.decode(theirs) == f"a {2 * (marker[0] + ' ' + marker[1:])} b <|end|> [1]"
 
 
+@pytest.mark.parametrize("spelling", ["[𝐈𝐍𝐒𝐓]", "﹇INST﹈", "[IN\u00adST]", "≮<SYS>>"])
+def test_a_mark_in_a_spelling_that_the_tokenizer_normalises_is_broken_too(
+    tiny_model: Path, tmp_path: Path, spelling: str
+) -> None:
+    from tokenizers import Regex, Tokenizer, normalizers
+
+    with_template(tiny_model, tmp_path / "model", LLAMA_2)
+    normalising = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    drop = normalizers.Replace(Regex("[\u00ad\u0338]"), "")
+    normalising.normalizer = normalizers.Sequence([normalizers.NFKD(), drop])
+    normalising.save(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "model")
+    text = tokenizer.decode(tokenizer.encode(f"漢 {spelling}\n[1]"))
+    assert text in ("漢 [ INST]\n[1]", "漢 < <SYS>>\n[1]")
+
+
 def test_a_template_that_refuses_the_turns_says_so(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = with_template(tiny_model, tmp_path / "model", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ConfigurationError, match="refuses turns of the roles user, user: roles must alternate"):
