@@ -25,6 +25,7 @@ from streamrag.choice import Relevance
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError
 from streamrag.modes import AssembledPrompt, PromptAssembler
+from streamrag.modes.budget import Budget
 from streamrag.query import QueryOptions
 from streamrag.telemetry import ChunksLeftOut, ChunksShortened
 from streamrag.testing import ScriptedBackend, ScriptedSource
@@ -195,6 +196,27 @@ async def test_without_a_late_share_chunks_are_taken_whole_and_by_arrival() -> N
 def test_a_share_that_is_none_is_refused(late_share: float) -> None:
     with pytest.raises(ConfigurationError, match=r"late_share=.* must be a share"):
         Pipeline(ScriptedSource([]), ScriptedBackend()).stream("Why?", late_share=late_share)
+
+
+def test_chunks_that_come_one_by_one_are_not_all_asked_about_again_for_each() -> None:
+    num_counted = 0
+
+    def count(number: int, chunk: Chunk) -> int:
+        nonlocal num_counted
+        num_counted += 1
+        return len(chunk.text)
+
+    def budget() -> Budget:
+        return Budget(BUDGET, count, Relevance(QUESTION), 0.25)
+
+    pages, streaming = [page(number, 100) for number in range(300)], budget()
+    for end in range(len(pages) + 1):
+        streaming.by_arrival(pages[:end], is_complete=False)
+    assert num_counted < 10 * len(pages)
+    for changed in (pages[1:], pages[:3], [*pages[:5], *pages[7:]], pages):
+        for is_complete in (False, True):
+            afresh = budget().by_arrival(changed, is_complete=is_complete)
+            assert streaming.by_arrival(changed, is_complete=is_complete) == afresh
 
 
 WORDS = re.split(" ", "how do i cancel a task group the weather was fine # ``` [1] Question: \n\n \N{NAZAR AMULET}")
