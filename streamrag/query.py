@@ -244,16 +244,21 @@ class QueryRun:
             )
         )
         chunks: tuple[Chunk, ...] = ()
+        held: set[Chunk] = set()  # the same; to look for each of many chunks among many takes too long
         is_ranked = False
         async with aclosing(self._retrieve(assembler)) as events:
             async for event in events:
                 new = event.chunks if isinstance(event, Update) else (event.chunk,)
                 at_s = self._now()
-                for chunk in new:
-                    if chunk not in chunks:
+                for chunk in dict.fromkeys(new):
+                    if chunk not in held:
                         await self._emit(ChunkArrived(at_s, chunk))
-                chunks = self._mode.fold(chunks, event)
+                before, chunks = chunks, self._mode.fold(chunks, event)
                 is_ranked = isinstance(event, Update)
+                if not is_ranked and len(chunks) == len(before) + 1:
+                    held.update(new)
+                elif chunks is not before:
+                    held = set(chunks)
                 if self._first_chunk_s is None and chunks:
                     self._first_chunk_s = at_s
                 if query.overlap:

@@ -9,6 +9,7 @@ from streamrag import (
     Answer,
     AnswerChunk,
     Append,
+    AppendMode,
     Chunk,
     Hint,
     Pipeline,
@@ -16,14 +17,16 @@ from streamrag import (
     SamplingParams,
     StretchedSource,
     Update,
+    UpdateMode,
     borrowed,
 )
 from streamrag.core import BackendEvent, Source
 from streamrag.errors import BackendError, SourceError
 from streamrag.records import RequestRecord
+from streamrag.telemetry import ChunkArrived
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
-A, B = Chunk("alpha", "a.md"), Chunk("beta", "b.md")
+A, B, C = (Chunk(text, f"{text[0]}.md") for text in ("alpha", "beta", "gamma"))
 
 RECORD = RequestRecord("1", "finished", True, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 10, 2, 10, 0, 0, 0)
 
@@ -97,3 +100,31 @@ async def test_an_error_names_the_part_and_not_its_wrapper() -> None:
     async with Pipeline(ScriptedSource([]), borrowed(ScriptedBackend(answer=""))) as pipeline:
         with pytest.raises(BackendError, match=r"^ScriptedBackend ended without finishing its answer"):
             await ask(pipeline)
+
+
+class Compared(Chunk):
+    """Counts how often any of them is compared."""
+
+    num_times = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.num_times += 1
+        return super().__eq__(other)
+
+    __hash__ = Chunk.__hash__
+
+
+@pytest.mark.parametrize("mode", [UpdateMode(), AppendMode()])
+async def test_updates_of_many_chunks_do_not_compare_each_with_each(mode: UpdateMode | AppendMode) -> None:
+    updates = [Update(tuple(Compared("text", f"{i}.md", score=score) for i in range(1000))) for score in (1.0, 2.0)]
+    Compared.num_times = 0
+    async with Pipeline(ScriptedSource(updates), ScriptedBackend(), mode=mode) as pipeline:
+        await ask(pipeline)
+    assert Compared.num_times < 10_000
+
+
+async def test_a_chunk_arrives_once_for_each_time_that_the_context_did_not_hold_it() -> None:
+    source = ScriptedSource([Append(A), Append(A), Append(B), Update((B, C, C)), Append(A), Append(B), Update((C, A))])
+    async with Pipeline(source, ScriptedBackend()) as pipeline:
+        events = [event async for event in pipeline.events("What?")]
+    assert [event.chunk for event in events if isinstance(event, ChunkArrived)] == [A, B, C, A]

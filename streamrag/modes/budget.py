@@ -62,6 +62,13 @@ class Budget:
         self._relevance = relevance
         self._late_share = late_share
         self._shortened: dict[tuple[int, Chunk, int], Included | None] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._arrived: tuple[Chunk, ...] = ()
+        self._taken: list[Included] = []
+        self._waiting: list[Included] = []
+        self._room = self._max_tokens - int(self._max_tokens * self._late_share)
 
     def by_rank(self, chunks: Sequence[Chunk]) -> list[Included]:
         """Those that fit as a whole, the earlier going first."""
@@ -78,22 +85,26 @@ class Budget:
         """Those that fit as they arrived, the larger ones shortened; and when all have come, the best of the rest."""
         if self._relevance is None:
             return self.by_rank(chunks)
-        taken: list[Included] = []
-        room = self._max_tokens - int(self._max_tokens * self._late_share)
-        max_passage = max(int(self._max_tokens * PAGE_SHARE), MIN_PAGE_TOKENS)
-        late: list[Included] = []
-        for chunk in chunks:
-            number = len(taken) + 1
-            short = self._shorten(self._relevance, number, chunk, max_passage)
-            num_tokens = self._count(number, short.part) if short else 0
-            if short is None or num_tokens > room:
-                late.append(Included(chunk, chunk))
-                continue
-            room -= num_tokens
-            taken.append(short)
-            if short.rest:
-                late.append(Included(chunk, replace(chunk, text=short.rest)))
-        return [*taken, *self._late(self._relevance, taken, late)] if is_complete and late else taken
+        if tuple(chunks[: len(self._arrived)]) != self._arrived:
+            self._forget()
+        for chunk in chunks[len(self._arrived) :]:
+            self._arrive(self._relevance, chunk)
+        self._arrived = tuple(chunks)
+        taken, late = self._taken, self._waiting
+        return [*taken, *self._late(self._relevance, taken, late)] if is_complete and late else list(taken)
+
+    def _arrive(self, relevance: Relevance, chunk: Chunk) -> None:
+        """Takes one more chunk, or lets it wait: those before it are not asked about again for each."""
+        number = len(self._taken) + 1
+        short = self._shorten(relevance, number, chunk, max(int(self._max_tokens * PAGE_SHARE), MIN_PAGE_TOKENS))
+        num_tokens = self._count(number, short.part) if short else 0
+        if short is None or num_tokens > self._room:
+            self._waiting.append(Included(chunk, chunk))
+            return
+        self._room -= num_tokens
+        self._taken.append(short)
+        if short.rest:
+            self._waiting.append(Included(chunk, replace(chunk, text=short.rest)))
 
     def _late(self, relevance: Relevance, taken: Sequence[Included], late: Sequence[Included]) -> list[Included]:
         """What of `late` fits behind `taken`: all in its order, or the best, each having its share of the room."""

@@ -2,16 +2,31 @@
 
 import random
 import re
+from itertools import pairwise, takewhile
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrag import Append, Chunk, Pipeline, PromptTemplate, Update
+from streamrag import (
+    Append,
+    AppendMode,
+    Chunk,
+    CutShort,
+    Pipeline,
+    PromptTemplate,
+    SamplingParams,
+    Skipped,
+    Update,
+    UpdateMode,
+)
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.choice import Relevance
+from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError
 from streamrag.modes import AssembledPrompt, PromptAssembler
+from streamrag.modes.budget import Budget
+from streamrag.query import QueryOptions
 from streamrag.telemetry import ChunksLeftOut, ChunksShortened
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -181,3 +196,77 @@ async def test_without_a_late_share_chunks_are_taken_whole_and_by_arrival() -> N
 def test_a_share_that_is_none_is_refused(late_share: float) -> None:
     with pytest.raises(ConfigurationError, match=r"late_share=.* must be a share"):
         Pipeline(ScriptedSource([]), ScriptedBackend()).stream("Why?", late_share=late_share)
+
+
+def test_chunks_that_come_one_by_one_are_not_all_asked_about_again_for_each() -> None:
+    num_counted = 0
+
+    def count(number: int, chunk: Chunk) -> int:
+        nonlocal num_counted
+        num_counted += 1
+        return len(chunk.text)
+
+    def budget() -> Budget:
+        return Budget(BUDGET, count, Relevance(QUESTION), 0.25)
+
+    pages, streaming = [page(number, 100) for number in range(300)], budget()
+    for end in range(len(pages) + 1):
+        streaming.by_arrival(pages[:end], is_complete=False)
+    assert num_counted < 10 * len(pages)
+    for changed in (pages[1:], pages[:3], [*pages[:5], *pages[7:]], pages):
+        for is_complete in (False, True):
+            afresh = budget().by_arrival(changed, is_complete=is_complete)
+            assert streaming.by_arrival(changed, is_complete=is_complete) == afresh
+
+
+WORDS = re.split(" ", "how do i cancel a task group the weather was fine # ``` [1] Question: \n\n \N{NAZAR AMULET}")
+
+
+def some_events(chance: random.Random) -> list[SourceEvent | Exception]:
+    def chunk() -> Chunk:
+        text = " ".join(chance.choices(WORDS, k=chance.choice([0, 5, 50, 300, 300, 1500, 1500])))
+        score = chance.choice([None, None, 0.5, -1.0, float("nan"), float("inf")])
+        source = chance.choice([*"abcde", "s" * 600])
+        return Chunk(text, source, chance.choice(["", "t", "Task " * 50]), chance.randrange(3), score)
+
+    def event() -> SourceEvent | Exception:
+        kind = chance.random()
+        if kind < 0.75:
+            return Append(chance.choice(pool) if kind < 0.5 else chunk())
+        if kind < 0.85:
+            return Update(tuple(chance.choices(pool, k=chance.randrange(8))))
+        return chance.choice([Skipped("s", "it is empty"), CutShort("time is up"), RuntimeError("broken")])
+
+    pool = [chunk() for _ in range(chance.randrange(1, 12))]
+    return [event() for _ in range(chance.randrange(25))]
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_whatever_arrives_it_ends_with_the_same_prompt_and_choice_with_and_without_overlap(seed: int) -> None:
+    chance = random.Random(seed)
+    events, mode = some_events(chance), chance.choice([AppendMode(), UpdateMode()])
+    budget, late_share = chance.choice([0, 10, 100, 600, 1500, 4000]), chance.choice([0, 0.1, 0.25, 0.5, 0.9, 0.99])
+    options = QueryOptions(
+        max_context_tokens=budget, late_share=late_share, params=SamplingParams(max_tokens=chance.choice([1, 50]))
+    )
+    max_model_len = chance.choice([700, 2000, 100_000])
+    ends: list[tuple[object, ...]] = []
+    for overlap in (True, False):
+        backend = ScriptedBackend("ok", max_model_len=max_model_len)
+        async with Pipeline(ScriptedSource(events), backend, mode=mode, on_source_error="answer") as pipeline:
+            stream = pipeline.stream(QUESTION, overlap=overlap, **options)
+            assert [chunk async for chunk in stream]
+        answer, prompts = stream.result, backend.prompts[-1]
+        ends.append((prompts[-1].token_ids, answer.sources, answer.left_out, answer.shortened))
+        for before, prompt in pairwise(prompts):
+            assert prompt.token_ids[: prompt.num_shared] == before.token_ids[: prompt.num_shared]
+        assert len(prompts[-1].token_ids) + options["params"].max_tokens <= max_model_len
+    assert str(ends[0]) == str(ends[1])  # NaN is not itself
+
+    write = PromptTemplate().passage_format().format
+    sizes = [len(write(c.number, Chunk(c.text, c.source, c.title))) for c in answer.sources]
+    assert sum(sizes) <= budget
+    came = takewhile(lambda event: not isinstance(event, Exception), events)
+    *_, last = (event for event in (None, *came) if not isinstance(event, (Skipped, CutShort)))
+    if answer.left_out and late_share and isinstance(last, Append):
+        assert max(sizes, default=0) <= max(budget / 3, 512, budget / (len(answer.left_out) + 1))
