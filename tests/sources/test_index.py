@@ -294,10 +294,10 @@ def test_what_a_killed_build_left_is_removed_by_the_next_and_what_is_being_built
     index: Path, tmp_path: Path
 ) -> None:
     left, other = tmp_path / ".index.building-0123abcd", tmp_path / ".index.building-thesis"
-    for folder in (left, other):
-        folder.mkdir()
-        (folder / "passages.jsonl").write_text("")
     with locked_folder(tmp_path, ".index.building-") as others:
+        for folder in (left, other):
+            folder.mkdir()
+            (folder / "passages.jsonl").write_text("")
         build_index(write_documents(tmp_path / "documents", 2), index, embedder=EMBEDDER, force=True)
         assert names(tmp_path) == {"documents", "index", other.name, others.name}
     assert names(tmp_path) == {"documents", "index", other.name}
