@@ -1,8 +1,10 @@
 """Files that are written whole or not at all, such as on a disk that is full."""
 
 import os
+import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from streamrag.errors import ConfigurationError
@@ -26,7 +28,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """The name of a file to write, which replaces `path` when the block ends well, and is removed when it does not.
 
-    Where `path` is a link, what it names is replaced. What is no file, such as `/dev/stdout`, is to be written itself.
+    The file is there, and empty. Only this user can read it until it replaces a file, whose mode it then has, and owner
+    where that is allowed. Where `path` is a link, what it names is replaced. What is no file, such as `/dev/stdout`, is
+    to be written itself.
 
     :raises OSError: the folder cannot be written to.
     """
@@ -34,9 +38,16 @@ def replacing(path: Path) -> Iterator[Path]:
     if real.exists() and not real.is_file():
         yield real
         return
-    unfinished = real.with_name(f".writing-{os.getpid()}-{real.name}")
+    old = real.stat() if real.exists() else None
+    unfinished = real.with_name(f".writing-{secrets.token_hex(4)}-{real.name}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(unfinished, flags, 0o600 if old else 0o666))
     try:
         yield unfinished
+        if old:
+            with suppress(PermissionError):  # only root gives files away
+                os.chown(unfinished, old.st_uid, old.st_gid)
+            unfinished.chmod(stat.S_IMODE(old.st_mode))  # last, for chown takes bits away
         unfinished.replace(real)
     finally:
         unfinished.unlink(missing_ok=True)

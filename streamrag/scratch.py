@@ -1,15 +1,17 @@
-"""Folders in the temporary folder that the next program removes if their owner was killed."""
+"""Folders that the next program removes if their owner was killed, in the temporary folder and elsewhere."""
 
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["ScratchFolder", "remove_left_behind"]
+__all__ = ["ScratchFolder", "locked_folder", "remove_left_behind"]
 
 OWNER = ".owner"
 """A file in each folder that its owner keeps locked. The kernel unlocks it when the owner ends, however that ends."""
@@ -94,3 +96,61 @@ def _remove_if_left_behind(folder: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(file)
+
+
+# ---------------------------------------------------------------------------------------------- in a folder of the user
+
+
+@contextmanager
+def locked_folder(beside: Path, prefix: str) -> Iterator[Path]:
+    """A folder of this prefix and eight characters in `beside`, gone at the end unless it was renamed.
+
+    It is locked itself, for it holds nothing but what it is made for. Those of this prefix and user that nobody has
+    locked were left behind, and are removed first.
+
+    :raises OSError: it cannot be made.
+    """
+    _remove_unlocked(beside, prefix)
+    path, owner = _make_locked(beside, prefix)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(owner)
+
+
+def _make_locked(beside: Path, prefix: str) -> tuple[Path, int]:
+    while True:
+        path = beside / f"{prefix}{secrets.token_hex(4)}"
+        path.mkdir()
+        owner = _open_folder(path)
+        try:
+            if owner is not None and _lock(owner, path):
+                return path, owner
+        except OSError:  # there are no locks here, so nobody takes it for left behind
+            assert owner is not None
+            return path, owner
+        if owner is not None:  # another program found it before it was locked
+            os.close(owner)
+
+
+def _remove_unlocked(beside: Path, prefix: str) -> None:
+    name = re.compile(re.escape(prefix) + r"[0-9a-f]{8}")
+    with os.scandir(beside) as entries:
+        left = [Path(entry.path) for entry in entries if name.fullmatch(entry.name)]
+    for path in left:
+        folder = _open_folder(path)
+        if folder is None:
+            continue
+        try:
+            with suppress(OSError):  # there are no locks here: nothing is sure
+                if os.fstat(folder).st_uid == os.geteuid() and _lock(folder, path):
+                    shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(folder)
+
+
+def _open_folder(path: Path) -> int | None:
+    with suppress(OSError):  # gone by now, a link, or no folder
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return None

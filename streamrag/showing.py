@@ -50,9 +50,9 @@ def for_picture(text: str) -> str:
     return line.replace("$", r"\$")
 
 
-def json_text(values: Any) -> str:
+def json_text(values: Any, *, only_ascii: bool = False) -> str:
     """`values` as indented JSON, in which nothing is lost: what is not shown stands as an escape."""
-    return _UNSAFE.sub(_escaped, json.dumps(values, indent=2, ensure_ascii=False))
+    return _UNSAFE.sub(_escaped, json.dumps(values, indent=2, ensure_ascii=only_ascii))
 
 
 def _escaped(match: re.Match[str]) -> str:

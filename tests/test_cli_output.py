@@ -136,3 +136,59 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
     done = run_in_shell(f"PYTHONIOENCODING=ascii streamrag trace show {trace}é")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["", "trace show", "trace", "bench report x", "trace convert"])
+def test_a_terminal_obeys_nothing_of_what_the_parser_repeats(command: str) -> None:
+    done = run_in_shell(f"streamrag {command} x $'--\\e]0;x\\a' $'\\e[2J\\u202e'")
+    assert done.returncode == 2
+    assert "usage:" in done.stderr
+    assert not set("\x1b\x07\u202e") & set(done.stderr)
+
+
+@pytest.mark.parametrize("command", ["--help", "trace show --help", "--version"])
+def test_help_that_cannot_be_written_is_an_error(command: str) -> None:
+    done = run_in_shell(f"streamrag {command} > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr == "streamrag: OutputError: the standard output cannot be written: No space left on device\n"
+    assert run_in_shell(f"streamrag {command} | true").stderr == ""
+
+
+@pytest.mark.parametrize("command", ["--help", "trace show {trace} --no-plot", "trace show {trace} --json"])
+def test_a_closed_standard_output_is_an_error(command: str) -> None:
+    done = run_in_shell(f"streamrag {command.format(trace=next(TRACE.glob('*.jsonl.gz')))} >&-")
+    assert (done.returncode, done.stderr) == (1, "streamrag: OutputError: the standard output is closed\n")
+
+
+def test_a_closed_standard_error_stops_nothing(tmp_path: Path) -> None:
+    done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {tmp_path}/t.jsonl 2>&-")
+    assert done.returncode == 0
+    assert run_in_shell("streamrag trace show nowhere 2>&-").returncode == 1
+
+
+def test_json_loses_nothing_where_the_standard_output_is_not_utf_8() -> None:
+    code = "from streamrag.cli.output import Output; Output().print_json_text({'name': 'm\u00fc\U0001f600'})"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(done.stdout) == {"name": "m\u00fc\U0001f600"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "trace show {long}",
+        "bench report {long}",
+        "bench simulate --workload {long} --profile h200-llama8b-tp2 --output {here}/out",
+        "bench simulate --workload crawler --profile {long} --output {here}/out",
+        "ask --index {long} --model m --server http://127.0.0.1:9 Why?",
+        "index build {here} --out {here}/{long}",
+        "record --index {here} --output {long} Why?",
+        "record --url http://127.0.0.1:9 --output /proc/nope/x Why?",
+        "trace generate crawler --queries 2 --output /etc/hosts/a/b.jsonl",
+    ],
+)
+def test_a_path_that_nobody_can_use_is_one_line(command: str, tmp_path: Path) -> None:
+    done = run_in_shell(f"streamrag {command.format(long='x' * 300, here=tmp_path)}")
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("streamrag: ")

@@ -36,6 +36,20 @@ def test_a_file_is_written_and_replaced_whole(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(other.stat().st_mode), "as any file that is new"
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_that_is_replaced_keeps_its_mode_and_is_never_read_by_others_meanwhile(
+    mode: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("a secret")
+    path.chmod(mode)
+    with replacing(path) as unfinished:
+        assert stat.S_IMODE(unfinished.stat().st_mode) == 0o600
+        unfinished.write_text("another")
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert path.read_text() == "another"
+
+
 @pytest.mark.parametrize("before", [None, "what was there"])
 def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path: Path, before: str | None) -> None:
     path = tmp_path / "file.txt"

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -58,8 +58,16 @@ class Output(Console):
 
     def print_json_text(self, values: Any) -> None:
         """Print `values` as JSON, for programs; nothing is lost."""
+        text = json_text(values)
+        self._write(text if _encodable(text, self.file) == text else json_text(values, only_ascii=True))
+
+    def print_plain(self, text: str) -> None:
+        """Print a text as it is, but for what a terminal would obey; nothing is folded."""
+        self._write(shown(text).removesuffix("\n"))
+
+    def _write(self, text: str) -> None:
         try:
-            self.file.write(json_text(values) + "\n")
+            self.file.write(text + "\n")
             self.file.flush()
         except BrokenPipeError:
             self.on_broken_pipe()
@@ -77,6 +85,8 @@ class _Results:
         return getattr(sys.stdout, name)
 
     def write(self, text: str) -> int:
+        if sys.stdout is None:  # it was closed when Python started
+            raise OutputError("the standard output is closed")
         try:
             return sys.stdout.write(_encodable(text, sys.stdout))
         except OSError as error:
@@ -84,14 +94,16 @@ class _Results:
 
     def flush(self) -> None:
         try:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except OSError as error:
             raise _given_up(error) from error
 
 
-def _encodable(text: str, file: TextIO) -> str:
+def _encodable(text: str, file: IO[str]) -> str:
     """With question marks for what the terminal has no code for."""
-    return text.encode(file.encoding, "replace").decode(file.encoding) if file.encoding else text
+    encoding = getattr(file, "encoding", None)
+    return text.encode(encoding, "replace").decode(encoding) if encoding else text
 
 
 def _given_up(error: OSError) -> Exception:
@@ -112,12 +124,13 @@ class _Errors:
 
     def write(self, text: str) -> int:
         try:
-            return sys.stderr.write(_encodable(text, sys.stderr))
+            return sys.stderr.write(_encodable(text, sys.stderr)) if sys.stderr is not None else len(text)
         except OSError:
             return len(text)
 
     def flush(self) -> None:
         try:
-            sys.stderr.flush()
+            if sys.stderr is not None:
+                sys.stderr.flush()
         except OSError:
             return

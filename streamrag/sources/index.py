@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, IndexExistsError, VectorIndexError
+from streamrag.scratch import locked_folder
 from streamrag.sources.embedder import DEFAULT_EMBEDDER, EmbedderPlace, find_embedder
 from streamrag.sources.index_folder import (
     MANIFEST,
@@ -146,18 +147,10 @@ def _check_out(out: Path, force: bool) -> None:
 
 @contextmanager
 def _workspace(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out`, gone at the end unless it was renamed."""
+    """A hidden folder beside `out`, gone at the end unless it was renamed. A killed build's is removed first."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = _hidden(out, "building")
-    folder.mkdir()
-    try:
+    with locked_folder(out.parent, f".{out.name}.building-") as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _hidden(out: Path, what: str) -> Path:
-    return out.with_name(f".{out.name}.{what}-{secrets.token_hex(4)}")
 
 
 def _publish(unfinished: Path, out: Path, force: bool) -> None:
@@ -166,7 +159,7 @@ def _publish(unfinished: Path, out: Path, force: bool) -> None:
     if not out.exists() or not any(out.iterdir()):
         unfinished.rename(out)
         return
-    old = _hidden(out, "old")
+    old = out.with_name(f".{out.name}.old-{secrets.token_hex(4)}")
     out.rename(old)
     try:
         unfinished.rename(out)

@@ -24,6 +24,7 @@ from streamrag.errors import (
     VectorIndexError,
     WorkerError,
 )
+from streamrag.scratch import locked_folder
 from streamrag.sources.embedder import find_embedder
 from streamrag.sources.index import build_index
 from streamrag.sources.index_folder import check_index, looks_like_index
@@ -287,6 +288,19 @@ def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path)
     assert not alive(int(waiting.read_text()))
     assert contents(index) == before
     assert names(tmp_path) == {"documents", "index", "never.waiting"}
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next_and_what_is_being_built_is_not(
+    index: Path, tmp_path: Path
+) -> None:
+    left, other = tmp_path / ".index.building-0123abcd", tmp_path / ".index.building-thesis"
+    with locked_folder(tmp_path, ".index.building-") as others:
+        for folder in (left, other):
+            folder.mkdir()
+            (folder / "passages.jsonl").write_text("")
+        build_index(write_documents(tmp_path / "documents", 2), index, embedder=EMBEDDER, force=True)
+        assert names(tmp_path) == {"documents", "index", other.name, others.name}
+    assert names(tmp_path) == {"documents", "index", other.name}
 
 
 # -------------------------------------------------------------------------------------------------------- opening

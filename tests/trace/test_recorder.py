@@ -89,7 +89,9 @@ async def test_a_torn_file_is_repaired_before_it_is_appended_to(suffix: str, tmp
     await record(path, "one?")
     await record(path, "two?")
     path.write_bytes(path.read_bytes()[:-9])
+    path.chmod(0o600)
     await record(path, "three?")
+    assert path.stat().st_mode & 0o777 == 0o600
     trace = read_trace(path)
     assert [query.text for query in trace.queries if query.text != "two?"] == ["one?", "three?"]
     assert not any("torn" in note for note in trace.provenance.get("notes", ()))
