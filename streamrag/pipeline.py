@@ -15,7 +15,7 @@ from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQue
 from streamrag.handle import AnswerStream, Emit, EventStream
 from streamrag.modes import PromptTemplate, UpdateMode
 from streamrag.query import LATE_SHARE, Query, QueryOptions, QueryRun, check_options
-from streamrag.tasks import wait_regardless
+from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Pipeline:
         self._starting: asyncio.Task[None] | None = None
         self._parts = AsyncExitStack()
         self._queries: set[asyncio.Task[Answer]] = set()
+        self._closing: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @property
@@ -110,19 +111,37 @@ class Pipeline:
             raise PipelineClosedError("this pipeline has been closed: make a new one")
         if self._starting is None or (self._starting.done() and not _succeeded(self._starting)):
             self._starting = asyncio.create_task(self._start_parts(), name="streamrag start")
-        await asyncio.shield(self._starting)
+        try:
+            await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise PipelineClosedError("this pipeline was closed while it was starting") from None
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new queries, let the running ones go on for up to `drain_s` seconds, abort them, stop all parts."""
+        """Refuse new queries, let the running ones go on for up to `drain_s` seconds, abort them, stop all parts.
+
+        Whoever is cancelled in here aborts them at once, and still returns only when all is stopped. So does a second
+        caller. Aborted queries raise PipelineClosedError.
+        """
+        if drain_s != drain_s or drain_s < 0:
+            raise ConfigurationError(f"drain_s={drain_s!r} must be a number of seconds, 0 or more")
         self._is_closed = True
-        with anyio.CancelScope(shield=True):
-            if self._queries and drain_s > 0:
+        try:
+            if self._queries and drain_s > 0 and self._closing is None:
                 await asyncio.wait(self._queries, timeout=drain_s)
-            tasks: list[asyncio.Task[Any]] = [*self._queries, *([self._starting] if self._starting else [])]
-            for task in tasks:
-                task.cancel()
-            await wait_regardless(tasks)
-            await self._parts.aclose()
+        finally:
+            if self._closing is None:
+                self._closing = asyncio.create_task(self._close(), name="streamrag close")
+            await wait_regardless([self._closing])
+        self._closing.result()  # raises what a part raised
+
+    async def _close(self) -> None:
+        tasks: list[asyncio.Task[Any]] = [*self._queries, *([self._starting] if self._starting else [])]
+        for task in tasks:
+            task.cancel()
+        await wait_regardless(tasks)
+        await self._parts.aclose()
 
     async def __aenter__(self) -> Self:
         try:
@@ -184,11 +203,21 @@ class Pipeline:
         )
         task = asyncio.create_task(self._run_query(run), name=f"streamrag query {query.text[:40]!r}")
         self._queries.add(task)
-        task.add_done_callback(self._queries.discard)
+        task.add_done_callback(self._forget_query)
         return task
 
     async def _run_query(self, run: QueryRun) -> Answer:
-        return await run.run(self.start, self._admission)
+        try:
+            return await run.run(self.start, self._admission)
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                raise
+            raise PipelineClosedError("the query was stopped before its end: its pipeline was closed") from None
+
+    def _forget_query(self, task: "asyncio.Task[Answer]") -> None:
+        self._queries.discard(task)
+        if not task.cancelled():
+            task.exception()  # the handle raises it, unless that was dropped
 
     async def _start_parts(self) -> None:
         """Start all parts at once; if one fails, stop the others."""
@@ -201,9 +230,7 @@ class Pipeline:
             try:
                 await asyncio.gather(*starts)
             finally:
-                for start in starts:
-                    start.cancel()
-                await wait_regardless(starts)
+                await cancel_regardless(starts)
             self._parts = parts.pop_all()
 
 

@@ -1,7 +1,8 @@
 """One query's life: what it was asked with, and the run that takes it from retrieval to its last token."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import warnings
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -31,6 +32,8 @@ from streamrag.core import (
 )
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler, PromptTemplate
+from streamrag.retrieving import closing, source_events
+from streamrag.tasks import cancel_regardless, is_cancelled
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -57,6 +60,9 @@ __all__ = ["Query", "QueryOptions", "QueryRun", "check_options"]
 
 LATE_SHARE = 0.25
 """A third or a half found the answer no more often in bench/context_choice.py, and leave more to compute last."""
+
+LET_GO_S = 10.0
+"""Most seconds that a query may take to stop. What it stops is quick, so it is foreign code that does not let go."""
 
 T = TypeVar("T")
 
@@ -175,21 +181,50 @@ class QueryRun:
     async def run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
         """The answer, once the pipeline has `started` and `admission` has let the query in.
 
-        Raises DeadlineExceededError, SourceError, BackendError and PromptTooLongError.
+        It comes about in a task of its own, which this one ends when the deadline passes or the query is stopped, and
+        leaves behind if that will not end. Raises DeadlineExceededError, SourceError, BackendError, PromptTooLongError.
         """
+        work = asyncio.create_task(self._run(started, admission), name="streamrag query's work")
         try:
-            async with asyncio.timeout(self._query.deadline_s) as deadline:
-                await started()
-                self._phase = _Phase.WAITING
-                async with admission:
-                    self._phase = _Phase.RETRIEVING
-                    return await self._run_admitted()
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
+            await asyncio.wait([work], timeout=self._query.deadline_s)
+        finally:
+            is_late = not work.done()
+            await self._end(work)
+        if is_late:
             raise DeadlineExceededError(
                 f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase.value}"
-            ) from error
+            )
+        return work.result()
+
+    async def _end(self, work: "asyncio.Task[Answer]") -> None:
+        try:
+            await cancel_regardless([work], at_most_s=LET_GO_S)
+        finally:
+            if not work.done():
+                work.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else asks for it
+                phase = self._phase.value.partition(":")[0]
+                warnings.warn(
+                    f"a query that was stopped {phase} has not ended within {LET_GO_S:g} s and is left behind: "
+                    f"{part_name(self._source)} or {part_name(self._backend)} swallows CancelledError, or waits where "
+                    "it cannot be cancelled",
+                    ResourceWarning,
+                    stacklevel=1,
+                    source=self,
+                )
+
+    async def _run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
+        await started()
+        self._phase = _Phase.WAITING
+        async with admission:
+            self._phase = _Phase.RETRIEVING
+            try:
+                return await self._run_admitted()
+            except (asyncio.CancelledError, GeneratorExit) as error:
+                if is_cancelled():
+                    raise
+                raise BackendError(
+                    f"{part_name(self._backend)} failed: a {type(error).__name__}, though nobody has stopped the query"
+                ) from error
 
     async def _run_admitted(self) -> Answer:
         queued_s = self._now()
@@ -199,9 +234,11 @@ class QueryRun:
         last: list[AssembledPrompt] = []
         async with (
             aclosing(self._prompts(last)) as prompts,
-            _closing(self._backend.generate(prompts, self._query.params)) as events,
+            closing(self._backend.generate(prompts, self._query.params)) as events,
         ):
             async for event in events:
+                if is_cancelled():  # and the backend swallowed it
+                    raise asyncio.CancelledError
                 at_s = self._now()
                 if not isinstance(event, AnswerChunk):
                     await self._emit(PrefillProgressed(at_s, event.num_tokens))
@@ -279,7 +316,7 @@ class QueryRun:
     async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:
         """The source's chunk events; what it skipped is reported, and its failure is raised or noted."""
         try:
-            async with _closing(self._source_events(assembler)) as events:
+            async with aclosing(self._source_events(assembler)) as events:
                 async for event in events:
                     if isinstance(event, Skipped):
                         await self._emit(SourceSkipped(self._now(), event.source, event.reason))
@@ -297,8 +334,8 @@ class QueryRun:
             failure.__cause__ = error
             await self._note_or_raise(failure)
 
-    def _source_events(self, assembler: PromptAssembler) -> AsyncIterator[SourceEvent]:
-        events = self._source.stream(self._query.text)
+    def _source_events(self, assembler: PromptAssembler) -> AsyncGenerator[SourceEvent, None]:
+        events = source_events(self._source, self._query.text)
         if self._recorder is None:
             return events
 
@@ -350,13 +387,3 @@ class QueryRun:
     async def _in_thread(self, function: Callable[[], T]) -> T:
         """Tokenising a page takes milliseconds, which the event loop does not have."""
         return await anyio.to_thread.run_sync(function, limiter=self._tokenizing)
-
-
-def _closing(iterator: AsyncIterator[T]) -> "aclosing[AsyncGenerator[T, None]]":
-    """Closes foreign async iterators too, which need not be generators."""
-    return aclosing(iterator if isinstance(iterator, AsyncGenerator) else _as_generator(iterator))
-
-
-async def _as_generator(iterator: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    async for item in iterator:
-        yield item

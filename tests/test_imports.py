@@ -19,6 +19,7 @@ LINES = [
     {"sources"},
     {"modes", "engine"},
     {"clock", "telemetry", "trace"},
+    {"retrieving"},
     {"core", "errors", "files", "orphans", "reading", "records", "scratch", "showing", "tasks"},
 ]
 PARTS_OF_ONE = {
