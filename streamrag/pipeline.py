@@ -2,6 +2,7 @@
 
 import asyncio
 import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
 
 import anyio
 
+from streamrag.asked import LATE_SHARE, Query, QueryOptions, check_options, is_number, is_whole
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable, part_name
+from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable, Turn, part_name
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
 from streamrag.modes import PromptTemplate, UpdateMode
-from streamrag.query import LATE_SHARE, Query, QueryOptions, QueryRun, check_options
+from streamrag.query import QueryRun
 from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
 from streamrag.telemetry import Answer
 
@@ -58,8 +60,13 @@ class Pipeline:
         recorder: "TraceRecorder | None" = None,
         clock: Clock = monotonic,
     ) -> None:
-        if max_concurrent_queries < 1:
-            raise ConfigurationError(f"max_concurrent_queries={max_concurrent_queries!r} must be at least 1")
+        for part, protocol, method in ((source, "source", "stream"), (backend, "backend", "generate")):
+            if not callable(getattr(part, method, None)):
+                raise ConfigurationError(f"the {protocol} is a {type(part).__name__}, and has no method {method!r}")
+        if not is_whole(max_concurrent_queries) or max_concurrent_queries < 1:
+            raise ConfigurationError(
+                f"max_concurrent_queries={max_concurrent_queries!r} must be a whole number, at least 1"
+            )
         if when_full not in ("wait", "refuse"):
             raise ConfigurationError(f"when_full={when_full!r} must be 'wait' or 'refuse'")
         if on_source_error not in ("raise", "answer"):
@@ -124,7 +131,7 @@ class Pipeline:
         Whoever is cancelled in here aborts them at once, and still returns only when all is stopped. So does a second
         caller. Aborted queries raise PipelineClosedError.
         """
-        if drain_s != drain_s or drain_s < 0:
+        if not is_number(drain_s) or drain_s < 0:
             raise ConfigurationError(f"drain_s={drain_s!r} must be a number of seconds, 0 or more")
         self._is_closed = True
         try:
@@ -174,7 +181,7 @@ class Pipeline:
         return Query(
             text,
             template if system is None else replace(template, system=system),
-            tuple(options.get("history", ())),
+            _turns(options.get("history") or ()),
             options.get("params") or SamplingParams(),
             options.get("max_context_tokens"),
             options.get("deadline_s"),
@@ -263,3 +270,9 @@ def borrowed(part: Part) -> Part:
 
 def _succeeded(task: "asyncio.Task[None]") -> bool:
     return not task.cancelled() and task.exception() is None
+
+
+def _turns(history: Sequence[Turn]) -> tuple[Turn, ...]:
+    if not isinstance(history, Iterable):
+        raise ConfigurationError(f"history={history!r} must be a sequence of Turn")
+    return tuple(history)

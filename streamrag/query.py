@@ -1,17 +1,17 @@
-"""One query's life: what it was asked with, and the run that takes it from retrieval to its last token."""
+"""One query's life, from retrieval to its last token."""
 
 import asyncio
 import warnings
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
+from streamrag.asked import Query
 from streamrag.choice import Relevance
 from streamrag.clock import Clock
 from streamrag.core import (
@@ -22,16 +22,14 @@ from streamrag.core import (
     CutShort,
     Mode,
     Prompt,
-    SamplingParams,
     Skipped,
     Source,
     SourceEvent,
-    Turn,
     Update,
     part_name,
 )
-from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError, SourceError, StreamRagError
-from streamrag.modes import AssembledPrompt, PromptAssembler, PromptTemplate
+from streamrag.errors import BackendError, DeadlineExceededError, SourceError, StreamRagError
+from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.retrieving import closing, source_events
 from streamrag.tasks import cancel_regardless, is_cancelled
 from streamrag.telemetry import (
@@ -56,18 +54,12 @@ from streamrag.telemetry import (
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
-__all__ = ["Query", "QueryOptions", "QueryRun", "check_options"]
-
-LATE_SHARE = 0.25
-"""A third or a half found the answer no more often in bench/context_choice.py, and leave more to compute last."""
+__all__ = ["QueryRun"]
 
 LET_GO_S = 10.0
 """Most seconds that a query may take to stop. What it stops is quick, so it is foreign code that does not let go."""
 
 T = TypeVar("T")
-
-MAX_QUERY_CHARACTERS = 100_000
-"""A query is embedded and searched for, besides being tokenised: a document is none."""
 
 
 class _Phase(Enum):
@@ -77,68 +69,6 @@ class _Phase(Enum):
     WAITING = "while other queries had all places: raise deadline_s or max_concurrent_queries"
     RETRIEVING = "while retrieving: raise deadline_s, or give the source a shorter timeout of its own"
     GENERATING = "while generating: raise deadline_s, or lower max_tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A question with its options, checked; see `QueryOptions`.
-
-    Raises ConfigurationError for values that cannot work.
-    """
-
-    text: str
-    template: PromptTemplate = field(default_factory=PromptTemplate)
-    history: tuple[Turn, ...] = ()
-    params: SamplingParams = field(default_factory=SamplingParams)
-    max_context_tokens: int | None = None
-    deadline_s: float | None = None
-    overlap: bool = True
-    late_share: float = LATE_SHARE
-
-    def __post_init__(self) -> None:
-        if not self.text.strip():
-            raise ConfigurationError("the query is empty: ask something")
-        if len(self.text) > MAX_QUERY_CHARACTERS:
-            raise ConfigurationError(
-                f"the query has {len(self.text):,} characters, and {MAX_QUERY_CHARACTERS:,} is the most: "
-                "a long text to ask about belongs into the history or the source"
-            )
-        if self.deadline_s is not None and self.deadline_s <= 0:
-            raise ConfigurationError(f"deadline_s={self.deadline_s!r} must be positive, or None to wait for ever")
-        if self.max_context_tokens is not None and self.max_context_tokens < 0:
-            raise ConfigurationError(f"max_context_tokens={self.max_context_tokens!r} must be at least 0, or None")
-        if not 0 <= self.late_share < 1:
-            raise ConfigurationError(f"late_share={self.late_share!r} must be a share of the context, below 1")
-
-
-class QueryOptions(TypedDict, total=False):
-    """What a caller may say about one query, beside its text."""
-
-    system: str
-    """Replaces the template's system text."""
-    template: PromptTemplate
-    history: Sequence[Turn]
-    """Earlier turns of the conversation, oldest first."""
-    params: SamplingParams
-    max_context_tokens: int
-    """Most tokens of context; the default takes what the model's length leaves."""
-    deadline_s: float
-    """Most seconds from submission to the last token; the default waits for ever."""
-    overlap: bool
-    """Whether to prefill while retrieval runs; the default is the pipeline's."""
-    late_share: float
-    """Of a context that grows chunk by chunk, what is kept for the best of those that no longer fit; the default is a
-    quarter. With 0 chunks are taken by arrival alone, and whole."""
-
-
-def check_options(options: Mapping[str, object]) -> None:
-    """Raises ConfigurationError for an option that `QueryOptions` does not have; a type checker would have seen it."""
-    known = sorted(QueryOptions.__annotations__)
-    of_params = {field.name: f"params=SamplingParams({field.name}=...)" for field in fields(SamplingParams)}
-    for name in sorted(options.keys() - set(known)):
-        nearest = get_close_matches(name, [*of_params, *known], n=1)
-        hint = f"; did you mean {of_params.get(nearest[0], nearest[0])}?" if nearest else "."
-        raise ConfigurationError(f"a query has no option {name!r}{hint} Its options are {', '.join(known)}")
 
 
 class QueryRun:

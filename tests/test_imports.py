@@ -24,6 +24,7 @@ LINES = [
 ]
 PARTS_OF_ONE = {
     "__main__": "cli",
+    "asked": "pipeline",
     "choice": "pipeline",
     "query": "pipeline",
     "handle": "pipeline",

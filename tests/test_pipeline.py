@@ -569,6 +569,8 @@ async def test_a_dropped_pipeline_that_was_started_warns() -> None:
     ("options", "message"),
     [
         ({"max_concurrent_queries": 0}, "max_concurrent_queries=0"),
+        ({"max_concurrent_queries": "3"}, "max_concurrent_queries='3' must be a whole number"),
+        ({"max_concurrent_queries": 2.5}, "max_concurrent_queries=2.5 must be a whole number"),
         ({"when_full": "explode"}, "when_full='explode'"),
         ({"on_source_error": "cry"}, "on_source_error='cry'"),
     ],
@@ -578,16 +580,45 @@ def test_values_that_cannot_work_are_named(options: dict[str, object], message: 
         Pipeline(ScriptedSource([]), ScriptedBackend(), **options)  # type: ignore[arg-type]
 
 
+def test_parts_in_the_wrong_place_are_named() -> None:
+    source, backend = ScriptedSource([]), ScriptedBackend()
+    with pytest.raises(ConfigurationError, match="the source is a ScriptedBackend, and has no method 'stream'"):
+        Pipeline(backend, source)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="the backend is a NoneType, and has no method 'generate'"):
+        Pipeline(source, None)  # type: ignore[arg-type]
+
+
+async def test_a_drain_of_no_time_at_all_is_refused_before_anything_is_closed() -> None:
+    async with Pipeline(ScriptedSource([]), ScriptedBackend("ok")) as pipeline:
+        for drain_s in (float("nan"), -1.0, "5"):
+            with pytest.raises(ConfigurationError, match="drain_s="):
+                await pipeline.aclose(drain_s=drain_s)  # type: ignore[arg-type]
+        assert [chunk async for chunk in pipeline.stream("Why?")]
+
+
 @pytest.mark.parametrize(
     ("query", "options", "message"),
     [
         ("  ", {}, "the query is empty"),
         ("why " * 25_001, {}, "the query has 100,004 characters, and 100,000 is the most"),
         ("Why?", {"deadline_s": 0}, "deadline_s=0"),
+        ("Why?", {"deadline_s": float("nan")}, "deadline_s=nan must be a positive number"),
+        ("Why?", {"deadline_s": "3"}, "deadline_s='3' must be a positive number"),
+        ("Why?", {"deadline_s": True}, "deadline_s=True must be a positive number"),
         ("Why?", {"max_context_tokens": -1}, "max_context_tokens=-1"),
+        ("Why?", {"max_context_tokens": 2.5}, "max_context_tokens=2.5 must be a whole number"),
+        ("Why?", {"max_context_tokens": "9"}, "max_context_tokens='9' must be a whole number"),
+        ("Why?", {"late_share": float("nan")}, "late_share=nan must be a share"),
+        ("Why?", {"late_share": 1}, "late_share=1 must be a share"),
+        ("Why?", {"late_share": "all"}, "late_share='all' must be a share"),
+        ("Why?", {"params": {"max_tokens": 3}}, "params={'max_tokens': 3} must be a SamplingParams"),
+        ("Why?", {"template": "Q:"}, "template='Q:' must be a PromptTemplate"),
+        ("Why?", {"history": ["Hi"]}, r"history=\('Hi',\) must be a sequence of Turn"),
+        ("Why?", {"history": 3}, "history=3 must be a sequence of Turn"),
+        (None, {}, "text=None must be a str"),
     ],
 )
-def test_query_options_that_cannot_work_are_named(query: str, options: dict[str, int], message: str) -> None:
+def test_query_options_that_cannot_work_are_named(query: str, options: dict[str, object], message: str) -> None:
     pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
     with pytest.raises(ConfigurationError, match=message):
         pipeline.stream(query, **options)  # type: ignore[arg-type]
