@@ -2,17 +2,29 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
 from typing import Any, Literal
 
 import anyio
 import pytest
 
-from streamrag import Append, Chunk, Hint, Pipeline, Skipped, StretchedSource, Update
+from streamrag import (
+    AnswerChunk,
+    Append,
+    Chunk,
+    Hint,
+    Pipeline,
+    Prompt,
+    SamplingParams,
+    Skipped,
+    StretchedSource,
+    Update,
+)
 from streamrag import query as query_module
 from streamrag import tasks as tasks_module
-from streamrag.core import CutShort, SourceEvent
+from streamrag.backends.warming import warm_then_generate
+from streamrag.core import BackendEvent, CutShort, SourceEvent
 from streamrag.errors import DeadlineExceededError, PipelineClosedError, SourceError
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from streamrag.trace.recorder import TraceRecorder
@@ -137,16 +149,39 @@ async def swallows_and_waits(query: str) -> AsyncIterator[SourceEvent]:
         await asyncio.sleep(3600)
 
 
+class Warming(ScriptedBackend):
+    """Reads its prompts in a task of its own, as the backends of real engines do."""
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async def prefill(token_ids: tuple[int, ...]) -> None:
+            self.prompts.append([])
+
+        async def answer(token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
+            yield AnswerChunk("ok", (1,), "stop")
+
+        self.num_requests += 1
+        try:
+            async with aclosing(warm_then_generate(prompts, prefill=prefill, generate=answer)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self.num_requests -= 1
+
+
 SWALLOWERS = [swallows_and_yields, swallows_and_ends, makes_another_error, swallows_and_waits]
 
 
 @pytest.mark.parametrize("stream", SWALLOWERS)
 @pytest.mark.parametrize("on_source_error", ["raise", "answer"])
+@pytest.mark.parametrize("kind", [ScriptedBackend, Warming])
 async def test_a_deadline_holds_whatever_a_source_does_with_a_cancellation(
-    stream: Callable[[str], Any], on_source_error: Literal["raise", "answer"], monkeypatch: pytest.MonkeyPatch
+    stream: Callable[[str], Any],
+    on_source_error: Literal["raise", "answer"],
+    kind: type[ScriptedBackend],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tasks_module, "CANCEL_AGAIN_S", 0.05)
-    backend = ScriptedBackend(is_endless=True)
+    backend = kind(is_endless=True)
     async with Pipeline(Odd(stream), backend, on_source_error=on_source_error) as pipeline:
         with anyio.fail_after(20):
             with pytest.raises(DeadlineExceededError, match=r"deadline of 0.05 s passed while retrieving"):
@@ -156,17 +191,18 @@ async def test_a_deadline_holds_whatever_a_source_does_with_a_cancellation(
 
 @pytest.mark.parametrize("stream", SWALLOWERS)
 @pytest.mark.parametrize("how", ["leaving the block", "closing the pipeline"])
+@pytest.mark.parametrize("kind", [ScriptedBackend, Warming])
 async def test_closing_returns_whatever_a_source_does_with_a_cancellation(
-    stream: Callable[[str], Any], how: str, monkeypatch: pytest.MonkeyPatch
+    stream: Callable[[str], Any], how: str, kind: type[ScriptedBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks_module, "CANCEL_AGAIN_S", 0.05)
-    backend = ScriptedBackend()
+    backend = kind()
     pipeline = Pipeline(Odd(stream), backend)
     with anyio.fail_after(20):
         await pipeline.start()
         async with pipeline.events("Why?") as events:
             await anext(events)
-            await wait_until(lambda: backend.prompts != [])
+            await wait_until(lambda: backend.num_requests == 1)
             if how == "closing the pipeline":
                 await pipeline.aclose()
                 assert not backend.is_started
