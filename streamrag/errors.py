@@ -11,7 +11,7 @@
     │       ├── IndexCorruptError     its files are damaged or incomplete
     │       ├── IndexMismatchError    it was made with another embedder or dimension
     │       └── IndexExistsError      building would overwrite it
-    ├── PipelineClosedError           a query on a pipeline that has been closed
+    ├── PipelineClosedError           a query on a pipeline that has been closed, or was before its end
     ├── TooManyQueriesError           refused: the pipeline is full
     ├── DeadlineExceededError         the query's deadline passed
     ├── PromptTooLongError            the question does not fit the model's length
@@ -102,7 +102,7 @@ class IndexExistsError(VectorIndexError):
 
 
 class PipelineClosedError(StreamRagError):
-    """A query on a pipeline that has been closed."""
+    """A query on a pipeline that has been closed, or was closed before the answer was complete."""
 
 
 class TooManyQueriesError(StreamRagError):

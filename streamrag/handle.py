@@ -23,6 +23,8 @@ __all__ = ["AnswerStream", "EventStream"]
 MAX_UNREAD_EVENTS = 4096
 """A caller that does not read holds up its own query beyond this many events, and nobody else's."""
 
+STOPPED = "there is no result: the query was stopped before its end"
+
 T = TypeVar("T")
 
 Emit: TypeAlias = Callable[[Event], Awaitable[None]]
@@ -39,6 +41,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
     def __init__(self, start: StartQuery) -> None:
         self._start_query = start
         self._task: asyncio.Task[Answer] | None = None
+        self._is_stopped = False
         self._answer: Answer | None = None
         self._events: MemoryObjectReceiveStream[Event] | None = None
 
@@ -53,13 +56,14 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         if self._task is None or not self._task.done():
             raise StreamRagError("the result is there once the stream has ended: iterate it to its end first")
         if self._task.cancelled():
-            raise StreamRagError("there is no result: the query was stopped before its end")
+            raise StreamRagError(STOPPED)
         return self._task.result()
 
     async def aclose(self) -> None:
         """Stop the query, if it still runs, and return when nothing of it is left."""
         if self._task is None:
             return
+        self._is_stopped = self._is_stopped or not self._task.done()
         self._task.cancel()
         self._close_events()
         await wait_regardless([self._task])
@@ -93,7 +97,9 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             event = await events.receive()
         except (anyio.EndOfStream, anyio.ClosedResourceError):
             self._close_events()
-            if self._task.done() and not self._task.cancelled():
+            if not self._is_stopped:
+                if self._task.cancelled():  # by neither this handle nor the pipeline: it must not look like an end
+                    raise StreamRagError(STOPPED) from None
                 self._task.result()  # raises what the query raised
             raise StopAsyncIteration from None
         except BaseException:  # cancelled: leave nothing running behind the caller's back

@@ -2,6 +2,7 @@
 
 import asyncio
 import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -9,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
 
 import anyio
 
+from streamrag.asked import LATE_SHARE, Query, QueryOptions, check_options, is_number, is_whole
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable, part_name
+from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable, Turn, part_name
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
 from streamrag.modes import PromptTemplate, UpdateMode
-from streamrag.query import LATE_SHARE, Query, QueryOptions, QueryRun, check_options
-from streamrag.tasks import wait_regardless
+from streamrag.query import QueryRun
+from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
@@ -58,8 +60,13 @@ class Pipeline:
         recorder: "TraceRecorder | None" = None,
         clock: Clock = monotonic,
     ) -> None:
-        if max_concurrent_queries < 1:
-            raise ConfigurationError(f"max_concurrent_queries={max_concurrent_queries!r} must be at least 1")
+        for part, protocol, method in ((source, "source", "stream"), (backend, "backend", "generate")):
+            if not callable(getattr(part, method, None)):
+                raise ConfigurationError(f"the {protocol} is a {type(part).__name__}, and has no method {method!r}")
+        if not is_whole(max_concurrent_queries) or max_concurrent_queries < 1:
+            raise ConfigurationError(
+                f"max_concurrent_queries={max_concurrent_queries!r} must be a whole number, at least 1"
+            )
         if when_full not in ("wait", "refuse"):
             raise ConfigurationError(f"when_full={when_full!r} must be 'wait' or 'refuse'")
         if on_source_error not in ("raise", "answer"):
@@ -80,6 +87,7 @@ class Pipeline:
         self._starting: asyncio.Task[None] | None = None
         self._parts = AsyncExitStack()
         self._queries: set[asyncio.Task[Answer]] = set()
+        self._closing: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @property
@@ -110,19 +118,37 @@ class Pipeline:
             raise PipelineClosedError("this pipeline has been closed: make a new one")
         if self._starting is None or (self._starting.done() and not _succeeded(self._starting)):
             self._starting = asyncio.create_task(self._start_parts(), name="streamrag start")
-        await asyncio.shield(self._starting)
+        try:
+            await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise PipelineClosedError("this pipeline was closed while it was starting") from None
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new queries, let the running ones go on for up to `drain_s` seconds, abort them, stop all parts."""
+        """Refuse new queries, let the running ones go on for up to `drain_s` seconds, abort them, stop all parts.
+
+        Whoever is cancelled in here aborts them at once, and still returns only when all is stopped. So does a second
+        caller. Aborted queries raise PipelineClosedError.
+        """
+        if not is_number(drain_s) or drain_s < 0:
+            raise ConfigurationError(f"drain_s={drain_s!r} must be a number of seconds, 0 or more")
         self._is_closed = True
-        with anyio.CancelScope(shield=True):
-            if self._queries and drain_s > 0:
+        try:
+            if self._queries and drain_s > 0 and self._closing is None:
                 await asyncio.wait(self._queries, timeout=drain_s)
-            tasks: list[asyncio.Task[Any]] = [*self._queries, *([self._starting] if self._starting else [])]
-            for task in tasks:
-                task.cancel()
-            await wait_regardless(tasks)
-            await self._parts.aclose()
+        finally:
+            if self._closing is None:
+                self._closing = asyncio.create_task(self._close(), name="streamrag close")
+            await wait_regardless([self._closing])
+        self._closing.result()  # raises what a part raised
+
+    async def _close(self) -> None:
+        tasks: list[asyncio.Task[Any]] = [*self._queries, *([self._starting] if self._starting else [])]
+        for task in tasks:
+            task.cancel()
+        await wait_regardless(tasks)
+        await self._parts.aclose()
 
     async def __aenter__(self) -> Self:
         try:
@@ -155,7 +181,7 @@ class Pipeline:
         return Query(
             text,
             template if system is None else replace(template, system=system),
-            tuple(options.get("history", ())),
+            _turns(options.get("history") or ()),
             options.get("params") or SamplingParams(),
             options.get("max_context_tokens"),
             options.get("deadline_s"),
@@ -184,11 +210,21 @@ class Pipeline:
         )
         task = asyncio.create_task(self._run_query(run), name=f"streamrag query {query.text[:40]!r}")
         self._queries.add(task)
-        task.add_done_callback(self._queries.discard)
+        task.add_done_callback(self._forget_query)
         return task
 
     async def _run_query(self, run: QueryRun) -> Answer:
-        return await run.run(self.start, self._admission)
+        try:
+            return await run.run(self.start, self._admission)
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                raise
+            raise PipelineClosedError("the query was stopped before its end: its pipeline was closed") from None
+
+    def _forget_query(self, task: "asyncio.Task[Answer]") -> None:
+        self._queries.discard(task)
+        if not task.cancelled():
+            task.exception()  # the handle raises it, unless that was dropped
 
     async def _start_parts(self) -> None:
         """Start all parts at once; if one fails, stop the others."""
@@ -201,9 +237,7 @@ class Pipeline:
             try:
                 await asyncio.gather(*starts)
             finally:
-                for start in starts:
-                    start.cancel()
-                await wait_regardless(starts)
+                await cancel_regardless(starts)
             self._parts = parts.pop_all()
 
 
@@ -236,3 +270,9 @@ def borrowed(part: Part) -> Part:
 
 def _succeeded(task: "asyncio.Task[None]") -> bool:
     return not task.cancelled() and task.exception() is None
+
+
+def _turns(history: Sequence[Turn]) -> tuple[Turn, ...]:
+    if not isinstance(history, Iterable):
+        raise ConfigurationError(f"history={history!r} must be a sequence of Turn")
+    return tuple(history)

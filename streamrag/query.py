@@ -1,16 +1,17 @@
-"""One query's life: what it was asked with, and the run that takes it from retrieval to its last token."""
+"""One query's life, from retrieval to its last token."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import warnings
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
+from streamrag.asked import Query
 from streamrag.choice import Relevance
 from streamrag.clock import Clock
 from streamrag.core import (
@@ -21,16 +22,16 @@ from streamrag.core import (
     CutShort,
     Mode,
     Prompt,
-    SamplingParams,
     Skipped,
     Source,
     SourceEvent,
-    Turn,
     Update,
     part_name,
 )
-from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError, SourceError, StreamRagError
-from streamrag.modes import AssembledPrompt, PromptAssembler, PromptTemplate
+from streamrag.errors import BackendError, DeadlineExceededError, SourceError, StreamRagError
+from streamrag.modes import AssembledPrompt, PromptAssembler
+from streamrag.retrieving import closing, source_events
+from streamrag.tasks import cancel_regardless, is_cancelled
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -53,15 +54,12 @@ from streamrag.telemetry import (
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
-__all__ = ["Query", "QueryOptions", "QueryRun", "check_options"]
+__all__ = ["QueryRun"]
 
-LATE_SHARE = 0.25
-"""A third or a half found the answer no more often in bench/context_choice.py, and leave more to compute last."""
+LET_GO_S = 10.0
+"""Most seconds that a query may take to stop. What it stops is quick, so it is foreign code that does not let go."""
 
 T = TypeVar("T")
-
-MAX_QUERY_CHARACTERS = 100_000
-"""A query is embedded and searched for, besides being tokenised: a document is none."""
 
 
 class _Phase(Enum):
@@ -71,68 +69,6 @@ class _Phase(Enum):
     WAITING = "while other queries had all places: raise deadline_s or max_concurrent_queries"
     RETRIEVING = "while retrieving: raise deadline_s, or give the source a shorter timeout of its own"
     GENERATING = "while generating: raise deadline_s, or lower max_tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A question with its options, checked; see `QueryOptions`.
-
-    Raises ConfigurationError for values that cannot work.
-    """
-
-    text: str
-    template: PromptTemplate = field(default_factory=PromptTemplate)
-    history: tuple[Turn, ...] = ()
-    params: SamplingParams = field(default_factory=SamplingParams)
-    max_context_tokens: int | None = None
-    deadline_s: float | None = None
-    overlap: bool = True
-    late_share: float = LATE_SHARE
-
-    def __post_init__(self) -> None:
-        if not self.text.strip():
-            raise ConfigurationError("the query is empty: ask something")
-        if len(self.text) > MAX_QUERY_CHARACTERS:
-            raise ConfigurationError(
-                f"the query has {len(self.text):,} characters, and {MAX_QUERY_CHARACTERS:,} is the most: "
-                "a long text to ask about belongs into the history or the source"
-            )
-        if self.deadline_s is not None and self.deadline_s <= 0:
-            raise ConfigurationError(f"deadline_s={self.deadline_s!r} must be positive, or None to wait for ever")
-        if self.max_context_tokens is not None and self.max_context_tokens < 0:
-            raise ConfigurationError(f"max_context_tokens={self.max_context_tokens!r} must be at least 0, or None")
-        if not 0 <= self.late_share < 1:
-            raise ConfigurationError(f"late_share={self.late_share!r} must be a share of the context, below 1")
-
-
-class QueryOptions(TypedDict, total=False):
-    """What a caller may say about one query, beside its text."""
-
-    system: str
-    """Replaces the template's system text."""
-    template: PromptTemplate
-    history: Sequence[Turn]
-    """Earlier turns of the conversation, oldest first."""
-    params: SamplingParams
-    max_context_tokens: int
-    """Most tokens of context; the default takes what the model's length leaves."""
-    deadline_s: float
-    """Most seconds from submission to the last token; the default waits for ever."""
-    overlap: bool
-    """Whether to prefill while retrieval runs; the default is the pipeline's."""
-    late_share: float
-    """Of a context that grows chunk by chunk, what is kept for the best of those that no longer fit; the default is a
-    quarter. With 0 chunks are taken by arrival alone, and whole."""
-
-
-def check_options(options: Mapping[str, object]) -> None:
-    """Raises ConfigurationError for an option that `QueryOptions` does not have; a type checker would have seen it."""
-    known = sorted(QueryOptions.__annotations__)
-    of_params = {field.name: f"params=SamplingParams({field.name}=...)" for field in fields(SamplingParams)}
-    for name in sorted(options.keys() - set(known)):
-        nearest = get_close_matches(name, [*of_params, *known], n=1)
-        hint = f"; did you mean {of_params.get(nearest[0], nearest[0])}?" if nearest else "."
-        raise ConfigurationError(f"a query has no option {name!r}{hint} Its options are {', '.join(known)}")
 
 
 class QueryRun:
@@ -175,21 +111,50 @@ class QueryRun:
     async def run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
         """The answer, once the pipeline has `started` and `admission` has let the query in.
 
-        Raises DeadlineExceededError, SourceError, BackendError and PromptTooLongError.
+        It comes about in a task of its own, which this one ends when the deadline passes or the query is stopped, and
+        leaves behind if that will not end. Raises DeadlineExceededError, SourceError, BackendError, PromptTooLongError.
         """
+        work = asyncio.create_task(self._run(started, admission), name="streamrag query's work")
         try:
-            async with asyncio.timeout(self._query.deadline_s) as deadline:
-                await started()
-                self._phase = _Phase.WAITING
-                async with admission:
-                    self._phase = _Phase.RETRIEVING
-                    return await self._run_admitted()
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
+            await asyncio.wait([work], timeout=self._query.deadline_s)
+        finally:
+            is_late = not work.done()
+            await self._end(work)
+        if is_late:
             raise DeadlineExceededError(
                 f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase.value}"
-            ) from error
+            )
+        return work.result()
+
+    async def _end(self, work: "asyncio.Task[Answer]") -> None:
+        try:
+            await cancel_regardless([work], at_most_s=LET_GO_S)
+        finally:
+            if not work.done():
+                work.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else asks for it
+                phase = self._phase.value.partition(":")[0]
+                warnings.warn(
+                    f"a query that was stopped {phase} has not ended within {LET_GO_S:g} s and is left behind: "
+                    f"{part_name(self._source)} or {part_name(self._backend)} swallows CancelledError, or waits where "
+                    "it cannot be cancelled",
+                    ResourceWarning,
+                    stacklevel=1,
+                    source=self,
+                )
+
+    async def _run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
+        await started()
+        self._phase = _Phase.WAITING
+        async with admission:
+            self._phase = _Phase.RETRIEVING
+            try:
+                return await self._run_admitted()
+            except (asyncio.CancelledError, GeneratorExit) as error:
+                if is_cancelled():
+                    raise
+                raise BackendError(
+                    f"{part_name(self._backend)} failed: a {type(error).__name__}, though nobody has stopped the query"
+                ) from error
 
     async def _run_admitted(self) -> Answer:
         queued_s = self._now()
@@ -199,9 +164,11 @@ class QueryRun:
         last: list[AssembledPrompt] = []
         async with (
             aclosing(self._prompts(last)) as prompts,
-            _closing(self._backend.generate(prompts, self._query.params)) as events,
+            closing(self._backend.generate(prompts, self._query.params)) as events,
         ):
             async for event in events:
+                if is_cancelled():  # and the backend swallowed it
+                    raise asyncio.CancelledError
                 at_s = self._now()
                 if not isinstance(event, AnswerChunk):
                     await self._emit(PrefillProgressed(at_s, event.num_tokens))
@@ -284,7 +251,7 @@ class QueryRun:
     async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:
         """The source's chunk events; what it skipped is reported, and its failure is raised or noted."""
         try:
-            async with _closing(self._source_events(assembler)) as events:
+            async with aclosing(self._source_events(assembler)) as events:
                 async for event in events:
                     if isinstance(event, Skipped):
                         await self._emit(SourceSkipped(self._now(), event.source, event.reason))
@@ -302,8 +269,8 @@ class QueryRun:
             failure.__cause__ = error
             await self._note_or_raise(failure)
 
-    def _source_events(self, assembler: PromptAssembler) -> AsyncIterator[SourceEvent]:
-        events = self._source.stream(self._query.text)
+    def _source_events(self, assembler: PromptAssembler) -> AsyncGenerator[SourceEvent, None]:
+        events = source_events(self._source, self._query.text)
         if self._recorder is None:
             return events
 
@@ -355,13 +322,3 @@ class QueryRun:
     async def _in_thread(self, function: Callable[[], T]) -> T:
         """Tokenising a page takes milliseconds, which the event loop does not have."""
         return await anyio.to_thread.run_sync(function, limiter=self._tokenizing)
-
-
-def _closing(iterator: AsyncIterator[T]) -> "aclosing[AsyncGenerator[T, None]]":
-    """Closes foreign async iterators too, which need not be generators."""
-    return aclosing(iterator if isinstance(iterator, AsyncGenerator) else _as_generator(iterator))
-
-
-async def _as_generator(iterator: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    async for item in iterator:
-        yield item

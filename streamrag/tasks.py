@@ -1,4 +1,4 @@
-"""Waiting for tasks to end, for code that cleans up."""
+"""Ending tasks and waiting for their end, for code that cleans up."""
 
 import asyncio
 from collections.abc import Collection, Coroutine
@@ -6,9 +6,18 @@ from typing import Any, TypeVar
 
 import anyio
 
-__all__ = ["run_regardless", "wait_regardless"]
+__all__ = ["cancel_regardless", "is_cancelled", "run_regardless", "wait_regardless"]
+
+CANCEL_AGAIN_S = 2.0
+"""Foreign code may swallow a cancellation, and is cancelled again after this; a clean-up within it is left in peace."""
 
 T = TypeVar("T")
+
+
+def is_cancelled() -> bool:
+    """Whether the current task was told to stop. A CancelledError in one that was not is somebody's mistake."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def run_regardless(work: Coroutine[Any, Any, T], name: str) -> T:
@@ -18,20 +27,40 @@ async def run_regardless(work: Coroutine[Any, Any, T], name: str) -> T:
     return task.result()
 
 
-async def wait_regardless(tasks: Collection["asyncio.Task[Any]"]) -> None:
+async def wait_regardless(tasks: Collection["asyncio.Task[Any]"], *, at_most_s: float | None = None) -> None:
     """Wait until `tasks` are done, whoever is cancelled meanwhile, and only then let that cancellation go on.
 
-    The tasks must be sure to end soon. Their errors count as retrieved.
+    Without `at_most_s` the tasks must be sure to end soon. Their errors count as retrieved.
     """
     was_cancelled = False
+    now = asyncio.get_running_loop().time
+    end_s = None if at_most_s is None else now() + at_most_s
     with anyio.CancelScope(shield=True):  # a cancelled anyio scope would cancel us again at every step
-        while pending := [task for task in tasks if not task.done()]:
+        while (pending := [task for task in tasks if not task.done()]) and (end_s is None or now() < end_s):
             try:
-                await asyncio.wait(pending)
+                await asyncio.wait(pending, timeout=None if end_s is None else end_s - now())
             except asyncio.CancelledError:
                 was_cancelled = True
     for task in tasks:
-        if not task.cancelled():
+        if task.done() and not task.cancelled():
             task.exception()
     if was_cancelled:
         raise asyncio.CancelledError
+
+
+async def cancel_regardless(tasks: Collection["asyncio.Task[Any]"], *, at_most_s: float | None = None) -> None:
+    """Cancel `tasks`, again and again since they run foreign code, and wait for them as `wait_regardless` does."""
+    loop = asyncio.get_running_loop()
+    again: asyncio.TimerHandle
+
+    def cancel() -> None:
+        nonlocal again
+        for task in tasks:
+            task.cancel()
+        again = loop.call_later(CANCEL_AGAIN_S, cancel)
+
+    cancel()
+    try:
+        await wait_regardless(tasks, at_most_s=at_most_s)
+    finally:
+        again.cancel()

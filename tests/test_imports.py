@@ -19,10 +19,12 @@ LINES = [
     {"sources"},
     {"modes", "engine"},
     {"clock", "telemetry", "trace"},
+    {"retrieving"},
     {"core", "errors", "files", "orphans", "reading", "records", "scratch", "showing", "tasks"},
 ]
 PARTS_OF_ONE = {
     "__main__": "cli",
+    "asked": "pipeline",
     "choice": "pipeline",
     "query": "pipeline",
     "handle": "pipeline",

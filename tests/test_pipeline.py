@@ -409,8 +409,139 @@ async def test_closing_aborts_running_queries() -> None:
     await anext(stream)
     await pipeline.aclose()
     assert (source.num_streams, backend.num_requests) == (0, 0)
-    with pytest.raises(StreamRagError, match="stopped before its end"):
+    with pytest.raises(PipelineClosedError, match="stopped before its end"):
         _ = stream.result
+
+
+async def test_an_answer_that_closing_cuts_off_does_not_look_like_a_whole_one() -> None:
+    pipeline = Pipeline(ScriptedSource([Append(A)]), ScriptedBackend("ok", is_endless=True))
+    stream = pipeline.stream("Why?")
+    await anext(stream)
+    closing = asyncio.create_task(pipeline.aclose())
+    with pytest.raises(PipelineClosedError, match="stopped before its end: its pipeline was closed"):
+        _ = [chunk async for chunk in stream]
+    await closing
+
+
+async def test_an_answer_that_somebody_cuts_off_by_its_task_does_not_look_like_a_whole_one() -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), ScriptedBackend(is_endless=True)) as pipeline:
+        stream = pipeline.stream("Why?")
+        await anext(stream)
+        for task in asyncio.all_tasks():
+            if task.get_name().startswith("streamrag query"):
+                task.cancel()
+        with pytest.raises(StreamRagError, match="stopped before its end"):
+            _ = [chunk async for chunk in stream]
+
+
+async def test_a_stream_that_its_own_reader_closes_just_ends() -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), ScriptedBackend(is_endless=True)) as pipeline:
+        stream = pipeline.stream("Why?")
+        await anext(stream)
+        await stream.aclose()
+        assert [chunk async for chunk in stream] == []
+
+
+class CancelledBackend(ScriptedBackend):
+    """Whoever it works for has cancelled it."""
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async for event in super().generate(prompts, params):
+            yield event
+            if isinstance(event, AnswerChunk):
+                raise asyncio.CancelledError
+
+
+async def test_a_backend_that_cancels_itself_has_failed() -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), CancelledBackend()) as pipeline:
+        with pytest.raises(BackendError, match=r"CancelledBackend failed: a CancelledError, though nobody"):
+            _ = [chunk async for chunk in pipeline.stream("Why?")]
+
+
+class SlowToClose(ScriptedBackend):
+    """Until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(is_endless=True)
+        self.closes, self.may_close = anyio.Event(), anyio.Event()
+
+    async def aclose(self) -> None:
+        self.closes.set()
+        await self.may_close.wait()
+        await super().aclose()
+
+
+@pytest.mark.parametrize("how", ["aclose", "the end of a block", "a scope of anyio's"])
+async def test_closing_that_is_cancelled_still_stops_everything_before_it_returns(how: str) -> None:
+    source, backend = ScriptedSource([Append(A)]), SlowToClose()
+    pipeline = Pipeline(source, backend)
+    scope = anyio.CancelScope()
+
+    async def close() -> None:
+        if how == "the end of a block":
+            async with pipeline:
+                pass
+        elif how == "aclose":
+            await pipeline.aclose()
+        else:
+            with scope:
+                await pipeline.aclose()
+            raise asyncio.CancelledError
+
+    await pipeline.start()
+    closing = asyncio.create_task(close())
+    await backend.closes.wait()
+    (scope if how == "a scope of anyio's" else closing).cancel()
+    for _ in range(20):
+        await anyio.lowlevel.checkpoint()
+    assert not closing.done()
+    backend.may_close.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert (source.is_started, backend.is_started) == (False, False)
+    assert streamrag_tasks() == []
+
+
+async def test_a_drain_that_is_cancelled_goes_on_to_abort_and_stop_everything() -> None:
+    source, backend = ScriptedSource([Append(A)]), ScriptedBackend(is_endless=True)
+    pipeline = Pipeline(source, backend)
+    stream = pipeline.stream("Why?")
+    await anext(stream)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pipeline.aclose(drain_s=3600), 0.05)
+    assert (source.num_streams, backend.num_requests, source.is_started, backend.is_started) == (0, 0, False, False)
+    with pytest.raises(PipelineClosedError):
+        _ = [chunk async for chunk in stream]
+
+
+async def test_whoever_closes_a_pipeline_that_is_being_closed_waits_for_it_too() -> None:
+    backend = SlowToClose()
+    pipeline = Pipeline(ScriptedSource([]), backend)
+    await pipeline.start()
+    first = asyncio.create_task(pipeline.aclose())
+    await backend.closes.wait()
+    second = asyncio.create_task(pipeline.aclose())
+    for _ in range(20):
+        await anyio.lowlevel.checkpoint()
+    assert not second.done()
+    backend.may_close.set()
+    await second
+    assert not backend.is_started
+    await first
+
+
+async def test_a_start_that_closing_cuts_off_says_so() -> None:
+    backend = SlowToStart()
+    pipeline = Pipeline(ScriptedSource([]), backend)
+    starting = asyncio.create_task(pipeline.start())
+    stream = pipeline.stream("Why?")
+    asking = asyncio.ensure_future(anext(stream))
+    while not (streamrag_tasks() and pipeline.num_queries):
+        await anyio.lowlevel.checkpoint()
+    await pipeline.aclose()
+    for waiting in (starting, asking):
+        with pytest.raises(PipelineClosedError):
+            await waiting
 
 
 class FailingBackend(ScriptedBackend):
@@ -438,6 +569,8 @@ async def test_a_dropped_pipeline_that_was_started_warns() -> None:
     ("options", "message"),
     [
         ({"max_concurrent_queries": 0}, "max_concurrent_queries=0"),
+        ({"max_concurrent_queries": "3"}, "max_concurrent_queries='3' must be a whole number"),
+        ({"max_concurrent_queries": 2.5}, "max_concurrent_queries=2.5 must be a whole number"),
         ({"when_full": "explode"}, "when_full='explode'"),
         ({"on_source_error": "cry"}, "on_source_error='cry'"),
     ],
@@ -447,16 +580,45 @@ def test_values_that_cannot_work_are_named(options: dict[str, object], message: 
         Pipeline(ScriptedSource([]), ScriptedBackend(), **options)  # type: ignore[arg-type]
 
 
+def test_parts_in_the_wrong_place_are_named() -> None:
+    source, backend = ScriptedSource([]), ScriptedBackend()
+    with pytest.raises(ConfigurationError, match="the source is a ScriptedBackend, and has no method 'stream'"):
+        Pipeline(backend, source)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="the backend is a NoneType, and has no method 'generate'"):
+        Pipeline(source, None)  # type: ignore[arg-type]
+
+
+async def test_a_drain_of_no_time_at_all_is_refused_before_anything_is_closed() -> None:
+    async with Pipeline(ScriptedSource([]), ScriptedBackend("ok")) as pipeline:
+        for drain_s in (float("nan"), -1.0, "5"):
+            with pytest.raises(ConfigurationError, match="drain_s="):
+                await pipeline.aclose(drain_s=drain_s)  # type: ignore[arg-type]
+        assert [chunk async for chunk in pipeline.stream("Why?")]
+
+
 @pytest.mark.parametrize(
     ("query", "options", "message"),
     [
         ("  ", {}, "the query is empty"),
         ("why " * 25_001, {}, "the query has 100,004 characters, and 100,000 is the most"),
         ("Why?", {"deadline_s": 0}, "deadline_s=0"),
+        ("Why?", {"deadline_s": float("nan")}, "deadline_s=nan must be a positive number"),
+        ("Why?", {"deadline_s": "3"}, "deadline_s='3' must be a positive number"),
+        ("Why?", {"deadline_s": True}, "deadline_s=True must be a positive number"),
         ("Why?", {"max_context_tokens": -1}, "max_context_tokens=-1"),
+        ("Why?", {"max_context_tokens": 2.5}, "max_context_tokens=2.5 must be a whole number"),
+        ("Why?", {"max_context_tokens": "9"}, "max_context_tokens='9' must be a whole number"),
+        ("Why?", {"late_share": float("nan")}, "late_share=nan must be a share"),
+        ("Why?", {"late_share": 1}, "late_share=1 must be a share"),
+        ("Why?", {"late_share": "all"}, "late_share='all' must be a share"),
+        ("Why?", {"params": {"max_tokens": 3}}, "params={'max_tokens': 3} must be a SamplingParams"),
+        ("Why?", {"template": "Q:"}, "template='Q:' must be a PromptTemplate"),
+        ("Why?", {"history": ["Hi"]}, r"history=\('Hi',\) must be a sequence of Turn"),
+        ("Why?", {"history": 3}, "history=3 must be a sequence of Turn"),
+        (None, {}, "text=None must be a str"),
     ],
 )
-def test_query_options_that_cannot_work_are_named(query: str, options: dict[str, int], message: str) -> None:
+def test_query_options_that_cannot_work_are_named(query: str, options: dict[str, object], message: str) -> None:
     pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
     with pytest.raises(ConfigurationError, match=message):
         pipeline.stream(query, **options)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from streamrag.backends.token_streams import StreamedTokens, TokenStream, TokenStreams
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError
-from streamrag.tasks import wait_regardless
+from streamrag.tasks import cancel_regardless
 
 __all__ = ["stream_then_generate"]
 
@@ -43,8 +43,7 @@ async def stream_then_generate(
                 async for event in events:
                     yield event if isinstance(event, Prefilled) else _answer_chunk(event, stream)
         finally:
-            pushing.cancel()
-            await wait_regardless([pushing])
+            await cancel_regardless([pushing])
 
 
 async def _push(prompts: AsyncIterator[Prompt], stream: TokenStream) -> None:

@@ -28,7 +28,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
 from streamrag.errors import BackendError
-from streamrag.tasks import wait_regardless
+from streamrag.tasks import cancel_regardless
 
 __all__ = ["Generate", "Prefill", "warm_then_generate"]
 
@@ -58,8 +58,7 @@ async def warm_then_generate(
                 yield event
         await driver
     finally:
-        driver.cancel()
-        await wait_regardless([driver])
+        await cancel_regardless([driver])
 
 
 async def _drive(

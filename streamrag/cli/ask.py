@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from rich.text import Text
 
+from streamrag.asked import QueryOptions
 from streamrag.backends.strategy import Strategy
 from streamrag.cli.output import Output
 from streamrag.cli.source import add_source_arguments, make_source
@@ -16,7 +17,6 @@ from streamrag.cli.view import print_sources, print_timings, watch
 from streamrag.core import Backend, SamplingParams
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
-from streamrag.query import QueryOptions
 from streamrag.showing import one_line
 from streamrag.telemetry import Answer
 

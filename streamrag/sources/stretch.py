@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeAlias
 
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, CutShort, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError
+from streamrag.retrieving import source_events
 from streamrag.sources.wrapped import WrappedSource
-from streamrag.tasks import wait_regardless
+from streamrag.tasks import cancel_regardless
 
 __all__ = ["StretchedSource"]
 
@@ -80,20 +82,17 @@ class StretchedSource(WrappedSource):
                 num_events += 1
                 yield self._with_hint(what)
         finally:
-            reading.cancel()
-            await wait_regardless([reading])
+            await cancel_regardless([reading])
 
     async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrived]") -> None:
         end: Exception | None = None
-        events = self._source.stream(query)
+        events = source_events(self._source, query)
         try:
-            async for event in events:
-                await arrivals.put((self._clock(), event))
+            async with aclosing(events):
+                async for event in events:
+                    await arrivals.put((self._clock(), event))
         except Exception as error:  # raised again where the events are read
             end = error
-        finally:
-            if isinstance(events, AsyncGenerator):
-                await events.aclose()
         await arrivals.put((self._clock(), end))
 
     def _with_hint(self, event: SourceEvent) -> SourceEvent:

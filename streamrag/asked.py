@@ -1,0 +1,104 @@
+"""What a caller may ask and say, and what of it cannot work."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import TypedDict
+
+from streamrag.core import SamplingParams, Turn
+from streamrag.errors import ConfigurationError
+from streamrag.modes import PromptTemplate
+
+__all__ = ["LATE_SHARE", "Query", "QueryOptions", "check_options", "is_number", "is_whole"]
+
+LATE_SHARE = 0.25
+"""A third or a half found the answer no more often in bench/context_choice.py, and leave more to compute last."""
+
+MAX_QUERY_CHARACTERS = 100_000
+"""A query is embedded and searched for, besides being tokenised: a document is none."""
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number of whatever type; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number of whatever type; NaN is none by its name."""
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A question with its options, checked; see `QueryOptions`.
+
+    Raises ConfigurationError for values that cannot work.
+    """
+
+    text: str
+    template: PromptTemplate = field(default_factory=PromptTemplate)
+    history: tuple[Turn, ...] = ()
+    params: SamplingParams = field(default_factory=SamplingParams)
+    max_context_tokens: int | None = None
+    deadline_s: float | None = None
+    overlap: bool = True
+    late_share: float = LATE_SHARE
+
+    def __post_init__(self) -> None:
+        checks = {
+            "text": (isinstance(self.text, str), "a str"),
+            "template": (isinstance(self.template, PromptTemplate), "a PromptTemplate"),
+            "history": (all(isinstance(turn, Turn) for turn in self.history), "a sequence of Turn"),
+            "params": (isinstance(self.params, SamplingParams), "a SamplingParams"),
+            "max_context_tokens": (
+                self.max_context_tokens is None or (is_whole(self.max_context_tokens) and self.max_context_tokens >= 0),
+                "a whole number, at least 0, or None",
+            ),
+            "deadline_s": (
+                self.deadline_s is None or (is_number(self.deadline_s) and self.deadline_s > 0),
+                "a positive number of seconds, or None to wait for ever",
+            ),
+            "late_share": (is_number(self.late_share) and 0 <= self.late_share < 1, "a share of the context, below 1"),
+        }
+        for name, (is_valid, remedy) in checks.items():
+            if not is_valid:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r:.200} must be {remedy}")
+        if not self.text.strip():
+            raise ConfigurationError("the query is empty: ask something")
+        if len(self.text) > MAX_QUERY_CHARACTERS:
+            raise ConfigurationError(
+                f"the query has {len(self.text):,} characters, and {MAX_QUERY_CHARACTERS:,} is the most: "
+                "a long text to ask about belongs into the history or the source"
+            )
+
+
+class QueryOptions(TypedDict, total=False):
+    """What a caller may say about one query, beside its text."""
+
+    system: str
+    """Replaces the template's system text."""
+    template: PromptTemplate
+    history: Sequence[Turn]
+    """Earlier turns of the conversation, oldest first."""
+    params: SamplingParams
+    max_context_tokens: int
+    """Most tokens of context; the default takes what the model's length leaves."""
+    deadline_s: float
+    """Most seconds from submission to the last token; the default waits for ever."""
+    overlap: bool
+    """Whether to prefill while retrieval runs; the default is the pipeline's."""
+    late_share: float
+    """Of a context that grows chunk by chunk, what is kept for the best of those that no longer fit; the default is a
+    quarter. With 0 chunks are taken by arrival alone, and whole."""
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raises ConfigurationError for an option that `QueryOptions` does not have; a type checker would have seen it."""
+    known = sorted(QueryOptions.__annotations__)
+    of_params = {field.name: f"params=SamplingParams({field.name}=...)" for field in fields(SamplingParams)}
+    for name in sorted(options.keys() - set(known)):
+        nearest = get_close_matches(name, [*of_params, *known], n=1)
+        hint = f"; did you mean {of_params.get(nearest[0], nearest[0])}?" if nearest else "."
+        raise ConfigurationError(f"a query has no option {name!r}{hint} Its options are {', '.join(known)}")

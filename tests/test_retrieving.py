@@ -1,0 +1,264 @@
+"""Sources that do what a source must not: a query says so, and neither ends without a word nor goes on for ever."""
+
+import asyncio
+import gc
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
+from typing import Any, Literal
+
+import anyio
+import pytest
+
+from streamrag import (
+    AnswerChunk,
+    Append,
+    Chunk,
+    Hint,
+    Pipeline,
+    Prompt,
+    SamplingParams,
+    Skipped,
+    StretchedSource,
+    Update,
+)
+from streamrag import query as query_module
+from streamrag import tasks as tasks_module
+from streamrag.backends.warming import warm_then_generate
+from streamrag.core import BackendEvent, CutShort, SourceEvent
+from streamrag.errors import DeadlineExceededError, PipelineClosedError, SourceError
+from streamrag.testing import ScriptedBackend, ScriptedSource
+from streamrag.trace.recorder import TraceRecorder
+
+A = Chunk("alpha", "a.md", "A")
+
+
+class Odd:
+    """A source that is one function."""
+
+    def __init__(self, stream: Callable[[str], Any]) -> None:
+        self.stream = stream
+
+
+async def ask(source: Odd | StretchedSource, **options: Any) -> str:
+    async with Pipeline(source, ScriptedBackend("ok")) as pipeline:
+        return "".join([chunk.text async for chunk in pipeline.stream("Why?", **options)])
+
+
+async def cancels_itself(query: str) -> AsyncIterator[SourceEvent]:
+    yield Append(A)
+    raise asyncio.CancelledError
+
+
+async def awaits_a_cancelled_task(query: str) -> AsyncIterator[SourceEvent]:
+    yield Append(A)
+    task = asyncio.create_task(asyncio.sleep(0))
+    task.cancel()
+    await task
+
+
+async def exits(query: str) -> AsyncIterator[SourceEvent]:
+    yield Append(A)
+    raise GeneratorExit
+
+
+@pytest.mark.parametrize("stream", [cancels_itself, awaits_a_cancelled_task, exits])
+@pytest.mark.parametrize("is_stretched", [False, True])
+async def test_a_source_that_cancels_itself_has_failed(stream: Callable[[str], Any], is_stretched: bool) -> None:
+    source = StretchedSource(Odd(stream), factor=1) if is_stretched else Odd(stream)
+    with anyio.fail_after(20):
+        with pytest.raises(SourceError, match=r"Odd failed: a (CancelledError|GeneratorExit), though nobody"):
+            await ask(source)
+
+
+def test_a_chunk_of_each_kind_of_event_is_checked_and_a_list_of_chunks_is_as_good_as_a_tuple() -> None:
+    async def good(query: str) -> AsyncIterator[Any]:
+        yield Append(A, Hint(3))
+        yield Update([A], Hint(2))  # type: ignore[arg-type]
+        yield Skipped("b.md", "gone")
+        yield CutShort("time is up")
+
+    assert asyncio.run(ask(Odd(good))) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("event", "fault"),
+    [
+        ("nonsense", "a str: it must yield Append, Update, Skipped or CutShort"),
+        (None, "None: it must yield"),
+        (Append("text"), "an Append with a str in place of a Chunk"),  # type: ignore[arg-type]
+        (Append(Chunk(5, "s")), "an Append with a Chunk whose text is an int"),  # type: ignore[arg-type]
+        (Append(Chunk("a", None)), "a Chunk whose source is None"),  # type: ignore[arg-type]
+        (Append(Chunk("a", "s", b"t")), "a Chunk whose title is a bytes"),  # type: ignore[arg-type]
+        (Append(A, 3), "an Append with an int in place of a Hint"),  # type: ignore[arg-type]
+        (Update((A, "y")), "an Update with a str in place of a Chunk"),  # type: ignore[arg-type]
+        (Update(A), "an Update with a Chunk in place of a tuple of chunks"),  # type: ignore[arg-type]
+        (Update((A,), "soon"), "an Update with a str in place of a Hint"),  # type: ignore[arg-type]
+        (Skipped("a.md", ValueError("x")), "a Skipped of which a field is no text"),  # type: ignore[arg-type]
+        (CutShort(None), "a CutShort of which a field is no text"),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_recorded", [False, True])
+async def test_what_is_no_event_is_named(event: object, fault: str, is_recorded: bool, tmp_path: Any) -> None:
+    recorder = TraceRecorder(tmp_path / "trace.jsonl") if is_recorded else None
+    source = ScriptedSource([Append(A), event])  # type: ignore[list-item]
+    async with Pipeline(source, ScriptedBackend(), recorder=recorder) as pipeline:
+        with pytest.raises(SourceError, match=f"ScriptedSource failed: it yielded .*{fault}"):
+            _ = [chunk async for chunk in pipeline.stream("Why?")]
+        assert source.num_streams == 0
+
+
+async def test_what_is_no_iterator_is_named_and_a_coroutine_is_not_left_unawaited() -> None:
+    async def coroutine(query: str) -> list[SourceEvent]:
+        return [Append(A)]
+
+    with pytest.raises(SourceError, match=r"Odd\.stream is a coroutine: make it an async generator"):
+        await ask(Odd(coroutine))
+    gc.collect()  # a coroutine never awaited warns now, and warnings are errors
+    for returned, kind in ((None, "None"), ([Append(A)], "a list")):
+        with pytest.raises(SourceError, match=rf"Odd\.stream returned {kind}: it must return an async iterator"):
+            await ask(Odd(lambda query, returned=returned: returned))
+
+
+async def swallows_and_yields(query: str) -> AsyncIterator[SourceEvent]:
+    while True:
+        with suppress(BaseException):
+            await asyncio.sleep(3600)
+        yield Append(A)
+
+
+async def swallows_and_ends(query: str) -> AsyncIterator[SourceEvent]:
+    yield Append(A)
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(3600)
+
+
+async def makes_another_error(query: str) -> AsyncIterator[SourceEvent]:
+    yield Append(A)
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        raise ValueError("connection lost") from None
+
+
+async def swallows_and_waits(query: str) -> AsyncIterator[SourceEvent]:
+    yield Append(A)
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        await asyncio.sleep(3600)
+
+
+class Warming(ScriptedBackend):
+    """Reads its prompts in a task of its own, as the backends of real engines do."""
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async def prefill(token_ids: tuple[int, ...]) -> None:
+            self.prompts.append([])
+
+        async def answer(token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
+            yield AnswerChunk("ok", (1,), "stop")
+
+        self.num_requests += 1
+        try:
+            async with aclosing(warm_then_generate(prompts, prefill=prefill, generate=answer)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self.num_requests -= 1
+
+
+SWALLOWERS = [swallows_and_yields, swallows_and_ends, makes_another_error, swallows_and_waits]
+
+
+@pytest.mark.parametrize("stream", SWALLOWERS)
+@pytest.mark.parametrize("on_source_error", ["raise", "answer"])
+@pytest.mark.parametrize("kind", [ScriptedBackend, Warming])
+async def test_a_deadline_holds_whatever_a_source_does_with_a_cancellation(
+    stream: Callable[[str], Any],
+    on_source_error: Literal["raise", "answer"],
+    kind: type[ScriptedBackend],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks_module, "CANCEL_AGAIN_S", 0.05)
+    backend = kind(is_endless=True)
+    async with Pipeline(Odd(stream), backend, on_source_error=on_source_error) as pipeline:
+        with anyio.fail_after(20):
+            with pytest.raises(DeadlineExceededError, match=r"deadline of 0.05 s passed while retrieving"):
+                _ = [chunk async for chunk in pipeline.stream("Why?", deadline_s=0.05)]
+        assert (backend.num_requests, pipeline.num_queries) == (0, 0)
+
+
+@pytest.mark.parametrize("stream", SWALLOWERS)
+@pytest.mark.parametrize("how", ["leaving the block", "closing the pipeline"])
+@pytest.mark.parametrize("kind", [ScriptedBackend, Warming])
+async def test_closing_returns_whatever_a_source_does_with_a_cancellation(
+    stream: Callable[[str], Any], how: str, kind: type[ScriptedBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks_module, "CANCEL_AGAIN_S", 0.05)
+    backend = kind()
+    pipeline = Pipeline(Odd(stream), backend)
+    with anyio.fail_after(20):
+        await pipeline.start()
+        async with pipeline.events("Why?") as events:
+            await anext(events)
+            await wait_until(lambda: backend.num_requests == 1)
+            if how == "closing the pipeline":
+                await pipeline.aclose()
+                assert not backend.is_started
+                with pytest.raises(PipelineClosedError):
+                    _ = [event async for event in events]
+        assert (backend.num_requests, pipeline.num_queries) == (0, 0)
+        await pipeline.aclose()
+
+
+async def test_a_source_that_never_lets_go_is_left_behind_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks_module, "CANCEL_AGAIN_S", 0.05)
+    monkeypatch.setattr(query_module, "LET_GO_S", 0.2)
+    lets_go, reached, left = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def never_lets_go(query: str) -> AsyncIterator[SourceEvent]:
+        while not lets_go.is_set():
+            try:
+                reached.set()
+                await lets_go.wait()
+            except BaseException:
+                pass
+        left.set()
+        yield Append(A)
+
+    backend = ScriptedBackend()
+    pipeline = Pipeline(Odd(never_lets_go), backend)
+    with anyio.fail_after(20):
+        async with pipeline.stream("Why?"):
+            await reached.wait()
+            with pytest.warns(ResourceWarning, match=r"stopped while retrieving has not ended .* Odd or ScriptedB"):
+                await pipeline.aclose()
+        assert not backend.is_started
+        lets_go.set()
+        await left.wait()
+        await wait_until(lambda: backend.num_requests == 0)
+
+
+@pytest.mark.parametrize("library", ["asyncio", "anyio"])
+async def test_a_sources_own_timeouts_are_its_own(library: str) -> None:
+    """They cancel the query's task for a moment."""
+
+    async def times_out(query: str) -> AsyncIterator[SourceEvent]:
+        for _ in range(2):
+            try:
+                if library == "asyncio":
+                    async with asyncio.timeout(0.01):
+                        await asyncio.sleep(3600)
+                else:
+                    with anyio.fail_after(0.01):
+                        await anyio.sleep(3600)
+            except TimeoutError:
+                yield Append(A)
+
+    assert await ask(Odd(times_out)) == "ok"
+
+
+async def wait_until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await anyio.lowlevel.checkpoint()
