@@ -45,7 +45,7 @@ from rank_bm25 import BM25Okapi
 from streamrag.errors import UnreachableError
 from streamrag.sources.fetch import UnusablePageError
 from streamrag.sources.prune import MAX_CONTENT_CHARS, Pruned, prune
-from streamrag.sources.relevance import relevant_terms, select, split_markdown, terms
+from streamrag.sources.relevance import Stem, relevant_stems, relevant_terms, select, split_markdown, terms
 from streamrag.sources.worker_main import OUT_OF_MEMORY
 
 __all__ = ["PageCleaner", "bm25", "decode"]
@@ -278,13 +278,14 @@ class PageCleaner:
         passages = split_markdown(markdown[:MAX_CONTENT_CHARS])
         is_cut = bool(pruned and pruned.is_cut) or len(markdown) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
         del passages[MAX_PASSAGES:]
-        chosen = select(passages, job["query"], title=title, max_chars=job["max_chars"], score=bm25, stem=self._stem)
+        stem = relevant_stems(job["query"], self._stem)
+        chosen = select(passages, job["query"], title=title, max_chars=job["max_chars"], score=bm25, stem=stem)
         return {
             "url": url,
             "title": title,
             "num_passages": len(passages),
             "passages": [[passage.headings, passage.blocks] for passage in chosen],
-            "links": self._most_promising(pruned.links if pruned else {}, job["query"]),
+            "links": _most_promising(pruned.links if pruned else {}, job["query"], stem),
             "is_cut": is_cut,
         }
 
@@ -304,14 +305,15 @@ class PageCleaner:
         cause = re.search(r"net::\w+|Timeout \d+ms exceeded|(?<=Error: ).+", message)
         raise ValueError(cause[0][:200] if cause else message[:200])
 
-    def _most_promising(self, found: Mapping[str, str], query: str) -> list[str]:
-        """The links, those first whose text or path has the most of the query's terms."""
-        wanted = set(relevant_terms(query, self._stem))
 
-        def num_matches(link: tuple[str, str]) -> int:
-            address, text = link
-            return len(wanted.intersection(terms(f"{text} {urlsplit(address).path}", self._stem)))
+def _most_promising(found: Mapping[str, str], query: str, stem: Stem) -> list[str]:
+    """The links, those first whose text or path has the most of the query's terms."""
+    wanted = set(relevant_terms(query, stem))
 
-        links = [address for address, _ in sorted(found.items(), key=num_matches, reverse=True)]
-        ends = itertools.accumulate(map(len, links))
-        return [address for address, end in zip(links[:MAX_LINKS], ends, strict=False) if end <= MAX_LINKS_CHARS]
+    def num_matches(link: tuple[str, str]) -> int:
+        address, text = link
+        return len(wanted.intersection(terms(f"{text} {urlsplit(address).path}", stem)))
+
+    links = [address for address, _ in sorted(found.items(), key=num_matches, reverse=True)]
+    ends = itertools.accumulate(map(len, links))
+    return [address for address, end in zip(links[:MAX_LINKS], ends, strict=False) if end <= MAX_LINKS_CHARS]
