@@ -45,7 +45,7 @@ from rank_bm25 import BM25Okapi
 from streamrag.errors import UnreachableError
 from streamrag.sources.fetch import UnusablePageError
 from streamrag.sources.prune import MAX_CONTENT_CHARS, Pruned, prune
-from streamrag.sources.relevance import relevant_terms, select, split_markdown, terms
+from streamrag.sources.relevance import Stem, relevant_stems, relevant_terms, select, split_markdown, terms
 from streamrag.sources.worker_main import OUT_OF_MEMORY
 
 __all__ = ["PageCleaner", "bm25", "decode"]
@@ -58,6 +58,9 @@ MAX_TITLE_CHARS = 300
 
 MAX_PASSAGES = 8000
 """Each is ranked with all of its headings, which may be much longer than itself."""
+
+MAX_LEFT_BYTES = 256 << 20
+"""That pages may leave behind in a worker, until it is replaced."""
 
 NOT_OF_PAGES = {"idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-7"}
 """Python's codecs that are no charset of any page. Decoding punycode takes quadratic time."""
@@ -174,16 +177,22 @@ def _cpu_limit(limit_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _limit_memory(num_more_bytes: int) -> None:
-    """Bound what this process may take beyond what it has: over it, allocations fail. Only Linux counts it so."""
+def _data_bytes() -> int | None:
+    """What this process has taken, as Linux counts it for RLIMIT_DATA; None elsewhere."""
     status = Path("/proc/self/status")
     if not status.exists():
-        return
-    fields = status.read_text().splitlines()
-    data_kib = next(int(field.split()[1]) for field in fields if field.startswith("VmData:"))
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = data_kib * 1024 + num_more_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+        return None
+    return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmData:"))
+
+
+def _limit_memory(num_more_bytes: int) -> None:
+    """Bound what this process may take beyond what it has: over it, allocations fail."""
+    if num_bytes := _data_bytes():
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = num_bytes + num_more_bytes
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
 
 
 class PageCleaner:
@@ -231,7 +240,12 @@ class PageCleaner:
         self._runner.run(self._crawler.start())
         self._max_page_cpu_s = max_page_cpu_s
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores it has us ignore it too
-        _limit_memory(max_page_memory_bytes)
+        self._max_page_memory_bytes = max_page_memory_bytes
+        self._first_bytes = _data_bytes()
+
+    def is_worn(self) -> bool:
+        """Whether pages have left more behind than they may, such as their names in libxml2's dictionary, for good."""
+        return (_data_bytes() or 0) > (self._first_bytes or 0) + MAX_LEFT_BYTES
 
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
         """`url`, `kind` ("html", "text" or "browser"), `charset`, `query`, `max_chars` to what the page has for it.
@@ -239,6 +253,7 @@ class PageCleaner:
         The answer's `url` is where a browser was led to; `num_passages` counts the irrelevant ones too.
         """
         try:
+            _limit_memory(self._max_page_memory_bytes)  # anew, because of what earlier pages have left behind
             with _cpu_limit(self._max_page_cpu_s):
                 return self._clean(job, body)
         except MemoryError:
@@ -263,13 +278,14 @@ class PageCleaner:
         passages = split_markdown(markdown[:MAX_CONTENT_CHARS])
         is_cut = bool(pruned and pruned.is_cut) or len(markdown) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
         del passages[MAX_PASSAGES:]
-        chosen = select(passages, job["query"], title=title, max_chars=job["max_chars"], score=bm25, stem=self._stem)
+        stem = relevant_stems(job["query"], self._stem)
+        chosen = select(passages, job["query"], title=title, max_chars=job["max_chars"], score=bm25, stem=stem)
         return {
             "url": url,
             "title": title,
             "num_passages": len(passages),
             "passages": [[passage.headings, passage.blocks] for passage in chosen],
-            "links": self._most_promising(pruned.links if pruned else {}, job["query"]),
+            "links": _most_promising(pruned.links if pruned else {}, job["query"], stem),
             "is_cut": is_cut,
         }
 
@@ -289,14 +305,15 @@ class PageCleaner:
         cause = re.search(r"net::\w+|Timeout \d+ms exceeded|(?<=Error: ).+", message)
         raise ValueError(cause[0][:200] if cause else message[:200])
 
-    def _most_promising(self, found: Mapping[str, str], query: str) -> list[str]:
-        """The links, those first whose text or path has the most of the query's terms."""
-        wanted = set(relevant_terms(query, self._stem))
 
-        def num_matches(link: tuple[str, str]) -> int:
-            address, text = link
-            return len(wanted.intersection(terms(f"{text} {urlsplit(address).path}", self._stem)))
+def _most_promising(found: Mapping[str, str], query: str, stem: Stem) -> list[str]:
+    """The links, those first whose text or path has the most of the query's terms."""
+    wanted = set(relevant_terms(query, stem))
 
-        links = [address for address, _ in sorted(found.items(), key=num_matches, reverse=True)]
-        ends = itertools.accumulate(map(len, links))
-        return [address for address, end in zip(links[:MAX_LINKS], ends, strict=False) if end <= MAX_LINKS_CHARS]
+    def num_matches(link: tuple[str, str]) -> int:
+        address, text = link
+        return len(wanted.intersection(terms(f"{text} {urlsplit(address).path}", stem)))
+
+    links = [address for address, _ in sorted(found.items(), key=num_matches, reverse=True)]
+    ends = itertools.accumulate(map(len, links))
+    return [address for address, end in zip(links[:MAX_LINKS], ends, strict=False) if end <= MAX_LINKS_CHARS]

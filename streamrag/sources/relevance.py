@@ -15,7 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Passage", "Score", "Stem", "assemble", "relevant_terms", "select", "split_markdown", "terms"]
+__all__ = [
+    "Passage",
+    "Score",
+    "Stem",
+    "assemble",
+    "relevant_stems",
+    "relevant_terms",
+    "select",
+    "split_markdown",
+    "terms",
+]
 
 TARGET_CHARS = 600
 """A passage is closed once it is this long: about what a question needs to be answered, with its context."""
@@ -24,6 +34,9 @@ MAX_BLOCK_CHARS = 2000
 MAX_HEADING_CHARS = 200
 MAX_WORD_CHARS = 100
 """Of a word as a term. Stems are remembered, and a page may be one word of a megabyte."""
+
+MAX_STEMS = 10_000
+"""Different words of a page that begin like one of the query and are stemmed: half a second, and enough for a book."""
 
 MIN_REPEATED_CHARS = 40
 """Shorter paragraphs ("Example:") are repeated for good reasons."""
@@ -189,6 +202,29 @@ def relevant_terms(query: str, stem: Stem = str) -> list[str]:
     words = WORD.findall(query)
     telling = [word for word in words if word.casefold() not in STOP_WORDS]
     return list(dict.fromkeys(terms(" ".join(telling or words), stem)))
+
+
+def relevant_stems(query: str, stem: Stem) -> Stem:
+    """`stem` for the words that may have a stem in common with `query`; others are what they are, and match nothing.
+
+    Stemming costs much more than all else that is done with a word, and a page may have 100,000 different ones. A stem
+    begins as its word does, but for a "y" that becomes "i" (dying, die).
+    """
+    stems: dict[str, str] = {}
+    beginnings = {_beginning(term) for term in relevant_terms(query, stem)}
+
+    def stem_if_relevant(word: str) -> str:
+        if word in stems:
+            return stems[word]
+        if len(stems) == MAX_STEMS or not beginnings.intersection((_beginning(word), word[:1])):
+            return word
+        return stems.setdefault(word, stem(word))
+
+    return stem_if_relevant
+
+
+def _beginning(word: str) -> str:
+    return word[:2].replace("y", "i")
 
 
 def select(

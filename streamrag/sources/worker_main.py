@@ -25,7 +25,11 @@ OUT_OF_MEMORY = 83
 lets itself be killed by SIGPROF."""
 
 Handler: TypeAlias = Callable[[dict[str, Any], bytes], dict[str, Any]]
-"""Answers one job: (header, body) to header."""
+"""Answers one job: (header, body) to header. If it has a method `is_worn`, that says after each job, failed or not,
+whether the worker should be replaced."""
+
+WORN = "is_worn"
+"""What an answer has if it is its worker's last."""
 
 
 def write_frame(pipe: BinaryIO, header: dict[str, Any]) -> None:
@@ -88,11 +92,13 @@ def main() -> None:
         write_frame(answers, _describe(error))
         return
     write_frame(answers, {})
+    is_worn: Callable[[], bool] = getattr(handle, WORN, bool)
     while (job := read_frame(jobs)) is not None:
         try:
-            write_frame(answers, handle(*job))
+            answer = handle(*job)
+            write_frame(answers, {**answer, WORN: True} if is_worn() else answer)
         except Exception as error:  # the job failed, the worker is still good
-            write_frame(answers, _describe(error))
+            write_frame(answers, {**_describe(error), WORN: is_worn()})
 
 
 if __name__ == "__main__":

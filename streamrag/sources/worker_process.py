@@ -12,7 +12,7 @@ from typing import Any
 
 from streamrag.errors import WorkerError
 from streamrag.sources import worker_main
-from streamrag.sources.worker_main import LENGTHS
+from streamrag.sources.worker_main import LENGTHS, WORN
 from streamrag.tasks import wait_regardless
 
 __all__ = [
@@ -60,6 +60,7 @@ class WorkerProcess:
         self.name = name
         self.is_in_step = True
         """False from sending a job until its answer has been read. A worker left so can only be killed."""
+        self._is_worn = False
         self._last_lines: deque[str] = deque(maxlen=NUM_STDERR_LINES)
         self._stderr = asyncio.create_task(self._keep_last_lines(), name=f"{name} stderr")
         self._gone: asyncio.Task[None] | None = None
@@ -96,7 +97,7 @@ class WorkerProcess:
 
     @property
     def is_usable(self) -> bool:
-        return self.is_in_step and self.process.returncode is None
+        return self.is_in_step and not self._is_worn and self.process.returncode is None
 
     @property
     def last_words(self) -> str:
@@ -139,6 +140,7 @@ class WorkerProcess:
             died = f"{self.name} (process {self.process.pid}) died with exit code {self.process.returncode}"
             raise WorkerError(died + self.last_words) from error
         self.is_in_step = True
+        self._is_worn = bool(answer.pop(WORN, False))
         if "error" in answer:
             raise WorkerJobError(answer["error"], answer["message"])
         return answer

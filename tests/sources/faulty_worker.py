@@ -27,7 +27,21 @@ def make(*, fault: str = "", folder: str = "") -> Handler:
         if not marker.exists():
             marker.touch()
             os._exit(3)
-    return handle
+    return _Handler() if fault == "wears out" else handle
+
+
+class _Handler:
+    """Is worn after any job that says so, even if it fails."""
+
+    def __init__(self) -> None:
+        self._is_worn = False
+
+    def __call__(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
+        self._is_worn = header.get("is_hard", False)
+        return handle(header, body)
+
+    def is_worn(self) -> bool:
+        return self._is_worn
 
 
 def handle(header: dict[str, Any], body: bytes) -> dict[str, Any]:

@@ -96,3 +96,10 @@ HTML: dict[str, Callable[[int], str]] = {
 def attributes(num_chars: int) -> str:
     """libxml2 takes time quadratic in the number of one element's attributes, whoever calls it."""
     return "<p " + " ".join(f"a{i}=b" for i in range(num_chars // 9)) + ">a</p>"
+
+
+def new_names(num_names: int, first: int) -> str:
+    """From number `first` on. libxml2 keeps the names that it has seen, for good."""
+    return "".join(
+        "<b " + " ".join(f"a{i + j:x}" for j in range(20)) + ">a</b>" for i in range(first, first + num_names, 20)
+    )

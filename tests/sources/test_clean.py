@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from hostile_pages import HTML, TEXT, attributes
+from hostile_pages import HTML, TEXT, attributes, new_names
 
 from streamrag.sources.workers import WorkerJobError, WorkerLimitError, WorkerPool
 
@@ -38,8 +38,10 @@ async def cleaning(scratch: str, home: Path, **limits: Any) -> AsyncIterator[Wor
     env = {"CRAWL4_AI_BASE_DIRECTORY": scratch, "HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     pool = WorkerPool("streamrag.sources.clean:PageCleaner", options, size=1, name="cleaner", env=env)
     await pool.start()
-    yield pool
-    await pool.aclose()
+    try:
+        yield pool
+    finally:
+        await pool.aclose()
 
 
 async def clean(cleaner: WorkerPool, page: str | bytes, query: str = "?", **job: Any) -> dict[str, Any]:
@@ -272,6 +274,20 @@ async def test_what_takes_too_much_memory_ends_its_worker_and_no_other(home: Pat
     async with cleaning(str(tmp_path), home, max_page_memory_bytes=4 << 20) as cleaner:
         with pytest.raises(WorkerLimitError, match="more memory than it may"):
             await clean(cleaner, page, kind="html" if page.startswith("<") else "text")
+        assert await text_of(cleaner, "<p>next</p>") == "next"
+
+
+async def test_what_pages_leave_in_a_worker_does_not_count_for_the_next_and_ends_it_in_time(
+    home: Path, tmp_path: Path
+) -> None:
+    async with cleaning(str(tmp_path), home, max_page_memory_bytes=200 << 20) as cleaner:
+        [process_id] = cleaner.process_ids
+        for i in range(30):
+            await clean(cleaner, new_names(500_000, i * 500_000))
+            if cleaner.process_ids != [process_id]:
+                break
+        else:
+            pytest.fail("it is the same worker")
         assert await text_of(cleaner, "<p>next</p>") == "next"
 
 

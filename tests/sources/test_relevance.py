@@ -1,11 +1,15 @@
+import functools
 from collections.abc import Sequence
+from pydoc_data.topics import topics
 
 import pytest
 
 from streamrag.sources.relevance import (
     MAX_BLOCK_CHARS,
+    MAX_STEMS,
     Passage,
     assemble,
+    relevant_stems,
     relevant_terms,
     select,
     split_markdown,
@@ -93,6 +97,39 @@ def test_words_of_every_text_are_left_out_of_a_query_unless_it_has_no_others() -
     assert relevant_terms("How do I cancel a task, a group?") == ["cancel", "task", "group"]
     assert relevant_terms("Who is who") == ["who", "is"]
     assert relevant_terms("?!") == []
+
+
+def test_stemming_only_words_that_begin_like_the_querys_chooses_the_same() -> None:
+    stemmer = pytest.importorskip("snowballstemmer")
+    stem = functools.lru_cache(maxsize=None)(stemmer.stemmer("english").stemWord)
+    page = "\n\n".join(topics.values())  # half a megabyte of Python's documentation
+    words = set(terms(page)) | {"dying", "lying", "tying", "skies", "aed", "sky", "y", "yes"}
+    for word in sorted(words):
+        assert relevant_stems(word, stem)(word) == stem(word)
+        assert stem(word)[:2].replace("y", "i") == word[:2].replace("y", "i") or len(stem(word)) == 1
+    passages = split_markdown(page)
+    for query in (
+        "How are classes created?",
+        "dying generators",
+        "import statements in packages",
+        "a",
+        "yield 2 values",
+    ):
+        options = {"title": "Topics", "max_chars": 8000, "score": count}
+        wanted = select(passages, query, stem=stem, **options)  # type: ignore[arg-type]
+        assert wanted
+        assert select(passages, query, stem=relevant_stems(query, stem), **options) == wanted  # type: ignore[arg-type]
+
+
+def test_of_a_page_of_ever_new_words_only_so_many_are_stemmed() -> None:
+    stemmed: list[str] = []
+    stem = relevant_stems("penguins swim", lambda word: stemmed.append(word) or word)  # type: ignore[func-returns-value]
+    for i in range(20_000):
+        assert stem(f"other{i}") == f"other{i}"
+    assert stemmed == ["penguins", "swim"]
+    for i in range(20_000):
+        stem(f"swim{i}")
+    assert len(stemmed) == 2 + MAX_STEMS
 
 
 def test_relevant_passages_come_in_page_order() -> None:

@@ -94,6 +94,20 @@ async def test_a_worker_that_dies_is_an_error_for_its_job_and_is_replaced(pool: 
     assert (await pool.run({"do": "echo"}))["pid"] != process_id
 
 
+@pytest.mark.parametrize("do", ["echo", "raise"])
+async def test_a_worker_that_is_worn_is_replaced_after_its_answer(do: str) -> None:
+    async with running(faulty_pool(fault="wears out")) as pool:
+        [process_id] = pool.process_ids
+        await pool.run({"do": "echo"})
+        assert pool.process_ids == [process_id]
+        if do == "raise":
+            with pytest.raises(WorkerJobError, match="as asked"):
+                await pool.run({"do": do, "is_hard": True})
+        else:
+            assert (await pool.run({"do": do, "is_hard": True}))["pid"] == process_id
+        assert (await pool.run({"do": "echo"}))["pid"] != process_id
+
+
 async def test_a_worker_that_dies_while_it_is_free_is_nobodys_error(pool: WorkerPool) -> None:
     [process_id] = pool.process_ids
     [slot] = pool._slots
