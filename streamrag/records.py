@@ -14,7 +14,7 @@ from streamrag.reading import Unpacked, as_dataclass, lines_of, parse_json
 __all__ = ["ChunkRecord", "Outcome", "PreemptionRecord", "RequestRecord", "RestoreRecord", "read_records"]
 
 Outcome: TypeAlias = Literal["finished", "aborted", "failed"]
-"""Aborted: the client had enough, went away, or gave up. Failed: the engine refused it, or gave it up."""
+"""Aborted: the client had enough, or went away. Failed: the engine refused it, or gave it up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,9 @@ else:
 
 __all__ = ["StreamIntakeMixin"]
 
+NUM_GONE = 1_000
+"""Requests that were not finished, of which it is remembered that chunks may still come."""
+
 
 class StreamIntakeMixin(_Base):
     """What a scheduler must do with chunks, whoever decides what runs."""
@@ -53,6 +56,8 @@ class StreamIntakeMixin(_Base):
         self.forecast = ChunkForecast()
         self.host_memory: HostMemory | None = host_memory_of(self.connector)
         self._outbox: list[tuple[int, EngineCoreOutput]] = []
+        # Ids of the last that failed or were aborted. Their clients know, and may use them again.
+        self._gone: deque[str] = deque(maxlen=NUM_GONE)
         # Of each step whose output is still to come, the requests of whose prompts it computes tokens, and whether the
         # last of a complete one. vLLM calls `update_from_output` once per step, in order.
         self._prefills_in_flight: deque[list[tuple[StreamRequest, bool]]] = deque()
@@ -74,15 +79,18 @@ class StreamIntakeMixin(_Base):
             self._end_input(request.request_id)
             return
         existing = self.requests.get(request.request_id)
-        if existing is None:
-            if message is None or message.index == 0:
-                self._open(request, message)
-            # Else it is a chunk for a stream that has failed or was aborted: its client knows.
-        elif message is None:
-            self._refuse(request, f"there is a request {request.request_id!r} already")
-        elif not existing.is_finished():  # else it lives on until a KV connector lets go of its blocks
-            assert isinstance(existing, StreamRequest)
+        if message is not None and isinstance(existing, StreamRequest) and existing.takes_chunks:
             self._add_chunk(existing, request, message)
+        elif message is not None and message.index > 0 and self._is_late(request):
+            pass  # its client knows how its stream ended
+        elif existing is None:
+            self._open(request, message)
+        else:  # one that has ended lives on until a KV connector lets go of its blocks
+            self._refuse(request, f"there is a request {request.request_id!r} already", message)
+
+    def _is_late(self, request: Request) -> bool:
+        """Whether it is a chunk that was on its way when its stream ended. Its error would reach who has the id now."""
+        return request.resumable and request.request_id in self._gone
 
     def _refuse(self, request: Request, problem: str, message: ChunkMessage | None = None) -> None:
         """Fail a request that has not been taken in, or the stream that it is a chunk of."""
@@ -100,7 +108,10 @@ class StreamIntakeMixin(_Base):
         return StreamRequest.adopt(request, message, now_s - (self.wall_clock() - request.arrival_time), now_s)
 
     def _open(self, request: Request, message: ChunkMessage | None) -> None:
-        if problem := self._problem(request, message):
+        problem = self._problem(request, message)
+        if problem is None and message is not None and message.index > 0:
+            problem = f"chunk {message.index} came, but no chunk 0: it was lost, or the stream has ended"
+        if problem is not None:
             self._refuse(request, problem, message if request.resumable else None)
             return
         stream = self._adopt(request, message)
@@ -116,7 +127,7 @@ class StreamIntakeMixin(_Base):
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: ChunkMessage) -> None:
         now_s = self.clock()
-        if problem := self._misfit(stream, message) or self._problem(request, message):
+        if problem := self._misfit(stream, request, message) or self._problem(request, message):
             self._fail(stream, problem)
             return
         self._acknowledge(stream, num_chunks=stream.num_chunks)
@@ -169,7 +180,7 @@ class StreamIntakeMixin(_Base):
         self.idle[stream.request_id] = stream
         self._acknowledge(stream, num_chunks=stream.num_chunks)
 
-    def _misfit(self, stream: StreamRequest, message: ChunkMessage) -> str | None:
+    def _misfit(self, stream: StreamRequest, request: Request, message: ChunkMessage) -> str | None:
         """Why the chunk cannot be the next of the stream. What it keeps is meant of the one before."""
         if message.index != stream.num_chunks:
             return f"chunk {message.index} came instead of chunk {stream.num_chunks}: one was lost, or came twice"
@@ -178,18 +189,22 @@ class StreamIntakeMixin(_Base):
         num_held = len(stream._all_token_ids)
         if message.num_kept > num_held:
             return f"chunk {message.index} keeps {message.num_kept} tokens of a prompt of {num_held}"
+        if _cache_key(request) != _cache_key(stream):
+            return f"chunk {message.index} has another LoRA adapter, or another cache salt, than its stream"
         return None
 
     def _problem(self, request: Request, message: ChunkMessage | None) -> str | None:
         if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
             return "extra_args['kv_transfer_params'] must be a mapping"
+        num_tokens = request.num_prompt_tokens + (message.num_kept if message else 0)
+        if num_tokens < 1:
+            return "a prompt needs at least one token"
         if message is None:
             return "vLLM's own streaming sessions need vLLM's own scheduler" if request.resumable else None
         if not request.resumable:
             return "a chunk must come as one of vLLM's streamed inputs, or nobody could ever send the next"
         if message.index == 0 and message.num_kept > 0:
             return f"the first chunk of a stream keeps {message.num_kept} tokens, of nothing"
-        num_tokens = message.num_kept + request.num_prompt_tokens
         if num_tokens >= self.max_model_len:
             return f"a prompt of {num_tokens} tokens does not fit the model's length of {self.max_model_len}"
         unsupported = {
@@ -203,9 +218,9 @@ class StreamIntakeMixin(_Base):
 
     def _end_input(self, request_id: str) -> None:
         stream = self.requests.get(request_id)
-        if isinstance(stream, StreamRequest) and stream.is_partial:  # the client gave up without a final chunk
-            self._acknowledge(stream, num_chunks=stream.num_chunks)
-            self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        # A complete one is answered. vLLM's client sends no end of a stream that it has aborted.
+        if isinstance(stream, StreamRequest) and stream.is_partial and not stream.is_finished():
+            self._fail(stream, f"its input ended after chunk {stream.num_chunks - 1}, which is not the last one")
 
     # ------------------------------------------------------------------------------------------------- what goes out
 
@@ -269,6 +284,8 @@ class StreamIntakeMixin(_Base):
 
     def _record_end(self, request: StreamRequest) -> None:
         record = request.end(self.clock())
+        if record.outcome != "finished":
+            self._gone.append(request.request_id)
         if self.record_file is not None:
             self.record_file.write(record)
 
@@ -296,3 +313,8 @@ class StreamIntakeMixin(_Base):
         if self.finished_req_ids or self.connector is None:
             return bool(self.finished_req_ids)
         return len(self.requests) > sum(self.get_request_counts()) + len(self.idle)
+
+
+def _cache_key(request: Request) -> tuple[Any, str | None]:
+    """What its KV depends on beside its tokens."""
+    return msgspec.to_builtins(request.lora_request), request.cache_salt

@@ -115,6 +115,11 @@ class StreamRequest(Request):
         return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
 
     @property
+    def takes_chunks(self) -> bool:
+        """Whether chunks that come under its id are its own."""
+        return self.is_stream and not self.is_finished()
+
+    @property
     def has_output(self) -> bool:
         """Whether a token has been sampled, or is being."""
         return bool(self._output_token_ids) or self.num_output_placeholders > 0

@@ -222,6 +222,9 @@ class TokenStream:
     async def events(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
         """How far the newest prompt is prefilled, then the answer.
 
+        Each prompt brings one `Prefilled` at most. If memory is short it comes early, with what is computed by then,
+        and there is none when the rest is.
+
         Whoever begins again goes on where the last iteration ended; of several at once, each event goes to one.
 
         :raises EngineDeadError: the engine's processes are gone.

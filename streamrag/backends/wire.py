@@ -50,7 +50,10 @@ class ChunkMessage:
 
 @dataclass(frozen=True, slots=True)
 class EndOfInput:
-    """What vLLM's client sends by itself when the stream of inputs ends: there are no more chunks."""
+    """What vLLM's client sends by itself when the stream of inputs ends: there are no more chunks.
+
+    A stream whose last chunk has not come by then fails: it was lost, or the client gave up.
+    """
 
     def extra_args(self) -> dict[str, Any]:
         return {KEY: dict(END)}

@@ -118,8 +118,7 @@ class FakeCore:
         held = self.held.get(request_id)
         if isinstance(message, EndOfInput):
             if held and not held.is_complete:  # the client has refused a chunk
-                self.acknowledge(request_id)
-                del self.held[request_id]
+                self.give_up(request_id)
             return
         if message is None or message.index == 0:
             if held is not None or (message is not None and message.num_kept):

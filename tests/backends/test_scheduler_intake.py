@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 from test_wire import MALFORMED
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
+from streamrag.backends.stream_intake import NUM_GONE
 from streamrag.backends.wire import KEY, ChunkMessage, EndOfInput
 from tests.engine.sizes import container_sizes, what_has_grown
 
@@ -17,11 +19,11 @@ TOKENS = list(range(40))
 GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
 
 
-def send(b: Any, name: str, extra_args: Any, *, resumable: bool, tokens: list[int] = TOKENS) -> None:
+def send(b: Any, name: str, extra_args: Any, *, resumable: bool, tokens: list[int] = TOKENS, **more: Any) -> None:
     params = GREEDY.clone()
     params.extra_args = extra_args  # past the checks of vLLM's client, which does not look into it but for huge numbers
     at_s, hasher = b.engine.now_s, b.engine._hasher
-    request = Request(name, tokens, params, None, arrival_time=at_s, block_hasher=hasher, resumable=resumable)
+    request = Request(name, tokens, params, None, arrival_time=at_s, block_hasher=hasher, resumable=resumable, **more)
     b.scheduler.add_request(request)
 
 
@@ -133,7 +135,111 @@ def test_a_chunk_after_the_last_one_fails_its_stream(bench: Make) -> None:
     assert "after the last one" in error(b, "s")
 
 
-def test_the_end_of_input_ends_partial_prompts_and_nothing_else(bench: Make) -> None:
+@pytest.mark.parametrize("index", [1, 3])
+@pytest.mark.parametrize("is_final", [False, True])
+def test_a_chunk_of_nobody_that_comes_as_a_plain_request_is_refused(bench: Make, index: int, is_final: bool) -> None:
+    b = bench()
+    for name in ("p", "p again"):
+        send(b, name, ChunkMessage(index, 2, is_final).extra_args(), resumable=False)
+        b.check_empty()
+        assert "streamed inputs" in error(b, name)
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_a_stream_whose_first_chunk_is_lost_fails_once(bench: Make, is_final: bool) -> None:
+    b = bench()
+    at_start = container_sizes(b.scheduler)
+    for index in (1, 2, 3):
+        send(b, "s", ChunkMessage(index, 40, is_final and index == 3).extra_args(), resumable=True)
+        b.check_empty()
+    assert "chunk 1 came, but no chunk 0" in error(b, "s")
+    assert b.num_finishes("s") == 1
+    assert b.record("s").is_stream
+    assert what_has_grown(b.scheduler, at_start) == {}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_late_chunks_of_a_stream_do_not_reach_the_next_owner_of_its_id(
+    bench: Make, is_stream: bool, is_aborted: bool
+) -> None:
+    b = bench()
+    b.chunk("again", TOKENS)
+    b.step()
+    if is_aborted:
+        b.engine.abort("again")
+    else:
+        send(b, "again", {KEY: 5}, resumable=True)
+    b.run()
+    b.outputs.clear()
+    late = ChunkMessage(1, 40, False).extra_args()
+    send(b, "again", late, resumable=True)
+    b.run()
+    assert b.outputs == []
+    send(b, "again", ChunkMessage(0, 0, True).extra_args() if is_stream else None, resumable=is_stream)
+    if not is_stream:
+        send(b, "again", late, resumable=True)
+    b.run()
+    assert b.tokens("again") == b.fresh_answer(TOKENS)
+
+
+def test_no_more_is_remembered_of_those_that_failed_than_the_last_thousand(bench: Make) -> None:
+    b = bench()
+    for i in range(NUM_GONE + 5):
+        send(b, f"s{i}", ChunkMessage(1, 0, False).extra_args(), resumable=True)
+    assert len(b.scheduler._gone) == NUM_GONE
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_an_empty_prompt_is_refused(bench: Make, resumable: bool) -> None:
+    b = bench()
+    send(b, "e", ChunkMessage(0, 0, False).extra_args() if resumable else None, resumable=resumable, tokens=[])
+    b.check_empty()
+    assert "at least one token" in error(b, "e")
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 20])
+def test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream(bench: Make, is_final: bool, num_steps: int) -> None:
+    b = bench()
+    b.chunk("s", TOKENS)
+    for _ in range(num_steps):
+        b.step() if b.engine.has_work else None
+    b.chunk("s", [], is_final=is_final)
+    b.check_empty()
+    assert "at least one token" in error(b, "s")
+
+
+def test_a_chunk_may_do_nothing_but_shorten_its_prompt(bench: Make) -> None:
+    b = bench()
+    b.chunk("s", TOKENS)
+    b.run()
+    b.chunk("s", [], kept=5, is_final=True)
+    b.check_empty()
+    assert b.tokens("s") == b.fresh_answer(TOKENS[:5])
+
+
+@pytest.mark.parametrize(
+    "other", [{"lora_request": LoRARequest("b", 2, "/b")}, {"lora_request": None}, {"cache_salt": "b"}]
+)
+@pytest.mark.parametrize("num_kept", [0, 4])
+def test_a_chunk_with_another_adapter_or_salt_than_its_stream_fails_it(
+    bench: Make, other: dict[str, Any], num_kept: int
+) -> None:
+    b = bench()
+    ours = {"lora_request": LoRARequest("a", 1, "/a"), "cache_salt": "a"}
+    send(b, "good", ChunkMessage(0, 0, False).extra_args(), resumable=True, **ours)
+    send(b, "bad", ChunkMessage(0, 0, False).extra_args(), resumable=True, **ours)
+    b.run()
+    send(b, "bad", ChunkMessage(1, num_kept, True).extra_args(), resumable=True, **{**ours, **other})
+    same = {"lora_request": LoRARequest("a", 1, "/a"), "cache_salt": "a"}
+    send(b, "good", ChunkMessage(1, num_kept, True).extra_args(), resumable=True, **same)
+    b.check_empty()
+    assert "another LoRA adapter, or another cache salt" in error(b, "bad")
+    assert b.tokens("good") == b.fresh_answer(TOKENS[:num_kept] + TOKENS)
+
+
+def test_the_end_of_input_fails_partial_prompts_and_nothing_else(bench: Make) -> None:
     b = bench()
     b.chunk("partial", TOKENS)
     b.chunk("complete", TOKENS, is_final=True)
@@ -144,6 +250,7 @@ def test_the_end_of_input_ends_partial_prompts_and_nothing_else(bench: Make) -> 
     b.run()
     assert b.tokens("complete") == b.fresh_answer(TOKENS)
     assert b.tokens("plain") == b.fresh_answer(list(range(30)))
+    assert "ended after chunk 0, which is not the last one" in error(b, "partial")
     assert b.num_finishes("partial") == 1
     assert b.num_finishes("unknown") == 0
 

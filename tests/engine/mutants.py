@@ -200,7 +200,11 @@ MUTANTS = (
         3_000,
     ),
     Mutant(
-        "the end of input ends answers too", INTAKE, "StreamRequest) and stream.is_partial:", "StreamRequest):", 200
+        "the end of input ends answers too",
+        INTAKE,
+        "stream.is_partial and not stream.is_finished():",
+        "not stream.is_finished():",
+        200,
     ),
     Mutant("finishing all requests finishes none", INTAKE, "ids = list(self.requests)", "ids = []", 200),
     Mutant("a failed load is tried for ever", HOST_MEMORY, "        self.pool.drop(keys)\n", "", 3_000),
@@ -239,6 +243,29 @@ MUTANTS = (
         200,
     ),
     Mutant("a gap is not noticed", INTAKE, "if message.index != stream.num_chunks:", "if False:", 100),
+    Mutant(
+        "chunks of a stream that has ended are answered with errors",
+        INTAKE,
+        "return request.resumable and request.request_id in self._gone",
+        "return False",
+        200,
+    ),
+    Mutant(
+        "a chunk without a stream is dropped",
+        INTAKE,
+        "return request.resumable and request.request_id in self._gone",
+        "return True",
+        0,  # in the fuzz the first chunk of a stream always arrives
+        "tests/backends/test_scheduler_intake.py::test_a_stream_whose_first_chunk_is_lost_fails_once",
+    ),
+    Mutant(
+        "an empty prompt is taken in",
+        INTAKE,
+        "if num_tokens < 1:",
+        "if False:",
+        0,
+        "tests/backends/test_scheduler_intake.py::test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream",
+    ),
     Mutant("a chunk keeps more than there is", INTAKE, "if message.num_kept > num_held:", "if False:", 400),
     Mutant("fields are not checked", WIRE, "if not is_right(value):", "if False:", 200),
     Mutant("what is no mapping is read as one", WIRE, "if not isinstance(fields, dict):", "if False:", 200),

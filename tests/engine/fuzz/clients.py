@@ -51,8 +51,6 @@ class Client:
     """Whether it has sent what must be refused."""
     is_gapped: bool = False
     """Whether the next chunk follows one that was lost."""
-    gave_up: bool = False
-    """Whether it has ended its input without a last chunk."""
     is_aborted: bool = False
     """By itself, or by a pause."""
 
@@ -86,22 +84,23 @@ class Client:
     @property
     def is_waiting(self) -> bool:
         """Whether there is more to come for it, sooner or later."""
-        if self.is_aborted or self.ending is not None:
-            return False
-        return not (self.gave_up and self.num_acknowledged == self.num_chunks)
+        return not self.is_aborted and self.ending is None
 
     # ------------------------------------------------------------------------------------------------ what it sends
 
     def send(self, event: Plain | Chunk, now_s: float) -> None:
         self.must_fail |= self.is_gapped
-        if self.must_fail or self.gave_up:
+        if self.must_fail:
             return  # it will not be taken
         self.sent.append((now_s, event.prompt))
         self.prompt, self.max_tokens, self.stop = event.prompt, event.max_tokens, event.stop
         self.is_complete = isinstance(event, Plain) or event.is_final
 
-    def end_input(self) -> None:
-        self.gave_up |= not (self.is_complete or self.must_fail or self.is_too_long)
+    def end_input(self) -> bool:
+        """Whether it gives up, without a last chunk."""
+        gives_up = self.is_waiting and not (self.is_complete or self.must_fail or self.is_too_long)
+        self.must_fail |= gives_up
+        return gives_up
 
     # --------------------------------------------------------------------------------------------- what it is sent
 
@@ -138,7 +137,7 @@ class Client:
         self.num_acknowledged += 1
         self.lacks_memory = lacks_memory
         num_computable = len(self.sent[index][1]) - 1
-        if index < self.num_chunks - 1 or self.gave_up or self.must_fail or lacks_memory:
+        if index < self.num_chunks - 1 or self.must_fail or lacks_memory:
             # It was superseded, perhaps, or is not computed for the time being.
             check(0 <= num_computed <= num_computable, f"{name}: {num_computed} computed of {num_computable}")
             return

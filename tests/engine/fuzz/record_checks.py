@@ -83,8 +83,6 @@ def problems(record: RequestRecord, client: Client, has_prefix_cache: bool) -> l
 def outcomes(client: Client) -> tuple[str, ...]:
     if client.is_aborted:  # perhaps before its client heard of the failure
         return ("aborted", "failed") if client.is_too_long or client.must_fail else ("aborted",)
-    if client.gave_up:
-        return ("aborted",)
     return ("failed",) if client.ending == FinishReason.ERROR else ("finished",)
 
 

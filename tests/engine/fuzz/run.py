@@ -252,7 +252,7 @@ class Run:
 
     def _add_malformed(self, event: Malformed) -> None:
         client = self._client(event.request_id)
-        if client.must_fail or client.is_too_long or client.gave_up or not client.is_waiting:
+        if client.must_fail or client.is_too_long or not client.is_waiting:
             return
         client.must_fail = True
         if not client.sent:
@@ -263,8 +263,7 @@ class Run:
     def _end_input(self, name: str) -> None:
         client = self.clients[name]
         if self.current[client.request_id] is client:
-            client.end_input()
-            self.met["clients that gave up"] += client.gave_up and client.is_waiting
+            self.met["clients that gave up"] += client.end_input()
             params = SamplingParams(max_tokens=1, detokenize=False, extra_args=EndMessage().extra_args())
             self.engine.add(client.request_id, [0], params)
 
@@ -315,7 +314,7 @@ class Run:
                 client.is_aborted = True
                 self.met["aborts by a pause"] += 1
             for client in waiting.values():  # what they hear is on its way
-                check(client.must_fail or client.is_too_long or client.gave_up, f"{client.name} outlives a pause")
+                check(client.must_fail or client.is_too_long, f"{client.name} outlives a pause")
         state = PauseState.PAUSED_ALL if event.mode == "keep" else PauseState.PAUSED_NEW
         self.scheduler.set_pause_state(state)
         self.pause, self.is_pause_complete, self._paused_at = event, False, self.engine.num_steps
