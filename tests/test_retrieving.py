@@ -36,7 +36,12 @@ class Odd:
     """A source that is one function."""
 
     def __init__(self, stream: Callable[[str], Any]) -> None:
-        self.stream = stream
+        self._stream = stream
+        self.is_asked = False
+
+    def stream(self, query: str) -> Any:
+        self.is_asked = True
+        return self._stream(query)
 
 
 async def ask(source: Odd | StretchedSource, **options: Any) -> str:
@@ -128,25 +133,25 @@ async def swallows_and_yields(query: str) -> AsyncIterator[SourceEvent]:
 
 
 async def swallows_and_ends(query: str) -> AsyncIterator[SourceEvent]:
-    yield Append(A)
     with suppress(asyncio.CancelledError):
         await asyncio.sleep(3600)
+        yield Append(A)
 
 
 async def makes_another_error(query: str) -> AsyncIterator[SourceEvent]:
-    yield Append(A)
     try:
         await asyncio.sleep(3600)
     except asyncio.CancelledError:
         raise ValueError("connection lost") from None
+    yield Append(A)
 
 
 async def swallows_and_waits(query: str) -> AsyncIterator[SourceEvent]:
-    yield Append(A)
     try:
         await asyncio.sleep(3600)
     except asyncio.CancelledError:
         await asyncio.sleep(3600)
+    yield Append(A)
 
 
 class Warming(ScriptedBackend):
@@ -196,13 +201,13 @@ async def test_closing_returns_whatever_a_source_does_with_a_cancellation(
     stream: Callable[[str], Any], how: str, kind: type[ScriptedBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks_module, "CANCEL_AGAIN_S", 0.05)
-    backend = kind()
-    pipeline = Pipeline(Odd(stream), backend)
+    source, backend = Odd(stream), kind()
+    pipeline = Pipeline(source, backend)
     with anyio.fail_after(20):
         await pipeline.start()
         async with pipeline.events("Why?") as events:
             await anext(events)
-            await wait_until(lambda: backend.num_requests == 1)
+            await wait_until(lambda: source.is_asked)  # and, in the same step, waits
             if how == "closing the pipeline":
                 await pipeline.aclose()
                 assert not backend.is_started
