@@ -18,7 +18,7 @@ HEAD_PIECE_BYTES = 1 << 12
 
 
 class ResponseTooLargeError(Exception):
-    """What a server sends is out of proportion. Never leaves `sources`."""
+    """What a server sends is out of proportion. Never leaves the package."""
 
 
 class CountedStream(httpcore.AsyncNetworkStream):
