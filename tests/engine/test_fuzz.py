@@ -49,6 +49,7 @@ SITUATIONS = [
     "runs: with weights",
     "runs: without prefix cache",
     "steps with more idle streams than slots",
+    "streams without a first chunk",
     "the engine slept beside idle streams",
     "tokens from the prefix cache",
 ]

@@ -49,6 +49,8 @@ class Client:
 
     must_fail: bool = False
     """Whether it has sent what must be refused."""
+    lacks_start: bool = False
+    """Whether its first chunk was lost."""
     is_gapped: bool = False
     """Whether the next chunk follows one that was lost."""
     is_aborted: bool = False
@@ -84,12 +86,16 @@ class Client:
     @property
     def is_waiting(self) -> bool:
         """Whether there is more to come for it, sooner or later."""
-        return not self.is_aborted and self.ending is None
+        return bool(self.sent) and not self.is_aborted and self.ending is None
 
     # ------------------------------------------------------------------------------------------------ what it sends
 
     def send(self, event: Plain | Chunk, now_s: float) -> None:
+        tail = event.prompt[event.num_kept :] if isinstance(event, Chunk) else event.prompt
         self.must_fail |= self.is_gapped
+        if self.is_gapped and not self.sent:
+            self.lacks_start = True
+            self.sent.append((now_s, tail))
         if self.must_fail:
             return  # it will not be taken
         self.sent.append((now_s, event.prompt))

@@ -167,9 +167,7 @@ class Run:
             case Chunk():
                 self._add_chunk(event)
             case Lost():
-                client = self.clients.get(event.chunk.request_id)
-                if client is not None:
-                    client.is_gapped = True
+                self._client(event.chunk.request_id).is_gapped = True
             case Malformed():
                 self._add_malformed(event)
             case EndOfInput():
@@ -202,7 +200,7 @@ class Run:
         if wanted is None or wanted not in self.clients:
             return name
         old = self.current[self.clients[wanted].request_id]
-        if old.is_waiting:
+        if old.is_waiting or not old.sent:
             return name
         self.met["request ids used again with a step in flight"] += old.computed[1] > self.engine.now_s
         self.met["request ids used again"] += 1
@@ -240,11 +238,12 @@ class Run:
 
     def _add_chunk(self, event: Chunk) -> None:
         client = self._client(event.request_id)
-        if not client.is_waiting:
+        if client.sent and not client.is_waiting:
             self.met["chunks after the end"] += 1
         else:
             count_chunk(self, event, client)
             client.send(event, self.engine.now_s)
+            self.met["streams without a first chunk"] += client.lacks_start
         if self.current[client.request_id] is not client:
             return  # its id is somebody else's now: vLLM's client would not send it
         message = ChunkMessage(event.index, event.num_kept, event.is_final, self.engine.now_s)
@@ -252,7 +251,7 @@ class Run:
 
     def _add_malformed(self, event: Malformed) -> None:
         client = self._client(event.request_id)
-        if client.must_fail or client.is_too_long or not client.is_waiting:
+        if client.must_fail or client.is_too_long or client.is_gapped or (client.sent and not client.is_waiting):
             return
         client.must_fail = True
         if not client.sent:

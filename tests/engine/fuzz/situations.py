@@ -157,11 +157,13 @@ def _malformed(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _gaps(rng: random.Random, scenario: Scenario) -> Scenario:
-    """A chunk in the middle of a stream never arrives, as if its client had been cancelled while it sent it."""
+    """A chunk that is not the last never arrives, as if its client had been cancelled while it sent it."""
     events = list(scenario.events)
-    for _, chunks in _streams(scenario):
-        if len(chunks) > 2 and rng.random() < 0.4:
-            timed = rng.choice(chunks[1:-1])
+    for name, chunks in _streams(scenario):
+        # Without its first chunk, a stream cannot be told from an earlier one of its id.
+        losable = chunks[name in scenario.reused_ids : -1]
+        if losable and rng.random() < 0.4:
+            timed = rng.choice(losable)
             events[events.index(timed)] = (timed[0], Lost(timed[1]))
     return replace(scenario, events=tuple(events))
 
