@@ -74,13 +74,15 @@ class Relevance:
         documents = [Counter(terms(text, _stem)) for text in texts]
         lengths = [document.total() for document in documents]
         mean = sum(lengths) / max(len(lengths), 1) or 1.0
-        scores = [0.0] * len(documents)
-        for term in self._wanted:
-            num_with = sum(term in document for document in documents)
-            weight = math.log(1 + (len(documents) - num_with + 0.5) / (num_with + 0.5))
-            for i, (document, length) in enumerate(zip(documents, lengths, strict=True)):
-                count = document[term]
-                scores[i] += weight * count * (K1 + 1) / (count + K1 * (1 - B + B * length / mean))
+        wanted = set(self._wanted)
+        # Of each document only the terms that it has: a question may have as many words as a document.
+        found = [sorted(document.keys() & wanted) for document in documents]
+        num_with = Counter(term for terms_of_one in found for term in terms_of_one)
+        weights = {term: math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for term, n in num_with.items()}
+        scores = []
+        for document, length, present in zip(documents, lengths, found, strict=True):
+            norm = K1 * (1 - B + B * length / mean)
+            scores.append(sum(weights[t] * document[t] * (K1 + 1) / (document[t] + norm) for t in present))
         return scores
 
 

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import anyio
 
@@ -31,7 +31,7 @@ from streamrag.core import (
 from streamrag.errors import BackendError, DeadlineExceededError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.retrieving import closing, source_events
-from streamrag.tasks import cancel_regardless, is_cancelled
+from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -104,6 +104,7 @@ class QueryRun:
         self._first_chunk_s: float | None = None
         self._retrieval_s = 0.0
         self._phase = _Phase.STARTING
+        self._has_place = False
         self._source_error: SourceError | None = None
         self._cut_short: str | None = None
         self._num_invalidated = 0
@@ -119,7 +120,11 @@ class QueryRun:
             await asyncio.wait([work], timeout=self._query.deadline_s)
         finally:
             is_late = not work.done()
-            await self._end(work)
+            try:
+                await self._end(work)
+            finally:  # not in the work itself, which may be left behind
+                if self._has_place:
+                    admission.release_on_behalf_of(self)
         if is_late:
             raise DeadlineExceededError(
                 f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase.value}"
@@ -145,16 +150,17 @@ class QueryRun:
     async def _run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
         await started()
         self._phase = _Phase.WAITING
-        async with admission:
-            self._phase = _Phase.RETRIEVING
-            try:
-                return await self._run_admitted()
-            except (asyncio.CancelledError, GeneratorExit) as error:
-                if is_cancelled():
-                    raise
-                raise BackendError(
-                    f"{part_name(self._backend)} failed: a {type(error).__name__}, though nobody has stopped the query"
-                ) from error
+        await admission.acquire_on_behalf_of(self)
+        self._has_place = True
+        self._phase = _Phase.RETRIEVING
+        try:
+            return await self._run_admitted()
+        except (asyncio.CancelledError, GeneratorExit) as error:
+            if is_cancelled():
+                raise
+            raise BackendError(
+                f"{part_name(self._backend)} failed: a {type(error).__name__}, though nobody has stopped the query"
+            ) from error
 
     async def _run_admitted(self) -> Answer:
         queued_s = self._now()
@@ -320,5 +326,27 @@ class QueryRun:
         return self._clock() - self._submitted_s
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        """Tokenising a page takes milliseconds, which the event loop does not have."""
-        return await anyio.to_thread.run_sync(function, limiter=self._tokenizing)
+        """Tokenising a page takes milliseconds, which the event loop does not have.
+
+        A thread cannot be stopped: a query that is, waits for its own, which keeps the tokenizer's place until it ends.
+        """
+        has_begun = is_given_up = False
+
+        def begin() -> T | None:
+            nonlocal has_begun
+            has_begun = True
+            return None if is_given_up else function()
+
+        work = asyncio.create_task(_run_sync(begin, self._tokenizing), name="streamrag tokenising")
+        work.add_done_callback(lambda task: task.cancelled() or task.exception())  # asked for below, unless given up
+        try:
+            return cast(T, await asyncio.shield(work))
+        except asyncio.CancelledError:
+            is_given_up = True
+            if has_begun:
+                await wait_regardless([work])
+            raise
+
+
+async def _run_sync(function: Callable[[], T], limiter: anyio.CapacityLimiter) -> T:
+    return await anyio.to_thread.run_sync(function, limiter=limiter)

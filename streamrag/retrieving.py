@@ -54,8 +54,12 @@ def closing(iterator: AsyncIterator[T]) -> "aclosing[AsyncGenerator[T, None]]":
 
 
 async def _as_generator(iterator: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    async for item in iterator:
-        yield item
+    try:
+        async for item in iterator:
+            yield item
+    finally:
+        if close := getattr(iterator, "aclose", None):
+            await close()
 
 
 def _raise_swallowed(error: Exception | None = None) -> None:

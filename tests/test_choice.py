@@ -65,3 +65,22 @@ def test_pages_are_compared_by_their_best_part() -> None:
 def test_the_retrievers_own_scores_count_if_all_have_one(second: float | None, best: int) -> None:
     scores = Relevance(QUESTION).scores([Chunk(ABOUT, "a.md", score=1.0), Chunk(FILLER, "b.md", score=second)])
     assert scores.index(max(scores)) == best
+
+
+def test_a_question_of_many_words_is_compared_in_proportion_to_the_text() -> None:
+    class Counting(str):
+        num_hashed = 0
+
+        def __hash__(self) -> int:
+            Counting.num_hashed += 1
+            return super().__hash__()
+
+        def __eq__(self, other: object) -> bool:
+            return str.__eq__(self, other)
+
+    relevance = Relevance(" ".join(f"word{i}" for i in range(15_000)))
+    relevance._wanted = [Counting(term) for term in relevance._wanted]
+    text = "\n\n".join(f"## Part {i}\n\nHere is word{i} and no other." for i in range(3_000))
+    kept, _ = relevance.shorten(text, 1_000)
+    assert kept
+    assert Counting.num_hashed <= 3 * len(relevance._wanted)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from typing import Any, Literal
@@ -24,9 +25,11 @@ from streamrag import (
 from streamrag import query as query_module
 from streamrag import tasks as tasks_module
 from streamrag.backends.warming import warm_then_generate
-from streamrag.core import BackendEvent, CutShort, SourceEvent
+from streamrag.core import BackendEvent, CutShort, ModelInfo, SourceEvent
 from streamrag.errors import DeadlineExceededError, PipelineClosedError, SourceError
-from streamrag.testing import ScriptedBackend, ScriptedSource
+from streamrag.handle import AnswerStream
+from streamrag.retrieving import closing
+from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource
 from streamrag.trace.recorder import TraceRecorder
 
 A = Chunk("alpha", "a.md", "A")
@@ -267,3 +270,94 @@ async def test_a_sources_own_timeouts_are_its_own(library: str) -> None:
 async def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         await anyio.lowlevel.checkpoint()
+
+
+class ClosableOnly:
+    """An async iterator that is no generator: it can be closed, and that is all."""
+
+    def __init__(self, items: AsyncIterator[object]) -> None:
+        self._items = items
+        self.is_closed = False
+
+    def __aiter__(self) -> "ClosableOnly":
+        return self
+
+    async def __anext__(self) -> object:
+        return await anext(self._items)
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+async def test_an_iterator_that_is_no_generator_is_closed_too() -> None:
+    async def one(query: str) -> AsyncIterator[SourceEvent]:
+        yield Append(A)
+
+    events = ClosableOnly(one("Why?"))
+    async with closing(events) as pulled:
+        assert await anext(pulled) == Append(A)
+    assert events.is_closed
+
+
+class SlowTokenizer(CodePointTokenizer):
+    """Holds its thread until it is let go."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.lets_go = threading.Event(), threading.Event()
+        self.num_inside = self.most_inside = 0
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        if "slow" in text:
+            self.has_begun.set()
+            assert self.lets_go.wait(20)
+        self.num_inside -= 1
+        return super().encode(text, allow_special=allow_special)
+
+
+async def test_a_query_that_is_stopped_does_not_leave_its_thread_in_the_tokenizer() -> None:
+    tokenizer = SlowTokenizer()
+    backend = ScriptedBackend("ok")
+    backend.model = ModelInfo("model", tokenizer, 100_000)
+    source = ScriptedSource(lambda query: [Append(Chunk(query, "a.md"))])
+    async with Pipeline(source, backend) as pipeline:
+        stream = pipeline.stream("slow")
+        async with stream:
+            await asyncio.to_thread(tokenizer.has_begun.wait, 20)
+            waiting = asyncio.create_task(stream.aclose())
+            other = asyncio.create_task(_text(pipeline.stream("quick")))
+            await asyncio.sleep(0)
+            assert tokenizer.num_inside == 1
+            tokenizer.lets_go.set()
+            await waiting
+            assert await other == "ok"
+    assert tokenizer.most_inside == 1
+
+
+async def test_what_is_left_behind_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query_module, "LET_GO_S", 0.05)
+    lets_go, left = anyio.Event(), anyio.Event()
+
+    async def holds_on_once(query: str) -> AsyncIterator[SourceEvent]:
+        while query == "first" and not lets_go.is_set():
+            with suppress(asyncio.CancelledError):
+                await lets_go.wait()
+        if query == "first":
+            left.set()
+        yield Append(A)
+
+    with anyio.fail_after(20):
+        async with Pipeline(Odd(holds_on_once), ScriptedBackend("ok"), max_concurrent_queries=1) as pipeline:
+            with (
+                pytest.warns(ResourceWarning, match="is left behind"),
+                pytest.raises(DeadlineExceededError),
+            ):
+                await _text(pipeline.stream("first", deadline_s=0.05))
+            assert await _text(pipeline.stream("second")) == "ok"
+            lets_go.set()
+            await left.wait()
+
+
+async def _text(stream: AnswerStream) -> str:
+    return "".join([chunk.text async for chunk in stream])

@@ -88,7 +88,7 @@ def decode(extra_args: Any) -> ChunkMessage | EndOfInput | None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
 
 
 def _is_time(value: Any) -> bool:

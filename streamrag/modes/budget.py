@@ -109,8 +109,12 @@ class Budget:
     def _late(self, relevance: Relevance, taken: Sequence[Included], late: Sequence[Included]) -> list[Included]:
         """What of `late` fits behind `taken`: all in its order, or the best, each having its share of the room."""
         room = self._max_tokens - sum(self._count(number, each.part) for number, each in enumerate(taken, 1))
-        sizes = (self._count(number, each.part) for number, each in enumerate(late, len(taken) + 1))
-        if sum(sizes) <= room:
+        left = room
+        for number, each in enumerate(late, len(taken) + 1):
+            left -= self._count(number, each.part)
+            if left < 0:  # what comes after it need not be tokenised under a new number
+                break
+        else:
             return list(late)
         max_passage = max(room // len(late), MIN_PAGE_TOKENS)
         scores = relevance.scores([each.part for each in late])

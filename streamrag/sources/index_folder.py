@@ -100,8 +100,8 @@ def looks_like_index(folder: Path) -> bool:
         names = {entry.name if entry.is_file(follow_symlinks=False) else "" for entry in entries}
     if not names <= NEEDED | MAYBE | {MANIFEST}:
         return False
-    # Many programs have a manifest.json: one alone does not make an index. Nor do some of the files without it.
-    return names >= NEEDED or (MANIFEST in names and len(names) > 1)
+    # Many programs have a manifest.json, and a passages.jsonl: only what DiskANN writes beside them makes an index.
+    return names >= NEEDED or (MANIFEST in names and not names <= {MANIFEST, PASSAGES})
 
 
 def sha256(path: Path) -> str:

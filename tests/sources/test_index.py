@@ -208,6 +208,11 @@ def without_a_manifest(index: Path) -> None:
     (index / "passages.jsonl").unlink()
 
 
+def only_what_others_write_too(index: Path) -> None:
+    for path in index.glob("ann_*"):
+        path.unlink()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -216,6 +221,7 @@ def without_a_manifest(index: Path) -> None:
         lambda index: lead_elsewhere(index / "passages.jsonl"),
         lambda index: become_a_pipe(index / "passages.jsonl"),
         only_a_manifest,
+        only_what_others_write_too,
         without_a_manifest,
     ],
 )
