@@ -227,8 +227,8 @@ class QueryRun:
                     if chunk not in held:
                         await self._emit(ChunkArrived(at_s, chunk))
                 before, chunks = chunks, self._mode.fold(chunks, event)
-                is_ranked = isinstance(event, Update)
-                if not is_ranked and len(chunks) == len(before) + 1:
+                is_ranked = is_ranked or isinstance(event, Update)  # an Append behind a ranking leaves that as it is
+                if isinstance(event, Append) and len(chunks) == len(before) + 1:
                     held.update(new)
                 elif chunks is not before:
                     held = set(chunks)

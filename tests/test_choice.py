@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag import Chunk, choice
+from streamrag import Append, Chunk, Pipeline, Update, choice
 from streamrag.choice import Relevance
 from streamrag.sources.relevance import Passage, split_markdown
+from streamrag.testing import ScriptedBackend, ScriptedSource
 
 QUESTION = "How do I cancel a task group?"
 ABOUT = "A group of tasks is cancelled by its cancel scope, and waits until all of its tasks have ended."
@@ -84,3 +85,13 @@ def test_a_question_of_many_words_is_compared_in_proportion_to_the_text() -> Non
     kept, _ = relevance.shorten(text, 1_000)
     assert kept
     assert Counting.num_hashed <= 3 * len(relevance._wanted)
+
+
+async def test_an_append_behind_an_update_invalidates_nothing() -> None:
+    text = "\n\n".join(f"Part {i} has words of its own, and the question's." for i in range(60))
+    chunks = [Chunk(text, f"{name}.md") for name in "abcd"]
+    source = ScriptedSource([Update(tuple(chunks[:3])), Append(chunks[3]), Append(chunks[0])])
+    async with Pipeline(source, ScriptedBackend()) as pipeline:
+        async with pipeline.stream("What has the question?", max_context_tokens=7_500) as stream:
+            _ = [chunk async for chunk in stream]
+    assert stream.result.num_invalidated == 0
