@@ -120,7 +120,7 @@ def test_every_request_leaves_one_line_however_it_ends(bench: Make, tmp_path: Pa
         "too long at once": ("failed", 0),
         "too long later": ("failed", 39),
         "left": ("aborted", 39),
-        "no last chunk": ("aborted", 39),
+        "no last chunk": ("failed", 39),
         "aborted in time": ("aborted", 0),
     }
     assert records["finished"] == b.record("finished")
