@@ -88,7 +88,7 @@ def decode(extra_args: Any) -> ChunkMessage | EndOfInput | None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63  # one of thousands of digits cannot even be shown
 
 
 def _is_time(value: Any) -> bool:
