@@ -16,6 +16,8 @@ __all__ = ["KEY", "ChunkMessage", "EndOfInput", "MalformedChunkError", "decode"]
 KEY = "streamrag"
 LONGEST_SOURCE = 1_000
 """Characters. The scheduler remembers sources by their names."""
+LARGEST_COUNT = 1 << 63
+"""One of thousands of digits could not even be shown in an error."""
 LATEST_S = 1e12
 """On any clock; also keeps out what is not a number, and what is too large for arithmetic."""
 
@@ -88,7 +90,7 @@ def decode(extra_args: Any) -> ChunkMessage | EndOfInput | None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63  # one of thousands of digits cannot even be shown
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_COUNT
 
 
 def _is_time(value: Any) -> bool:
