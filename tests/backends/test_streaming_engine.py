@@ -53,7 +53,7 @@ async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_
     counts = {name: load.count(name) for name in ("preemptions", "num_invalidated", "num_recomputed")}
     num_in_work = sum(num_mid_prefill(record) for record in load.records)
     print(f"largest difference {max(largest):.2e}, chunks in mid-prefill {num_in_work}, {counts}")
-    assert counts["preemptions"] >= 5  # how many there are depends on how busy the machine is; 9 have been seen
+    assert counts["preemptions"] >= 5  # the pace of the machine decides: 9 on one where the old bound was 10
     assert counts["num_invalidated"] >= 1_000
     assert num_in_work >= 10
     assert not await engine.engine_core.call_utility_async("has_work")
