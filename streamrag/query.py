@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
@@ -329,24 +329,19 @@ class QueryRun:
         """Tokenising a page takes milliseconds, which the event loop does not have.
 
         A thread cannot be stopped: a query that is, waits for its own, which keeps the tokenizer's place until it ends.
+        But what the thread waits for on the event loop, as a server's tokenizer does, is stopped.
         """
-        has_begun = is_given_up = False
-
-        def begin() -> T | None:
-            nonlocal has_begun
-            has_begun = True
-            return None if is_given_up else function()
-
-        work = asyncio.create_task(_run_sync(begin, self._tokenizing), name="streamrag tokenising")
-        work.add_done_callback(lambda task: task.cancelled() or task.exception())  # asked for below, unless given up
+        scope = anyio.CancelScope()
+        work = asyncio.create_task(_run_sync(function, self._tokenizing, scope), name="streamrag tokenising")
         try:
-            return cast(T, await asyncio.shield(work))
+            return await asyncio.shield(work)
         except asyncio.CancelledError:
-            is_given_up = True
-            if has_begun:
-                await wait_regardless([work])
+            scope.cancel()
+            await wait_regardless([work])
             raise
 
 
-async def _run_sync(function: Callable[[], T], limiter: anyio.CapacityLimiter) -> T:
-    return await anyio.to_thread.run_sync(function, limiter=limiter)
+async def _run_sync(function: Callable[[], T], limiter: anyio.CapacityLimiter, scope: anyio.CancelScope) -> T:
+    with scope:
+        return await anyio.to_thread.run_sync(function, limiter=limiter)
+    raise asyncio.CancelledError
