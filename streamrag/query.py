@@ -30,6 +30,7 @@ from streamrag.core import (
 )
 from streamrag.errors import BackendError, DeadlineExceededError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler
+from streamrag.modes.context import Context
 from streamrag.retrieving import closing, source_events
 from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
 from streamrag.telemetry import (
@@ -216,22 +217,17 @@ class QueryRun:
                 late_share=query.late_share,
             )
         )
-        chunks: tuple[Chunk, ...] = ()
-        held: set[Chunk] = set()  # the same; to look for each of many chunks among many takes too long
+        chunks = Context()
         is_ranked = False
         async with aclosing(self._retrieve(assembler)) as events:
             async for event in events:
                 new = event.chunks if isinstance(event, Update) else (event.chunk,)
                 at_s = self._now()
                 for chunk in dict.fromkeys(new):
-                    if chunk not in held:
+                    if chunk not in chunks:
                         await self._emit(ChunkArrived(at_s, chunk))
-                before, chunks = chunks, self._mode.fold(chunks, event)
+                chunks = chunks.become(self._mode.fold(chunks, event))
                 is_ranked = is_ranked or isinstance(event, Update)  # an Append behind a ranking leaves that as it is
-                if isinstance(event, Append) and len(chunks) == len(before) + 1:
-                    held.update(new)
-                elif chunks is not before:
-                    held = set(chunks)
                 if self._first_chunk_s is None and chunks:
                     self._first_chunk_s = at_s
                 if query.overlap:
