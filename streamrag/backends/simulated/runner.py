@@ -1,4 +1,4 @@
-"""Model runners that compute nothing. Imports vLLM.
+"""Model runners that compute nothing.
 
 `OracleRunner` keeps in each KV slot a fingerprint of the prefix that it belongs to and of the weights that computed it,
 and raises when attention would read a slot that belongs to others. It follows the bookkeeping of vLLM's runners, so
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
-from streamrag.backends.host_wire import CopyReport, HostCopies
+from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.engine.copies import CopyCosts
 
 __all__ = [

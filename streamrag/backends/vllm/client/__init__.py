@@ -1,0 +1,1 @@
+"""What runs in the program that embeds an engine."""

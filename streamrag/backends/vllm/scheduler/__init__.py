@@ -1,0 +1,1 @@
+"""vLLM's scheduler, extended: what runs in the process of its engine."""
