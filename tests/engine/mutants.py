@@ -20,7 +20,7 @@ from typing import Any
 
 __all__ = ["MUTANTS", "Mutant", "seeds_to_catch"]
 
-OURS = ("streamrag", "tests.engine.fuzz")
+OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.oracle")
 
 
 @dataclass(frozen=True, slots=True)

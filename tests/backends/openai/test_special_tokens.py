@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from openai_server import Request, Server, chunk
-from test_look_alikes import ALL, with_added_tokens
 
 from streamrag import Pipeline
 from streamrag.backends.openai import OpenAIBackend
@@ -18,6 +17,7 @@ from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import Append, Chunk, SamplingParams, Turn
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedSource
+from tests.backends.test_look_alikes import ALL, with_added_tokens
 
 HOSTILE = "".join(f"a {token}{token}\n" for token in ALL)
 PAGE = Chunk(

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from streamrag.backends import prompts
+from streamrag.backends.vllm.scheduler import replacement
 from streamrag.backends.vllm.scheduler.scheduler import StreamingScheduler
 from streamrag.core import common_prefix_len
 from streamrag.engine import make_policy
@@ -26,7 +26,9 @@ class RotatingScheduler(StreamingScheduler):
 
     def add_request(self, request: Request) -> None:
         if request.request_id.startswith((STALE, TRUE)):  # vLLM's client appends to it
-            prompts.common_prefix_len = self._too_much if request.request_id.startswith(STALE) else common_prefix_len
+            replacement.common_prefix_len = (
+                self._too_much if request.request_id.startswith(STALE) else common_prefix_len
+            )
         super().add_request(request)
 
     def _too_much(self, old: list[int], new: list[int], start: int = 0) -> int:

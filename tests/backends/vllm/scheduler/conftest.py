@@ -9,10 +9,10 @@ from vllm.v1.engine import EngineCoreOutput
 
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.simulated.runner import V1OracleRunner
 from streamrag.backends.vllm.chunk_wire import ChunkMessage
 from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
 from streamrag.records import RequestRecord
+from tests.engine.oracle import V1OracleRunner
 
 
 def is_last(output: EngineCoreOutput) -> bool:

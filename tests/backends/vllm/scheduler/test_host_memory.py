@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from streamrag.backends.simulated.runner import UNKNOWN
+from tests.engine.oracle import UNKNOWN
 from tests.engine.sizes import container_sizes, what_has_grown
 
 Make = Callable[..., Any]

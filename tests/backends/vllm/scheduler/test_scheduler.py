@@ -15,10 +15,10 @@ from vllm.v1.request import RequestStatus
 
 from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.simulated.runner import V1OracleRunner
 from streamrag.backends.vllm.scheduler.options import CHECKS, check_supported, check_version
 from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
 from streamrag.errors import ConfigurationError, UnsupportedVersionError
+from tests.engine.oracle import V1OracleRunner
 
 Make = Callable[..., Any]
 TOKENS = list(range(40))

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.simulated.runner import V2OracleRunner
+from tests.engine.oracle import V2OracleRunner
 
 Make = Callable[..., Any]
 TOKENS = list(range(40))
