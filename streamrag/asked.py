@@ -13,7 +13,7 @@ from streamrag.modes import PromptTemplate
 __all__ = ["LATE_SHARE", "Query", "QueryOptions", "check_options"]
 
 LATE_SHARE = 0.25
-"""A third or a half found the answer no more often in bench/context_choice.py, and leave more to compute last."""
+"""A third or a half found the answer no more often in experiments/context_choice.py, and leave more to compute last."""
 
 MAX_QUERY_CHARACTERS = 100_000
 """A query is embedded and searched for, besides being tokenised: a document is none."""
