@@ -20,7 +20,7 @@ LINES = [
     {"modes", "engine"},
     {"clock", "telemetry", "trace"},
     {"retrieving"},
-    {"core", "errors", "files", "orphans", "reading", "records", "scratch", "showing", "tasks"},
+    {"core", "errors", "files", "kinds", "orphans", "reading", "records", "scratch", "showing", "tasks"},
 ]
 PARTS_OF_ONE = {
     "__main__": "cli",

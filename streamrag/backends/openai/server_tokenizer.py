@@ -1,11 +1,13 @@
 """A server's own tokenizer, asked through its `/tokenize` endpoint: vLLM's and SGLang's, or llama.cpp's."""
 
-import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
+
+import anyio.from_thread
+import anyio.lowlevel
 
 from streamrag.backends.openai.answers import token_ids as read_ids
 from streamrag.backends.openai.http import Server
@@ -64,7 +66,7 @@ class ServerTokenizer:
         self._server = server
         self._model = model
         self._dialect = dialect
-        self._loop = asyncio.get_running_loop()
+        self._token = anyio.lowlevel.current_token()
         self._begin: list[int] = []
 
     async def start(self) -> None:
@@ -115,5 +117,5 @@ class ServerTokenizer:
         raise ServerError(f"{self._root}/detokenize sent no text")
 
     def _wait_for(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What is asked for, from another thread than the event loop's."""
-        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
+        """What is asked for, from another thread than the event loop's; given up with that thread's cancel scope."""
+        return anyio.from_thread.run(ask, token=self._token)

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream
 from streamrag.core import AnswerChunk, BackendEvent, Hint, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError, StreamRagError
+from streamrag.tasks import cancel_regardless
 from streamrag.testing import make_tiny_llama
 
 tokens_input = pytest.importorskip("vllm.inputs.engine").tokens_input
@@ -624,6 +626,37 @@ async def test_a_parameter_that_a_stream_cannot_have_is_named_with_the_remedy(
 ) -> None:
     with pytest.raises(ConfigurationError, match=rf'{name}.* cannot be used.*strategy="warming"'):
         await collect(backend, SamplingParams(extra={"prompt_logprobs": 1, name: value}))
+
+
+async def test_a_plain_request_with_a_grammar_has_its_turn_beside_streams_that_leave_no_room(
+    backend: VllmBackend,
+) -> None:
+    grammar = pytest.importorskip("vllm.sampling_params").StructuredOutputsParams(choice=["yes", "no"])
+    answered: asyncio.Queue[int] = asyncio.Queue()
+
+    async def streams(number: int) -> None:
+        for turn in count():
+            prompt = text(1500, 100 * number + turn)
+            async with backend.streams.open(prompt[:700], GREEDY) as stream:
+                await stream.append(prompt[700:])
+                await stream.finish(QUESTION)
+                await tokens_of(stream)
+            answered.put_nowait(number)
+
+    clients = [asyncio.create_task(streams(number)) for number in range(8)]
+    try:
+        for _ in clients:
+            await answered.get()
+        for seed in range(3):
+            num_before = answered.qsize()
+            async with asyncio.timeout(100):
+                params = SamplingParams(max_tokens=12, extra={"structured_outputs": grammar})
+                chunks = await one_shot_chunks(backend, text(900, seed), params)
+            assert "".join(chunk.text for chunk in chunks) in ("yes", "no")
+            assert answered.qsize() - num_before <= 3 * len(clients)
+    finally:
+        await cancel_regardless(clients)
+    await assert_nothing_is_left(backend)
 
 
 async def test_what_the_engine_refuses_of_a_chunk_fails_that_stream_alone(backend: VllmBackend) -> None:
