@@ -41,7 +41,17 @@ INNERMOST = [
     ["records", "reading"],
 ]
 
-HEAVY = {"crawl4ai", "diskannpy", "matplotlib", "numpy", "sentence_transformers", "torch", "transformers", "vllm"}
+HEAVY = {
+    "crawl4ai",
+    "diskannpy",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "sentence_transformers",
+    "torch",
+    "transformers",
+    "vllm",
+}
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

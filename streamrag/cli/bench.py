@@ -11,8 +11,7 @@ from typing import Any
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.compare import compare
 from streamrag.bench.grid import describe_cell, workload_name
-from streamrag.bench.report import make_report
-from streamrag.bench.report_canvas import require_matplotlib
+from streamrag.bench.report import make_report, require_report
 from streamrag.bench.runner import CellFailed, CellStarted, run_cell, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
@@ -39,7 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _run_grid(arguments: argparse.Namespace) -> int:
     console = Output(stderr=True)
     grid, slos = grid_of(arguments), parse_slos(arguments.slo)
-    require_matplotlib()  # now rather than after hours
+    require_report()  # now rather than after hours
     store = CellStore(arguments.output or Path("bench-results") / f"{arguments.verb}-{workload_name(grid.workload)}")
     store.check_clock(grid.clock)
     cells = grid.cells()
