@@ -19,7 +19,6 @@ from streamrag import (
     Prompt,
     SamplingParams,
     Skipped,
-    StretchedSource,
     Update,
 )
 from streamrag import query as query_module
@@ -29,7 +28,7 @@ from streamrag.core import BackendEvent, CutShort, ModelInfo, SourceEvent
 from streamrag.errors import DeadlineExceededError, PipelineClosedError, SourceError
 from streamrag.handle import AnswerStream
 from streamrag.retrieving import closing
-from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource
+from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource, StretchedSource
 from streamrag.trace.recorder import TraceRecorder
 
 A = Chunk("alpha", "a.md", "A")
