@@ -262,7 +262,7 @@ class ModelInfo:
 
 
 class Source(Protocol):
-    """A retriever. It may have a `name`, by which errors and schedulers call it; see `part_name`."""
+    """A retriever. It may have a `name`, by which errors and schedulers call it; else they call it by its class."""
 
     def stream(self, query: str) -> AsyncIterator[SourceEvent]:
         """Chunk events as they arrive; the context is complete when the iterator ends.

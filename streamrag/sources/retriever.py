@@ -70,7 +70,9 @@ class RetrieverSource:
 
     def _listed(self, found: Any) -> list[Any]:
         if isinstance(found, AsyncIterable):
-            raise SourceError(f"{self.name} returned an async iterator; a source that streams implements core.Source")
+            raise SourceError(
+                f"{self.name} returned an async iterator; a source that streams implements streamrag.Source"
+            )
         if isinstance(found, str | bytes | Mapping | Chunk) or not isinstance(found, Iterable):
             raise SourceError(f"{self.name} returned {_short(found)}, not a list of {WANTED}")
         return list(found)

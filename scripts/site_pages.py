@@ -1,0 +1,25 @@
+"""For mkdocs: the pages beside docs/ that the documentation and the README link to, under names of the site."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+BESIDE = {name: f"{Path(name).stem.lower()}.md" for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "DECISIONS.md")}
+"""From a file's name in the repository to its name in the site."""
+LINK = re.compile(r"\]\(([^)#]+)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages; their links to docs/ are links within the site."""
+    for name, page in BESIDE.items():
+        text = LINK.sub(lambda link: f"]({BESIDE.get(link[1], link[1].removeprefix('docs/'))}", (ROOT / name).read_text())
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links from docs/ to a page beside it."""
+    return LINK.sub(lambda link: f"]({BESIDE.get(link[1].removeprefix('../'), link[1])}", markdown)
