@@ -7,7 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = {name: f"{Path(name).stem.lower()}.md" for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "DECISIONS.md")}
+BESIDE = {f"{name.upper()}.md": f"{name}.md" for name in ("readme", "changelog", "contributing", "decisions")}
 """From a file's name in the repository to its name in the site."""
 LINK = re.compile(r"\]\(([^)#]+)")
 
@@ -15,8 +15,9 @@ LINK = re.compile(r"\]\(([^)#]+)")
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages; their links to docs/ are links within the site."""
     for name, page in BESIDE.items():
-        text = LINK.sub(lambda link: f"]({BESIDE.get(link[1], link[1].removeprefix('docs/'))}", (ROOT / name).read_text())
-        files.append(File.generated(config, page, content=text))
+        text = (ROOT / name).read_text()
+        linked = LINK.sub(lambda link: f"]({BESIDE.get(link[1], link[1].removeprefix('docs/'))}", text)
+        files.append(File.generated(config, page, content=linked))
     return files
 
 

@@ -1,9 +1,9 @@
-"""A simulated engine as its clients see it: vLLM's loop as a task, in virtual time. Imports vLLM.
+"""A simulated engine as its clients see it: vLLM's loop as a task, in virtual time.
 
     async with SimulatedClient(engine) as client:
-        async for token_ids in client.generate("q1", prompt, 16): ...       # a plain request
-        async with client.stream("q2", prompt, 16) as stream: ...           # for our scheduler
-        async for token_ids in client.session("q3", chunks, 16): ...        # for vLLM's own
+        async for token_ids in client.generate("q1", prompt, 16): ..       # a plain request
+        async with client.stream("q2", prompt, 16) as stream: ..           # for our scheduler
+        async for token_ids in client.session("q3", chunks, 16): ..        # for vLLM's own
 
 `streamrag.bench.arms.Client` is what this and a real engine's client have in common.
 """
@@ -19,7 +19,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from streamrag.backends.scheduler import streaming_scheduler
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.simulated.hashing import quick_block_hasher
@@ -27,8 +26,9 @@ from streamrag.backends.simulated.loop import Abort, EngineLoop, Input, check_vi
 from streamrag.backends.simulated.runner import BlindRunner
 from streamrag.backends.simulated.stream import Answer, SimulatedStream
 from streamrag.backends.simulated.watch import Watch
-from streamrag.backends.step_parts import parts_of
-from streamrag.backends.wire import KEY, ChunkMessage
+from streamrag.backends.vllm.chunk_wire import KEY, ChunkMessage
+from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
+from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import Part
 from streamrag.errors import BackendError

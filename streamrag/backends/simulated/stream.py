@@ -1,4 +1,4 @@
-"""What a client of a simulated engine holds of one request. Imports vLLM."""
+"""What a client of a simulated engine holds of one request."""
 
 import asyncio
 from collections import deque
@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from vllm.v1.engine import EngineCoreOutput
 
-from streamrag.backends.wire import ChunkMessage
+from streamrag.backends.vllm.chunk_wire import ChunkMessage
 from streamrag.core import Hint, common_prefix_len
 
 __all__ = ["Answer", "Send", "SimulatedStream"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from streamrag.backends.simulated.runner import fingerprint, next_token
-from streamrag.backends.wire import KEY
+from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.records import RequestRecord
+from tests.engine.oracle import fingerprint, next_token
 
 from .events import Chunk, Plain
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.v1.engine import FinishReason
 
-from streamrag.backends.simulated.runner import OracleRunner, V1OracleRunner, V2OracleRunner
 from streamrag.records import RequestRecord
+from tests.engine.oracle import OracleRunner, V1OracleRunner, V2OracleRunner
 
 from .clients import Client
 
