@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import NamedTuple
 
 import griffe
@@ -284,12 +285,19 @@ def documented(text: str, names: set[str]) -> Documented:
         else:
             name, meaning = OPTION.match(line).groups()  # type: ignore[union-attr]
             options[name] = meaning
-    return Documented(fence_examples("\n".join(prose).strip()), options, raises)
+    return Documented(fence_code("\n".join(prose).strip()), options, raises)
 
 
-def fence_examples(text: str) -> str:
-    """Doctests, up to the next empty line, as code."""
-    return re.sub(r"^>>> .*(?:\n.+)*", lambda found: f"```pycon\n{found[0]}\n```", text, flags=re.MULTILINE)
+def fence_code(text: str) -> str:
+    """Doctests, up to the next empty line, and indented blocks that are no drawings, as code."""
+    text = re.sub(r"^>>> .*(?:\n.+)*", lambda found: f"```pycon\n{found[0]}\n```", text, flags=re.MULTILINE)
+    return re.sub(r"(?<=\n\n)    .*(?:\n(?:    .*)?)*", _fenced_block, text)
+
+
+def _fenced_block(found: re.Match[str]) -> str:
+    if "└" in found[0]:
+        return found[0]
+    return f"```python\n{dedent(found[0]).strip()}\n```\n\n"
 
 
 def fenced(code: str, above: str = "") -> str:
@@ -298,7 +306,7 @@ def fenced(code: str, above: str = "") -> str:
         head, _, rest = code.partition("(")
         inside, _, tail = rest.rpartition(")")
         code = f"{head}(\n" + "".join(f"    {part},\n" for part in split_commas(inside)) + f"){tail}"
-    return f"```python\n{above}{code}\n```"
+    return f"```py\n{above}{code}\n```"
 
 
 def split_commas(text: str) -> list[str]:

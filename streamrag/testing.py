@@ -3,8 +3,8 @@
     source = ScriptedSource([Append(Chunk("Paris is in France.", "geo.md"))])
     backend = ScriptedBackend(answer="In France.")
     async with Pipeline(source, backend) as pipeline:
-        ...
-    backend.prompts[-1][-1].is_complete  # every prompt of every query is kept
+        print("".join([chunk.text async for chunk in pipeline.stream("Where is Paris?")]))
+    assert backend.prompts[-1][-1].is_complete  # every prompt of every query is kept
 
 `make_tiny_llama` writes a Llama with random weights for `VllmBackend`; its answers are noise. `StretchedSource` is
 another source, slowed down.
