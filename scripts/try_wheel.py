@@ -23,18 +23,10 @@ NOT_TRIED = {"dev", "docs"}
 """Extras for those who work on streamrag."""
 
 UV = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
-ENVIRONMENT = {
-    **os.environ,
-    # Settings for pip hold for uv too.
-    **(
-        {"UV_FIND_LINKS": links} if (links := os.environ.get("UV_FIND_LINKS", os.environ.get("PIP_FIND_LINKS"))) else {}
-    ),
-    **(
-        {"UV_DEFAULT_INDEX": url}
-        if (url := os.environ.get("UV_DEFAULT_INDEX", os.environ.get("PIP_INDEX_URL")))
-        else {}
-    ),
-}
+ENVIRONMENT = dict(os.environ)
+for ours, of_pip in {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}.items():
+    if of_pip in os.environ:  # settings for pip hold for uv too
+        ENVIRONMENT.setdefault(ours, os.environ[of_pip])
 
 CPU_TORCH = "torch==2.13.0+cpu\n"
 """The plain one brings gigabytes for CUDA."""
@@ -44,8 +36,10 @@ NAMES = "import streamrag; print(sum(getattr(streamrag, name) is not None for na
 IMPORTS = """
 import importlib, re, sys
 from importlib.metadata import packages_distributions, requires
-wanted = {re.split(r"[^\\w-]", line)[0] for line in requires("streamrag") if f'extra == "{sys.argv[1]}"' in line.replace("'", '"')}
-modules = sorted(m for m, of in packages_distributions().items() if wanted & {*of} and m.isidentifier() and m[0] != "_")
+lines = [line.replace("'", '"') for line in requires("streamrag")]
+wanted = {re.split(r"[^\\w-]", line)[0] for line in lines if f'extra == "{sys.argv[1]}"' in line}
+of = packages_distributions()
+modules = sorted(name for name in of if wanted & {*of[name]} and name.isidentifier() and name[0] != "_")
 for module in modules:
     importlib.import_module(module)
 print("imports", *(modules or ["nothing"]))
@@ -89,7 +83,8 @@ def environment(python: str, folder: Path, *wanted: str) -> Path:
     """A new one with these packages; its interpreter."""
     run(UV, "venv", "--quiet", "--python", python, folder, cwd=folder.parent)
     inside = folder / "bin" / "python"
-    run(UV, "pip", "install", "--quiet", "--python", inside, *wanted, cwd=folder.parent)
+    if wanted:
+        run(UV, "pip", "install", "--quiet", "--python", inside, *wanted, cwd=folder.parent)
     return inside
 
 
@@ -103,10 +98,8 @@ def try_core(python: str, wheel: Path, folder: Path) -> str:
     (folder / "user.py").write_text(USER)
     mypy = [sys.executable, "-m", "mypy", "--python-executable", str(inside), "--cache-dir", str(folder / "mypy")]
     told = run(*mypy, "user.py", cwd=folder, can_fail=True)
-    if (
-        'user.py:4: error: Unexpected keyword argument "max_concurent_queries"' not in told
-        or "Found 1 error" not in told
-    ):
+    misspelt = 'user.py:4: error: Unexpected keyword argument "max_concurent_queries"'
+    if misspelt not in told or "Found 1 error" not in told:
         raise Failed(f"mypy should find the misspelt option and nothing else, and told:\n{told}")
     return f"{version}; {names} without any extra; mypy sees the types and the misspelt option"
 
@@ -161,9 +154,7 @@ def main() -> int:
     except Failed as error:
         print(f"failed: {error}")
         return 1
-    print(
-        f"tried {num_tried} of {len(arguments.versions)} versions of Python; {num_left} of what was asked was not to be had"
-    )
+    print(f"tried {num_tried} of {len(arguments.versions)} versions of Python; {num_left} things were not to be had")
     return 1 if not num_tried or (arguments.all and num_left) else 0
 
 
