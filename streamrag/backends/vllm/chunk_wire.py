@@ -34,7 +34,7 @@ class ChunkMessage:
     """Number of the chunk within its stream, from 0."""
     num_kept: int
     """Leading tokens of the previous prompt that the new one keeps, at least; the tokens of the request follow them."""
-    is_final: bool
+    is_complete: bool
     """Whether the prompt is complete: sample the answer."""
     arrival_s: float | None = None
     """When the chunk arrived, on `time.monotonic` of this host; None if the client runs on another."""
@@ -100,7 +100,7 @@ def _is_time(value: Any) -> bool:
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "index": (_is_count, "a whole number from 0"),
     "num_kept": (_is_count, "a whole number from 0"),
-    "is_final": (lambda value: isinstance(value, bool), "true or false"),
+    "is_complete": (lambda value: isinstance(value, bool), "true or false"),
     "arrival_s": (_is_time, "seconds on a clock, or nothing"),
     "expected_complete_s": (_is_time, "seconds on a clock, or nothing"),
     "source": (
@@ -108,7 +108,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"a text of {LONGEST_SOURCE} characters at most",
     ),
 }
-REQUIRED = {"index", "num_kept", "is_final"}
+REQUIRED = {"index", "num_kept", "is_complete"}
 
 
 def _kind(value: Any) -> str:

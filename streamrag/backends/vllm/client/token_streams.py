@@ -136,10 +136,10 @@ class TokenStream:
         await self._let_others_run()
         self._push(self._token_ids + added, len(self._token_ids), hint=hint)
 
-    async def update(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
+    async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
         """Replace the prompt by this one, of which KV is kept up to the longest common prefix.
 
-        If it `is_last`, have the answer sampled, as `finish` does.
+        If it `is_complete`, have the answer sampled, as `finish` does.
 
         :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
         :raises EngineDeadError: the engine's processes are gone.
@@ -147,7 +147,7 @@ class TokenStream:
         """
         new = list(token_ids)
         await self._let_others_run()
-        self._push(new, common_prefix_len(self._token_ids, new), is_final=is_last, hint=hint)
+        self._push(new, common_prefix_len(self._token_ids, new), is_complete=is_complete, hint=hint)
 
     async def finish(self, token_ids: Sequence[int] = (), *, params: SamplingParams | None = None) -> None:
         """Append these tokens, if any, and have the answer sampled.
@@ -161,7 +161,7 @@ class TokenStream:
         """
         added = list(token_ids)
         await self._let_others_run()
-        self._push(self._token_ids + added, len(self._token_ids), is_final=True, params=params)
+        self._push(self._token_ids + added, len(self._token_ids), is_complete=True, params=params)
 
     async def _let_others_run(self) -> None:
         """The one place where a push can be cancelled, before it does anything. vLLM takes the last chunk meanwhile."""
@@ -172,7 +172,7 @@ class TokenStream:
         new: list[int],
         num_kept: int,
         *,
-        is_final: bool = False,
+        is_complete: bool = False,
         hint: Hint | None = None,
         params: SamplingParams | None = None,
     ) -> None:
@@ -188,16 +188,16 @@ class TokenStream:
         num_kept = min(num_kept, len(new) - 1)  # vLLM takes no empty input
         now_s = self._clock()
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
-        message = ChunkMessage(self._num_chunks, num_kept, is_final, now_s, expected_s, self._source)
+        message = ChunkMessage(self._num_chunks, num_kept, is_complete, now_s, expected_s, self._source)
         answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
         chunk_params = for_stream(answer_params)
         chunk_params.extra_args = {**(chunk_params.extra_args or {}), **message.extra_args()}
         chunk = StreamingInput(tokens_input(new[num_kept:]), chunk_params)
-        text = AnswerText(self._engine.tokenizer, new, answer_params) if is_final else None
+        text = AnswerText(self._engine.tokenizer, new, answer_params) if is_complete else None
         # Nothing below can fail, or be cancelled: the chunk is sent and all says so, or neither.
         self._token_ids, self._answer_params, self._text = new, answer_params, text
         self._num_chunks += 1
-        self.is_complete = is_final
+        self.is_complete = is_complete
         self._chunks.put_nowait(chunk)
 
     def _check_goes_on(self) -> None:
@@ -340,7 +340,7 @@ class TokenStreams:
         stream = TokenStream(self._engine, params, self._clock, self._why_dead, source)
         self._open.add(stream)
         try:
-            await stream.update(token_ids, is_last=is_complete, hint=hint)
+            await stream.update(token_ids, is_complete=is_complete, hint=hint)
             await stream._start()
             yield stream
         finally:
