@@ -306,6 +306,9 @@ def fenced(code: str, above: str = "") -> str:
         head, _, rest = code.partition("(")
         inside, _, tail = rest.rpartition(")")
         code = f"{head}(\n" + "".join(f"    {part},\n" for part in split_commas(inside)) + f"){tail}"
+    elif len(code) > 100:
+        name, _, kinds = code.partition(" = ")
+        code = f"{name} = (\n    {kinds}\n)".replace(" | ", "\n    | ")
     return f"```py\n{above}{code}\n```"
 
 

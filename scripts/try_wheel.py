@@ -37,9 +37,10 @@ IMPORTS = """
 import importlib, re, sys
 from importlib.metadata import packages_distributions, requires
 lines = [line.replace("'", '"') for line in requires("streamrag")]
-wanted = {re.split(r"[^\\w-]", line)[0] for line in lines if f'extra == "{sys.argv[1]}"' in line}
-of = packages_distributions()
-modules = sorted(name for name in of if wanted & {*of[name]} and name.isidentifier() and name[0] != "_")
+of_extra = [line for line in lines if f'extra == "{sys.argv[1]}"' in line]
+wanted = {re.split(r"[^\\w.-]", line)[0].lower().replace("_", "-") for line in of_extra} - {"streamrag"}
+of = {name: {p.lower().replace("_", "-") for p in packages} for name, packages in packages_distributions().items()}
+modules = sorted(name for name in of if wanted & of[name] and name.isidentifier() and name[0] != "_")
 for module in modules:
     importlib.import_module(module)
 print("imports", *(modules or ["nothing"]))
@@ -105,7 +106,7 @@ def try_core(python: str, wheel: Path, folder: Path) -> str:
 
 
 def try_extra(python: str, wheel: Path, folder: Path, extra: str) -> str | None:
-    """What could be imported; None where the extra does not resolve, or only with CUDA."""
+    """What could be imported; None where the extra does not resolve, or only with a torch for CUDA."""
     constraint = folder / "cpu.txt"
     constraint.write_text(CPU_TORCH)
     wanted = [f"streamrag[{extra}] @ {wheel.as_uri()}", "--constraint", str(constraint)]
@@ -113,8 +114,10 @@ def try_extra(python: str, wheel: Path, folder: Path, extra: str) -> str | None:
     try:
         run(UV, "pip", "install", "--dry-run", "--python", inside, *wanted, cwd=folder)
     except Failed as error:
-        reason = re.sub(r"\s+", " ", str(error).partition("╰─▶")[2] or str(error))
-        print(f"  {extra}: does not resolve here: {reason.strip()[:300]}")
+        reason = " ".join(str(error).partition("Because ")[2].split()) or str(error)
+        if "torch==2.13.0+cpu" in reason:
+            reason = "it needs torch, and a CPU build for this Python is not to be had"
+        print(f"  {extra}: not tried, it does not resolve here: {reason[:300]}", flush=True)
         return None
     run(UV, "pip", "install", "--quiet", "--python", inside, *wanted, cwd=folder)
     return run(inside, "-c", IMPORTS, extra, cwd=folder).strip()
