@@ -10,8 +10,6 @@ from streamrag.errors import ConfigurationError
 from streamrag.kinds import is_number, is_whole
 from streamrag.modes import PromptTemplate
 
-__all__ = ["LATE_SHARE", "Query", "QueryOptions", "check_options"]
-
 LATE_SHARE = 0.25
 """A third or a half found the answer no more often in experiments/context_choice.py, and leave more to compute last."""
 

@@ -13,32 +13,6 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from streamrag.errors import ConfigurationError
 from streamrag.records import RequestRecord
 
-__all__ = [
-    "AnswerChunk",
-    "Append",
-    "Backend",
-    "BackendEvent",
-    "Chunk",
-    "CutShort",
-    "Hint",
-    "Mode",
-    "ModelInfo",
-    "Prefilled",
-    "Progress",
-    "Prompt",
-    "SamplingParams",
-    "Skipped",
-    "Source",
-    "SourceEvent",
-    "Startable",
-    "Tokenizer",
-    "Turn",
-    "Update",
-    "common_prefix_len",
-    "part_name",
-    "plain_chat",
-]
-
 MAX_NAME_CHARS = 80
 
 

@@ -18,8 +18,6 @@ from streamrag.errors import StreamRagError
 from streamrag.tasks import wait_regardless
 from streamrag.telemetry import Answer, Answered, Event, TokensGenerated
 
-__all__ = ["AnswerStream", "EventStream"]
-
 MAX_UNREAD_EVENTS = 4096
 """A caller that does not read holds up its own query beyond this many events, and nobody else's."""
 

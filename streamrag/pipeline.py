@@ -24,7 +24,6 @@ from streamrag.telemetry import Answer
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
-__all__ = ["Pipeline", "borrowed"]
 
 Part = TypeVar("Part", Source, Backend)
 

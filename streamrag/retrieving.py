@@ -13,8 +13,6 @@ from streamrag.errors import SourceError
 from streamrag.kinds import is_number, is_whole, kind_of
 from streamrag.tasks import cancel_regardless, is_cancelled
 
-__all__ = ["closing", "source_events"]
-
 T = TypeVar("T")
 
 

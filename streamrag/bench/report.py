@@ -13,8 +13,6 @@ from streamrag.bench.report_html import PAGE, Cell, cell, head, table
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
 from streamrag.showing import for_html
 
-__all__ = ["make_report"]
-
 COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "num_bytes_in": 1e9}
 """Of `CopyTotals`, and what the report counts them in."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from streamrag.bench.compare import Figure
 from streamrag.showing import for_html
 
-__all__ = ["PAGE", "Cell", "cell", "figure_text", "head", "table"]
-
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>

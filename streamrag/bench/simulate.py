@@ -37,7 +37,6 @@ from streamrag.trace.values import Trace, TracedQuery
 if TYPE_CHECKING:
     from streamrag.backends.simulated.client import SimulatedClient
 
-__all__ = ["run_cell"]
 
 Progress = Callable[[int, int], None]
 

@@ -10,8 +10,6 @@ from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.sources.threads import Threads
 
-__all__ = ["RetrieverSource"]
-
 MAX_CALLS = 32
 """At the same time. Further queries wait: a retriever that hangs takes no threads but these."""
 

@@ -16,8 +16,6 @@ from streamrag.trace.generate_marginals import Marginal, apportion, couple, stra
 from streamrag.trace.generate_times import Timing, retrieval_windows
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
 
-__all__ = ["LongWindow", "WorkloadName", "anns", "crawler", "generate"]
-
 WorkloadName: TypeAlias = Literal["crawler", "anns"]
 LongWindow: TypeAlias = Literal["first", "last"]
 
