@@ -18,8 +18,7 @@ PAGE = ROOT / "docs" / "api.md"
 MODULES = ["streamrag", "streamrag.telemetry", "streamrag.trace", "streamrag.testing"]
 
 SECTIONS = {
-    "Asking": "Pipeline borrowed QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk "
-    "Answer",
+    "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
     "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource ReplaySource",
     "Modes": "UpdateMode AppendMode",
     "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",

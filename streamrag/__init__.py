@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     from streamrag.modes import PromptTemplate as PromptTemplate
     from streamrag.modes import UpdateMode as UpdateMode
     from streamrag.pipeline import Pipeline as Pipeline
-    from streamrag.pipeline import borrowed as borrowed
     from streamrag.sources.index import IndexSummary as IndexSummary
     from streamrag.sources.index import build_index as build_index
     from streamrag.sources.replay import ReplaySource as ReplaySource
@@ -144,7 +143,6 @@ _HOMES = {
     "VllmBackend": "streamrag.backends.vllm",
     "WebSource": "streamrag.sources.web",
     "WorkerError": "streamrag.errors",
-    "borrowed": "streamrag.pipeline",
     "build_index": "streamrag.sources.index",
     "plain_chat": "streamrag.core",
 }

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import anyio
 
 from streamrag.asked import LATE_SHARE, Query, QueryOptions, check_options
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable, Turn, part_name
+from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable, Turn
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
 from streamrag.kinds import is_number, is_whole
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
 
-Part = TypeVar("Part", Source, Backend)
-
-
 class Pipeline:
     """Answers queries from a source with a backend, and owns both.
 
@@ -36,6 +33,8 @@ class Pipeline:
 
     source: where chunks come from.
     backend: where tokens come from.
+    owns_source: False if somebody else starts and closes it, for several pipelines over one.
+    owns_backend: the same of the backend.
     mode: folds chunk events into a context; the default, `UpdateMode`, follows the source.
     template: the words around the context.
     overlap: False retrieves everything before the model hears of it: the baseline of every measurement.
@@ -54,6 +53,8 @@ class Pipeline:
         source: Source,
         backend: Backend,
         *,
+        owns_source: bool = True,
+        owns_backend: bool = True,
         mode: Mode | None = None,
         template: PromptTemplate | None = None,
         overlap: bool = True,
@@ -77,6 +78,8 @@ class Pipeline:
             raise ConfigurationError(f"on_source_error={on_source_error!r} must be 'raise' or 'answer'")
         self.source = source
         self.backend = backend
+        parts = ((source, owns_source), (backend, owns_backend), (recorder, True))
+        self._owned = [part for part, is_owned in parts if is_owned]
         self.overlap = overlap
         self.max_concurrent_queries = max_concurrent_queries
         self._mode = mode or UpdateMode()
@@ -234,7 +237,7 @@ class Pipeline:
         """Start all parts at once; if one fails, stop the others."""
         async with AsyncExitStack() as parts:
             starts = []
-            for part in (self.source, self.backend, self._recorder):
+            for part in self._owned:
                 if isinstance(part, Startable):
                     parts.push_async_callback(part.aclose)
                     starts.append(asyncio.create_task(part.start(self._on_progress)))
@@ -243,33 +246,6 @@ class Pipeline:
             finally:
                 await cancel_regardless(starts)
             self._parts = parts.pop_all()
-
-
-class _Borrowed:
-    def __init__(self, part: object) -> None:
-        self._part = part
-
-    @property
-    def name(self) -> str:
-        return part_name(self._part)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("start", "aclose"):
-            raise AttributeError(name)
-        return getattr(self._part, name)
-
-
-def borrowed(part: Part) -> Part:
-    """A source or backend that somebody else starts and closes: for several pipelines over one engine.
-
-        await backend.start(print)
-        async with Pipeline(wiki, borrowed(backend)) as wiki_pipeline, Pipeline(web, borrowed(backend)) as web_pipeline:
-            ...
-        await backend.aclose()
-
-    It is `part` without the methods of `Startable`.
-    """
-    return cast(Part, _Borrowed(part))
 
 
 def _succeeded(task: "asyncio.Task[None]") -> bool:

@@ -21,7 +21,6 @@ from streamrag import (
     Skipped,
     Turn,
     Update,
-    borrowed,
 )
 from streamrag.core import BackendEvent, Progress, SourceEvent
 from streamrag.errors import (
@@ -680,7 +679,17 @@ async def test_several_pipelines_share_one_engine() -> None:
     backend = ScriptedBackend("ok")
     await backend.start(print)
     for chunk in (A, B):
-        async with Pipeline(ScriptedSource([Append(chunk)]), borrowed(backend)) as pipeline:
+        async with Pipeline(ScriptedSource([Append(chunk)]), backend, owns_backend=False) as pipeline:
             assert "".join([piece.text async for piece in pipeline.stream("Why?")]) == "ok"
     assert backend.is_started
     assert len(backend.prompts) == 2
+
+
+async def test_a_source_that_is_not_owned_is_started_and_closed_by_somebody_else() -> None:
+    source, backend = ScriptedSource([Append(A)]), ScriptedBackend("ok")
+    async with Pipeline(source, backend, owns_source=False):
+        assert (source.is_started, backend.is_started) == (False, True)
+    await source.start(print)
+    async with Pipeline(source, backend, owns_source=False):
+        pass
+    assert (source.is_started, backend.is_started) == (True, False)
