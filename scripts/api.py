@@ -331,7 +331,7 @@ def table(rows: list[Row], what: str) -> str:
     if any(row.default is not None for row in rows):
         columns.append(["Default", *("" if row.default is None else code(row.default) for row in rows)])
     if any(row.meaning for row in rows):
-        columns.append([" ", *(row.meaning.replace("|", "\\|") for row in rows)])
+        columns.append([" ", *(row.meaning[:1].upper() + row.meaning[1:].replace("|", "\\|") for row in rows)])
     first, *others = zip(*columns, strict=True)
     return "\n".join(f"| {' | '.join(line)} |" for line in [first, ["---"] * len(columns), *others])
 

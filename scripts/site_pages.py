@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BESIDE = {f"{name.upper()}.md": f"{name}.md" for name in ("readme", "changelog", "contributing", "decisions")}
 """From a file's name in the repository to its name in the site."""
 LINK = re.compile(r"\]\(([^)#]+)")
+CODE = re.compile(r"`[^`\n]+`")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -22,5 +23,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links from docs/ to a page beside it."""
+    """Links from docs/ to a page beside it; bars in code, which only GitHub wants escaped in a table."""
+    markdown = CODE.sub(lambda code: code[0].replace(r"\|", "|"), markdown)
     return LINK.sub(lambda link: f"]({BESIDE.get(link[1].removeprefix('../'), link[1])}", markdown)
