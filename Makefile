@@ -62,7 +62,7 @@ bench-context: .venv/installed ## which pages are in a context that cannot hold 
 	$(RUN) experiments/context_choice.py --json experiments/results/context_choice.json
 
 clean: ## remove what the targets made
-	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv/installed: pyproject.toml scripts/install.sh
 	scripts/install.sh
