@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
-from streamrag.engine.swapping import EvictionMode
+from streamrag.engine.eviction import EvictionMode
 from streamrag.records import RequestRecord
 
 __all__ = [
     "ARMS",
-    "EVICTIONS",
     "Arm",
     "CellResult",
     "CellSettings",
@@ -24,9 +23,6 @@ Arm: TypeAlias = Literal["no-streaming", "warming", "stock-sessions", "streaming
 ARMS: tuple[Arm, ...] = ("no-streaming", "warming", "stock-sessions", "streaming")
 """What a client may do with chunks that arrive over time: wait for all of them; warm the prefix cache; use the sessions
 of vLLM's own scheduler, which can only append; stream into ours."""
-
-EVICTIONS: tuple[EvictionMode, ...] = get_args(EvictionMode)
-"""What becomes of KV that is taken away: dropped; copied to host memory; or what is expected to cost less."""
 
 
 @dataclass(frozen=True, slots=True)

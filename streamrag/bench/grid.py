@@ -7,9 +7,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from streamrag.bench.cell import ARMS, EVICTIONS, Arm, CellSettings
+from streamrag.bench.cell import ARMS, Arm, CellSettings
+from streamrag.engine.eviction import EvictionMode, check_eviction
 from streamrag.engine.policies import make_policy
-from streamrag.engine.swapping import EvictionMode
 from streamrag.errors import ConfigurationError
 
 __all__ = [
@@ -67,8 +67,7 @@ class Grid:
         for policy in self.policies:
             make_policy(policy)
         for eviction in self.evictions:
-            if eviction not in EVICTIONS:
-                raise ConfigurationError(f"there is no eviction {eviction!r}; choose from {', '.join(EVICTIONS)}")
+            check_eviction(eviction)
         if self.host_kv_bytes is not None and self.host_kv_bytes < 1:
             raise ConfigurationError(f"host-kv-bytes={self.host_kv_bytes}: it must be at least 1")
         for name, values in (("qps", self.qps), ("delay", self.delays), ("kv-tokens", self.kv_tokens)):

@@ -11,6 +11,7 @@ from streamrag.bench.compare import BASELINE, Comparison, Figure, Pool, compare
 from streamrag.bench.grid import describe_load, describe_qps
 from streamrag.bench.report_html import PAGE, Cell, cell, head, table
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
+from streamrag.engine.eviction import FATES
 from streamrag.showing import for_html
 
 __all__ = ["make_report"]
@@ -175,7 +176,8 @@ def _goodput_at(comparison: Comparison, variant: str, qps: float | None, slos: S
 def _preemptions(comparison: Comparison) -> str:
     digests = [digest for _, _, pool in _rows(comparison) for digest in pool.digests]
     fates = sorted({fate for digest in digests for fate in digest.num_preemptions or {}})
-    fates = sorted(fates, key=lambda fate: ["swap", "recompute"].index(fate) if fate in ("swap", "recompute") else 9)
+    known = [*reversed(FATES)]
+    fates = sorted(fates, key=lambda fate: known.index(fate) if fate in known else len(known))
     has_copies = any(digest.copy_totals for digest in digests)
     of_tokens = ["lost in them", "recomputed", "tax", "invalidated", *(["loaded"] if has_copies else [])]
     of_copies = ["saved", "loaded", "out", "in"] if has_copies else []

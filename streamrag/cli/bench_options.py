@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamrag.backends.strategy import EvictionMode, default_eviction
+from streamrag.backends.strategy import default_eviction
 from streamrag.bench.cell import ARMS
 from streamrag.bench.grid import Grid
 from streamrag.bench.summary import LIMITS
 from streamrag.engine.costs import load_profile
+from streamrag.engine.eviction import EVICTIONS, EvictionMode
 
 __all__ = ["add_parsers", "grid_of"]
 
@@ -225,7 +226,7 @@ def _add_what(parser: argparse.ArgumentParser, *, arms: list[str], seeds: list[i
         "--eviction",
         type=_list_of(str),
         metavar="LIST",
-        help="what the streaming arm does with preempted KV: recompute, swap, cost (cost, if the profile has copies)",
+        help=f"what the streaming arm does with preempted KV: {', '.join(EVICTIONS)} (cost, if the profile has copies)",
     )
     what.add_argument(
         "--host-kv-bytes", type=_bytes, metavar="N", help="host memory for KV, e.g. 64e9 (the scheduler's own choice)"

@@ -5,8 +5,9 @@
 The vLLM scheduler and any simulator call the same functions; nothing here imports vLLM.
 """
 
+from streamrag.engine.eviction import Fate
 from streamrag.engine.pace import Pace
-from streamrag.engine.planning import Eviction, Fate, Grant, Limits, Memory, Plan, plan
+from streamrag.engine.planning import Eviction, Grant, Limits, Memory, Plan, plan
 from streamrag.engine.policies import POLICIES, Policy, make_policy
 from streamrag.engine.request import RequestView
 

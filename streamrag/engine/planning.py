@@ -10,11 +10,12 @@ Source: arXiv 2604.16395, two-phase scheduling.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
+from streamrag.engine.eviction import Fate
 from streamrag.engine.request import RequestView
 
-__all__ = ["Eviction", "Fate", "Grant", "Limits", "Memory", "Plan", "plan"]
+__all__ = ["Eviction", "Grant", "Limits", "Memory", "Plan", "plan"]
 
 BACKLOG_STEPS = 8
 """Steps of work from which on steps are not lean. Source: our simulations of arXiv 2604.16395's crawler load."""
@@ -27,9 +28,6 @@ NUM_IN_TURN = 4
 """Positions of the order that have their turn in a step, so that everybody is asked some time."""
 
 NO_LIMIT = 1 << 62
-
-Fate: TypeAlias = Literal["recompute", "swap"]
-"""What becomes of a victim's KV: forgotten, or copied to host memory."""
 
 
 @dataclass(frozen=True, slots=True)
