@@ -1,0 +1,262 @@
+"""The scheduler's side of host memory: which KV blocks are copied out, and which come back.
+
+    evicted ─▶ blocks in vLLM's free list ─reused by somebody else─▶ saved in that very step, before it is overwritten
+                       │ still there                                      │
+    resumed ◀──────────┴── prefix cache                    host memory ───┴─▶ resumed, past what the prefix cache has
+
+vLLM reuses the block that was freed first, and of a victim the last: so what is saved is the tail, and no more of it
+than was needed. Blocks are known by vLLM's hashes, of their content and all before it: changed prompts have others.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
+from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
+from streamrag.backends.vllm.scheduler.host_costs import HostCosts, Match
+from streamrag.backends.vllm.scheduler.host_loads import LoadsInFlight, Suspects
+from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.step_parts import parts_of
+from streamrag.engine.host_pool import HostPool
+from streamrag.engine.price import Price
+from streamrag.engine.swapping import Comparison, CostChoice, SwapAlways, SwapChoice
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+__all__ = ["HostMemory", "host_memory_of"]
+
+
+class _Released(NamedTuple):
+    """What a block holds that its request had to give up."""
+
+    request: StreamRequest
+    position: int
+    """Which block of the request it was."""
+    key: Any
+    """Its hash."""
+
+
+class HostMemory:
+    """Follows the blocks of evicted requests, and answers vLLM's questions about KV beyond its prefix cache.
+
+    The connector makes it and passes on what vLLM asks and tells; the scheduler tells what it does.
+    """
+
+    def __init__(self, manager: "KVCacheManager", num_slots: int, price: Price | None) -> None:
+        self._block_pool = manager.block_pool
+        (self._group,) = manager.coordinator.single_type_managers
+        self._block_size = self._group.block_size
+        self.pool = HostPool(num_slots)
+        self.choice: SwapChoice = SwapAlways() if price is None else CostChoice(price)
+        self.costs = HostCosts(price, self._block_size)
+        self.num_saved = self.num_loaded = self.num_failed = 0
+        """Blocks, all in all."""
+        self._now_s = 0.0
+        self._released: dict[int, _Released] = {}
+        self._loads: list[tuple[int, int, Any]] = []  # of this step: slot, device block, key
+        self._in_flight = LoadsInFlight(self._group.req_to_blocks)
+        self._unwritten: dict[str, StreamRequest] = {}  # partial prompts with blocks that are not written through
+        self._num_written: dict[str, int] = {}  # leading blocks that are in host memory, or were: written through
+
+    # ------------------------------------------------------------------------------------- what the scheduler tells
+
+    def start_step(self, now_s: float) -> None:
+        self._now_s = now_s
+
+    def compare(self, request: StreamRequest) -> Comparison:
+        """Dropping the KV of a victim with saving it."""
+        num_blocks = self._num_known(request)
+        num_saved = self.pool.num_valid(request.block_hashes[:num_blocks])
+        return self.choice.evict(num_blocks, num_blocks - num_saved, self._now_s)
+
+    def on_release(self, request: StreamRequest) -> None:
+        """A victim is about to give up its blocks, and is to have them back."""
+        blocks = self._group.req_to_blocks.get(request.request_id, ())
+        num_blocks = min(self._num_known(request), len(blocks))
+        for index in range(num_blocks):
+            block_id = blocks[index].block_id
+            self._released[block_id] = _Released(request, index, request.block_hashes[index])
+            request.released_blocks.add(block_id)
+
+    def on_chunk(self, request: StreamRequest, num_computed: int, num_shared: int) -> None:
+        """Of the prompt of `request`, which had `num_computed` tokens computed, the first `num_shared` are left."""
+        if num_computed:
+            self.costs.on_chunk(num_computed, min(num_computed, num_shared))
+        if self.pool.owned(request.request_id):
+            self.pool.release(request.request_id, but=set(request.block_hashes))
+        if num_written := self._num_written.get(request.request_id):
+            self._num_written[request.request_id] = min(num_written, num_shared // self._block_size)
+
+    def on_partial(self, request: StreamRequest) -> None:
+        """A step computes some of a partial prompt."""
+        self._unwritten[request.request_id] = request
+
+    def on_step_end(self, step: "SchedulerOutput", output: "KVConnectorOutput | None", duration_s: float) -> None:
+        self._in_flight.on_step_end()
+        if step.num_scheduled_tokens:
+            report = output.kv_connector_worker_meta if output else None
+            copies_s = report.out_s + report.in_s if isinstance(report, CopyReport) else 0.0
+            copies = step.kv_connector_metadata
+            is_held_up = isinstance(copies, HostCopies) and bool(copies.saves or copies.loads)
+            self.costs.on_step_end(list(parts_of(step)), duration_s, copies_s, is_held_up=is_held_up)
+
+    def on_failed_loads(self, block_ids: set[int]) -> Suspects:
+        """Of the step that has just ended, these loads failed. Returns what may be wrong, of later steps too."""
+        wrong = self._in_flight.wrong(block_ids)
+        self.num_failed += len(wrong.keys)
+        self.costs.on_failed_copies()
+        self.pool.drop(wrong.keys.values())
+        for block_id in wrong.blocks:  # whoever has lost such a block since does not want it back
+            self._released.pop(block_id, None)
+        return wrong
+
+    def forget(self) -> None:
+        """All KV is invalid from now on, as after other weights were loaded. Nobody holds any, or gives it up later."""
+        self._released.clear()
+        self.pool.clear()
+        self._num_written.clear()
+
+    def _num_known(self, request: StreamRequest) -> int:
+        """Whole blocks that are computed, or being computed, and whose hash is known."""
+        return min(request.num_computed_tokens // self._block_size, len(request.block_hashes))
+
+    # ------------------------------------------------------------------------------------------- what vLLM asks for
+
+    def look_up(self, request: StreamRequest, num_local: int) -> Match | None:
+        """What there is past the first `num_local` tokens, which the prefix cache has; None if nothing was lost."""
+        start, end = num_local // self._block_size, (request.num_tokens - 1) // self._block_size
+        num_blocks = self.pool.num_valid(request.block_hashes[start:end]) if end > start else 0
+        if request.skip_reading_prefix_cache or (num_blocks == 0 and not request.was_evicted):
+            return None
+        comparison = self.choice.resume(start, num_blocks, self._now_s) if num_blocks else None
+        is_loaded = comparison is not None and comparison.choice == "swap"
+        return Match(start, num_blocks, comparison, num_blocks * self._block_size if is_loaded else 0)
+
+    def commit(self, request: StreamRequest, match: Match | None, num_tokens: int) -> None:
+        """`request` runs in this step, with blocks for `num_tokens` tokens of what was found, which are loaded."""
+        request.num_loaded_tokens = num_tokens
+        if match is None:
+            return
+        self.costs.on_resume(request, match, self._now_s)
+        start, end = match.start, match.start + num_tokens // self._block_size
+        keys = request.block_hashes[start:end]
+        blocks = self._group.req_to_blocks[request.request_id][start:end]
+        for slot, key, block in zip(self.pool.pin(keys), keys, blocks, strict=True):
+            self._loads.append((slot, block.block_id, key))
+
+    def take_copies(self, step: "SchedulerOutput") -> HostCopies:
+        """What is to be copied for this step, for which vLLM asks nothing more."""
+        unheard_of = self._in_flight.blocks()
+        losers: Counter[StreamRequest] = Counter()
+        saves = list(self._saves(step, unheard_of, losers)) if self._released else []
+        loads, self._loads = self._loads, []
+        held_saves = list(self._write_through(unheard_of)) if self._unwritten else []
+        self.pool.unpin()
+        self._in_flight.on_step(step.num_scheduled_tokens, {block_id: key for _, block_id, key in loads})
+        self.num_loaded += len(loads)
+        for request, num_blocks in losers.items():
+            self.costs.on_saves(request, num_blocks, len(saves))
+        if held_saves:
+            self.costs.on_write_through(len(held_saves))
+        self.costs.on_sent(len(saves) + len(held_saves), len(loads), self._now_s)
+        return HostCopies(saves, [(slot, block_id) for slot, block_id, _ in loads], held_saves)
+
+    def on_report(self, report: CopyReport) -> None:
+        """Copies have ended."""
+        if report.num_slots is not None:
+            self.pool.limit(report.num_slots)
+        for slot in report.saved:
+            self.pool.on_saved(slot, is_valid=True)
+        for slot in report.failed:
+            self.pool.on_saved(slot, is_valid=False)
+        self.num_saved += len(report.saved)
+        self.num_failed += len(report.failed)
+        if report.failed:
+            self.costs.on_failed_copies()
+        self.costs.on_copied(report.num_blocks_out, report.out_s, report.num_blocks_in, report.in_s)
+
+    def on_finish(self, request: StreamRequest) -> None:
+        """Nothing of it is kept."""
+        self.pool.release(request.request_id)
+        self.costs.on_finish(request.request_id)
+        self._unwritten.pop(request.request_id, None)
+        self._num_written.pop(request.request_id, None)
+        for block_id in request.released_blocks:
+            released = self._released.get(block_id)
+            if released is not None and released.request is request:
+                del self._released[block_id]
+
+    # --------------------------------------------------------------------------------------------- what is copied out
+
+    def _saves(
+        self, step: "SchedulerOutput", unheard_of: set[int], losers: Counter[StreamRequest]
+    ) -> Iterator[tuple[int, int]]:
+        """Of the released blocks that are overwritten in this step, those that somebody wants back. Counts for whom."""
+        for block_id in _blocks_in(step):
+            released = self._released.get(block_id)
+            if released is None:
+                continue
+            block_hash = self._block_pool.blocks[block_id].block_hash
+            if block_hash is not None and get_block_hash(block_hash) == released.key:
+                continue  # found in the prefix cache, as it is
+            del self._released[block_id]
+            owner = released.request.request_id
+            if not self._is_wanted(released) or self.pool.claim(owner, released.key):
+                continue
+            if block_id not in unheard_of:
+                slot = self.pool.reserve(owner, released.key)
+                if slot is not None:
+                    losers[released.request] += 1
+                    yield block_id, slot
+
+    def _is_wanted(self, released: _Released) -> bool:
+        request, index = released.request, released.position
+        if request.is_finished() or request.num_computed_tokens > index * self._block_size:
+            return False
+        return index < len(request.block_hashes) and request.block_hashes[index] == released.key
+
+    def _write_through(self, unheard_of: set[int]) -> Iterator[tuple[int, int]]:
+        """Blocks of partial prompts, which hold them still, as many as there is time for. Computed long ago first."""
+        pool = self._block_pool
+        num_left = self.choice.num_to_write_through(pool.get_num_free_blocks() / pool.num_gpu_blocks)
+        while num_left > 0 and self._unwritten:
+            request_id, request = next(iter(self._unwritten.items()))
+            if request.is_complete or request.num_computed_tokens == 0:
+                del self._unwritten[request_id]
+                continue
+            blocks = self._group.req_to_blocks[request_id]
+            for index in range(self._num_written.get(request_id, 0), self._num_known(request)):
+                if num_left == 0:
+                    return
+                key = request.block_hashes[index]
+                if not self.pool.claim(request_id, key, is_spare=True):
+                    if blocks[index].block_id in unheard_of:
+                        return
+                    slot = self.pool.reserve(request_id, key, is_spare=True)
+                    if slot is None:
+                        return
+                    num_left -= 1
+                    request.log.num_written_through += self._block_size
+                    yield blocks[index].block_id, slot
+                self._num_written[request_id] = index + 1
+            del self._unwritten[request_id]
+
+
+def host_memory_of(connector: Any) -> HostMemory | None:
+    """What our KV connector has made; None if there is another, none, or one that cannot work."""
+    memory = getattr(connector, "host_memory", None)
+    return memory if isinstance(memory, HostMemory) else None
+
+
+def _blocks_in(step: "SchedulerOutput") -> Iterator[int]:
+    """Those that somebody was given for this step, and some that they had before."""
+    for new in step.scheduled_new_reqs:
+        yield from new.block_ids[0]
+    for blocks in step.scheduled_cached_reqs.new_block_ids:
+        if blocks is not None:
+            yield from blocks[0]
