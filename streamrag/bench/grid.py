@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streamrag.bench.cell import ARMS, Arm, CellSettings
-from streamrag.engine.eviction import EvictionMode, check_eviction
+from streamrag.engine.eviction import EVICTIONS, EvictionMode
 from streamrag.engine.policies import make_policy
 from streamrag.errors import ConfigurationError
 
@@ -67,7 +67,8 @@ class Grid:
         for policy in self.policies:
             make_policy(policy)
         for eviction in self.evictions:
-            check_eviction(eviction)
+            if eviction not in EVICTIONS:
+                raise ConfigurationError(f"there is no eviction {eviction!r}; choose from {', '.join(EVICTIONS)}")
         if self.host_kv_bytes is not None and self.host_kv_bytes < 1:
             raise ConfigurationError(f"host-kv-bytes={self.host_kv_bytes}: it must be at least 1")
         for name, values in (("qps", self.qps), ("delay", self.delays), ("kv-tokens", self.kv_tokens)):

@@ -11,8 +11,8 @@ from streamrag.backends.vllm.client.arguments import default_eviction
 from streamrag.bench.cell import ARMS
 from streamrag.bench.grid import Grid
 from streamrag.bench.summary import LIMITS
-from streamrag.engine.costs import load_profile
 from streamrag.engine.eviction import EVICTIONS, EvictionMode
+from streamrag.engine.profile_files import load_profile
 
 __all__ = ["add_parsers", "grid_of"]
 

@@ -6,7 +6,6 @@ from streamrag.engine.copies import CopyCosts, linear_copies
 from streamrag.engine.costs import TableProfile
 from streamrag.engine.price import Price
 from streamrag.engine.swapping import CostChoice, SwapAlways
-from streamrag.errors import ConfigurationError
 
 BLOCK_BYTES = 1_000_000
 
@@ -65,31 +64,6 @@ def test_what_steps_and_copies_really_take_corrects_the_profile() -> None:
     assert slow_copies.evict(10, 10, 0.0).choice == "recompute"
 
 
-def test_one_copy_that_takes_long_does_not_outweigh_all_others() -> None:
-    found = choice(1e9)
-    usual_s = found.price.save_s(10)
-    for _ in range(30):
-        found.price.observe_copies(10, usual_s, 0, 0.0)
-    found.price.observe_copies(10, 10 * usual_s, 0, 0.0)
-    assert found.price.save_s(10) < 1.3 * usual_s
-
-
-def test_a_profile_that_is_always_wrong_is_corrected_by_the_first_copies() -> None:
-    found = choice(1e9)
-    usual_s = found.price.save_s(10)
-    for _ in range(3):
-        found.price.observe_copies(10, 2 * usual_s, 0, 0.0)
-    assert found.price.save_s(10) > 1.6 * usual_s
-
-
-def test_copies_that_stop_the_engine_are_no_part_of_what_a_step_computes() -> None:
-    found = choice(1e9, is_overlapped=False)
-    before = found.evict(10, 10, 0.0)
-    for _ in range(100):
-        found.price.observe_step([(1_000, 0)], profile().step_s([(1_000, 0)]) + 5.0, 5.0)
-    assert found.evict(10, 10, 0.0).recompute_s == pytest.approx(before.recompute_s)
-
-
 def test_steps_that_wait_for_copies_say_nothing_of_what_computing_takes() -> None:
     found = choice(1e9)
     before = found.evict(10, 10, 0.0)
@@ -140,8 +114,3 @@ def test_loads_that_run_beside_a_step_are_not_counted() -> None:
 def test_swap_always_swaps() -> None:
     always = SwapAlways()
     assert always.evict(1, 1, 0.0).choice == always.resume(0, 1, 0.0).choice == "swap"
-
-
-def test_costs_cannot_be_compared_by_a_profile_without_copies() -> None:
-    with pytest.raises(ConfigurationError, match="streamrag profile"):
-        Price(profile(), 16)

@@ -189,7 +189,7 @@ class HostMemory:
         for block_id in request.released_blocks:
             released = self._released.get(block_id)
             if released is not None and released.request is request:
-                del self._released[block_id]
+                self._released.pop(block_id)
 
     # --------------------------------------------------------------------------------------------- what is copied out
 

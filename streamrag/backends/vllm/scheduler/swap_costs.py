@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 
 from streamrag.backends.vllm.scheduler.options import SchedulerOptions
-from streamrag.engine.costs import ModelShape, StepProfile, load_profile
+from streamrag.engine.costs import ModelShape, StepProfile
 from streamrag.engine.price import Price
+from streamrag.engine.profile_files import load_profile
 from streamrag.engine.running_profile import check_fits, decoder_shape, default_profile
 
 if TYPE_CHECKING:
