@@ -1,6 +1,6 @@
 """A cell: one load on one engine with one set of settings, and what came of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -10,6 +10,7 @@ from streamrag.records import RequestRecord
 __all__ = [
     "ARMS",
     "Arm",
+    "CellProgress",
     "CellResult",
     "CellSettings",
     "CopyResult",
@@ -23,6 +24,9 @@ Arm: TypeAlias = Literal["no-streaming", "warming", "stock-sessions", "streaming
 ARMS: tuple[Arm, ...] = ("no-streaming", "warming", "stock-sessions", "streaming")
 """What a client may do with chunks that arrive over time: wait for all of them; warm the prefix cache; use the sessions
 of vLLM's own scheduler, which can only append; stream into ours."""
+
+CellProgress: TypeAlias = Callable[[int, int], None]
+"""Called with how many requests of a cell have been answered, and of how many."""
 
 
 @dataclass(frozen=True, slots=True)
