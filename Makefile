@@ -19,7 +19,7 @@ check: .venv/installed ## types and style
 	.venv/bin/mypy
 
 bench-stall: .venv/installed ## the event loop's worst stall while a crawl and a search run
-	$(RUN) bench/loop_stall.py
+	$(RUN) experiments/loop_stall.py
 
 fuzz: .venv/installed ## the scheduler against its KV oracle: 20,000 random loads, some minutes on two cores
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.fuzz --first 0 --seeds 20000
@@ -28,29 +28,29 @@ mutants: .venv/installed ## breaks the scheduler in one line each, and shows tha
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.mutants
 
 bench-engine: .venv/installed ## what a step and an update cost, then time to the first token in four arms, real engine
-	VLLM_LOGGING_LEVEL=ERROR $(RUN) bench/engine_step.py
-	$(RUN) bench/engine_arms.py --json bench/results/engine_arms.json
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/engine_step.py
+	$(RUN) experiments/engine_arms.py --json experiments/results/engine_arms.json
 
 bench-validity: .venv/installed ## the same loads on the real engine and on its simulation: do they agree? twenty minutes
-	$(RUN) bench/validity.py --json bench/results/validity.json
+	$(RUN) experiments/validity.py --json experiments/results/validity.json
 
 bench-eviction: .venv/installed ## recompute, swap or what costs less, under memory pressure, simulated: hours, resumable
-	$(RUN) bench/eviction.py --json bench/results/eviction.json
+	$(RUN) experiments/eviction.py --json experiments/results/eviction.json
 
 bench-eviction-engine: .venv/installed ## recompute, swap or what costs less on the real engine, and did costs come true? about 17 minutes
-	$(RUN) bench/eviction_engine.py --json bench/results/eviction_engine.json --plot docs/decision-costs.png
+	$(RUN) experiments/eviction_engine.py --json experiments/results/eviction_engine.json --plot docs/decision-costs.png
 
 bench-thrash: .venv/installed ## tokens computed twice when idle streams outgrow memory, ours and the paper's rule, simulated
-	$(RUN) bench/thrash.py --json bench/results/thrash.json
+	$(RUN) experiments/thrash.py --json experiments/results/thrash.json
 
 bench-overlap: .venv/installed ## do steps take longer while KV is copied beside them? real engine, a few minutes
-	$(RUN) bench/copy_overlap.py --json bench/results/copy_overlap.json
+	$(RUN) experiments/copy_overlap.py --json experiments/results/copy_overlap.json
 
 bench-rounding: .venv/installed ## log-probabilities of prompts computed whole, in pieces by vLLM, streamed: half an hour
-	$(RUN) bench/rounding.py --json bench/results/rounding.json
+	$(RUN) experiments/rounding.py --json experiments/results/rounding.json
 
 bench-context: .venv/installed ## which pages are in a context that cannot hold all of them, and do they hold the answer? two minutes
-	$(RUN) bench/context_choice.py --json bench/results/context_choice.json
+	$(RUN) experiments/context_choice.py --json experiments/results/context_choice.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,10 +14,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from streamrag.backends.openai import OpenAIBackend as OpenAIBackend
-    from streamrag.backends.token_streams import StreamedTokens as StreamedTokens
-    from streamrag.backends.token_streams import TokenStream as TokenStream
-    from streamrag.backends.token_streams import TokenStreams as TokenStreams
     from streamrag.backends.vllm import VllmBackend as VllmBackend
+    from streamrag.backends.vllm.client.token_streams import StreamedTokens as StreamedTokens
+    from streamrag.backends.vllm.client.token_streams import TokenStream as TokenStream
+    from streamrag.backends.vllm.client.token_streams import TokenStreams as TokenStreams
     from streamrag.core import AnswerChunk as AnswerChunk
     from streamrag.core import Append as Append
     from streamrag.core import Chunk as Chunk
@@ -56,10 +56,10 @@ _HOMES = {
     "SamplingParams": "streamrag.core",
     "Skipped": "streamrag.core",
     "StreamRagError": "streamrag.errors",
-    "StreamedTokens": "streamrag.backends.token_streams",
+    "StreamedTokens": "streamrag.backends.vllm.client.token_streams",
     "StretchedSource": "streamrag.sources.stretch",
-    "TokenStream": "streamrag.backends.token_streams",
-    "TokenStreams": "streamrag.backends.token_streams",
+    "TokenStream": "streamrag.backends.vllm.client.token_streams",
+    "TokenStreams": "streamrag.backends.vllm.client.token_streams",
     "Turn": "streamrag.core",
     "Update": "streamrag.core",
     "UpdateMode": "streamrag.modes",

@@ -1,33 +1,22 @@
 """What a caller may ask and say, and what of it cannot work."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from numbers import Integral, Real
 from typing import TypedDict
 
 from streamrag.core import SamplingParams, Turn
 from streamrag.errors import ConfigurationError
+from streamrag.kinds import is_number, is_whole
 from streamrag.modes import PromptTemplate
 
-__all__ = ["LATE_SHARE", "Query", "QueryOptions", "check_options", "is_number", "is_whole"]
+__all__ = ["LATE_SHARE", "Query", "QueryOptions", "check_options"]
 
 LATE_SHARE = 0.25
-"""A third or a half found the answer no more often in bench/context_choice.py, and leave more to compute last."""
+"""A third or a half found the answer no more often in experiments/context_choice.py, and leave more to compute last."""
 
 MAX_QUERY_CHARACTERS = 100_000
 """A query is embedded and searched for, besides being tokenised: a document is none."""
-
-
-def is_whole(value: object) -> bool:
-    """Whether it is a whole number of whatever type; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a number of whatever type; NaN is none by its name."""
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 @dataclass(frozen=True, slots=True)

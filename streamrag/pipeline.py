@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
 
 import anyio
 
-from streamrag.asked import LATE_SHARE, Query, QueryOptions, check_options, is_number, is_whole
+from streamrag.asked import LATE_SHARE, Query, QueryOptions, check_options
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable, Turn, part_name
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
+from streamrag.kinds import is_number, is_whole
 from streamrag.modes import PromptTemplate, UpdateMode
 from streamrag.query import QueryRun
 from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
@@ -30,6 +30,7 @@ from streamrag.core import (
 )
 from streamrag.errors import BackendError, DeadlineExceededError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler
+from streamrag.modes.context import Context
 from streamrag.retrieving import closing, source_events
 from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
 from streamrag.telemetry import (
@@ -216,22 +217,17 @@ class QueryRun:
                 late_share=query.late_share,
             )
         )
-        chunks: tuple[Chunk, ...] = ()
-        held: set[Chunk] = set()  # the same; to look for each of many chunks among many takes too long
+        chunks = Context()
         is_ranked = False
         async with aclosing(self._retrieve(assembler)) as events:
             async for event in events:
                 new = event.chunks if isinstance(event, Update) else (event.chunk,)
                 at_s = self._now()
                 for chunk in dict.fromkeys(new):
-                    if chunk not in held:
+                    if chunk not in chunks:
                         await self._emit(ChunkArrived(at_s, chunk))
-                before, chunks = chunks, self._mode.fold(chunks, event)
+                chunks = chunks.become(self._mode.fold(chunks, event))
                 is_ranked = is_ranked or isinstance(event, Update)  # an Append behind a ranking leaves that as it is
-                if isinstance(event, Append) and len(chunks) == len(before) + 1:
-                    held.update(new)
-                elif chunks is not before:
-                    held = set(chunks)
                 if self._first_chunk_s is None and chunks:
                     self._first_chunk_s = at_s
                 if query.overlap:
@@ -329,24 +325,19 @@ class QueryRun:
         """Tokenising a page takes milliseconds, which the event loop does not have.
 
         A thread cannot be stopped: a query that is, waits for its own, which keeps the tokenizer's place until it ends.
+        But what the thread waits for on the event loop, as a server's tokenizer does, is stopped.
         """
-        has_begun = is_given_up = False
-
-        def begin() -> T | None:
-            nonlocal has_begun
-            has_begun = True
-            return None if is_given_up else function()
-
-        work = asyncio.create_task(_run_sync(begin, self._tokenizing), name="streamrag tokenising")
-        work.add_done_callback(lambda task: task.cancelled() or task.exception())  # asked for below, unless given up
+        scope = anyio.CancelScope()
+        work = asyncio.create_task(_run_sync(function, self._tokenizing, scope), name="streamrag tokenising")
         try:
-            return cast(T, await asyncio.shield(work))
+            return await asyncio.shield(work)
         except asyncio.CancelledError:
-            is_given_up = True
-            if has_begun:
-                await wait_regardless([work])
+            scope.cancel()
+            await wait_regardless([work])
             raise
 
 
-async def _run_sync(function: Callable[[], T], limiter: anyio.CapacityLimiter) -> T:
-    return await anyio.to_thread.run_sync(function, limiter=limiter)
+async def _run_sync(function: Callable[[], T], limiter: anyio.CapacityLimiter, scope: anyio.CancelScope) -> T:
+    with scope:
+        return await anyio.to_thread.run_sync(function, limiter=limiter)
+    raise asyncio.CancelledError

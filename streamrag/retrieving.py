@@ -1,15 +1,17 @@
 """What a source yields, checked: a source is anybody's code."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from inspect import iscoroutine
 from typing import TypeVar
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.errors import SourceError
-from streamrag.tasks import is_cancelled
+from streamrag.kinds import is_number, is_whole, kind_of
+from streamrag.tasks import cancel_regardless, is_cancelled
 
 __all__ = ["closing", "source_events"]
 
@@ -19,33 +21,61 @@ T = TypeVar("T")
 async def source_events(source: Source, query: str) -> AsyncGenerator[SourceEvent, None]:
     """The source's events; closing this closes them. What the source raises is raised here.
 
-    Raises SourceError for what is no event, and for a CancelledError or GeneratorExit of the source's own: raised on,
-    either would end the query without a word. Raises CancelledError where the source swallowed one that was meant.
+    The source has a task of its own, so that what it times or cancels around its `yield`s is itself; it goes on when
+    the next event is asked for. Raises SourceError for what is no event, and for a CancelledError, GeneratorExit or
+    group of errors of the source's own: raised on, they would end the query without a word.
     """
     events = source.stream(query)
     if iscoroutine(events):
         events.close()
         raise SourceError(f"{part_name(source)}.stream is a coroutine: make it an async generator, which yields events")
     if not isinstance(events, AsyncIterable):
-        raise SourceError(f"{part_name(source)}.stream returned {_kind(events)}: it must return an async iterator")
-    async with closing(events) as pulled:
+        raise SourceError(f"{part_name(source)}.stream returned {kind_of(events)}: it must return an async iterator")
+    pulled: asyncio.Queue[SourceEvent | None] = asyncio.Queue()
+    pull = asyncio.create_task(_pull(source, events, pulled), name="streamrag source")
+    pull.add_done_callback(lambda _: pulled.put_nowait(None))
+    try:
+        while event := await pulled.get():
+            yield event
+            pulled.task_done()
+    finally:
+        await cancel_regardless([pull])
+    if pull.cancelled():
+        raise _stopped_by_itself(source, asyncio.CancelledError())
+    pull.result()
+
+
+async def _pull(
+    source: Source, events: AsyncIterator[SourceEvent], pulled: "asyncio.Queue[SourceEvent | None]"
+) -> None:
+    """Each event, once that before it is done with. A cancellation meanwhile is for the source: it is thrown there."""
+    async with closing(events) as generator:
+        go_on: Callable[[], Awaitable[SourceEvent]] = generator.__anext__
         while True:
             try:
-                event = await anext(pulled)
+                event = await go_on()
             except StopAsyncIteration:
                 _raise_swallowed()
                 return
-            except (asyncio.CancelledError, GeneratorExit) as error:
-                if is_cancelled():
-                    raise
-                raise SourceError(
-                    f"{part_name(source)} failed: {_kind(error)}, though nobody has stopped the query"
-                ) from error
             except Exception as error:
                 _raise_swallowed(error)
                 raise
+            except (asyncio.CancelledError, GeneratorExit, BaseExceptionGroup) as error:
+                if is_cancelled():
+                    raise asyncio.CancelledError from error
+                raise _stopped_by_itself(source, error) from error
             _raise_swallowed()
-            yield _checked(source, event)
+            pulled.put_nowait(_checked(source, event))
+            go_on = generator.__anext__
+            try:
+                await pulled.join()
+            except asyncio.CancelledError as error:
+                go_on = partial(generator.athrow, error)
+
+
+def _stopped_by_itself(source: Source, error: BaseException) -> SourceError:
+    what = f"{error!r:.500}" if isinstance(error, BaseExceptionGroup) else kind_of(error)
+    return SourceError(f"{part_name(source)} failed: {what}, though nobody has stopped the query")
 
 
 def closing(iterator: AsyncIterator[T]) -> "aclosing[AsyncGenerator[T, None]]":
@@ -71,54 +101,42 @@ def _raise_swallowed(error: Exception | None = None) -> None:
 def _checked(source: Source, event: SourceEvent) -> SourceEvent:
     """The event, of the types that it says; a list of chunks becomes a tuple, which stays as it is."""
     match event:
-        case Append(Chunk(text=str(), source=str(), title=str()), Hint() | None):
+        case Append(chunk, Hint() | None) if not _chunk_fault(chunk):
             return event
-        case Update(tuple(chunks), Hint() | None) if all(map(_is_chunk, chunks)):
+        case Update(tuple(chunks), Hint() | None) if not any(map(_chunk_fault, chunks)):
             return event
-        case Update(list(chunks), Hint() | None) if all(map(_is_chunk, chunks)):
+        case Update(list(chunks), Hint() | None) if not any(map(_chunk_fault, chunks)):
             return replace(event, chunks=tuple(chunks))
         case Skipped(str(), str()) | CutShort(str()):
             return event
     raise SourceError(f"{part_name(source)} failed: it yielded {_fault(event)}")
 
 
-def _is_chunk(chunk: object) -> bool:
-    return (
-        isinstance(chunk, Chunk)
-        and isinstance(chunk.text, str)
-        and isinstance(chunk.source, str)
-        and isinstance(chunk.title, str)
-    )
-
-
 def _fault(event: object) -> str:
     """What is wrong with it, for the source's author."""
     match event:
-        case Append(chunk=chunk) if not _is_chunk(chunk):
-            return f"an Append with {_chunk_fault(chunk)}"
+        case Append(chunk=chunk) if fault := _chunk_fault(chunk):
+            return f"an Append with {fault}"
         case Update(chunks=chunks) if not isinstance(chunks, tuple | list):
-            return f"an Update with {_kind(chunks)} in place of a tuple of chunks"
-        case Update(chunks=chunks) if wrong := [chunk for chunk in chunks if not _is_chunk(chunk)]:
-            return f"an Update with {_chunk_fault(wrong[0])}"
+            return f"an Update with {kind_of(chunks)} in place of a tuple of chunks"
+        case Update(chunks=chunks) if faults := list(filter(None, map(_chunk_fault, chunks))):
+            return f"an Update with {faults[0]}"
         case Append(hint=hint) | Update(hint=hint):
-            return f"{_kind(event)} with {_kind(hint)} in place of a Hint"
+            return f"{kind_of(event)} with {kind_of(hint)} in place of a Hint"
         case Skipped() | CutShort():
-            return f"{_kind(event)} of which a field is no text"
-    return f"{_kind(event)}: it must yield Append, Update, Skipped or CutShort"
+            return f"{kind_of(event)} of which a field is no text"
+    return f"{kind_of(event)}: it must yield Append, Update, Skipped or CutShort"
 
 
 def _chunk_fault(chunk: object) -> str:
+    """What is wrong with it, or nothing. Numbers may be NumPy's."""
     if not isinstance(chunk, Chunk):
-        return f"{_kind(chunk)} in place of a Chunk"
-    name, value = next(
-        (name, value) for name in ("text", "source", "title") if not isinstance(value := getattr(chunk, name), str)
-    )
-    return f"a Chunk whose {name} is {_kind(value)}, and must be a str"
-
-
-def _kind(value: object) -> str:
-    """What it is, for a message: its value may be long."""
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+        return f"{kind_of(chunk)} in place of a Chunk"
+    for name in ("text", "source", "title"):
+        if not isinstance(value := getattr(chunk, name), str):
+            return f"a Chunk whose {name} is {kind_of(value)}, and must be a str"
+    if not is_whole(chunk.passage):
+        return f"a Chunk whose passage is {kind_of(chunk.passage)}, and must be a whole number"
+    if chunk.score is not None and not is_number(chunk.score):
+        return f"a Chunk whose score is {kind_of(chunk.score)}, and must be a number that is not NaN, or None"
+    return ""

@@ -20,7 +20,7 @@ LINES = [
     {"modes", "engine"},
     {"clock", "telemetry", "trace"},
     {"retrieving"},
-    {"core", "errors", "files", "orphans", "reading", "records", "scratch", "showing", "tasks"},
+    {"core", "errors", "files", "kinds", "orphans", "reading", "records", "scratch", "showing", "tasks"},
 ]
 PARTS_OF_ONE = {
     "__main__": "cli",
@@ -41,6 +41,16 @@ INNERMOST = [
     ["records", "reading"],
 ]
 
+# In `backends/vllm`, what the modules of each process may import beside each other.
+SHARED_BY_PROCESS: dict[str, set[str]] = {
+    "client": {"chunk_wire"},
+    "scheduler": {"chunk_wire", "copy_wire"},
+    "worker": {"copy_wire"},
+    "connector": {"scheduler", "worker", "copy_wire"},  # vLLM's entry to both
+    "chunk_wire": set(),
+    "copy_wire": set(),
+}
+
 HEAVY = {"crawl4ai", "diskannpy", "matplotlib", "numpy", "sentence_transformers", "torch", "transformers", "vllm"}
 
 
@@ -59,6 +69,15 @@ def imports(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def names_imported(tree: ast.AST) -> Iterator[str]:
+    """`from a import b` as a.b, which may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
@@ -96,6 +115,24 @@ def test_only_backends_import_vllm() -> None:
         if any(name.split(".")[0] == "vllm" for name in (*imports(tree), *by_name)):
             importers.add(part_of(module))
     assert importers == {"backends"}
+
+
+def test_processes_of_an_engine_share_only_what_travels_between_them() -> None:
+    wrong = []
+    found = set()
+    for module, tree in modules():
+        if not module.startswith("backends.vllm.") or module == "backends.vllm.__init__":
+            continue
+        importer = module.split(".")[2]
+        for imported in names_imported(tree):
+            if not imported.startswith("streamrag.backends.vllm"):
+                continue
+            target = imported.removeprefix("streamrag.backends.vllm.").split(".")[0]
+            found.add((importer, target))
+            if target not in {importer, *SHARED_BY_PROCESS[importer]}:
+                wrong.append(f"streamrag.{module} imports {imported}")
+    assert wrong == []
+    assert {(importer, target) for importer, targets in SHARED_BY_PROCESS.items() for target in targets} <= found
 
 
 def test_importing_streamrag_imports_nothing_heavy() -> None:

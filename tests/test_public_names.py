@@ -40,8 +40,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_all_names_what_a_module_defines_in_public(name: str) -> None:
     module = importlib.import_module(name)
     if not hasattr(module, "__all__"):
-        without = {"backends", "bench", "simulated", "sources", "trace"}
-        assert name.rpartition(".")[2] in without, f"{name} has no __all__"
+        assert hasattr(module, "__path__"), f"{name} has no __all__"  # a folder may have none
         return
     assert sorted(module.__all__) == sorted(set(module.__all__))
     for public in module.__all__:

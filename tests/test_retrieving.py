@@ -2,12 +2,15 @@
 
 import asyncio
 import gc
+import math
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import anyio
+import numpy
 import pytest
 
 from streamrag import (
@@ -28,7 +31,8 @@ from streamrag.backends.warming import warm_then_generate
 from streamrag.core import BackendEvent, CutShort, ModelInfo, SourceEvent
 from streamrag.errors import DeadlineExceededError, PipelineClosedError, SourceError
 from streamrag.handle import AnswerStream
-from streamrag.retrieving import closing
+from streamrag.retrieving import closing, source_events
+from streamrag.telemetry import ChunkArrived
 from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource
 from streamrag.trace.recorder import TraceRecorder
 
@@ -78,9 +82,74 @@ async def test_a_source_that_cancels_itself_has_failed(stream: Callable[[str], A
             await ask(source)
 
 
+async def gives_itself_little_time(query: str) -> AsyncIterator[SourceEvent]:
+    async with asyncio.timeout(0.05):
+        yield Append(A)
+        yield Append(Chunk("beta", "b.md"))
+
+
+async def gives_itself_little_time_of_anyio(query: str) -> AsyncIterator[SourceEvent]:
+    with anyio.fail_after(0.05):
+        yield Append(A)
+        yield Append(Chunk("beta", "b.md"))
+
+
+class SlowBackend(ScriptedBackend):
+    """Takes longer for a prompt than those sources give themselves."""
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async def slowly() -> AsyncIterator[Prompt]:
+            async for prompt in prompts:
+                yield prompt
+                await asyncio.sleep(0.2)
+
+        async with aclosing(slowly()) as slow:
+            async for event in super().generate(slow, params):
+                yield event
+
+
+@pytest.mark.parametrize("stream", [gives_itself_little_time, gives_itself_little_time_of_anyio])
+async def test_a_source_that_times_its_yields_stops_itself_only(stream: Callable[[str], Any]) -> None:
+    async with Pipeline(Odd(stream), SlowBackend("ok"), on_source_error="answer") as pipeline:
+        async with pipeline.events("Why?") as events:
+            seen = [event async for event in events]
+    answer = events.result
+    assert answer.text == "ok"
+    assert isinstance(answer.source_error, SourceError)
+    assert "Odd failed: TimeoutError" in str(answer.source_error)
+    assert [event.chunk for event in seen if isinstance(event, ChunkArrived)] == [A]
+    assert [source.source for source in answer.sources] == [A.source]
+
+
+async def raises_a_group(query: str) -> AsyncIterator[SourceEvent]:
+    yield Append(A)
+    raise BaseExceptionGroup("two things", [GeneratorExit(), ValueError("x")])
+
+
+async def test_a_group_of_errors_that_is_no_exception_is_the_sources_failure() -> None:
+    with pytest.raises(SourceError, match=r"Odd failed: BaseExceptionGroup\('two things'.*though nobody has stopped"):
+        await ask(Odd(raises_a_group))
+
+
+async def test_a_source_goes_on_only_when_the_next_event_is_asked_for() -> None:
+    steps = []
+
+    async def tells(query: str) -> AsyncIterator[SourceEvent]:
+        for number in range(3):
+            steps.append(number)
+            yield Append(Chunk(str(number), "a.md"))
+
+    async with aclosing(source_events(Odd(tells), "Why?")) as events:
+        assert steps == []
+        for number in range(3):
+            await anext(events)
+            await asyncio.sleep(0.01)
+            assert steps == list(range(number + 1))
+
+
 def test_a_chunk_of_each_kind_of_event_is_checked_and_a_list_of_chunks_is_as_good_as_a_tuple() -> None:
     async def good(query: str) -> AsyncIterator[Any]:
-        yield Append(A, Hint(3))
+        yield Append(replace(A, passage=numpy.int64(3), score=numpy.float32(0.5)), Hint(3))
         yield Update([A], Hint(2))  # type: ignore[arg-type]
         yield Skipped("b.md", "gone")
         yield CutShort("time is up")
@@ -97,6 +166,9 @@ def test_a_chunk_of_each_kind_of_event_is_checked_and_a_list_of_chunks_is_as_goo
         (Append(Chunk(5, "s")), "an Append with a Chunk whose text is an int"),  # type: ignore[arg-type]
         (Append(Chunk("a", None)), "a Chunk whose source is None"),  # type: ignore[arg-type]
         (Append(Chunk("a", "s", b"t")), "a Chunk whose title is a bytes"),  # type: ignore[arg-type]
+        (Append(Chunk("a", "s", "t", "1")), "a Chunk whose passage is a str, and must be a whole number"),  # type: ignore[arg-type]
+        (Append(Chunk("a", "s", "t", 0, "0.5")), "a Chunk whose score is a str, and must be a number"),  # type: ignore[arg-type]
+        (Update((A, Chunk("a", "s", score=math.nan))), "an Update with a Chunk whose score is a float, .* not NaN"),
         (Append(A, 3), "an Append with an int in place of a Hint"),  # type: ignore[arg-type]
         (Update((A, "y")), "an Update with a str in place of a Chunk"),  # type: ignore[arg-type]
         (Update(A), "an Update with a Chunk in place of a tuple of chunks"),  # type: ignore[arg-type]

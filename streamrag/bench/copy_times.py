@@ -16,7 +16,7 @@ from streamrag.engine.fitting import fit_copies
 if TYPE_CHECKING:
     import torch
 
-    from streamrag.backends.engine_facts import EngineFacts
+    from streamrag.backends.vllm.client.facts import EngineFacts
 
 __all__ = ["CopyTimes", "block_counts", "measure_copies"]
 
@@ -53,8 +53,8 @@ def measure_copies(facts: "EngineFacts", progress: Callable[[int], None] = lambd
     """
     import torch
 
-    from streamrag.backends.host_copier import HostCopier
-    from streamrag.backends.host_wire import HostCopies
+    from streamrag.backends.vllm.copy_wire import HostCopies
+    from streamrag.backends.vllm.worker.copier import HostCopier
 
     counts, rng = block_counts(facts), random.Random(0)
     num_blocks = 2 * counts[-1]

@@ -17,7 +17,7 @@ from streamrag.bench.recompute import NUM_CONTEXT_BESIDE, RecomputeTimes, measur
 from streamrag.engine.costs import TableProfile, recompute_s
 
 if TYPE_CHECKING:
-    from streamrag.backends.engine_facts import EngineFacts
+    from streamrag.backends.vllm.client.facts import EngineFacts
 
 __all__ = ["Progress", "measure_machine"]
 
@@ -35,7 +35,7 @@ async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: 
 
     :raises StreamRagError: as `running_engine`.
     """
-    from streamrag.backends.engine_client import running_engine
+    from streamrag.backends.vllm.client.measured import running_engine
 
     progress("starting the engine", 0, None)
     async with running_engine(model, engine_args, policy=None) as client:

@@ -23,7 +23,7 @@ from streamrag.errors import BackendError
 from streamrag.trace.values import TracedChunk
 
 if TYPE_CHECKING:
-    from streamrag.backends.engine_client import EngineClient, MeasuredStep
+    from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
 
 __all__ = [
     "NUM_IN_VOCABULARY",

@@ -19,7 +19,7 @@ from streamrag.errors import BackendError
 from streamrag.tasks import wait_regardless
 
 if TYPE_CHECKING:
-    from streamrag.backends.engine_client import EngineClient, MeasuredStep
+    from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
 
 __all__ = ["NUM_CONTEXT_BESIDE", "RecomputeTimes", "measure_recompute", "prompt_sizes"]
 

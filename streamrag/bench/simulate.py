@@ -138,7 +138,7 @@ class _Run:
     def make_client(self, keep_steps: bool) -> "SimulatedClient":
         from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
         from streamrag.backends.simulated.config import EngineShape
-        from streamrag.backends.step_parts import parts_of
+        from streamrag.backends.vllm.scheduler.step_parts import parts_of
 
         settings, block_size = self.settings, self.profile.block_size
         longest = longest_prompt(self.queries) + settings.num_output_tokens + 1
@@ -171,7 +171,7 @@ class _Run:
         return SimulatedClient(engine, delivery_s=self.profile.delivery_s, keep_steps=keep_steps)
 
     def _scheduler_options(self) -> dict[str, Any]:
-        from streamrag.backends.support import SchedulerOptions
+        from streamrag.backends.vllm.scheduler.options import SchedulerOptions
 
         settings = self.settings
         if settings.arm != "streaming":

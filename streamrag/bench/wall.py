@@ -32,7 +32,7 @@ from streamrag.tasks import wait_regardless
 from streamrag.trace.values import Trace, TracedQuery
 
 if TYPE_CHECKING:
-    from streamrag.backends.engine_client import EngineClient
+    from streamrag.backends.vllm.client.measured import EngineClient
 
 __all__ = ["engine_for", "max_model_len", "play_cell", "run_cell"]
 
@@ -72,7 +72,7 @@ def _check(settings: CellSettings) -> None:
 
 
 def _model_len(settings: CellSettings) -> int:
-    from streamrag.backends.engine_client import model_len
+    from streamrag.backends.vllm.client.measured import model_len
 
     assert settings.model is not None
     return model_len(settings.model)
@@ -100,7 +100,7 @@ async def engine_for(settings: CellSettings, queries: Sequence[TracedQuery]) -> 
 
     :raises ConfigurationError: the settings are for virtual time, or vLLM refuses them.
     """
-    from streamrag.backends.engine_client import running_engine
+    from streamrag.backends.vllm.client.measured import running_engine
 
     _check(settings)
     assert settings.model is not None

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from rich.text import Text
 
 from streamrag.asked import QueryOptions
-from streamrag.backends.strategy import Strategy
+from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.cli.output import Output
 from streamrag.cli.source import add_source_arguments, make_source
 from streamrag.cli.steps import StepLines

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamrag.backends.strategy import EvictionMode, default_eviction
+from streamrag.backends.vllm.client.arguments import EvictionMode, default_eviction
 from streamrag.bench.cell import ARMS
 from streamrag.bench.grid import Grid
 from streamrag.bench.summary import LIMITS

@@ -73,9 +73,10 @@ class AssembledPrompt:
     prompt: Prompt
     included: tuple[Chunk, ...]
     """The passages; of a shortened chunk there may be two."""
-    left_out: tuple[Chunk, ...]
     num_invalidated: int
     """Tokens of the previous prompt that this one does not share."""
+    left_out: tuple[Chunk, ...] = ()
+    """Chunks of which nothing is included, once the prompt is complete."""
     shortened: tuple[Chunk, ...] = ()
     """Chunks of which only a part is included."""
 
@@ -109,6 +110,7 @@ class PromptAssembler:
         self._template = template
         self._passages: dict[tuple[int, Chunk], list[int]] = {}
         self._previous: tuple[int, ...] = ()
+        self._fit: list[Included] | None = None  # of the previous prompt, if that was partial
         self._head, self._tail = self._split(question, history)
         self._no_context = tokenizer.encode(template.no_context)
         self._cut_short = tokenizer.encode(template.cut_short)
@@ -138,6 +140,24 @@ class PromptAssembler:
         """
         budget = self._budget
         fit = budget.by_rank(chunks) if is_ranked else budget.by_arrival(chunks, is_complete=is_complete)
+        if not is_complete and fit == self._fit:
+            token_ids = self._previous  # as when a chunk is waiting for room
+        else:
+            token_ids = self._token_ids(fit, is_complete=is_complete, is_cut_short=is_cut_short)
+        self._fit = None if is_complete else fit
+        num_shared = common_prefix_len(self._previous, token_ids)
+        num_invalidated = len(self._previous) - num_shared
+        self._previous = token_ids
+        parts = {each.whole: each for each in fit}  # of those that are in it twice, the last
+        return AssembledPrompt(
+            Prompt(token_ids, num_shared, is_complete),
+            included=tuple(each.part for each in fit),
+            num_invalidated=num_invalidated,
+            left_out=tuple(chunk for chunk in chunks if chunk not in parts) if is_complete else (),
+            shortened=tuple(chunk for chunk, last in parts.items() if last.rest),
+        )
+
+    def _token_ids(self, fit: Sequence[Included], *, is_complete: bool, is_cut_short: bool) -> tuple[int, ...]:
         ids = list(self._head)
         for number, included in enumerate(fit, 1):
             ids += self._encode_passage(number, included.part)
@@ -147,20 +167,7 @@ class PromptAssembler:
             elif not fit:
                 ids += self._no_context
             ids += self._tail
-        token_ids = tuple(ids)
-        num_shared = common_prefix_len(self._previous, token_ids)
-        num_invalidated = len(self._previous) - num_shared
-        self._previous = token_ids
-        parts: dict[Chunk, list[Included]] = {}
-        for included in fit:
-            parts.setdefault(included.whole, []).append(included)
-        return AssembledPrompt(
-            Prompt(token_ids, num_shared, is_complete),
-            included=tuple(included.part for included in fit),
-            left_out=tuple(chunk for chunk in chunks if chunk not in parts),
-            num_invalidated=num_invalidated,
-            shortened=tuple(chunk for chunk, found in parts.items() if found[-1].rest),
-        )
+        return tuple(ids)
 
     def count_tokens(self, chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
         """Tokens of each chunk as the passage of this number; they are kept for `assemble`."""

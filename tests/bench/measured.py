@@ -3,9 +3,9 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from streamrag.backends.engine_client import MeasuredStep
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
+from streamrag.backends.vllm.client.measured import MeasuredStep
 from streamrag.engine.costs import TableProfile
 
 TRUE = TableProfile(

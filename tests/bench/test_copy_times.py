@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from streamrag.backends.engine_facts import EngineFacts
+from streamrag.backends.vllm.client.facts import EngineFacts
 from streamrag.bench.copy_times import CopyTimes, block_counts, measure_copies
 
 FACTS = EngineFacts(

@@ -20,7 +20,7 @@ COMPUTE_S = H200.step_s([(2_000, 0)])
 
 @dataclass
 class Copies:
-    """As `streamrag.backends.host_wire.HostCopies`."""
+    """As `streamrag.backends.vllm.copy_wire.HostCopies`."""
 
     saves: list[tuple[int, int]] = field(default_factory=list)
     held_saves: list[tuple[int, int]] = field(default_factory=list)

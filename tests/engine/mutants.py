@@ -20,7 +20,7 @@ from typing import Any
 
 __all__ = ["MUTANTS", "Mutant", "seeds_to_catch"]
 
-OURS = ("streamrag", "tests.engine.fuzz")
+OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.oracle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +37,34 @@ class Mutant:
     """The directed test that must catch it, where the fuzz cannot."""
 
 
-LOG = "streamrag.backends.request_log"
-PROMPTS, INTAKE = "streamrag.backends.prompts", "streamrag.backends.stream_intake"
-SCHEDULER = "streamrag.backends.scheduler"
-HOST_MEMORY, HOST_POOL = "streamrag.backends.host_memory", "streamrag.engine.host_pool"
-WIRE = "streamrag.backends.wire"
-KV_MEMORY = "streamrag.backends.kv_memory"
-REQUEST, PLANNING = "streamrag.backends.stream_request", "streamrag.engine.planning"
+LOG = "streamrag.backends.vllm.scheduler.request_log"
+PROMPTS, INTAKE = "streamrag.backends.vllm.scheduler.replacement", "streamrag.backends.vllm.scheduler.intake"
+SCHEDULER = "streamrag.backends.vllm.scheduler.scheduler"
+HOST_MEMORY, HOST_POOL = "streamrag.backends.vllm.scheduler.host_memory", "streamrag.engine.host_pool"
+WIRE = "streamrag.backends.vllm.chunk_wire"
+KV_MEMORY = "streamrag.backends.vllm.scheduler.kv_memory"
+REQUEST, PLANNING = "streamrag.backends.vllm.scheduler.request", "streamrag.engine.planning"
 
 MUTANTS = (
     Mutant(
         "KV past the LCP is kept",
         PROMPTS,
-        "min(request.num_computed_tokens, num_same, len(new_tokens) - 1)",
+        "min(request.num_computed_tokens, num_shared, len(new_tokens) - 1)",
         "min(request.num_computed_tokens, len(new_tokens) - 1)",
         50,
     ),
     Mutant(
         "nothing is left to compute of an identical prompt",
         PROMPTS,
-        "min(request.num_computed_tokens, num_same, len(new_tokens) - 1)",
-        "min(request.num_computed_tokens, num_same)",
+        "min(request.num_computed_tokens, num_shared, len(new_tokens) - 1)",
+        "min(request.num_computed_tokens, num_shared)",
         50,
     ),
     Mutant("a shared block is written", PROMPTS, "if offset and not manager", "if False and not manager", 100),
     Mutant(
         "block hashes of the old prompt are kept",
         PROMPTS,
-        "    del request.block_hashes[num_same // scheduler.hash_block_size :]\n",
+        "    del request.block_hashes[num_shared // scheduler.hash_block_size :]\n",
         "",
         50,
     ),
@@ -115,7 +115,11 @@ MUTANTS = (
         50,
     ),
     Mutant(
-        "a partial prompt shows its last token", REQUEST, "_all_token_ids) - self.is_partial\n", "_all_token_ids)\n", 50
+        "a partial prompt shows its last token",
+        REQUEST,
+        "_all_token_ids) - (not self.is_complete)\n",
+        "_all_token_ids)\n",
+        50,
     ),
     Mutant(
         "slots of the second runner are not given back",
@@ -134,7 +138,7 @@ MUTANTS = (
         100,
     ),
     Mutant(
-        "what an update invalidates stays known", LOG, "min(self.num_known, chunk.num_common)", "self.num_known", 50
+        "what an update invalidates stays known", LOG, "min(self.num_known, chunk.num_shared)", "self.num_known", 50
     ),
     Mutant("a loss of KV is not noticed", LOG, "        self.num_present = 0\n", "", 100),
     Mutant(
@@ -202,7 +206,7 @@ MUTANTS = (
     Mutant(
         "the end of input ends answers too",
         INTAKE,
-        "stream.is_partial and not stream.is_finished():",
+        "not stream.is_complete and not stream.is_finished():",
         "not stream.is_finished():",
         200,
     ),
@@ -214,7 +218,7 @@ MUTANTS = (
         "if any(blocks[index].block_id in suspects.blocks for suspects in self._in_flight):",
         "if False:",
         0,  # a partial prompt that loads, a load that fails, and little memory and time for a copy in between: too rare
-        "tests/backends/test_write_through.py"
+        "tests/backends/vllm/scheduler/test_write_through.py"
         "::test_what_was_computed_from_a_load_is_not_copied_before_it_is_known_to_be_good",
     ),
     Mutant("a pause plans and evicts", SCHEDULER, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
@@ -231,7 +235,7 @@ MUTANTS = (
         "        if self._prefills_in_flight[0]:\n",
         "        if False:\n",
         0,  # all must be stuck at once, with nothing else to come
-        "tests/backends/test_scheduler_waiting.py"
+        "tests/backends/vllm/scheduler/test_waiting.py"
         "::test_a_client_hears_of_a_prompt_that_got_stuck_while_its_last_step_was_in_flight",
     ),
     Mutant(
@@ -263,7 +267,7 @@ MUTANTS = (
         "if num_tokens < 1:",
         "if False:",
         0,
-        "tests/backends/test_scheduler_intake.py::test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream",
+        "tests/backends/vllm/scheduler/test_intake.py::test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream",
     ),
     Mutant("a chunk keeps more than there is", INTAKE, "if message.num_kept > num_held:", "if False:", 400),
     Mutant("fields are not checked", WIRE, "if not is_right(value):", "if False:", 200),
@@ -286,7 +290,7 @@ MUTANTS = (
         " + self._manager.watermark_blocks",
         "",
         0,
-        "tests/backends/test_kv_memory.py::test_who_starts_needs_the_watermark_as_well",
+        "tests/backends/vllm/scheduler/test_kv_memory.py::test_who_starts_needs_the_watermark_as_well",
     ),
     Mutant(
         "shared blocks count as freed",
@@ -294,7 +298,7 @@ MUTANTS = (
         "block.ref_cnt == 1 and not",
         "not",
         0,
-        "tests/backends/test_kv_memory.py::test_blocks_that_others_hold_as_well_do_not_come_free",
+        "tests/backends/vllm/scheduler/test_kv_memory.py::test_blocks_that_others_hold_as_well_do_not_come_free",
     ),
     # It matters only if those with a slot do not decode, which they mostly do, and then run ahead of any plan.
     Mutant(

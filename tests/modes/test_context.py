@@ -1,4 +1,15 @@
-from streamrag import Append, AppendMode, Chunk, Update, UpdateMode
+"""How a context follows its retriever, and that many chunks take no more time each than a few."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrag import Append, AppendMode, Chunk, Pipeline, Update, UpdateMode
+from streamrag.core import Mode
+from streamrag.modes.context import Context
+from streamrag.testing import ScriptedBackend, ScriptedSource
 
 A, B, C = (Chunk(text, f"{text}.md") for text in "abc")
 
@@ -27,3 +38,54 @@ def test_no_chunk_is_in_a_context_twice() -> None:
 def test_passages_of_one_document_are_different_chunks() -> None:
     first, second = Chunk("same", "a.md", passage=0), Chunk("same", "a.md", passage=1)
     assert UpdateMode().fold((first,), Append(second)) == (first, second)
+
+
+class Shuffling:
+    """A mode of a user's own, of all kinds of changes."""
+
+    def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
+        new = event.chunks if isinstance(event, Update) else (event.chunk,)
+        return (*new, *(chunk for chunk in chunks if chunk not in new))[:3]
+
+
+chunks_of_few = st.sampled_from([Chunk(text, "a.md") for text in "abcde"])
+events = chunks_of_few.map(Append) | st.lists(chunks_of_few, max_size=4).map(lambda chunks: Update(tuple(chunks)))
+
+
+@given(mode=st.sampled_from([AppendMode(), UpdateMode(), Shuffling()]), events=st.lists(events, max_size=12))
+def test_a_context_knows_what_it_holds_whatever_a_mode_makes_of_it(mode: Mode, events: list[Append | Update]) -> None:
+    context, plain = Context(), tuple[Chunk, ...]()
+    for event in events:
+        context, plain = context.become(mode.fold(context, event)), mode.fold(plain, event)
+        assert context == plain
+        assert [Chunk(text, "a.md") in context for text in "abcde"] == [
+            Chunk(text, "a.md") in plain for text in "abcde"
+        ]
+
+
+class CountedText(str):
+    num_comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedText.num_comparisons += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("mode", [AppendMode(), UpdateMode()])
+async def test_appended_chunks_are_not_compared_with_all_that_came_before(mode: Mode) -> None:
+    num_chunks = 300
+    steps: list[Any] = [Append(Chunk(CountedText(f"text {i}"), f"{i}.md")) for i in range(num_chunks)]
+    CountedText.num_comparisons = 0
+    async with Pipeline(ScriptedSource(steps), ScriptedBackend("ok", max_model_len=2000), mode=mode) as pipeline:
+        answer = await collect(pipeline)
+    assert len(answer.left_out) > num_chunks // 2
+    assert CountedText.num_comparisons < 20 * num_chunks
+
+
+async def collect(pipeline: Pipeline) -> Any:
+    async with pipeline.stream("Why?") as stream:
+        async for _ in stream:
+            pass
+    return stream.result

@@ -71,6 +71,7 @@ def test_an_appended_prompt_has_the_ids_of_the_same_context_in_one_go(
         assert step.num_invalidated == 0
         previous = step.prompt.token_ids
     complete = streaming.assemble(chunks, is_complete=True)
+    assert streaming.assemble(chunks, is_complete=False).prompt.token_ids == previous  # without the question again
     in_one_go = assembler(tokenizer, max_context_tokens=max_context_tokens).assemble(chunks, is_complete=True)
     assert complete.prompt.token_ids == in_one_go.prompt.token_ids
     assert complete.prompt.num_shared == len(previous)

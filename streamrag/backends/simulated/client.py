@@ -1,9 +1,9 @@
-"""A simulated engine as its clients see it: vLLM's loop as a task, in virtual time. Imports vLLM.
+"""A simulated engine as its clients see it: vLLM's loop as a task, in virtual time.
 
     async with SimulatedClient(engine) as client:
-        async for token_ids in client.generate("q1", prompt, 16): ...       # a plain request
-        async with client.stream("q2", prompt, 16) as stream: ...           # for our scheduler
-        async for token_ids in client.session("q3", chunks, 16): ...        # for vLLM's own
+        async for token_ids in client.generate("q1", prompt, 16): ..       # a plain request
+        async with client.stream("q2", prompt, 16) as stream: ..           # for our scheduler
+        async for token_ids in client.session("q3", chunks, 16): ..        # for vLLM's own
 
 `streamrag.bench.arms.Client` is what this and a real engine's client have in common.
 """
@@ -19,7 +19,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from streamrag.backends.scheduler import streaming_scheduler
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.simulated.hashing import quick_block_hasher
@@ -27,8 +26,9 @@ from streamrag.backends.simulated.loop import Abort, EngineLoop, Input, check_vi
 from streamrag.backends.simulated.runner import BlindRunner
 from streamrag.backends.simulated.stream import Answer, SimulatedStream
 from streamrag.backends.simulated.watch import Watch
-from streamrag.backends.step_parts import parts_of
-from streamrag.backends.wire import KEY, ChunkMessage
+from streamrag.backends.vllm.chunk_wire import KEY, ChunkMessage
+from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
+from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import Part
 from streamrag.errors import BackendError
@@ -148,7 +148,7 @@ class SimulatedClient:
         """A prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
         with self._opened(query_id) as (request_id, answer):
             stream = SimulatedStream(self.send, request_id, answer, num_output_tokens)
-            await stream.update(token_ids, is_last=is_complete)
+            await stream.update(token_ids, is_complete=is_complete)
             yield stream
 
     async def session(
@@ -220,10 +220,10 @@ class SimulatedClient:
         progress: _Progress,
     ) -> None:
         try:
-            async for token_ids, is_last in chunks:
+            async for token_ids, is_complete in chunks:
                 progress.num_sent += 1
-                progress.is_all_sent = is_last
-                self.send(request_id, token_ids, num_output_tokens if is_last else 1, is_session=True)
+                progress.is_all_sent = is_complete
+                self.send(request_id, token_ids, num_output_tokens if is_complete else 1, is_session=True)
             self.send(request_id, [0], 1)  # as vLLM's client does: the end of the session
         except Exception as error:
             answer.put(error)

@@ -1,4 +1,4 @@
-"""A configuration of vLLM for which no model is ever loaded. Imports vLLM."""
+"""A configuration of vLLM for which no model is ever loaded."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from streamrag.backends.strategy import kv_transfer_config
+from streamrag.backends.vllm.client.arguments import kv_transfer_config
 
 __all__ = ["EngineShape", "kv_cache_config", "vllm_config"]
 

@@ -1,4 +1,4 @@
-"""The loop of vLLM's `EngineCore`, in virtual time. Imports vLLM."""
+"""The loop of vLLM's `EngineCore`, in virtual time."""
 
 import copy
 from collections import deque
@@ -16,11 +16,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from streamrag.backends.host_wire import HostCopies
-from streamrag.backends.scheduler import streaming_scheduler
 from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
 from streamrag.backends.simulated.runner import Runner
-from streamrag.backends.wire import ChunkMessage
+from streamrag.backends.vllm.chunk_wire import ChunkMessage
+from streamrag.backends.vllm.copy_wire import HostCopies
+from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
 
 __all__ = ["BlockHasher", "SimulatedEngine", "always"]
 

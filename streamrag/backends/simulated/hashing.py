@@ -1,4 +1,4 @@
-"""Hashes of KV blocks, where nobody means harm. Imports vLLM.
+"""Hashes of KV blocks, where nobody means harm.
 
 vLLM hashes blocks so that nobody can forge a prefix; in large simulations that would be most of the work. Here a
 block's hash is Python's, of integers only, which is the same in every run.

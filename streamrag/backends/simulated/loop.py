@@ -1,4 +1,4 @@
-"""The loop of vLLM's engine process as a task in virtual time. Imports vLLM.
+"""The loop of vLLM's engine process as a task in virtual time.
 
     inputs ─▶ inbox ─taken in between steps─▶ SimulatedEngine ─▶ deliver(output)
 
@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput
 
 from streamrag.backends.simulated.engine import SimulatedEngine
-from streamrag.backends.wire import ChunkMessage
+from streamrag.backends.vllm.chunk_wire import ChunkMessage
 from streamrag.errors import ConfigurationError
 
 __all__ = ["Abort", "EngineLoop", "Input", "check_virtual"]

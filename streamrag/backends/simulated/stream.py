@@ -1,4 +1,4 @@
-"""What a client of a simulated engine holds of one request. Imports vLLM."""
+"""What a client of a simulated engine holds of one request."""
 
 import asyncio
 from collections import deque
@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from vllm.v1.engine import EngineCoreOutput
 
-from streamrag.backends.wire import ChunkMessage
+from streamrag.backends.vllm.chunk_wire import ChunkMessage
 from streamrag.core import Hint, common_prefix_len
 
 __all__ = ["Answer", "Send", "SimulatedStream"]
@@ -48,20 +48,20 @@ class SimulatedStream:
         self._token_ids: list[int] = []
         self._num_chunks = 0
 
-    async def append(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
-        """Let the prompt grow; if it `is_last`, have the answer sampled."""
-        self._send([*self._token_ids, *token_ids], len(self._token_ids), is_last, hint)
+    async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Let the prompt grow; if it `is_complete`, have the answer sampled."""
+        self._send([*self._token_ids, *token_ids], len(self._token_ids), is_complete, hint)
 
-    async def update(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
-        """Replace the prompt; if it `is_last`, have the answer sampled."""
+    async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Replace the prompt; if it `is_complete`, have the answer sampled."""
         new = list(token_ids)
-        self._send(new, common_prefix_len(self._token_ids, new), is_last, hint)
+        self._send(new, common_prefix_len(self._token_ids, new), is_complete, hint)
 
-    def _send(self, new: list[int], num_kept: int, is_last: bool, hint: Hint | None) -> None:
+    def _send(self, new: list[int], num_kept: int, is_complete: bool, hint: Hint | None) -> None:
         now_s = asyncio.get_running_loop().time()
         num_kept = min(num_kept, len(new) - 1)  # as with the real engine, which takes no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
-        message = ChunkMessage(self._num_chunks, num_kept, is_last, now_s, expected_s)
+        message = ChunkMessage(self._num_chunks, num_kept, is_complete, now_s, expected_s)
         self._send_chunk(self._request_id, new[num_kept:], self._num_output_tokens, message)
         self._token_ids = new
         self._num_chunks += 1

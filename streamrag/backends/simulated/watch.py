@@ -1,11 +1,11 @@
-"""What happens to requests under a scheduler that keeps no records: vLLM's own. Imports vLLM."""
+"""What happens to requests under a scheduler that keeps no records: vLLM's own."""
 
 from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from streamrag.backends.request_log import RequestLog
-from streamrag.backends.step_parts import parts_of
+from streamrag.backends.vllm.scheduler.request_log import RequestLog
+from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.swapping import DROPPED
 from streamrag.records import Outcome, RequestRecord
 

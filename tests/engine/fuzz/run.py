@@ -14,12 +14,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 
-from streamrag.backends.host_wire import HostCopies
-from streamrag.backends.scheduler import StreamingSchedulerMixin
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.wire import KEY, ChunkMessage
-from streamrag.backends.wire import EndOfInput as EndMessage
+from streamrag.backends.vllm.chunk_wire import KEY, ChunkMessage
+from streamrag.backends.vllm.chunk_wire import EndOfInput as EndMessage
+from streamrag.backends.vllm.copy_wire import HostCopies
+from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import TableProfile, save_profile
 from tests.engine.sizes import container_sizes
@@ -246,7 +246,7 @@ class Run:
             self.met["streams without a first chunk"] += client.lacks_start
         if self.current[client.request_id] is not client:
             return  # its id is somebody else's now: vLLM's client would not send it
-        message = ChunkMessage(event.index, event.num_kept, event.is_final, self.engine.now_s)
+        message = ChunkMessage(event.index, event.num_kept, event.is_complete, self.engine.now_s)
         self.engine.add(client.request_id, event.prompt[event.num_kept :], self._params(event), message)
 
     def _add_malformed(self, event: Malformed) -> None:

@@ -1,0 +1,152 @@
+"""What streaming costs the scheduler: time per step, stock and ours, and time of one update.
+
+    python experiments/engine_step.py
+
+vLLM's real scheduler and KV cache manager, no model. Each figure is the median over the steps of a run.
+"""
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from streamrag.backends.simulated.config import EngineShape
+from streamrag.backends.simulated.engine import SimulatedEngine, always
+from streamrag.backends.simulated.runner import BlindRunner
+from streamrag.backends.vllm.chunk_wire import ChunkMessage
+from streamrag.backends.vllm.scheduler.scheduler import StreamingScheduler
+
+NUM_PROMPT_TOKENS = 7_000
+BLOCK_SIZE = 16
+
+
+def engine(num_seqs: int, make: Callable[..., Any], policy: str = "fcfs", num_blocks: int = 250_000) -> SimulatedEngine:
+    shape = EngineShape(
+        num_blocks, BLOCK_SIZE, max_model_len=32_768, max_num_seqs=num_seqs, streamrag={"policy": policy}
+    )
+    return SimulatedEngine(shape, BlindRunner(), always(0.05), make)
+
+
+def prompt(rng: random.Random, num: int = NUM_PROMPT_TOKENS) -> list[int]:
+    return [rng.randrange(1_000) for _ in range(num)]
+
+
+@contextmanager
+def timed(engine: SimulatedEngine, name: str, times_s: list[float]) -> Iterator[None]:
+    """Note how long each call of a method of the scheduler takes."""
+    method = getattr(engine.scheduler, name)
+
+    def wrapper(*arguments: Any) -> Any:
+        start_s = time.perf_counter()
+        result = method(*arguments)
+        times_s.append(time.perf_counter() - start_s)
+        return result
+
+    setattr(engine.scheduler, name, wrapper)
+    yield
+    delattr(engine.scheduler, name)
+
+
+def step_times(engine: SimulatedEngine, num_steps: int) -> tuple[float, float]:
+    """Median milliseconds of `schedule` and of `update_from_output`."""
+    schedule_s: list[float] = []
+    update_s: list[float] = []
+    gc.collect()
+    gc.freeze()  # as EngineCore does
+    with timed(engine, "schedule", schedule_s), timed(engine, "update_from_output", update_s):
+        for _ in range(num_steps):
+            engine.step()
+    gc.unfreeze()
+    return statistics.median(schedule_s) * 1e3, statistics.median(update_s) * 1e3
+
+
+def decoding(num: int, make: Callable[..., Any], policy: str) -> tuple[float, float]:
+    """All requests decode."""
+    made = engine(num, make, policy)
+    rng = random.Random(0)
+    for i in range(num):
+        made.add(f"p{i}", prompt(rng, 200), SamplingParams(max_tokens=500))
+    while any(not r.num_output_tokens for r in made.scheduler.requests.values()):
+        made.step()
+    return step_times(made, 100)
+
+
+def prefilling(num: int, make: Callable[..., Any], policy: str) -> tuple[float, float]:
+    """All wait for their prefill, a budget after another."""
+    made = engine(num, make, policy)
+    rng = random.Random(0)
+    for i in range(num):
+        made.add(f"p{i}", prompt(rng, 1_000 if num > 100 else NUM_PROMPT_TOKENS), SamplingParams(max_tokens=500))
+    return step_times(made, 60)
+
+
+def mixed(num: int, make: Callable[..., Any], policy: str) -> tuple[float, float]:
+    """Half decode, half wait for their prefill."""
+    made = engine(num, make, policy)
+    rng = random.Random(0)
+    for i in range(num // 2):
+        made.add(f"d{i}", prompt(rng, 200), SamplingParams(max_tokens=500))
+    while any(not r.num_output_tokens for r in made.scheduler.requests.values()):
+        made.step()
+    for i in range(num - num // 2):
+        made.add(f"p{i}", prompt(rng, NUM_PROMPT_TOKENS), SamplingParams(max_tokens=500))
+    return step_times(made, 60)
+
+
+def short_of_memory(num: int, policy: str) -> tuple[float, float]:
+    """Streams in all states, memory for a third of them."""
+    made = engine(num, StreamingScheduler, policy, num_blocks=max(num * 63 // 3, 2_100))
+    rng = random.Random(0)
+    for i in range(num):
+        made.add(f"s{i}", prompt(rng, 1_000), SamplingParams(max_tokens=500), ChunkMessage(0, 0, i % 3 == 0))
+    return step_times(made, 100)
+
+
+def update_time(num_shared: int, num_kept: int) -> float:
+    """Milliseconds to replace the prompt of a stream of 7,000 tokens that share the first `num_shared`."""
+    made = engine(64, StreamingScheduler)
+    rng = random.Random(0)
+    first = prompt(rng)
+    times_s = []
+    for i in range(30):
+        made.add(f"s{i}", first, SamplingParams(max_tokens=1), ChunkMessage(0, 0, False))
+        while made.has_work:
+            made.step()
+        second = first[:num_shared] + prompt(rng, NUM_PROMPT_TOKENS - num_shared)
+        add_s: list[float] = []
+        with timed(made, "add_request", add_s):
+            made.add(f"s{i}", second[num_kept:], SamplingParams(max_tokens=1), ChunkMessage(1, num_kept, False))
+        times_s += add_s
+        made.abort(f"s{i}")
+        made.step()
+    return statistics.median(times_s) * 1e3
+
+
+def main() -> None:
+    print(f"{'ms per step, median':<34}{'stock schedule':>15}{'ours':>9}{'more':>8}{'stock update':>14}{'ours':>9}")
+    for name, load in (("decode", decoding), ("prefill", prefilling), ("half and half", mixed)):
+        for num in (50, 500):
+            stock, stock_update = load(num, Scheduler, "fcfs")
+            ours, our_update = load(num, StreamingScheduler, "fcfs")
+            label = f"{name}, {num} requests"
+            print(f"{label:<34}{stock:>15.3f}{ours:>9.3f}{ours - stock:>8.3f}{stock_update:>14.3f}{our_update:>9.3f}")
+    for policy in ("srpf", "mcps", "k_lpm(4)"):
+        ours, our_update = mixed(500, StreamingScheduler, policy)
+        print(f"{f'half and half, 500, {policy}':<34}{'':>15}{ours:>9.3f}{'':>8}{'':>14}{our_update:>9.3f}")
+    for num in (50, 500):
+        ours, our_update = short_of_memory(num, "fcfs")
+        print(f"{f'short of memory, {num} streams':<34}{'':>15}{ours:>9.3f}{'':>8}{'':>14}{our_update:>9.3f}")
+    print()
+    for num_shared, num_kept in ((6_500, 6_500), (3_500, 3_500), (3_500, 0), (0, 0)):
+        label = f"update of 7,000 tokens, {num_shared} common, {num_kept} not sent"
+        print(f"{label:<58}{update_time(num_shared, num_kept):>9.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""A model behind an OpenAI-compatible server, asked through its completions endpoint."""
+
+import os
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio.to_thread
+
+from streamrag.backends.look_alikes import TextTokenizer
+from streamrag.backends.openai.answers import answer_chunk, length, objects
+from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RefusedError, Server, shown
+from streamrag.backends.openai.server_tokenizer import ServerTokenizer, ask_for_tokenizer
+from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
+from streamrag.backends.warming import warm_then_generate
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
+from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, ServerError
+
+__all__ = ["OpenAIBackend"]
+
+PROBE = "The server says which tokens it was sent."
+RESERVED = {"model", "prompt", "stream", "n"}
+
+MAX_PROMPT_TOKEN_BYTES = 64
+"""Of an answer, for each token of the prompt, which servers may repeat."""
+MAX_TOKEN_BYTES = 1 << 12
+"""Of an answer, for each of its tokens, which comes with a few hundred bytes, or the log-probabilities of others."""
+MAX_STREAM_BYTES = 64 << 20
+"""Of any streamed answer, in all: 200,000 tokens of a common server."""
+MAX_EVENT_BYTES = 1 << 16
+"""Of one event, beside the prompt's token ids and its share of the answer, which may come in few pieces."""
+MAX_EVENT_TOKEN_BYTES = 32
+MAX_TOKEN_EVENTS = 2
+MAX_SPARE_EVENTS = 1000
+"""Events that hold no token: that the server is still there, or what was used."""
+
+
+class OpenAIBackend:
+    """Any server with `/v1/models` and `/v1/completions`; best vLLM's own, which takes token ids and caches prefixes.
+
+    `base_url` is where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added.
+    `tokenizer` is the model's own, or the path or hub name to load it from; without it the server is asked for every
+    text, if it has `/tokenize`. Prompts are sent as token ids if the server takes them, which `start` finds out.
+    Otherwise they are sent as text, and `model.is_exact` is False: the server tokenises that text in its own way, so
+    that a streamed prompt and the same prompt in one piece may differ. Where there is no tokenizer at all, lengths
+    count characters, see `CodePointTokenizer`.
+
+    No text of others becomes a special token. In token ids of the model's own tokenizer it stays as it is; where the
+    server tokenises it, look-alikes are broken by a space first (`model.breaks_look_alikes`), see `break_look_alikes`.
+
+    `timeout_s` is the longest silence of the server, before an answer or within it. Only connections that fail before
+    the server's first byte are tried again, `max_retries` times. Answers have token ids only where the server sends
+    them. `block_size` is the server's KV block in tokens: smaller additions are not worth a warming request. What the
+    server may send is bounded by `max_tokens` and the length of the prompt.
+
+    Proxies and other settings in the environment are not used.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+        api_key: str | None = None,
+        max_model_len: int | None = None,
+        timeout_s: float = 60.0,
+        max_retries: int = 2,
+        retry_delay_s: float = 0.25,
+        block_size: int = 16,
+    ) -> None:
+        if max_model_len is not None and max_model_len < 1:
+            raise ConfigurationError(f"max_model_len={max_model_len!r} must be at least 1, or None to ask the server")
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigurationError(f"base_url={base_url!r} is not an http or https address, as http://host:8000/v1")
+        self._url = base_url.rstrip("/") if parts.path.strip("/") else f"{base_url.rstrip('/')}/v1"
+        self._model_name = model
+        self._given_tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._make_server = partial(
+            Server,
+            self._url,
+            api_key=api_key,
+            timeout_s=timeout_s,
+            max_retries=max_retries,
+            retry_delay_s=retry_delay_s,
+        )
+        self._block_size = block_size
+        self._server: Server | None = None
+        self._info: ModelInfo | None = None
+        self._takes_ids = False
+        self._optional: dict[str, Any] = {}
+        """Parameters beyond OpenAI's that this server has been seen to understand."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model; available once the backend has started."""
+        if self._info is None:
+            raise BackendError("the server has not been asked yet: await backend.start(print) first")
+        return self._info
+
+    # ------------------------------------------------------------------------------------------- starting and stopping
+
+    async def start(self, progress: Progress) -> None:
+        """Find out whether the server has the model and takes token ids.
+
+        :raises ServerError: when it cannot be reached or refuses.
+        :raises ConfigurationError: when it does not have the model, or its length is not known.
+        """
+        assert self._server is None, "started already"
+        progress(f"asking {self._url}")
+        try:
+            self._server = await anyio.to_thread.run_sync(self._make_server)
+            max_model_len = await self._served_model_len(self._server)
+            tokenizer = await self._make_tokenizer(self._server)
+        except BaseException:
+            await self.aclose()
+            raise
+        breaks = isinstance(tokenizer, TextTokenizer)
+        self._info = ModelInfo(
+            self._model_name, tokenizer, max_model_len, is_exact=self._takes_ids, breaks_look_alikes=breaks
+        )
+        progress(
+            f"{self._model_name} is served, prompts are sent as {'token ids' if self._takes_ids else 'text'}"
+            + (", look-alikes of special tokens broken" if breaks else "")
+        )
+
+    async def _make_tokenizer(self, server: Server) -> Tokenizer:
+        """The one that counts and encodes; sets `_takes_ids`."""
+        self._takes_ids, self._optional = False, {}
+        given: Tokenizer | None
+        if isinstance(self._given_tokenizer, str | os.PathLike):
+            given = await anyio.to_thread.run_sync(HuggingFaceTokenizer, self._given_tokenizer)
+        else:
+            given = self._given_tokenizer or await ask_for_tokenizer(server, self._model_name)
+        if given is None or isinstance(given, CodePointTokenizer):
+            return TextTokenizer(CodePointTokenizer())
+        await self._find_out_about_ids(await anyio.to_thread.run_sync(given.encode, PROBE))
+        if not isinstance(given, ServerTokenizer):
+            return given if self._takes_ids else TextTokenizer(given)
+        # A server that counts tokens and takes text only is sent text, whose length is counted in characters.
+        return TextTokenizer(given if self._takes_ids else CodePointTokenizer())
+
+    async def _served_model_len(self, server: Server) -> int:
+        answer = await server.ask("GET", "/models")
+        models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
+        if self._model_name not in models:
+            served = shown(", ".join(models)) or "nothing"
+            raise ConfigurationError(f"{self._url} does not serve {self._model_name!r}. It serves: {served}")
+        if self._max_model_len is not None:
+            return self._max_model_len
+        if (max_model_len := models[self._model_name].get("max_model_len")) is not None:
+            return length(max_model_len, server=self._url, name="max_model_len")
+        raise ConfigurationError(f"{self._url} does not say how long the model's prompts may be: give max_model_len")
+
+    async def _find_out_about_ids(self, ids: list[int]) -> None:
+        for optional in ({"return_token_ids": True}, {}):
+            try:
+                answer = await self._complete({"prompt": ids, **optional})
+            except RefusedError:
+                continue
+            choice = next(objects(answer.get("choices")), {})
+            usage = next(objects([answer.get("usage")]), {})
+            seen = choice.get("prompt_token_ids")
+            self._takes_ids = usage.get("prompt_tokens") == len(ids) if seen is None else seen == ids
+            self._optional = {} if seen is None else optional
+            return
+
+    async def aclose(self) -> None:
+        """Close the connections. Does nothing when not started."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.aclose()
+
+    # ------------------------------------------------------------------------------------------------------- answering
+
+    async def generate(
+        self, prompts: AsyncIterator[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """Prefill each prompt as it comes; sample the answer to the complete one.
+
+        :raises PromptTooLongError: when a prompt leaves no room for an answer.
+        :raises ServerError: when the server cannot be reached, refuses, falls silent or breaks off.
+        """
+        body = _body(params)
+
+        async def prefill(token_ids: tuple[int, ...]) -> None:
+            await self._complete({"prompt": await self._prompt(token_ids)})
+
+        async def answer(token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
+            body["prompt"] = await self._prompt(token_ids)
+            async with aclosing(self._stream(body, len(token_ids), params.max_tokens)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+        strategy = warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
+        async with aclosing(strategy) as events:
+            async for event in events:
+                yield event
+
+    async def _prompt(self, token_ids: tuple[int, ...]) -> list[int] | str:
+        model = self.model
+        if len(token_ids) >= model.max_model_len:
+            raise PromptTooLongError(
+                f"a prompt of {len(token_ids)} tokens leaves no room for an answer: "
+                f"max_model_len is {model.max_model_len}"
+            )
+        if self._takes_ids:
+            return list(token_ids)
+        text = await anyio.to_thread.run_sync(model.tokenizer.decode, token_ids)
+        # The server adds the token that begins a text by itself.
+        return text.removeprefix(getattr(model.tokenizer, "bos_text", ""))
+
+    async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """One token, whatever it is."""
+        body = {"model": self._model_name, "max_tokens": 1, "temperature": 0.0, **body}
+        return await self._running().ask("POST", "/completions", body)
+
+    async def _stream(
+        self, body: dict[str, Any], num_prompt_tokens: int, max_tokens: int
+    ) -> AsyncGenerator[AnswerChunk, None]:
+        body = {"model": self._model_name, "stream": True, **self._optional, **body}
+        is_finished = False
+        num_tokens = min(max_tokens, self.model.max_model_len)
+        num_prompt_bytes = num_prompt_tokens * MAX_PROMPT_TOKEN_BYTES
+        events = self._running().stream(
+            "/completions",
+            body,
+            max_bytes=min(MAX_ANSWER_BYTES + num_prompt_bytes + num_tokens * MAX_TOKEN_BYTES, MAX_STREAM_BYTES),
+            max_events=MAX_SPARE_EVENTS + num_tokens * MAX_TOKEN_EVENTS,
+            max_event_bytes=min(
+                MAX_EVENT_BYTES + num_prompt_bytes + num_tokens * MAX_EVENT_TOKEN_BYTES, MAX_ANSWER_BYTES
+            ),
+        )
+        async with aclosing(events):
+            async for event in events:
+                choice = next(objects(event.get("choices")), None)  # one answer was asked for
+                if choice is not None:
+                    chunk = answer_chunk(choice, server=self._url)
+                    is_finished = chunk.finish_reason is not None
+                    yield chunk
+        if not is_finished:
+            raise ServerError(f"{self._url} broke off in the middle of an answer")
+
+    def _running(self) -> Server:
+        if self._server is None:
+            raise BackendError("the backend is not running: it was closed, or not started")
+        return self._server
+
+
+def _body(params: SamplingParams) -> dict[str, Any]:
+    """What all servers know, and what only vLLM knows if it is asked for."""
+    body: dict[str, Any] = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+    }
+    optional = {
+        "seed": params.seed,
+        "stop": list(params.stop) or None,
+        "top_k": params.top_k or None,
+        "ignore_eos": params.ignore_eos or None,
+    }
+    body |= {name: value for name, value in optional.items() if value is not None}
+    if taken := params.extra.keys() & (body.keys() | optional.keys() | RESERVED):
+        raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(taken))} cannot be given there")
+    return body | dict(params.extra)

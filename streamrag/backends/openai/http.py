@@ -1,0 +1,203 @@
+"""Requests to an OpenAI-compatible server: retries, limits, and every way to fail as a `ServerError`.
+
+A server is not trusted: how much it may send, and how long it may take for that, is bounded in each phase. Nothing that
+it sends is decompressed, decoded by a codec that it names, kept as a cookie or followed to another address.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Any
+
+import anyio
+import httpx
+from httpx_sse import EventSource, SSEError
+
+from streamrag.backends.openai.bytes import Bounds, CountingTransport, TooMuchError, bound_body
+from streamrag.errors import ServerError
+from streamrag.reading import parse_json
+from streamrag.sources.counted import ResponseTooLargeError
+
+__all__ = ["MAX_ANSWER_BYTES", "RefusedError", "Server", "shown"]
+
+MAX_MESSAGE_CHARS = 500
+MAX_ERROR_BYTES = 1 << 16
+MAX_ANSWER_BYTES = 1 << 22
+"""Of a JSON answer: a list of a thousand models, or a prompt of 500,000 token ids."""
+MAX_VALUES = 1 << 19
+"""In a JSON text: each takes up to 70 bytes of memory, and time in which nothing else runs."""
+MAX_EVENT_LINES = 8
+"""Of a stream, for each of its events: two, or four where they end in two characters, and as many for comments."""
+CONNECT_TIMEOUT_S = 10.0
+
+
+class RefusedError(ServerError):
+    """The server understands that it does not want this request: status 400, 404, 405, 422 or 501."""
+
+
+REFUSALS = (400, 404, 405, 422, 501)
+
+
+class Server:
+    """Connections to one server. Making it loads certificates: not for the event loop.
+
+    `timeout_s` is the longest silence, and the longest time for any one thing: the headers of an answer, its JSON, an
+    event of a stream. Connections that fail before the first byte are tried again `max_retries` times.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str | None, timeout_s: float, max_retries: int, retry_delay_s: float
+    ) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+        self._retry_delay_s = retry_delay_s
+        self._client = httpx.AsyncClient(
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
+            transport=CountingTransport(),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    async def aclose(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._client.aclose()
+
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, max_bytes: int = MAX_ANSWER_BYTES
+    ) -> dict[str, Any]:
+        """The JSON object that the server answers with, of at most `max_bytes`. `path` may be a whole address."""
+        async with self._response(method, path, body, Bounds(max_bytes)) as response:
+            async with asyncio.timeout(self._timeout_s):
+                await response.aread()
+            return _object(response.text)
+
+    async def stream(
+        self, path: str, body: Mapping[str, Any], *, max_bytes: int, max_events: int, max_event_bytes: int
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The JSON objects of the events that the server answers with, up to `[DONE]` or its end."""
+        bounds = Bounds(max_bytes, max_lines=MAX_EVENT_LINES * max_events, max_line_bytes=max_event_bytes)
+        async with (
+            self._response("POST", path, body, bounds) as response,
+            aclosing(EventSource(response).aiter_sse()) as events,
+        ):
+            for _ in range(max_events):
+                async with asyncio.timeout(self._timeout_s):
+                    event = await anext(events, None)
+                if event is None or event.data == "[DONE]":
+                    return
+                if len(event.data) > max_event_bytes:
+                    raise TooMuchError(f"{max_event_bytes:,} bytes in one event")
+                value = _object(event.data)
+                if "error" in value:
+                    raise ServerError(f"{self.url} failed while it answered: {_message(event.data)}")
+                yield value
+            raise TooMuchError(f"{max_events:,} events")
+
+    @asynccontextmanager
+    async def _response(
+        self, method: str, path: str, body: Mapping[str, Any] | None, bounds: Bounds
+    ) -> AsyncIterator[httpx.Response]:
+        """A response of status 200 whose body is still to be read. Errors while it is read are translated as well."""
+        with self._errors_translated():
+            response = await self._send(method, path, body)
+            try:
+                coding = response.headers.get("content-encoding", "identity")
+                if coding != "identity":
+                    raise ServerError(f"{self.url} compresses what it sends ({shown(coding)}), though it was not asked")
+                bound_body(response, bounds if response.status_code == 200 else Bounds(bounds.max_bytes))
+                response.encoding = "utf-8"  # whatever it says: Python has codecs that decompress, too
+                if response.status_code != 200:
+                    error = RefusedError if response.status_code in REFUSALS else ServerError
+                    async with asyncio.timeout(self._timeout_s):
+                        message = _message(await _beginning(response))
+                    raise error(f"{self._address(path)} answered with status {response.status_code}: {message}")
+                yield response
+            finally:
+                await response.aclose()
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        request = self._client.build_request(method, self._address(path), json=body)
+        for attempt in range(self._max_retries):
+            try:
+                return await self._send_once(request)
+            except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout):
+                if self._client.is_closed:
+                    raise
+            await anyio.sleep(self._retry_delay_s * 2**attempt)
+        return await self._send_once(request)
+
+    def _address(self, path: str) -> str:
+        return path if "://" in path else self.url + path
+
+    async def _send_once(self, request: httpx.Request) -> httpx.Response:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S + self._timeout_s):  # for headers that come byte by byte
+            return await self._client.send(request, stream=True)
+
+    @contextmanager
+    def _errors_translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            why = shown(str(error)) or "no answer"
+            raise ServerError(f"{self.url} cannot be reached: {why}. Is the server running?") from error
+        except SSEError as error:
+            raise ServerError(f"{self.url} did not answer with a stream of events: {shown(str(error))}") from error
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise ServerError(f"{self.url} has sent nothing, or nothing whole, for {self._timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self.url} broke off: {shown(str(error)) or type(error).__name__}") from error
+        except RuntimeError as error:  # of httpx, for a closed client
+            if not self._client.is_closed:
+                raise
+            raise ServerError(f"the backend was closed while it asked {self.url}") from error
+        except _NotAnObjectError as error:
+            raise ServerError(f"{self.url} sent what is no JSON object: {error}") from None
+        except TooMuchError as error:
+            raise ServerError(f"{self.url} sent more than {error}, which is too much for this answer") from None
+        except ResponseTooLargeError as error:
+            raise ServerError(f"{self.url} sends too much: {error}") from None
+
+
+class _NotAnObjectError(Exception):
+    """The text that is not the JSON object it should be, shortened."""
+
+
+def shown(text: str) -> str:
+    """What a server says, for one line of a message: no control characters, none that turn a text around, and short."""
+    text = "".join(character if character.isprintable() else " " for character in text[:MAX_MESSAGE_CHARS])
+    return text.strip()
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = parse_json(text, MAX_VALUES)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise _NotAnObjectError(repr(text[:MAX_MESSAGE_CHARS]))
+    return value
+
+
+async def _beginning(response: httpx.Response) -> str:
+    body = b""
+    async for block in response.aiter_bytes():
+        body += block
+        if len(body) > MAX_ERROR_BYTES:
+            break
+    return body[:MAX_ERROR_BYTES].decode(errors="replace")
+
+
+def _message(text: str) -> str:
+    """What a server says in one of the common forms of an error, or the text itself."""
+    try:
+        value = json.loads(text)
+        error = value.get("error", value)
+        message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    except (ValueError, AttributeError, RecursionError):
+        message = None
+    return shown(message if isinstance(message, str) and message else text) or "no reason given"

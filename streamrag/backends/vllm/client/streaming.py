@@ -1,0 +1,65 @@
+"""Answering a prompt that is still growing, by a stream into an engine that runs our scheduler.
+
+    prompts    ──P1────P2──P3──────────────P4 (complete)
+    engine       [one request: prefill P1, P2, P3 ... as far as they have come, answer P4 ───▶ AnswerChunk, ...
+
+The counterpart for engines that know whole requests only is `streamrag.backends.warming`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
+from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
+from streamrag.errors import BackendError
+from streamrag.tasks import cancel_regardless
+
+__all__ = ["stream_then_generate"]
+
+NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
+
+
+async def stream_then_generate(
+    prompts: AsyncIterator[Prompt], streams: TokenStreams, params: SamplingParams
+) -> AsyncGenerator[BackendEvent, None]:
+    """Push each prompt as it comes, and yield how far the newest is prefilled, then the answer to the last.
+
+    Closing the generator aborts the request. What `prompts` raises is raised here. The caller closes `prompts`.
+
+    :raises BackendError: the prompts end without a complete one, or the engine fails.
+    """
+    async for first in prompts:
+        if first.token_ids or first.is_complete:  # of an empty one nothing can be prefilled
+            break
+    else:
+        raise BackendError(NO_COMPLETE_PROMPT)
+    async with streams.open(
+        first.token_ids, params, is_complete=first.is_complete, hint=first.hint, source=first.source
+    ) as stream:
+        pushing = asyncio.create_task(_push(prompts, stream), name="push prompts")
+        try:
+            async with aclosing(stream.events()) as events:
+                async for event in events:
+                    yield event if isinstance(event, Prefilled) else _answer_chunk(event, stream)
+        finally:
+            await cancel_regardless([pushing])
+
+
+async def _push(prompts: AsyncIterator[Prompt], stream: TokenStream) -> None:
+    try:
+        if not stream.is_complete:
+            async for prompt in prompts:
+                if prompt.token_ids or prompt.is_complete:
+                    await stream.update(prompt.token_ids, is_complete=prompt.is_complete, hint=prompt.hint)
+                if prompt.is_complete:
+                    return
+            raise BackendError(NO_COMPLETE_PROMPT)
+    except BaseException as error:
+        stream.fail(error)
+        raise
+
+
+def _answer_chunk(event: StreamedTokens, stream: TokenStream) -> AnswerChunk:
+    record = stream.record if event.finish_reason else None
+    return AnswerChunk(event.text, event.token_ids, event.finish_reason, record)

@@ -1,0 +1,356 @@
+"""Prompts pushed into a running vLLM engine piece by piece, for programs that bring their own retrieval.
+
+    async with backend.streams.open(question_ids, SamplingParams(max_tokens=64)) as stream:
+        await stream.append(page_ids)              # or update(whole_prompt_ids); at any time, also in mid-prefill
+        await stream.finish(end_ids)               # nothing is sampled before
+        async for event in stream:                 # Prefilled, then StreamedTokens
+            ...
+
+A push that returns is done. One that raises, or is cancelled, has changed nothing, and may be made again. Pushes of
+several tasks are done one after the other, in the order in which they were made.
+
+The engine must run our scheduler, as that of `VllmBackend` does:
+`scheduler_cls="streamrag.backends.vllm.scheduler.scheduler.streaming_scheduler"`.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from streamrag.backends.vllm.chunk_wire import KEY, ChunkMessage, EndOfInput
+from streamrag.backends.vllm.client.answer_text import AnswerText
+from streamrag.backends.vllm.client.calls import abort_surely, ask_engine
+from streamrag.backends.vllm.client.errors import vllm_errors_translated
+from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
+from streamrag.core import Hint, Prefilled, SamplingParams, common_prefix_len
+from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError
+from streamrag.records import RequestRecord
+from streamrag.tasks import wait_regardless
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import StreamingInput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["StreamedTokens", "TokenStream", "TokenStreams", "check_prompt_len", "record_of"]
+
+GIVEN_UP = "the engine gave the stream up; was it aborted, or the backend closed?"
+
+
+def record_of(output: Any) -> RequestRecord | None:
+    """What our scheduler recorded of a request, with vLLM's last output of it; None from other schedulers."""
+    values = (output.kv_transfer_params or {}).get(KEY, {}).get("record")
+    return None if values is None else RequestRecord.from_dict(values)
+
+
+def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
+    """:raises PromptTooLongError: so many tokens leave no room for an answer."""
+    if num_tokens >= max_model_len:
+        raise PromptTooLongError(
+            f"a prompt of {num_tokens} tokens leaves no room for an answer: max_model_len is {max_model_len}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedTokens:
+    """New tokens of the answer; `finish_reason` is set on the last ones only, which may be none."""
+
+    text: str
+    """Of these tokens; as with `AnswerChunk`, it may lag behind them."""
+    token_ids: tuple[int, ...]
+    logprobs: Any = None
+    """As vLLM has them, one entry per token, if the sampling parameters ask for them."""
+    finish_reason: str | None = None
+
+
+class _Failed(Exception):
+    """Brings another error to whoever iterates over the answer."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
+class TokenStream:
+    """One prompt that is still growing, and its answer. Made by `TokenStreams.open`."""
+
+    def __init__(
+        self,
+        engine: "AsyncLLM",
+        params: SamplingParams,
+        clock: Callable[[], float],
+        why_dead: Callable[[], str],
+        source: str,
+    ) -> None:
+        self.record: RequestRecord | None = None
+        """What the engine did with the request; there when the answer is complete, unless a stop text ended it."""
+        self.is_complete = False
+        """Whether the last chunk has been sent."""
+        self._engine = engine
+        self._clock = clock
+        self._why_dead = why_dead
+        self._source = source
+        self._answer_params = to_vllm(params, engine.vllm_config)
+        self._max_model_len: int = engine.model_config.max_model_len
+        self._token_ids: list[int] = []
+        self._num_chunks = 0
+        self._num_answered = 0
+        self._text: AnswerText | None = None
+        # Without a limit, as is vLLM's own way to the engine's process: it takes chunks as fast as they come.
+        self._chunks: asyncio.Queue[StreamingInput] = asyncio.Queue()
+        self._outputs: Any = None
+        self._reading = asyncio.Lock()
+        self._is_answered = False
+        self._error: BaseException | None = None
+        """What ended the iteration, for whoever iterates again."""
+        self._is_aborted = False
+        self._aborting: asyncio.Task[None] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt so far."""
+        return len(self._token_ids)
+
+    async def _start(self) -> None:
+        end = for_stream(self._answer_params)
+        end.extra_args = {**(end.extra_args or {}), **EndOfInput().extra_args()}
+        # vLLM would ask this itself for the first request of all. Once it knows, it does not wait for anything here.
+        await ask_engine(self._engine, self._engine.get_supported_tasks(), self._why_dead)
+        self._check_goes_on()
+        with vllm_errors_translated(self._why_dead):
+            self._outputs = await self._engine.add_request(uuid.uuid4().hex, self._inputs(), end)
+
+    # ------------------------------------------------------------------------------------------------------ the prompt
+
+    async def append(self, token_ids: Sequence[int], *, hint: Hint | None = None) -> None:
+        """Let the prompt grow by these tokens.
+
+        :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
+        :raises EngineDeadError: the engine's processes are gone.
+        :raises BackendError: the prompt is complete, or the stream has ended.
+        """
+        added = list(token_ids)
+        await self._let_others_run()
+        self._push(self._token_ids + added, len(self._token_ids), hint=hint)
+
+    async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Replace the prompt by this one, of which KV is kept up to the longest common prefix.
+
+        If it `is_complete`, have the answer sampled, as `finish` does.
+
+        :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
+        :raises EngineDeadError: the engine's processes are gone.
+        :raises BackendError: the prompt is complete, or the stream has ended.
+        """
+        new = list(token_ids)
+        await self._let_others_run()
+        self._push(new, common_prefix_len(self._token_ids, new), is_complete=is_complete, hint=hint)
+
+    async def finish(self, token_ids: Sequence[int] = (), *, params: SamplingParams | None = None) -> None:
+        """Append these tokens, if any, and have the answer sampled.
+
+        `params` replace those given at the start, except what vLLM fixes there: the seed, and how many `logprobs`.
+
+        :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
+        :raises ConfigurationError: `params` have what a streamed prompt cannot have; the stream stays as it was.
+        :raises EngineDeadError: the engine's processes are gone.
+        :raises BackendError: the prompt is complete, or the stream has ended.
+        """
+        added = list(token_ids)
+        await self._let_others_run()
+        self._push(self._token_ids + added, len(self._token_ids), is_complete=True, params=params)
+
+    async def _let_others_run(self) -> None:
+        """The one place where a push can be cancelled, before it does anything. vLLM takes the last chunk meanwhile."""
+        await asyncio.sleep(0)
+
+    def _push(
+        self,
+        new: list[int],
+        num_kept: int,
+        *,
+        is_complete: bool = False,
+        hint: Hint | None = None,
+        params: SamplingParams | None = None,
+    ) -> None:
+        from vllm.engine.protocol import StreamingInput
+        from vllm.inputs.engine import tokens_input
+
+        self._check_goes_on()
+        if self.is_complete:
+            raise BackendError("the stream's prompt is complete: open another stream")
+        if not new:
+            raise ConfigurationError("a prompt needs at least one token")
+        check_prompt_len(len(new), self._max_model_len)
+        num_kept = min(num_kept, len(new) - 1)  # vLLM takes no empty input
+        now_s = self._clock()
+        expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
+        message = ChunkMessage(self._num_chunks, num_kept, is_complete, now_s, expected_s, self._source)
+        answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
+        chunk_params = for_stream(answer_params)
+        chunk_params.extra_args = {**(chunk_params.extra_args or {}), **message.extra_args()}
+        chunk = StreamingInput(tokens_input(new[num_kept:]), chunk_params)
+        text = AnswerText(self._engine.tokenizer, new, answer_params) if is_complete else None
+        # Nothing below can fail, or be cancelled: the chunk is sent and all says so, or neither.
+        self._token_ids, self._answer_params, self._text = new, answer_params, text
+        self._num_chunks += 1
+        self.is_complete = is_complete
+        self._chunks.put_nowait(chunk)
+
+    def _check_goes_on(self) -> None:
+        if self._engine.errored:
+            raise EngineDeadError(self._why_dead())
+        if self._is_aborted or self._error or (self._outputs and isinstance(self._outputs.output, Exception)):
+            raise BackendError("the stream has ended: it was aborted or failed; iterating over it says why")
+
+    async def _inputs(self) -> AsyncGenerator["StreamingInput", None]:
+        """For vLLM: the chunks, until the last."""
+        is_last = False
+        while not is_last:
+            chunk = await self._chunks.get()
+            is_last = self.is_complete and self._chunks.empty()
+            yield chunk
+
+    # ------------------------------------------------------------------------------------------------------ the answer
+
+    def __aiter__(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
+        return self.events()
+
+    async def events(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
+        """How far the newest prompt is prefilled, then the answer.
+
+        Each prompt brings one `Prefilled` at most. If memory is short it comes early, with what is computed by then,
+        and there is none when the rest is.
+
+        Whoever begins again goes on where the last iteration ended; of several at once, each event goes to one.
+
+        :raises EngineDeadError: the engine's processes are gone.
+        :raises BackendError: the engine refused the stream, or failed, or the stream was aborted.
+        """
+        while (event := await self._next_event()) is not None:
+            yield event
+
+    async def _next_event(self) -> Prefilled | StreamedTokens | None:
+        """None behind the end of the answer."""
+        async with self._reading:
+            event = None
+            try:
+                while event is None and not self._is_answered and not self._error:
+                    output = await self._next_output()
+                    event = self._event(output) if output.outputs else None  # vLLM's own last word has none
+                    self._is_answered = output.finished
+                    if isinstance(event, StreamedTokens) and event.finish_reason and not output.finished:
+                        self._is_answered = True  # a stop text was found, of which the engine knows nothing
+                        self._begin_abort()
+            except _Failed as failed:
+                self._error = failed.error
+            except Exception as error:  # whatever it is: it is raised below, and again to whoever iterates again
+                self._error = error
+            if self._error:
+                raise self._error
+            return event
+
+    async def _next_output(self) -> Any:
+        with vllm_errors_translated(self._why_dead):
+            return self._outputs.get_nowait() or await self._outputs.get()
+
+    def _event(self, output: Any) -> Prefilled | StreamedTokens | None:
+        (part,) = output.outputs
+        ours = (output.kv_transfer_params or {}).get(KEY, {})
+        if "error" in ours:
+            raise BackendError(f"the engine gave the stream up: {ours['error']}")
+        if part.finish_reason in ("error", "abort"):
+            raise BackendError(GIVEN_UP)
+        if "chunk" in ours:  # the end of a chunk, not of the answer; of an older prompt it says nothing
+            is_newest = ours["chunk"] == self._num_chunks - 1
+            return Prefilled(ours["num_computed"]) if is_newest else None
+        self.record = record_of(output) or self.record
+        new = part.token_ids[self._num_answered :]
+        logprobs = part.logprobs[self._num_answered :] if part.logprobs else None
+        self._num_answered += len(new)
+        assert self._text is not None, "tokens came before the prompt was complete"
+        piece = self._text.add(new, part.finish_reason)
+        return StreamedTokens(
+            piece.text,
+            tuple(new[: piece.num_tokens]),
+            logprobs and logprobs[: piece.num_tokens],
+            "stop" if piece.has_stop_text else part.finish_reason,
+        )
+
+    async def abort(self) -> None:
+        """End the stream and free all that it holds in the engine. Does nothing when it has ended already."""
+        self._begin_abort()
+        if self._aborting is not None:
+            await wait_regardless([self._aborting])
+            self._aborting.result()
+
+    def _begin_abort(self) -> None:
+        self._is_aborted = True
+        if self._outputs is None or self._aborting is not None:
+            return
+        self._outputs.close()
+        if not self._is_answered and self._outputs.output is None:
+            # vLLM says so itself, but only of a stream whose first chunk it has handed over.
+            self.fail(BackendError(GIVEN_UP))
+        abort = abort_surely(self._engine, self._outputs.request_id, is_internal=True)
+        self._aborting = asyncio.create_task(abort, name="abort a stream")
+
+    def fail(self, error: BaseException) -> None:
+        """Have the iteration raise `error`, which says why there will be no answer, unless it fails already."""
+        if not isinstance(self._outputs.output, Exception):
+            self._outputs.put(_Failed(error))
+
+
+class TokenStreams:
+    """Opens streams into one engine. `clock` must be `time.monotonic`, or one that all processes of the host share."""
+
+    def __init__(
+        self,
+        engine: "AsyncLLM",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        why_dead: Callable[[], str] = lambda: "the engine's process is gone",
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._why_dead = why_dead
+        self._open: set[TokenStream] = set()
+
+    @asynccontextmanager
+    async def open(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        is_complete: bool = False,
+        hint: Hint | None = None,
+        source: str = "",
+    ) -> AsyncIterator[TokenStream]:
+        """A stream whose prompt begins with these tokens, or is these. Leaving the context aborts what is not finished.
+
+        `source` names what kind of retriever brings the chunks: the engine learns of each kind when to expect the next.
+
+        :raises PromptTooLongError: the prompt leaves no room for an answer.
+        :raises ConfigurationError: `params` have what vLLM refuses, or what a streamed prompt cannot have.
+        :raises EngineDeadError: the engine's processes are gone.
+        """
+        stream = TokenStream(self._engine, params, self._clock, self._why_dead, source)
+        self._open.add(stream)
+        try:
+            await stream.update(token_ids, is_complete=is_complete, hint=hint)
+            await stream._start()
+            yield stream
+        finally:
+            self._open.discard(stream)
+            await stream.abort()
+
+    async def aclose(self) -> None:
+        """Abort all streams; whoever iterates over one is told."""
+        streams = list(self._open)
+        for stream in streams:
+            stream._begin_abort()
+        for stream in streams:
+            await stream.abort()

@@ -1,0 +1,114 @@
+"""vLLM's KV cache as a plan sees it."""
+
+from typing import NamedTuple
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from streamrag.backends.vllm.scheduler.host_memory import HostMemory
+from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.engine import RequestView
+
+__all__ = ["KvMemory"]
+
+
+class _Hit(NamedTuple):
+    """What a request finds."""
+
+    blocks: KVCacheBlocks
+    """Of the prefix cache."""
+    num_local: int
+    """Tokens in these, or in what the request holds."""
+    num_tokens: int
+    """With those that would be loaded from host memory."""
+
+
+class KvMemory:
+    """Answers as `Scheduler.schedule` would: what it says fits is then allocated. Implements `engine.Memory`."""
+
+    def __init__(self, scheduler: Scheduler, host_memory: HostMemory | None) -> None:
+        self._scheduler = scheduler
+        self._host_memory = host_memory
+        self._manager = scheduler.kv_cache_manager
+        self.groups = self._manager.coordinator.single_type_managers
+        self.smallest_block_size = min(group.block_size for group in self.groups)
+        self._hits: dict[str, _Hit] = {}
+        self.num_free_blocks = 0
+
+    def start_step(self) -> None:
+        """Forget what was true when somebody asked last."""
+        self.end_step()
+        self.num_free_blocks = self._manager.block_pool.get_num_free_blocks()
+
+    def end_step(self) -> None:
+        """Keep nothing of requests that may be gone by the next."""
+        self._hits.clear()
+
+    def num_blocks(self, request: StreamRequest) -> int:
+        """Blocks held."""
+        return sum(len(group.req_to_blocks.get(request.request_id, ())) for group in self.groups)
+
+    def view(self, request: StreamRequest, is_idle: bool = False) -> RequestView:
+        if request.view is None:
+            request.view = request.make_view(self.num_blocks(request), is_idle)
+        return request.view
+
+    def with_prefix_hit(self, view: RequestView) -> RequestView:
+        return view if view.num_blocks else view._replace(num_cached_tokens=self._hit(view).num_tokens)
+
+    def _request(self, view: RequestView) -> StreamRequest:
+        request = self._scheduler.requests[view.request_id]
+        assert isinstance(request, StreamRequest)
+        return request
+
+    def _hit(self, view: RequestView) -> "_Hit":
+        if view.request_id not in self._hits:
+            request = self._request(view)
+            blocks, num_local, _ = self._manager.get_computed_blocks(request)
+            num_loaded = self._host_memory.num_matched_tokens(request, num_local) if self._host_memory else 0
+            self._hits[view.request_id] = _Hit(blocks, num_local, num_local + num_loaded)
+        return self._hits[view.request_id]
+
+    def num_cached_tokens(self, request: RequestView) -> int:
+        return self._hit(request).num_tokens
+
+    def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
+        of_vllm = self._request(request)
+        is_running = of_vllm.status == RequestStatus.RUNNING
+        if is_running and len(self.groups) == 1:
+            num_blocks = cdiv(request.num_computed_tokens + num_tokens, self.groups[0].block_size)
+            return max(num_blocks - request.num_blocks, 0)
+        if request.num_blocks:
+            num_computed = request.num_computed_tokens
+            hit = _Hit(self._manager.empty_kv_cache_blocks, num_computed, num_computed)
+        else:
+            hit = self._hit(request)
+        num_needed = self._num_to_allocate(of_vllm, hit, hit.num_tokens + num_tokens, is_whole=False)
+        if is_running:
+            return num_needed
+        # To be admitted, a request must fit as a whole, not only the part that this step computes. For a sliding window
+        # the whole is estimated with a cap, so that it may be less than the part.
+        if self._scheduler.scheduler_reserve_full_isl:
+            whole = self._num_to_allocate(of_vllm, hit, of_vllm.num_tokens, is_whole=True)
+            num_needed = max(num_needed, whole)
+        return num_needed + self._manager.watermark_blocks
+
+    def _num_to_allocate(self, request: StreamRequest, hit: "_Hit", num_tokens: int, *, is_whole: bool) -> int:
+        num_tokens = min(num_tokens, self._scheduler.max_model_len)
+        return self._manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=num_tokens,
+            new_computed_blocks=hit.blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=hit.num_tokens,
+            num_local_computed_tokens=hit.num_local,
+            num_tokens_main_model=num_tokens,
+            apply_admission_cap=is_whole,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+        )
+
+    def num_blocks_freed(self, request: RequestView) -> int:
+        held = (group.req_to_blocks.get(request.request_id, ()) for group in self.groups)
+        return sum(block.ref_cnt == 1 and not block.is_null for blocks in held for block in blocks)

@@ -1,0 +1,105 @@
+"""Replacing the prompt of a request inside vLLM, and keeping of its KV what is still true.
+
+computed   ├──────────────────────┤
+old        k k k k k k k k o o o o o o          k: common, o: only in the old prompt, n: only in the new
+new        k k k k k k k k n n n
+LCP        ├─────────────┤
+blocks     [       ][       ][       ]          the block in which the LCP ends is kept only if nobody shares it
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.core import common_prefix_len
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["drop_output_in_flight", "release_kv", "replace_prompt"]
+
+
+def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, new: "Request") -> int:
+    """Give `request` the first `num_kept` tokens of its prompt and then those of `new`. Returns the LCP of old and new.
+
+    The request must have no output. What its steps in flight still compute is dropped.
+    """
+    assert request.num_output_tokens == 0
+    assert request.num_output_placeholders == 0
+    assert new.prompt_token_ids is not None
+    tokens = request._all_token_ids
+    new_tokens = tokens[:num_kept] + new.prompt_token_ids if num_kept else new.prompt_token_ids
+    num_shared = common_prefix_len(tokens, new_tokens, start=num_kept)
+    num_valid = min(request.num_computed_tokens, num_shared, len(new_tokens) - 1)
+    num_left = keep_kv(scheduler, request, num_valid)
+    # In place: vLLM's read-only view refers to this list.
+    del tokens[num_shared:]
+    tokens.extend(new_tokens[num_shared:])
+    # Not in place: an in-process model runner refers to the old list.
+    request.prompt_token_ids = tokens.copy()
+    request.num_prompt_tokens = len(tokens)
+    replace_hashes(scheduler, request, num_shared, new if num_kept == 0 else None)
+    request.num_computed_tokens = num_left
+    request.is_prefill_chunk = True
+    request.spec_token_ids = []
+    drop_output_in_flight(request)
+    return num_shared
+
+
+def replace_hashes(scheduler: Scheduler, request: StreamRequest, num_shared: int, whole: "Request | None") -> None:
+    """Make the block hashes those of the new tokens. `whole`, if any, was made with the whole prompt and has them."""
+    if whole is not None:
+        request.block_hashes = whole.block_hashes
+        return
+    del request.block_hashes[num_shared // scheduler.hash_block_size :]
+    request.update_block_hashes()
+
+
+def drop_output_in_flight(request: StreamRequest) -> None:
+    """Have the scheduler drop what steps in flight will return: it was computed from the old prompt."""
+    request.num_stale_output_tokens = request.num_in_flight_tokens
+    request.drop_stale_output = request.num_in_flight_tokens > 0
+
+
+def keep_kv(scheduler: Scheduler, request: StreamRequest, num_valid: int) -> int:
+    """Free the KV past the first `num_valid` tokens. Returns the number of tokens whose KV is left.
+
+    Their number is `num_valid`, or less: a block that is full is shared through the prefix cache and must not be
+    written again; and attention with more than one kind of KV, or not full, is recomputed from what the cache has.
+    """
+    manager = scheduler.kv_cache_manager
+    if num_valid >= request.num_computed_tokens:
+        return request.num_computed_tokens
+    managers = manager.coordinator.single_type_managers
+    if len(managers) != 1 or type(managers[0].kv_cache_spec) is not FullAttentionSpec:
+        release_kv(scheduler, request)
+        return 0
+    (group,) = managers
+    blocks = group.req_to_blocks[request.request_id]
+    index, offset = divmod(num_valid, group.block_size)
+    if offset and not manager.block_pool.is_block_writable(blocks[index]):
+        num_valid -= offset
+    if num_valid == 0:
+        release_kv(scheduler, request)
+        return 0
+    num_kept = cdiv(num_valid, group.block_size)
+    freed = blocks[num_kept:]
+    del blocks[num_kept:]
+    if request.request_id in group.num_cached_block:
+        num_full = num_valid // group.block_size
+        group.num_cached_block[request.request_id] = min(group.num_cached_block[request.request_id], num_full)
+    if scheduler._request_blocks_can_be_freed(request):
+        manager.block_pool.free_blocks(reversed(freed))
+    elif freed:
+        scheduler.deferred_frees.append((scheduler.sched_step_seq, freed))
+    return num_valid
+
+
+def release_kv(scheduler: Scheduler, request: StreamRequest) -> None:
+    """Free all KV of a request that is not running. Blocks in the prefix cache stay there until they are reused."""
+    scheduler._free_request_blocks(request)
+    request.num_computed_tokens = 0
+    drop_output_in_flight(request)

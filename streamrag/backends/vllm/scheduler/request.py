@@ -1,0 +1,143 @@
+"""vLLM's request, extended by what streaming needs."""
+
+from vllm.v1.request import Request, RequestStatus
+
+from streamrag.backends.vllm.chunk_wire import ChunkMessage
+from streamrag.backends.vllm.scheduler.request_log import RequestLog
+from streamrag.engine import RequestView
+from streamrag.engine.swapping import Comparison
+from streamrag.records import Outcome, RequestRecord
+
+__all__ = ["StreamRequest", "has_prompt_logprobs"]
+
+OUTCOMES: dict[RequestStatus, Outcome] = {
+    RequestStatus.FINISHED_ABORTED: "aborted",
+    RequestStatus.FINISHED_ERROR: "failed",
+}
+
+
+def has_prompt_logprobs(request: Request) -> bool:
+    """Whether log-probabilities are asked for of the prompt, which the model runner collects step by step."""
+    params = request.sampling_params
+    return params is not None and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
+
+
+class StreamRequest(Request):
+    """A request whose prompt may be partial. Plain requests become one too, with a prompt that is complete.
+
+    While the prompt is partial its last token is hidden from the scheduler, but not from the model runner, which
+    therefore sees an unfinished prefill and samples nothing. Whatever the last chunk is, one token is left to compute.
+    """
+
+    is_complete: bool
+    is_stream: bool
+    arrival_s: float
+    last_chunk_s: float
+    expected_complete_s: float | None
+    source: str
+    is_replaced: bool
+    """Whether its source is known to replace what it has sent."""
+    num_chunks: int
+    num_acknowledged: int
+    """Chunks for which the client has been sent a finish. It expects exactly one each."""
+    step_limit: int | None
+    """While running: most tokens to compute in this step; None for no limit."""
+    num_visible_tokens: int | None
+    """While a partial prompt waits to be scheduled: as many of its tokens may be there after the step; None for all."""
+    num_loaded_tokens: int
+    """Tokens that the step for which it was admitted last loads from host memory."""
+    num_written_blocks: int
+    """Leading blocks that are in host memory, or were: written through."""
+    released_blocks: set[int]
+    """Device blocks that it had to give up and wants back; some may hold something else by now."""
+    was_evicted: bool
+    """Whether it has lost KV to others."""
+    comparison: Comparison | None
+    """What is to become of its KV, while it is about to be evicted."""
+    view: RequestView | None
+    """The last view of it; None when it has changed since."""
+    log: RequestLog
+    record: RequestRecord | None
+    """What the log says in the end; None as long as the request lives."""
+
+    @classmethod
+    def adopt(cls, request: Request, chunk: ChunkMessage | None, sent_s: float, now_s: float) -> "StreamRequest":
+        """Make `request`, which nobody else has seen yet, one of ours. A plain one was sent at `sent_s`.
+
+        vLLM creates its requests before any scheduler sees them; changing the class keeps all that it has set up.
+        """
+        request.__class__ = cls
+        assert isinstance(request, cls)
+        if chunk is not None:
+            sent_s = now_s if chunk.arrival_s is None else chunk.arrival_s
+        arrival_s = min(sent_s, now_s)
+        request.is_stream = chunk is not None
+        request.is_complete = chunk is None or chunk.is_complete
+        # One of vLLM's own streaming sessions would wait for more input after its answer.
+        request.resumable = False
+        request.arrival_s = request.last_chunk_s = arrival_s
+        request.expected_complete_s = chunk.expected_complete_s if chunk else None
+        request.source = chunk.source if chunk else ""
+        request.is_replaced = False
+        request.num_chunks, request.num_acknowledged = 1, 0
+        request.step_limit = request.num_visible_tokens = None
+        request.num_loaded_tokens = request.num_written_blocks = 0
+        request.released_blocks = set()
+        request.was_evicted = False
+        request.comparison = None
+        request.view = None
+        request.log = RequestLog(request.request_id, request.is_stream, arrival_s, now_s)
+        request.record = None
+        return request
+
+    def end(self, now_s: float) -> RequestRecord:
+        """The record of a request whose status is final."""
+        outcome = OUTCOMES.get(self.status, "finished")
+        self.record = self.log.ends(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
+        return self.record
+
+    @property
+    def num_tokens(self) -> int:
+        num_tokens = len(self._all_token_ids) - (not self.is_complete)
+        return num_tokens if self.num_visible_tokens is None else min(num_tokens, self.num_visible_tokens)
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        num_tokens = len(self._all_token_ids) - (not self.is_complete) + len(self.spec_token_ids)
+        if self.step_limit is None:
+            return num_tokens
+        return min(num_tokens, self.num_computed_tokens - self.num_output_placeholders + self.step_limit)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that can be computed now; one for each step of a decode, also if its last token is still unknown."""
+        return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether chunks that come under its id are its own."""
+        return self.is_stream and not self.is_finished()
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a token has been sampled, or is being."""
+        return bool(self._output_token_ids) or self.num_output_placeholders > 0
+
+    def make_view(self, num_blocks: int, is_idle: bool) -> RequestView:
+        return RequestView(
+            self.request_id,
+            self.arrival_s,
+            self.last_chunk_s,
+            self.num_tokens + self.num_output_placeholders,
+            self.num_computed_tokens,
+            num_blocks,
+            0,
+            self.is_complete,
+            self.has_output,
+            is_idle,
+            self.status == RequestStatus.RUNNING,
+            self.expected_complete_s,
+            self.source,
+            self.was_evicted,
+            not self.is_complete and self.is_replaced,
+        )

@@ -1,0 +1,113 @@
+"""What happens to a request inside the engine, noted by the scheduler while it happens."""
+
+from dataclasses import dataclass, field, replace
+
+from streamrag.engine.swapping import Comparison
+from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRecord, RestoreRecord
+
+__all__ = ["RequestLog"]
+
+
+@dataclass(slots=True)
+class RequestLog:
+    """Counters and events of one request that still lives. The fields are those of `RequestRecord`."""
+
+    request_id: str
+    is_stream: bool
+    arrival_s: float
+    queued_s: float
+    scheduled_s: float | None = None
+    first_kv_s: float | None = None
+    last_kv_s: float | None = None
+    num_computed: int = 0
+    num_recomputed: int = 0
+    num_invalidated: int = 0
+    num_from_cache: int = 0
+    num_loaded: int = 0
+    num_written_through: int = 0
+    chunks: list[ChunkRecord] = field(default_factory=list)
+    preemptions: list[PreemptionRecord] = field(default_factory=list)
+    restores: list[RestoreRecord] = field(default_factory=list)
+
+    num_known: int = 0
+    """Leading tokens of the current prompt whose KV has been there at some time."""
+    num_present: int = 0
+    """Leading tokens of the prompt whose KV was there, or being computed, when last looked at."""
+
+    def adds(self, chunk: ChunkRecord, num_left: int) -> None:
+        """A chunk came, after which the KV of `num_left` tokens is left."""
+        self.chunks.append(chunk)
+        self.num_invalidated += chunk.num_invalidated
+        self.num_present = num_left
+        self.num_known = min(self.num_known, chunk.num_shared)
+
+    def computes(self, start: int, end: int, now_s: float, num_loaded: int = 0) -> None:
+        """Prompt tokens [start, end) are computed in this step. What is new below `start` was in the prefix cache, but
+        for `num_loaded` tokens from host memory."""
+        if self.scheduled_s is None:
+            self.scheduled_s = now_s
+        if start > self.num_present:
+            self.num_from_cache += start - self.num_present - num_loaded
+            self.num_loaded += num_loaded
+            if self.first_kv_s is None:
+                self.first_kv_s = now_s
+        self.num_computed += end - start
+        self.num_recomputed += max(min(self.num_known, end) - start, 0)
+        self.num_known = max(self.num_known, end)
+        self.num_present = end
+
+    def has_computed(self, now_s: float, *, is_complete: bool) -> None:
+        """A step that computed prompt tokens has ended; of the complete prompt, the last ones."""
+        if self.first_kv_s is None:
+            self.first_kv_s = now_s
+        if is_complete and self.last_kv_s is None:
+            self.last_kv_s = now_s
+
+    def loses(self, num_tokens: int, comparison: Comparison, now_s: float) -> None:
+        """All of its KV was taken away, which was that of `num_tokens`, the answer's included."""
+        fate, recompute_s, swap_s = comparison.choice, comparison.recompute_s, comparison.swap_s
+        self.preemptions.append(PreemptionRecord(now_s, fate, num_tokens, recompute_s, swap_s))
+        self.num_present = 0
+
+    def saves(self, index: int, num_tokens: int, expected_s: float) -> None:
+        """Some of what the preemption of that index took away is being copied to host memory."""
+        known = self.preemptions[index]
+        self.preemptions[index] = replace(
+            known,
+            num_tokens_saved=known.num_tokens_saved + num_tokens,
+            expected_save_s=known.expected_save_s + expected_s,
+        )
+
+    def has_saved(self, index: int, seconds: float) -> None:
+        """Such copies took so long."""
+        known = self.preemptions[index]
+        self.preemptions[index] = replace(known, save_s=known.save_s + seconds)
+
+    def restored(self, index: int, seconds: float) -> None:
+        """The restore of that index took so long, or so long for a part of it."""
+        known = self.restores[index]
+        self.restores[index] = replace(known, observed_s=(known.observed_s or 0.0) + seconds)
+
+    def ends(self, outcome: Outcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
+        return RequestRecord(
+            request_id=self.request_id,
+            outcome=outcome,
+            is_stream=self.is_stream,
+            arrival_s=self.arrival_s,
+            queued_s=self.queued_s,
+            scheduled_s=self.scheduled_s,
+            first_kv_s=self.first_kv_s,
+            last_kv_s=self.last_kv_s,
+            finished_s=now_s,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+            num_computed=self.num_computed,
+            num_recomputed=self.num_recomputed,
+            num_invalidated=self.num_invalidated,
+            num_from_cache=self.num_from_cache,
+            num_loaded=self.num_loaded,
+            num_written_through=self.num_written_through,
+            chunks=tuple(self.chunks),
+            preemptions=tuple(self.preemptions),
+            restores=tuple(self.restores),
+        )

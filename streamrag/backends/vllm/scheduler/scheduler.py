@@ -1,0 +1,372 @@
+"""vLLM's scheduler, extended so that prompts may grow and change while they are computed.
+
+Nothing of vLLM is copied or patched: each step, what must run is put before `Scheduler.schedule`, and the rest is kept
+out of its sight until it returns.
+
+    add_request ─▶ waiting ─grant─▶ running ─prompt complete─▶ tokens ─▶ finished
+                      ▲                │ all of a partial prompt is computed
+                      │                ▼
+                      └── new chunk ─ idle      keeps its KV until somebody needs the memory, but no sequence slot
+"""
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from streamrag.backends.vllm.scheduler.host_memory import Suspects
+from streamrag.backends.vllm.scheduler.intake import StreamIntakeMixin
+from streamrag.backends.vllm.scheduler.kv_memory import KvMemory
+from streamrag.backends.vllm.scheduler.options import SchedulerOptions, check_supported, check_version
+from streamrag.backends.vllm.scheduler.replacement import release_kv
+from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
+from streamrag.backends.vllm.scheduler.swap_costs import swap_choice
+from streamrag.engine import Fate, Limits, Pace, Plan, RequestView, make_policy, plan
+from streamrag.engine.swapping import DROPPED, Comparison
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import ModelRunnerOutput
+
+__all__ = ["AsyncStreamingScheduler", "StreamingScheduler", "StreamingSchedulerMixin", "streaming_scheduler"]
+
+check_version()
+
+
+class _Step(NamedTuple):
+    """What was decided for one step."""
+
+    plan: Plan
+    order: list[RequestView]
+    """Whom the plan chose from, the most urgent first."""
+    decoding: list[Request]
+    """Who runs ahead of the plan."""
+    held_up: list[Request]
+    """Who waits for something else than memory and budget."""
+
+
+class StreamingSchedulerMixin(StreamIntakeMixin):
+    """What streaming adds to `Scheduler` and to `AsyncScheduler` alike."""
+
+    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", *args: Any, **kwargs: Any) -> None:
+        check_supported(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self.options = SchedulerOptions.of(vllm_config)
+        self.record_file = self.options.record_file()
+        self.streaming_policy = make_policy(self.options.policy)
+        self.kv_memory = KvMemory(self, self.host_memory)
+        if self.host_memory is not None:
+            choice = swap_choice(self.options, vllm_config, self.host_memory.block_bytes)
+            self.host_memory.attach(self.requests, choice)
+        self.is_lean = self.options.num_partial_tokens is not None
+        self.pace = Pace(self.options.num_partial_tokens or 0, self.options.partial_step_s)
+        self._num_kept_free = int(self.options.low_water * self.kv_cache_manager.block_pool.num_gpu_blocks)
+        self._step_s = 0.0
+        self._last_output_s = 0.0
+        self._started_s: deque[float] = deque()  # of each step whose output is still to come
+        self._num_free_when_stuck: int | None = None
+
+    # ----------------------------------------------------------------------------------------------------- one step
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._step_s = self.clock()
+        if self._pause_state != PauseState.UNPAUSED:
+            return super().schedule(throttle_prefills)
+        step = self._plan()
+        is_stuck = not (step.plan.grants or step.decoding or step.held_up or self.deferred_frees)
+        self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
+        for eviction in step.plan.evictions:
+            self._evict(self._request(eviction.request))
+        for view in step.plan.waiting:
+            self._waits_for_memory(self._request(view))
+        running, waiting = self._set_aside(step)
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self.kv_memory.end_step()
+            self.running.extend(running)
+            self.waiting.extend(waiting)
+            self.num_waiting_for_streaming_input = 0
+            for grant in step.plan.grants:
+                request = self._request(grant.request)
+                request.step_limit = request.num_visible_tokens = None
+
+    def has_requests(self) -> bool:
+        # Partial prompts alone may all wait for memory. vLLM's loop sleeps if it is told that there is nothing to do.
+        if self._num_free_when_stuck is None or self.deferred_frees or self._outbox or self.has_finished_requests():
+            return super().has_requests()
+        return self.kv_cache_manager.block_pool.get_num_free_blocks() != self._num_free_when_stuck
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._num_free_when_stuck = None  # only a plan says who is stuck, and while paused there is none
+        super().set_pause_state(pause_state)
+
+    def add_request(self, request: Request) -> None:
+        self._num_free_when_stuck = None
+        super().add_request(request)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
+    ) -> dict[int, "EngineCoreOutputs"]:
+        now_s, started_s = self.clock(), self._started_s.popleft()
+        duration_s = now_s - max(started_s, self._last_output_s)
+        self.pace.observe(scheduler_output.total_num_scheduled_tokens, duration_s)
+        if self.pace.tokens_per_s:
+            self.streaming_policy.runs_at(self.pace.tokens_per_s)
+        if self.host_memory is not None:
+            self.host_memory.has_run(scheduler_output, model_runner_output.kv_connector_output, duration_s)
+        self._last_output_s = now_s
+        if self._prefills_in_flight[0]:
+            self._num_free_when_stuck = None  # the next plan tells those who got stuck while this step computed
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _request(self, view: RequestView) -> StreamRequest:
+        request = self.requests[view.request_id]
+        assert isinstance(request, StreamRequest)
+        return request
+
+    def _plan(self) -> _Step:
+        self.kv_memory.start_step()
+        if self.host_memory is not None:
+            self.host_memory.start_step(self._step_s)
+        decoding, others = self._split_running()
+        views, held_up = [self.kv_memory.view(r) for r in others], []
+        for request in self.waiting:
+            # One that has a view is not held up: it would have lost its view on the way there.
+            if request.view is None and self._is_held_up(request):
+                held_up.append(request)
+            else:
+                views.append(request.view or self.kv_memory.view(request))
+        policy = self.streaming_policy
+        if policy.needs_prefix_hits:
+            views = [self.kv_memory.with_prefix_hit(v) for v in views]
+        num_tokens, num_seqs = self.max_num_scheduled_tokens, self.max_num_active_reqs
+        # Who is alone on the engine keeps nobody waiting.
+        num_partial_tokens = self.pace.num_partial_tokens if self.is_lean and len(self.requests) > 1 else None
+        can_evict, num_kept_free = self.options.can_partial_evict, self._num_kept_free
+        limits = Limits(
+            num_tokens, num_seqs, can_evict, len(decoding), num_partial_tokens, num_kept_free, self.current_step
+        )
+        order = policy.order(views, self._step_s)
+        made = plan(order, self._idle_views, limits, self.kv_memory, self._fate)
+        policy.admitted([g.request for g in made.grants if not g.request.is_running])
+        return _Step(made, order, decoding, held_up)
+
+    def _split_running(self) -> tuple[list[Request], list[Request]]:
+        """The running requests that decode and have what they need, which is one token each; and the others."""
+        decoding = [r for r in self.running if r._output_token_ids and not r.is_prefill_chunk]
+        block_size = self.kv_memory.smallest_block_size
+        num_blocks = len(self.kv_memory.groups) * sum(r.num_computed_tokens % block_size == 0 for r in decoding)
+        if num_blocks > self.kv_memory.num_free_blocks or len(decoding) > self.max_num_scheduled_tokens:
+            return [], self.running
+        self.kv_memory.num_free_blocks -= num_blocks
+        if len(decoding) == len(self.running):
+            return decoding, []
+        return decoding, [r for r in self.running if not r._output_token_ids or r.is_prefill_chunk]
+
+    def _idle_views(self) -> list[RequestView]:
+        """Those that hold KV, the last of which is the first victim: the one that is expected to wait for longest."""
+        views = [self.kv_memory.view(r, is_idle=True) for r in self.idle.values()]
+        held = self.streaming_policy.order([v for v in views if v.num_blocks], self._step_s)
+        return sorted(held, key=lambda view: self.forecast.expected_s(view, self._step_s))
+
+    def _is_held_up(self, request: Request) -> bool:
+        """Whether vLLM itself would skip it: a grammar, or output in flight from before it was preempted.
+
+        vLLM looks whether a grammar is ready when its turn comes, which may be never behind what was granted.
+        """
+        if not self._handle_blocked_waiting_request(request):
+            return True
+        self.deferred_waiting.discard(request)
+        return request.num_stale_output_tokens > 0 and not request.drop_stale_output
+
+    def _set_aside(self, step: _Step) -> tuple[list[Request], list[Request]]:
+        """Leave in the queues what may run, in the plan's order. Returns what was taken out, running and waiting."""
+        granted: set[str] = set()
+        running, starting = step.decoding, []
+        for grant in step.plan.grants:
+            request = self._request(grant.request)
+            granted.add(request.request_id)
+            if request.status == RequestStatus.RUNNING:
+                running.append(request)
+                if grant.num_tokens < grant.request.num_remaining_tokens:
+                    request.step_limit = grant.num_tokens
+            else:
+                starting.append(request)
+                if not request.is_complete:
+                    num_present = grant.request.num_computed_tokens or self.kv_memory.num_cached_tokens(grant.request)
+                    request.num_visible_tokens = num_present + grant.num_tokens
+        aside = [self.requests[view.request_id] for view in step.order if view.request_id not in granted]
+        rest = [r for r in aside if r.status == RequestStatus.RUNNING]
+        waiting = step.held_up + [r for r in aside if r.status != RequestStatus.RUNNING]
+        self.running = running
+        num_wanted = len(running) + len(starting) + len(rest) - self.max_num_active_reqs
+        for request in self._beyond_slots(rest, num_wanted):
+            rest.remove(request)
+            waiting.append(request)
+        self.waiting.clear()
+        self.waiting.extend(starting)
+        # vLLM counts these as sequences that hold a slot without being in `running`, which is what they are here.
+        self.num_waiting_for_streaming_input = len(rest)
+        return rest, waiting
+
+    def _beyond_slots(self, rest: list[Request], num_wanted: int) -> list[Request]:
+        """Of the running requests that get nothing in this step, the last `num_wanted`. Most keep their KV.
+
+        One that has shown a token keeps its slot as well: as a waiting request it would lose its output.
+        """
+        if num_wanted <= 0:
+            return []
+        leaving = [r for r in reversed(rest) if not r.has_output][:num_wanted]
+        for request in leaving:
+            if has_prompt_logprobs(request):
+                # With the slot the second model runner forgets those that it has: it must begin again.
+                self._preempt_request(request, time.monotonic())
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
+            self.reset_preempted_req_ids.add(request.request_id)
+            request.status = RequestStatus.WAITING
+            request.view = None
+        return leaving
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        requests = self.requests
+        partial: list[StreamRequest] = []
+        prefills: list[tuple[StreamRequest, bool]] = []
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            request = requests[request_id]
+            request.view = None
+            if request.log.num_present >= request.num_prompt_tokens:
+                continue  # a decode
+            prefills.append((request, self._record_prefill(request, num_tokens)))
+            if not request.is_complete:
+                partial.append(request)
+                if self.host_memory is not None:
+                    self.host_memory.computes(request)
+        self._prefills_in_flight.append(prefills)
+        self._counts_in_flight.append(scheduler_output.num_scheduled_tokens)
+        self._started_s.append(self._step_s)
+        super()._update_after_schedule(scheduler_output)
+        for request in partial:
+            # The prompt is not at its end, whatever the numbers say: no token comes from this step.
+            request.is_prefill_chunk = True
+            request.num_output_placeholders = 0
+            request.spec_token_ids = []
+            request.next_decode_eligible_step = 0
+
+    def _record_prefill(self, request: StreamRequest, num_tokens: int) -> bool:
+        """Returns whether the prompt is complete, and all of it computed with this step."""
+        num_prompt_tokens = request.num_prompt_tokens
+        start = min(request.num_computed_tokens, num_prompt_tokens)
+        end = min(request.num_computed_tokens + num_tokens, num_prompt_tokens)
+        request.log.computes(start, end, self._step_s, request.num_loaded_tokens)
+        request.num_loaded_tokens = 0
+        return end == num_prompt_tokens  # never of a partial one, whose last token is hidden
+
+    # -------------------------------------------------------------------------------------------------------- memory
+
+    def _evict(self, request: StreamRequest) -> None:
+        if request.status == RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+            # It may be resumed in this very step, for which the first model runner must be sent its tokens.
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
+        else:
+            self._gives_up_kv(request)
+            release_kv(self, request)
+            request.num_preemptions += 1
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        assert isinstance(request, StreamRequest)
+        self._gives_up_kv(request)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def _fate(self, view: RequestView) -> Fate:
+        request = self._request(view)
+        request.comparison = self._compare(request)
+        return request.comparison.choice
+
+    def _compare(self, request: StreamRequest) -> Comparison:
+        return DROPPED if self.host_memory is None else self.host_memory.compare(request)
+
+    def _gives_up_kv(self, request: StreamRequest) -> None:
+        comparison = request.comparison or self._compare(request)
+        if self.host_memory is not None and comparison.choice == "swap":
+            self.host_memory.releases(request)
+        request.view = request.comparison = None
+        request.was_evicted = True
+        request.log.loses(request.num_computed_tokens, comparison, self.clock())
+
+    def _handle_invalid_blocks(self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
+        """KV could not be loaded: whoever holds some of it, idle streams included, starts again without it.
+
+        vLLM's own way looks at the running requests only, and leaves it to the order in which they run next that one
+        of those that share a block computes it before the others read it.
+        """
+        if self.host_memory is None:  # somebody else's KV connector
+            return super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+        wrong = self.host_memory.not_loaded(invalid_block_ids)
+        self.kv_cache_manager.evict_blocks(wrong.blocks)
+        affected = [r for r in self.requests.values() if self._is_affected(r, wrong)]
+        for request in affected:
+            self._restart(request)
+        return {request.request_id for request in affected}
+
+    def _is_affected(self, request: Request, wrong: Suspects) -> bool:
+        if request.is_finished():
+            return False
+        (block_ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        # Who has lost the blocks since may still be sent what was computed from them.
+        return request.request_id in wrong.requests or not wrong.blocks.isdisjoint(block_ids)
+
+    def _restart(self, request: Request) -> None:
+        """Drop all KV of `request`, and what its steps in flight return."""
+        assert isinstance(request, StreamRequest)
+        request.view = None
+        if request.num_computed_tokens:
+            request.log.loses(request.num_computed_tokens, DROPPED, self.clock())
+        if request.status == RequestStatus.RUNNING:
+            self.running.remove(request)
+            super()._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
+        else:
+            release_kv(self, request)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        if reset_running_requests:
+            for request in (*self.idle.values(), *self.waiting):
+                assert isinstance(request, StreamRequest)
+                if self.kv_memory.num_blocks(request):
+                    self._evict(request)
+        self._num_free_when_stuck = None  # who finds nothing in the cache needs fewer blocks to start
+        try:
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        finally:
+            # Last, whether vLLM resets its connector or not: those that ran have only now given up what they held.
+            if self.host_memory is not None:
+                self.host_memory.forget()
+
+    @staticmethod
+    def _holds_kv_blocks(request: Request) -> bool:
+        # What vLLM calls so is served before all else, whatever the policy says.
+        return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+class StreamingScheduler(StreamingSchedulerMixin, Scheduler):
+    """For `scheduler_cls`, without asynchronous scheduling."""
+
+
+class AsyncStreamingScheduler(StreamingSchedulerMixin, AsyncScheduler):
+    """For `scheduler_cls`, with asynchronous scheduling: one step is planned while another computes."""
+
+
+def streaming_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> StreamingSchedulerMixin:
+    """For `scheduler_cls`: the scheduler that fits the configuration; vLLM leaves the choice to us."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (AsyncStreamingScheduler if is_async else StreamingScheduler)(vllm_config=vllm_config, **kwargs)

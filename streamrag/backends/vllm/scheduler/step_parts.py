@@ -1,0 +1,19 @@
+"""What a step of vLLM computes."""
+
+from collections.abc import Iterator
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from streamrag.engine.costs import Part
+
+__all__ = ["parts_of"]
+
+
+def parts_of(step: SchedulerOutput) -> Iterator[tuple[str, Part]]:
+    """The requests of a step, in its order of new ones before others, and what it computes of each."""
+    counts = step.num_scheduled_tokens
+    for new in step.scheduled_new_reqs:
+        yield new.req_id, (counts[new.req_id], new.num_computed_tokens)
+    cached = step.scheduled_cached_reqs
+    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, (counts[request_id], num_computed)

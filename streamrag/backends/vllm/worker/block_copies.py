@@ -1,0 +1,159 @@
+"""Copying whole KV blocks between a device and host memory, on a CPU and on CUDA."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+__all__ = ["CpuCopies", "CudaCopies", "Layer", "Measured", "Pairs"]
+
+Pairs: TypeAlias = Sequence[tuple[int, int]]
+"""(from, to) of blocks to be copied."""
+
+
+class Layer(NamedTuple):
+    """The KV of one layer as bytes: a row per block."""
+
+    cache: torch.Tensor
+    """[num_blocks, bytes of a block], on the device."""
+    pool: torch.Tensor
+    """[num_slots, bytes of a block], in host memory."""
+
+
+class Measured(NamedTuple):
+    """Copies in one direction that have ended."""
+
+    num_blocks: int = 0
+    seconds: float = 0.0
+
+    def plus(self, num_blocks: int, seconds: float) -> "Measured":
+        return Measured(self.num_blocks + num_blocks, self.seconds + seconds)
+
+
+class CpuCopies:
+    """Copies at once, row by row. In torch's threads a copy would wait for those that compute something else."""
+
+    def __init__(self, layers: Mapping[str, Layer]) -> None:
+        self._rows = [(layer.cache.numpy(), layer.pool.numpy()) for layer in layers.values()]
+        self._out = self._in = Measured()
+
+    def start_step(self) -> None: ...
+
+    def save(self, pairs: Pairs, *, is_held: bool) -> None:
+        began_s = time.perf_counter()
+        for cache, pool in self._rows:
+            for block, slot in pairs:
+                pool[slot] = cache[block]
+        self._out = self._out.plus(len(pairs), time.perf_counter() - began_s)
+
+    def load(self, pairs: Pairs, *, by_layer: bool) -> None:
+        began_s = time.perf_counter()
+        for cache, pool in self._rows:
+            for slot, block in pairs:
+                cache[block] = pool[slot]
+        self._in = self._in.plus(len(pairs), time.perf_counter() - began_s)
+
+    def wait_for_layer(self, name: str) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def take_measured(self) -> tuple[Measured, Measured]:
+        """What has been copied since the last time, out and in."""
+        measured = self._out, self._in
+        self._out = self._in = Measured()
+        return measured
+
+    def close(self) -> None: ...
+
+
+class CudaCopies:
+    """Copies beside the computing, on a stream for each direction. It has not run on a device yet.
+
+        compute   step before ─┐     ┌─▶ layer 0 ─▶ layer 1 ─▶ …  ─▶ the next step, which waits for `held`
+        out                    ├─ saves ─┬─ held saves ─────────────┘
+        in                     │         └─ loads of layer 0, of layer 1, …: each layer waits for its own
+                               └─ nothing is copied before what was computed
+
+    Since the computing waits for all that came before it, waiting for it is waiting for that too.
+    """
+
+    def __init__(self, layers: Mapping[str, Layer]) -> None:
+        from vllm.v1.simple_kv_offload import cuda_mem_ops as ops
+
+        lowest, _ = torch.cuda.Stream.priority_range()
+        self._out, self._in = torch.cuda.Stream(priority=lowest), torch.cuda.Stream(priority=lowest)
+        caches = {name: layer.cache for name, layer in layers.items()}
+        pools = {name: layer.pool for name, layer in layers.items()}
+        # Both ends are written by copies and kernels that may still run: each copy reads when its turn has come.
+        order = ops.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._copy_blocks = ops.copy_blocks
+        self._out_params = ops.build_params(caches, pools, self._out, order)
+        self._in_params = {
+            name: ops.build_params({name: pools[name]}, {name: caches[name]}, self._in, order) for name in layers
+        }
+        self._held: torch.cuda.Event | None = None
+        self._loaded: dict[str, torch.cuda.Event] = {}
+        self._timers: deque[tuple[bool, int, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def start_step(self) -> None:
+        self._loaded.clear()
+        if self._held is not None:
+            torch.cuda.current_stream().wait_event(self._held)
+            self._held = None
+
+    def save(self, pairs: Pairs, *, is_held: bool) -> None:
+        compute = torch.cuda.current_stream()
+        self._out.wait_stream(compute)
+        began = _event(self._out)
+        blocks, slots = map(list, zip(*pairs, strict=True))
+        self._copy_blocks(blocks, slots, self._out_params)
+        ended = _event(self._out)
+        self._timers.append((True, len(pairs), began, ended))
+        if is_held:
+            self._held = ended
+        else:
+            compute.wait_event(ended)
+
+    def load(self, pairs: Pairs, *, by_layer: bool) -> None:
+        compute = torch.cuda.current_stream()
+        self._in.wait_stream(compute)
+        began = _event(self._in)
+        slots, blocks = map(list, zip(*pairs, strict=True))
+        for name, params in self._in_params.items():
+            self._copy_blocks(slots, blocks, params)
+            self._loaded[name] = self._in.record_event()
+        ended = _event(self._in)
+        self._timers.append((False, len(pairs), began, ended))
+        if not by_layer:
+            compute.wait_event(ended)
+
+    def wait_for_layer(self, name: str) -> None:
+        # A layer that shares the KV of another runs after it.
+        if name in self._loaded:
+            torch.cuda.current_stream().wait_event(self._loaded[name])
+
+    def end_step(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._in)  # also for layers that the forward left out
+
+    def take_measured(self) -> tuple[Measured, Measured]:
+        out, into = Measured(), Measured()
+        while self._timers and self._timers[0][3].query():
+            is_out, num_blocks, began, ended = self._timers.popleft()
+            seconds = began.elapsed_time(ended) / 1_000
+            if is_out:
+                out = out.plus(num_blocks, seconds)
+            else:
+                into = into.plus(num_blocks, seconds)
+        return out, into
+
+    def close(self) -> None:
+        self._out.synchronize()
+        self._in.synchronize()
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

@@ -1,0 +1,200 @@
+"""A worker's side of host memory: copies whole KV blocks out of the cache and back into it.
+
+    cache   per layer [num_blocks, bytes of a block]     on the device
+    pool    per layer [num_slots,  bytes of a block]     one allocation in host memory, pinned if the device is a GPU
+
+Nothing that fails here fails a request: a slot that was not saved and a block that was not loaded are reported, and
+their tokens are computed again.
+"""
+
+import importlib
+import logging
+from collections.abc import Mapping
+
+import torch
+from vllm.v1.kv_cache_interface import group_kernel_blocks
+
+from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
+from streamrag.backends.vllm.worker.block_copies import CpuCopies, CudaCopies, Layer, Pairs
+from streamrag.errors import ConfigurationError
+
+__all__ = ["HostCopier"]
+
+logger = logging.getLogger(__name__)
+
+
+class HostCopier:
+    """Carries out the `HostCopies` of each step: `save`, then `load`, `wait_for_layer` of each layer, `end_step`.
+
+    `num_slots` is what the scheduler counts with, `num_blocks` what the cache has.
+    """
+
+    def __init__(self, num_slots: int, num_blocks: int) -> None:
+        self.num_slots = num_slots
+        self.block_bytes = 0
+        """Of a block of all layers."""
+        self._num_blocks = num_blocks
+        self._num_slots_promised = num_slots
+        self.fail()
+        self._copies: CpuCopies | CudaCopies | None = None
+        self._report = CopyReport()
+        self._failed_loads: set[int] = set()
+
+    def fail(self, save: int = 0, load: int = 0) -> None:
+        """For tests: from now on, of so many saves and loads of a block one fails; none if it is 0."""
+        self._save_faults, self._load_faults = _Faults(save), _Faults(load)
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Told by vLLM once: the KV of each layer, of which several layers may have the same.
+
+        :raises ConfigurationError: the bytes of a block are in more than one place.
+        """
+        first_at: dict[int, str] = {}
+        for name, cache in caches.items():
+            first_at.setdefault(cache.data_ptr(), name)
+        rows = {name: _rows(name, caches[name], self._num_blocks) for name in first_at.values()}
+        self.block_bytes = sum(cache.shape[1] for cache in rows.values())
+        is_cuda = any(cache.is_cuda for cache in rows.values())
+        pool = self._make_pool(is_pinned=is_cuda)
+        layers: dict[str, Layer] = {}
+        start = 0
+        for name, cache in rows.items():
+            end = start + self.num_slots * cache.shape[1]
+            layers[name] = Layer(cache, pool[start:end].view(self.num_slots, cache.shape[1]))
+            start = end
+        self._copies = CudaCopies(layers) if is_cuda else CpuCopies(layers)
+
+    def _make_pool(self, *, is_pinned: bool) -> torch.Tensor:
+        """As much as there is memory for. Sets `num_slots`."""
+        reason = None
+        while True:
+            try:
+                pool = _host_memory(self.num_slots * self.block_bytes, is_pinned=is_pinned)
+                break
+            except (RuntimeError, MemoryError) as error:
+                reason = error
+                self.num_slots //= 2
+        if reason:
+            logger.warning(
+                "There is host memory for %d KV blocks of %d bytes instead of %d, lower host_kv_bytes: %s",
+                self.num_slots,
+                self.block_bytes,
+                self._num_slots_promised,
+                reason,
+            )
+        return pool
+
+    # ----------------------------------------------------------------------------------------------------- each step
+
+    def save(self, copies: HostCopies) -> None:
+        """Before anything overwrites a block."""
+        if self._copies is not None:
+            self._copies.start_step()
+        if copies.saves:
+            self._save(copies.saves, is_held=False)
+        if copies.held_saves:
+            self._save(copies.held_saves, is_held=True)
+
+    def _save(self, pairs: Pairs, *, is_held: bool) -> None:
+        good = [(block, slot) for block, slot in pairs if slot < self.num_slots and not self._save_faults.hits()]
+        try:
+            if good:
+                assert self._copies is not None
+                self._copies.save(good, is_held=is_held)
+        except Exception:  # whatever it is, the request can do without
+            logger.exception("%d KV blocks were not saved to host memory", len(good))
+            good = []
+        saved = {slot for _, slot in good}
+        self._report.saved += [slot for _, slot in pairs if slot in saved]
+        self._report.failed += [slot for _, slot in pairs if slot not in saved]
+
+    def load(self, copies: HostCopies, *, by_layer: bool) -> None:
+        """Before the forward. `by_layer`: it will ask for each of its layers, and need not wait for all of them."""
+        good = [(slot, block) for slot, block in copies.loads if slot < self.num_slots and not self._load_faults.hits()]
+        try:
+            if good:
+                assert self._copies is not None
+                self._copies.load(good, by_layer=by_layer)
+        except Exception:  # whatever it is, the tokens can be computed
+            logger.exception("%d KV blocks were not loaded from host memory", len(good))
+            good = []
+        self._failed_loads |= {block for _, block in copies.loads} - {block for _, block in good}
+
+    def wait_for_layer(self, name: str) -> None:
+        """The forward is about to read this layer."""
+        if self._copies is not None:
+            self._copies.wait_for_layer(name)
+
+    def end_step(self) -> None:
+        """After the forward."""
+        if self._copies is not None:
+            self._copies.end_step()
+
+    def take_failed_loads(self) -> set[int]:
+        """Device blocks that do not hold what was to be loaded into them, since the last time."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
+    def take_report(self) -> CopyReport | None:
+        """What there is to say since the last time; None if nothing."""
+        report, self._report = self._report, CopyReport()
+        if self._copies is not None:
+            out, into = self._copies.take_measured()
+            report.num_blocks_out, report.out_s = out
+            report.num_blocks_in, report.in_s = into
+            report.num_bytes_out = out.num_blocks * self.block_bytes
+            report.num_bytes_in = into.num_blocks * self.block_bytes
+        if report == CopyReport():
+            return None
+        if self.num_slots < self._num_slots_promised:
+            report.num_slots = self.num_slots
+        return report
+
+    def close(self) -> None:
+        """Wait for the last copies."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.close()
+
+
+class _Faults:
+    """One of every `every`, none if it is 0."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._num_asked = 0
+
+    def hits(self) -> bool:
+        self._num_asked += 1
+        return self._every > 0 and self._num_asked % self._every == 0
+
+
+def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """The bytes of a layer's KV, which is [blocks, heads, tokens, content] in some order of strides: a row per block.
+
+    A block of the scheduler may be several of the attention kernel.
+    """
+    blocks = group_kernel_blocks(cache, num_blocks)
+    size = blocks[0].numel()
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(blocks.shape[1:], blocks.stride()[1:], strict=True))
+    if not blocks.stride(0) == extent == size:
+        raise ConfigurationError(
+            f"KV in host memory needs each block of a layer in one piece, and {name} has {tuple(cache.shape)} "
+            f"with strides {cache.stride()}; set VLLM_KV_CACHE_LAYOUT=LBNHC, or eviction='recompute'"
+        )
+    return blocks.as_strided((num_blocks, size), (size, 1)).view(torch.uint8)
+
+
+def _host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
+    """:raises MemoryError: there is not so much.
+    :raises RuntimeError: torch cannot allocate or CUDA cannot pin it.
+    """
+    available = importlib.import_module("psutil").virtual_memory().available
+    if num_bytes > available:
+        raise MemoryError(f"{num_bytes:,} bytes of {available:,} available")
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    if is_pinned and num_bytes:
+        from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
+
+        pin_tensor(memory)
+    return memory

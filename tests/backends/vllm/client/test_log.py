@@ -1,0 +1,131 @@
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamrag.backends.vllm.client.log import EngineLog
+
+WORKER_FAILED = """\
+Loading safetensors checkpoint shards:   0% Completed | 0/1 [00:00<?, ?it/s]
+WorkerProc failed to start.
+Traceback (most recent call last):
+  File "/x/vllm/model_loader.py", line 7, in load
+    open(name)
+FileNotFoundError: weights
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/x/vllm/v1/executor/multiproc_executor.py", line 900, in worker_main
+    worker = WorkerProc(*args, **kwargs)
+             ^^^^^^^^^^^^^^^^^^^^^^^^^^^
+safetensors._safetensors_rust.SafetensorError: Error while deserializing header
+  in the second shard
+"""
+CORE_FAILED = """\
+EngineCore failed to start.
+Traceback (most recent call last):
+  File "/x/vllm/v1/engine/core.py", line 1482, in run_engine_core
+    engine_core = EngineCoreProc(*args, engine_index=dp_rank, **kwargs)
+Exception: WorkerProc initialization failed due to an exception in a background process.
+Process EngineCore:
+Traceback (most recent call last):
+  File "/x/multiprocessing/process.py", line 314, in _bootstrap
+    self.run()
+Exception: WorkerProc initialization failed due to an exception in a background process.
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[EngineLog]:
+    log = EngineLog(tmp_path)
+    yield log
+    log.close()
+
+
+def test_the_exception_that_came_first_is_the_reason(log: EngineLog) -> None:
+    log.path.write_text(WORKER_FAILED + CORE_FAILED)
+    assert log.fatal_error() == (
+        "safetensors._safetensors_rust.SafetensorError: Error while deserializing header\n  in the second shard"
+    )
+
+
+def test_what_multiprocessing_prints_is_not_part_of_the_reason(log: EngineLog) -> None:
+    log.path.write_text(CORE_FAILED)
+    assert log.fatal_error() == (
+        "Exception: WorkerProc initialization failed due to an exception in a background process."
+    )
+
+
+def test_what_another_process_says_in_between_is_not_the_reason(log: EngineLog) -> None:
+    before, header, after = CORE_FAILED.rpartition("Traceback (most recent call last):\n")
+    said = "Worker proc VllmWorker-0 died unexpectedly (exit code: 0), shutting down executor.\n"
+    log.path.write_text(before + header + said + after)
+    assert log.fatal_error() == (
+        "Exception: WorkerProc initialization failed due to an exception in a background process."
+    )
+
+
+def test_what_this_process_says_of_the_end_is_not_its_reason(log: EngineLog) -> None:
+    log.path.write_text(
+        "EngineCore encountered a fatal error.\n"
+        "Traceback (most recent call last):\n  File core.py\nRuntimeError: a cause\n"
+        "ERROR vllm.v1.engine.async_llm: AsyncLLM output_handler failed.\n"
+        "Traceback (most recent call last):\n  File async_llm.py\nEngineDeadError: see above\n"
+    )
+    assert log.fatal_error() == "RuntimeError: a cause"
+
+
+@pytest.mark.parametrize("text", ["", "a warning\n", "Traceback (most recent call last):\nOSError: handled\n"])
+def test_a_log_without_fatal_error_has_no_reason(log: EngineLog, text: str) -> None:
+    log.path.write_text(text)
+    assert log.fatal_error() is None
+
+
+def test_an_endless_message_is_cut(log: EngineLog) -> None:
+    log.path.write_text(f"EngineCore failed to start.\nTraceback (most recent call last):\nValueError: {'x' * 9999}\n")
+    assert len(log.fatal_error() or "") == 1000
+    assert len(log.last_lines()) == 1000
+
+
+def test_a_log_that_is_there_already_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "engine.log"
+    path.write_text(CORE_FAILED)
+    log = EngineLog(tmp_path, path)
+    assert log.fatal_error() is None
+    log.close()
+    assert path.exists()
+
+
+def test_vllms_warnings_in_this_process_are_kept_too(log: EngineLog) -> None:
+    logging.getLogger("vllm.engine").warning("a setting is ignored")
+    assert log.last_lines() == "WARNING vllm.engine: a setting is ignored"
+    log.close()
+    logging.getLogger("vllm.engine").warning("not ours any more")
+    assert log.last_lines() == "WARNING vllm.engine: a setting is ignored"
+
+
+def test_all_that_a_spawned_process_and_its_children_print_is_kept(
+    log: EngineLog, capfd: pytest.CaptureFixture[str]
+) -> None:
+    python = multiprocessing.spawn.get_executable()
+    with log.redirected():
+        process = multiprocessing.get_context("spawn").Process(
+            target=os.system, args=("echo from below; echo bad >&2",)
+        )
+        process.start()
+    process.join(20)
+    assert process.exitcode == 0
+    assert log.last_lines() == "from below\nbad"
+    assert capfd.readouterr() == ("", "")
+    assert multiprocessing.spawn.get_executable() == python
+
+
+def test_where_scripts_may_not_run_processes_print_as_usual(log: EngineLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with log.redirected():
+        assert os.fsdecode(multiprocessing.spawn.get_executable()) == sys.executable

@@ -1,0 +1,161 @@
+"""A real vLLM engine on the CPU, short of memory, and loads of streams whose answers can be checked."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from streamrag.backends.vllm.client.sampling import to_vllm
+from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
+from streamrag.core import SamplingParams
+from streamrag.records import RequestRecord
+
+NUM_ANSWER_TOKENS = 16
+VOCABULARY = 1_000
+BLOCK_SIZE = 32  # attention on the CPU takes no smaller one
+MAX_MODEL_LEN = 1_024
+MOST_DIFFERENCE = 1e-5
+GREEDY = SamplingParams(max_tokens=NUM_ANSWER_TOKENS, ignore_eos=True, extra={"logprobs": 1})
+
+Answer = list[tuple[int, float]]
+
+
+def make_model(folder: Path) -> Path:
+    """Random weights, large enough that the answers depend on every token of the prompt."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4_096,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@asynccontextmanager
+async def running_engine(model: Path, monkeypatch: pytest.MonkeyPatch, **engine_args: Any) -> AsyncIterator[AsyncLLM]:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # Else vLLM splits the context of few tokens over its threads, and adds up in another order where a request starts
+    # from other tokens: differences of up to 1e-5 that have nothing to do with us.
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # vLLM would compile what ranks logprobs: 20 s
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=32,  # several steps per prompt, so that chunks come in between
+            max_num_seqs=4,
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks_override=MAX_MODEL_LEN // BLOCK_SIZE + 10,  # hardly more than one request may need
+            enforce_eager=True,
+            scheduler_cls="rotating.RotatingScheduler",
+            disable_log_stats=True,
+            **engine_args,
+        )
+    )
+    try:
+        yield engine
+    finally:
+        resources = engine.engine_core.resources
+        tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
+        await asyncio.to_thread(engine.shutdown)
+        await asyncio.wait(tasks)
+        await asyncio.to_thread(resources.ctx.destroy, 0)  # vLLM leaves its sockets open
+
+
+@dataclass
+class Load:
+    """Streams, half of them appending and half of them replacing, and what became of them."""
+
+    streams: TokenStreams
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    records: list[RequestRecord] = field(default_factory=list)
+
+    async def run(self, num_streams: int, within_s: float) -> None:
+        """They come within so many seconds."""
+        await asyncio.gather(*(self._one(i, within_s) for i in range(num_streams)))
+
+    async def _one(self, number: int, within_s: float) -> None:
+        rng = random.Random(number)
+        shared = random.Random(number % 5)
+        prompt = tokens(shared, 70) + tokens(rng, rng.randrange(20, 500))
+        await asyncio.sleep(rng.uniform(0, within_s))
+        async with self.streams.open(prompt, GREEDY) as stream:
+            for _ in range(rng.randrange(1, 5)):
+                await asyncio.sleep(rng.choice([0.0, 0.01, 0.03, 1.0]))
+                prompt = await self._push(number, rng, stream, prompt)
+            end = tokens(rng, rng.choice([0, 1, 20]))
+            await stream.finish(end)
+            answer = [pair async for event in stream if isinstance(event, StreamedTokens) for pair in pairs(event)]
+            assert stream.record is not None
+            self.records.append(stream.record)
+        self.prompts[number], self.answers[number] = prompt + end, answer
+
+    async def _push(self, number: int, rng: random.Random, stream: TokenStream, prompt: list[int]) -> list[int]:
+        if number % 2:
+            new = tokens(rng, rng.randrange(1, 100))
+            await stream.append(new)
+            return prompt + new
+        kept = rng.choice([0, len(prompt), rng.randrange(len(prompt) + 1)])
+        new = prompt[:kept] + tokens(rng, rng.randrange(0 if kept else 1, 100))
+        await stream.update(new)
+        return new
+
+    def count(self, name: str) -> int:
+        values: list[Any] = [getattr(record, name) for record in self.records]
+        return sum(value if isinstance(value, int) else len(value) for value in values)
+
+
+def tokens(rng: random.Random, num: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(num)]
+
+
+def pairs(event: StreamedTokens) -> Answer:
+    return [(t, of[t].logprob) for t, of in zip(event.token_ids, event.logprobs, strict=True)]
+
+
+async def fresh(engine: AsyncLLM, name: str, prompt: list[int], answer: Answer) -> Answer:
+    """The log-probabilities of the tokens of `answer`, by a request that is computed alone and from nothing."""
+    params = to_vllm(GREEDY, engine.vllm_config)
+    params.skip_reading_prefix_cache = True
+    params.max_tokens = len(answer)
+    found: Answer = []
+    async for output in engine.generate(tokens_input(list(prompt)), params, name):
+        (part,) = output.outputs
+        found += [(t, of[t].logprob) for t, of in zip(part.token_ids, part.logprobs, strict=True)]
+    return found
+
+
+async def differences(engine: AsyncLLM, load: Load) -> list[float]:
+    """Per stream, the largest difference of log-probabilities; infinite where the tokens differ."""
+    largest = []
+    for number, answer in load.answers.items():
+        expected = await fresh(engine, f"fresh-{number}", load.prompts[number], answer)
+        same = [t for t, _ in answer] == [t for t, _ in expected]
+        largest.append(
+            max(abs(a - b) for (_, a), (_, b) in zip(answer, expected, strict=True)) if same else float("inf")
+        )
+    return largest

@@ -1,0 +1,359 @@
+"""The streaming scheduler inside vLLM's, one situation at a time. The fuzz mixes them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
+
+from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
+from streamrag.backends.simulated.engine import SimulatedEngine, always
+from streamrag.backends.vllm.scheduler.options import CHECKS, check_supported, check_version
+from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
+from streamrag.errors import ConfigurationError, UnsupportedVersionError
+from tests.engine.oracle import V1OracleRunner
+
+Make = Callable[..., Any]
+TOKENS = list(range(40))
+
+
+def test_an_appended_prompt_is_answered_as_if_it_had_come_at_once(bench: Make) -> None:
+    b = bench()
+    b.chunk("s", TOKENS[:10])
+    b.run()
+    b.chunk("s", TOKENS[10:30], kept=10)
+    b.run()
+    b.chunk("s", TOKENS[30:], kept=30, is_complete=True)
+    b.run()
+    assert b.tokens("s") == b.fresh_answer(TOKENS)
+    assert b.num_finishes("s") == 3
+
+
+def test_nothing_is_sampled_for_a_partial_prompt(bench: Make) -> None:
+    b = bench()
+    b.chunk("s", TOKENS)
+    b.run()
+    assert b.tokens("s") == []
+    assert b.scheduler.idle["s"].num_computed_tokens == len(TOKENS) - 1
+
+
+def test_a_chunk_in_mid_prefill_takes_effect_at_the_next_step(bench: Make) -> None:
+    b = bench(max_num_batched_tokens=8)
+    b.chunk("s", TOKENS)
+    b.step()
+    new = TOKENS[:6] + [500] * 10
+    b.chunk("s", new, is_complete=True)
+    b.run()
+    assert b.tokens("s") == b.fresh_answer(new)
+    record = b.record("s")
+    assert record.num_computed == 8 + len(new) - 4  # the old prompt was not finished first
+    assert record.num_invalidated == record.num_recomputed == 2  # of the block in which the LCP ends
+
+
+def test_an_update_keeps_the_kv_up_to_the_common_prefix_and_nothing_past_it(bench: Make) -> None:
+    b = bench(has_prefix_cache=False)
+    b.chunk("s", TOKENS)
+    b.run()
+    b.chunk("s", [*TOKENS[:21], 500, 501, 502])
+    assert b.scheduler.requests["s"].num_computed_tokens == 21
+    assert b.scheduler.kv_memory.num_blocks(b.scheduler.requests["s"]) == 6
+
+
+def test_a_full_block_that_others_may_find_is_not_written_again(bench: Make) -> None:
+    b = bench(has_prefix_cache=True)
+    b.chunk("s", TOKENS)
+    b.run()
+    b.chunk("s", [*TOKENS[:21], 500, 501, 502])
+    assert b.scheduler.requests["s"].num_computed_tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last", "kept"),
+    [
+        ("an empty final append", TOKENS, TOKENS, 39),
+        ("an identical final update", TOKENS, TOKENS, 0),
+        ("a shorter prompt", TOKENS, TOKENS[:7], 0),
+        ("a shorter prompt, to the edge of a block", TOKENS, TOKENS[:8], 7),
+        ("an update that shares nothing", TOKENS, [900, 901, 902], 0),
+        ("one token", [1], [1], 0),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 1, 20])
+def test_every_last_chunk_is_answered(
+    bench: Make, name: str, first: list[int], last: list[int], kept: int, is_async: bool, num_steps: int
+) -> None:
+    b = bench(is_async=is_async)
+    b.chunk("s", first)
+    for _ in range(num_steps):
+        if b.engine.has_work:
+            b.step()
+    b.chunk("s", last[kept:], kept=kept, is_complete=True)
+    b.run()
+    assert b.tokens("s") == b.fresh_answer(last)
+    assert b.num_finishes("s") == 2
+
+
+@pytest.mark.parametrize(("can_partial_evict", "num_idle"), [(True, 20), (False, 12)])
+def test_many_more_idle_streams_than_slots_stall_nobody(bench: Make, can_partial_evict: bool, num_idle: int) -> None:
+    b = bench(num_blocks=60, max_num_seqs=2, streamrag={"can_partial_evict": can_partial_evict})
+    for i in range(20):
+        b.chunk(f"s{i}", [i * 50 + t for t in range(20)])
+    b.run()  # which ends: those that wait for memory do not keep the engine awake
+    assert len(b.scheduler.idle) == num_idle
+    b.plain("p", 100, first=5_000)
+    for i in range(20):
+        b.chunk(f"s{i}", [7], kept=20, is_complete=True)
+    b.run()
+    assert all(len(b.tokens(f"s{i}")) == 2 for i in range(20))
+    assert len(b.tokens("p")) == 2
+
+
+def test_idle_streams_are_the_first_victims(bench: Make) -> None:
+    b = bench(num_blocks=50)
+    b.chunk("idle", TOKENS)
+    b.run()
+    b.plain("busy", 150, first=1_000, max_tokens=20)
+    b.plain("late", 20, first=2_000)
+    b.run()
+    assert b.scheduler.idle["idle"].log.preemptions[0].num_tokens_lost == len(TOKENS) - 1
+    assert len(b.tokens("busy")) == 20
+
+
+def test_an_engine_with_idle_streams_only_sleeps(bench: Make) -> None:
+    b = bench()
+    b.chunk("s", TOKENS)
+    b.run()
+    assert not b.engine.has_work
+    assert b.scheduler.has_requests() is False
+    b.chunk("s", TOKENS, is_complete=True)
+    assert b.engine.has_work
+
+
+@pytest.mark.parametrize("num_tokens", [200, 250])
+def test_outgrowing_the_model_fails_that_request_alone(bench: Make, num_tokens: int) -> None:
+    b = bench()
+    b.chunk("s", TOKENS)
+    b.plain("p", 30)
+    b.step()
+    b.chunk("s", list(range(num_tokens)))
+    b.run()
+    failed = [o for o in b.outputs if o.finish_reason == FinishReason.ERROR]
+    assert [o.request_id for o in failed] == ["s"]
+    assert "does not fit the model's length of 200" in failed[0].kv_transfer_params["streamrag"]["error"]
+    assert len(b.tokens("p")) == 2
+
+
+def test_a_stream_may_be_aborted_at_any_step(bench: Make) -> None:
+    for num_steps in range(8):
+        b = bench(is_async=num_steps % 2 == 1)
+        b.chunk("s", TOKENS)
+        for _ in range(num_steps):
+            b.engine.step()
+        b.engine.abort("s")
+        b.chunk("s", [1], kept=40, is_complete=True)  # comes too late
+        b.check_empty()
+
+
+def test_what_was_on_its_way_to_a_request_is_not_sent_to_the_next_of_its_id(bench: Make) -> None:
+    b = bench(max_num_batched_tokens=8)
+    b.chunk("s", TOKENS)
+    b.step()
+    b.chunk("s", [1], kept=40)  # by which the first is acknowledged, with the output of the next step
+    b.engine.abort("s")
+    b.plain("s", 20)
+    b.run()
+    assert b.tokens("s") == b.fresh_answer(list(range(20)))
+    assert b.num_finishes("s") == 1
+
+
+def test_a_stream_that_is_refused_at_once_is_recorded_as_a_stream(bench: Make) -> None:
+    b = bench()
+    b.chunk("s", list(range(200)))
+    b.run()
+    assert b.record("s").is_stream
+
+
+def test_ending_the_input_without_a_last_chunk_frees_the_stream(bench: Make) -> None:
+    b = bench()
+    b.chunk("s", TOKENS)
+    b.step()
+    b.scheduler._end_input("s")
+    b.check_empty()
+    assert b.num_finishes("s") == 1
+
+
+def test_complete_prompts_go_before_partial_ones_under_fcfs(bench: Make) -> None:
+    b = bench(streamrag={"policy": "fcfs", "num_partial_tokens": None})
+    b.chunk("partial", list(range(100)))
+    b.step()
+    b.plain("complete", 30, first=500)
+    b.step()
+    b.step()
+    assert b.scheduler.requests["partial"].num_computed_tokens == 16 + 2
+    b.step()
+    assert len(b.tokens("complete")) == 2
+
+
+def test_a_running_request_does_not_take_the_tokens_of_a_more_urgent_one(bench: Make) -> None:
+    b = bench(streamrag={"policy": "fcfs", "num_partial_tokens": None})
+    b.chunk("partial", list(range(100)))
+    b.step()
+    b.plain("complete", 10, first=500)
+    b.step()
+    assert b.scheduler.requests["partial"].num_computed_tokens == 16 + 6
+    assert len(b.tokens("complete")) == 1
+
+
+def test_a_lean_step_leaves_partial_prompts_out_beside_a_complete_one(bench: Make) -> None:
+    b = bench(streamrag={"policy": "fcfs"})
+    b.chunk("partial", list(range(100)))
+    b.step()
+    b.plain("complete", 10, first=500)
+    b.step()
+    assert b.scheduler.requests["partial"].num_computed_tokens == 16
+    assert len(b.tokens("complete")) == 1
+    b.run()
+    assert "partial" in b.scheduler.idle
+
+
+@pytest.mark.parametrize(("num_others", "num_computed"), [(0, 16), (1, 8)])
+def test_a_partial_prompt_that_is_alone_takes_whole_steps(bench: Make, num_others: int, num_computed: int) -> None:
+    b = bench(streamrag={"num_partial_tokens": 8})
+    for i in range(num_others):
+        b.chunk(f"other{i}", list(range(500, 510)))
+        b.run()
+    b.chunk("partial", list(range(100)))
+    b.step()
+    assert b.scheduler.requests["partial"].num_computed_tokens == num_computed
+
+
+@pytest.mark.parametrize(("first_token", "num_computed"), [(0, 16), (100, 8)])
+def test_prompts_of_a_source_that_replaces_are_no_backlog(bench: Make, first_token: int, num_computed: int) -> None:
+    b = bench(streamrag={"num_partial_tokens": 8})
+    b.chunk("appended or replaced", list(range(100)))
+    b.chunk("appended or replaced", list(range(first_token, 120)))
+    b.chunk("of the same source", list(range(500, 650)))
+    b.step()
+    assert sum(r.num_computed_tokens for r in b.scheduler.requests.values()) == num_computed
+
+
+def test_the_policy_named_in_the_configuration_is_used(bench: Make) -> None:
+    b = bench(streamrag={"policy": "srpf(0)"})
+    b.plain("long", 100)
+    b.plain("short", 10, first=500)
+    b.step()
+    assert len(b.tokens("short")) == 1
+
+
+def test_vllms_own_sessions_are_refused(bench: Make) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    b = bench()
+    b.scheduler.add_request(Request("x", [1, 2], SamplingParams(max_tokens=1), None, resumable=True))
+    b.run()
+    assert b.outputs[0].finish_reason == FinishReason.ERROR
+    assert "own scheduler" in b.outputs[0].kv_transfer_params["streamrag"]["error"]
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_paused_engine_goes_on_where_it_was(bench: Make, state: PauseState) -> None:
+    b = bench(num_blocks=50)
+    b.chunk("s", TOKENS)
+    b.plain("p", 100, first=500)
+    b.step()
+    b.scheduler.set_pause_state(state)
+    b.chunk("s", TOKENS[:30] + TOKENS, is_complete=True)
+    for _ in range(20):
+        if b.engine.has_work:
+            b.step()
+    assert not b.engine.has_work
+    b.scheduler.set_pause_state(PauseState.UNPAUSED)
+    b.run()
+    assert b.tokens("s") == b.fresh_answer(TOKENS[:30] + TOKENS)
+    assert b.tokens("p") == b.fresh_answer(list(range(500, 600)))
+
+
+class FailingLoads(V1OracleRunner):
+    """Of what another connector was to load for a new request, nothing comes."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        missing: set[int] = set()
+        for new in step.scheduled_new_reqs:
+            missing.update(new.block_ids[0][: -(-new.num_computed_tokens // self.block_size)])
+        self._taint(missing)
+        output = super().execute(step)
+        return replace(output, kv_connector_output=KVConnectorOutput(invalid_block_ids=missing)) if missing else output
+
+
+def test_loads_of_another_connector_that_fail_are_left_to_vllm(bench: Make) -> None:
+    def with_their_connector(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
+        # It claims to have the KV of all prompts.
+        vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector="DecodeBenchConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
+        )
+        return streaming_scheduler(vllm_config=vllm_config, **arguments)
+
+    b = bench()
+    shape = b.engine.shape
+    runner = FailingLoads(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
+    b.engine = SimulatedEngine(shape, runner, always(1.0), with_their_connector)
+    b.scheduler = b.engine.scheduler
+    assert b.scheduler.connector is not None
+    assert b.scheduler.host_memory is None
+    b.plain("p", len(TOKENS))
+    b.step()
+    request = b.scheduler.requests["p"]
+    assert (request.status, request.num_computed_tokens) == (RequestStatus.RUNNING, 0)  # ours would have to queue anew
+    assert b.tokens("p") == []
+    b.run()
+    assert b.tokens("p") == b.fresh_answer(TOKENS)
+    assert b.record("p").preemptions == ()
+
+
+SHAPE = EngineShape(num_blocks=10, block_size=4, max_model_len=40)
+
+
+def test_a_supported_engine_passes() -> None:
+    check_supported(vllm_config(SHAPE), kv_cache_config(SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "name"),
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config", "data_parallel_size", 2, "data parallelism"),
+        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
+        ("scheduler_config", "policy", "priority", "vLLM's priority scheduling"),
+        ("scheduler_config", "enable_chunked_prefill", False, "prefill without chunks"),
+    ],
+)
+def test_an_unsupported_engine_is_refused_by_name(part: str, field: str, value: Any, name: str) -> None:
+    import copy
+
+    config = vllm_config(SHAPE)
+    changed = copy.copy(getattr(config, part))
+    object.__setattr__(changed, field, value)
+    object.__setattr__(config, part, changed)
+    assert name in CHECKS
+    with pytest.raises(ConfigurationError, match=name):
+        check_supported(config, kv_cache_config(SHAPE))
+
+
+def test_an_unknown_option_is_refused(bench: Make) -> None:
+    with pytest.raises(ConfigurationError, match="polcy"):
+        bench(streamrag={"polcy": "fcfs"})
+
+
+def test_another_series_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.backends.vllm.scheduler.options.version", lambda package: "0.33.1")
+    with pytest.raises(UnsupportedVersionError, match=r"vLLM 0\.33\.1 is installed"):
+        check_version()

@@ -1,0 +1,27 @@
+"""Blocks of partial prompts that are copied to host memory while they are still held."""
+
+from collections.abc import Callable
+from typing import Any
+
+Make = Callable[..., Any]
+TOKENS = list(range(40))
+
+
+def test_what_was_computed_from_a_load_is_not_copied_before_it_is_known_to_be_good(bench: Make) -> None:
+    """The oracle raises when a block is copied that may be wrong."""
+    b = bench(num_blocks=50, is_async=True, streamrag={"eviction": "swap", "num_host_blocks": 100})
+    b.chunk("s", TOKENS)
+    b.run()
+    b.plain("p", 190, first=1_000)  # which takes the KV of the idle stream
+    b.plain("q", 100, first=5_000, max_tokens=20)
+    b.run()
+    host_memory = b.scheduler.host_memory
+    assert host_memory.pool.num_used > 0
+    host_memory.choice.num_to_write_through = lambda share_free: 100
+    b.runner.load_fails = lambda slot: True
+    b.chunk("s", list(range(40, 80)), kept=40)
+    b.run()
+    b.chunk("s", [7], kept=80, is_complete=True)
+    b.run()
+    assert b.runner.num_not_loaded > 0
+    assert b.tokens("s") == b.fresh_answer([*range(80), 7])

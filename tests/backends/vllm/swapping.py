@@ -1,0 +1,37 @@
+"""What goes wrong with copies on a real engine. It is made in the engine's own processes, from its name."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from streamrag.backends.vllm.connector import HostKVConnector
+from streamrag.backends.vllm.copy_wire import HostCopies
+from streamrag.backends.vllm.worker.copier import HostCopier
+
+
+class CopyFaults:
+    """What vLLM's worker can do besides, when a test calls it: see `AsyncLLM.collective_rpc`."""
+
+    def set_copy_faults(self, fail_saves: int = 0, fail_loads: int = 0, confuses_loads: bool = False) -> None:
+        """From now on; of so many copies of a block, one fails. Zero: none does."""
+        connector = get_kv_transfer_group()
+        assert type(connector) is HostKVConnector
+        copier = connector.copier
+        copier.fail(fail_saves, fail_loads)
+        copier.__dict__.pop("load", None)
+        if confuses_loads:
+            copier.__dict__["load"] = _confused(copier)
+
+
+def _confused(copier: HostCopier) -> Callable[..., None]:
+    """Loads every second block or so from the slot of another, and says nothing."""
+    load = copier.load
+
+    def load_wrong(copies: HostCopies, **keywords: Any) -> None:
+        rng = random.Random(len(copies.loads))
+        loads = [(slot if rng.random() > 0.5 else slot // 2, block) for slot, block in copies.loads]
+        load(HostCopies(copies.saves, loads, copies.held_saves), **keywords)
+
+    return load_wrong
