@@ -20,11 +20,8 @@ settings.load_profile("streamrag")
 # these, several take six times the CPU time of one. Read when torch is imported, here and in processes started here.
 os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
 
-# Collecting garbage takes a quarter of the time in which vLLM is imported: here, where it waits until all is imported,
-# and in processes started here, where it is rarer.
+# Looking for garbage takes a quarter of the time in which vLLM is imported, so it waits until all tests are.
 gc.disable()
-STARTUP = str(Path(__file__).parent / "startup")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
 
 # A shell's background job ignores Ctrl-C, and so would the programs that are started here to see what they do on it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
