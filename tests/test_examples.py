@@ -92,6 +92,11 @@ def test_ask_the_web(tiny_model: Path, tmp_path: Path) -> None:
     assert lines[-1] == f"1 Printers {url}"
 
 
+def test_the_demo_explains_itself() -> None:
+    assert "usage: demo.py [-h]" in run("demo.py", "--help")
+
+
+@pytest.mark.long
 @pytest.mark.engine
 def test_the_demo_draws_its_timeline_and_saves_its_numbers(tmp_path: Path) -> None:
     printed = run("demo.py", "--queries", "1", "--max-tokens", "4", "--out", str(tmp_path / "demo"))
