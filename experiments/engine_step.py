@@ -144,7 +144,7 @@ def main() -> None:
         print(f"{f'short of memory, {num} streams':<34}{'':>15}{ours:>9.3f}{'':>8}{'':>14}{our_update:>9.3f}")
     print()
     for num_shared, num_kept in ((6_500, 6_500), (3_500, 3_500), (3_500, 0), (0, 0)):
-        label = f"update of 7,000 tokens, {num_shared} common, {num_kept} not sent"
+        label = f"update of 7,000 tokens, {num_shared} shared, {num_kept} not sent"
         print(f"{label:<58}{update_time(num_shared, num_kept):>9.3f} ms")
 
 
