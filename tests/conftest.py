@@ -34,6 +34,10 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # some modules complain of what is left when Python ends
+
+
 class OneWithEngines(LoadScopeScheduling):
     """For `pytest -n`: one process has all files with tests that start an engine, and the tests of the others come as
     they may. Two engines at a time would be slow, and take too much memory."""

@@ -19,9 +19,9 @@ BEFORE = """\
 import gc, multiprocessing.process as p, multiprocessing.spawn as s
 s.set_executable({!r})
 gc.disable()
-p.BaseProcess.run = lambda self, run=p.BaseProcess.run: gc.freeze() or gc.enable() or run(self)
+p.BaseProcess.run = lambda self, run=p.BaseProcess.run: gc.enable() or run(self)
 """
-"""What the new process does first. It imports what it is to run before it runs it, and what was imported stays."""
+"""What the new process does first. It imports what it is to run before it runs it."""
 
 
 def main() -> None:
