@@ -21,7 +21,7 @@ from demo_site import MEDIAN_LATENCY_S, build_site
 from rich.console import Console
 from rich.table import Table
 
-from streamrag import Pipeline, SamplingParams, StretchedSource, VectorSource, VllmBackend, WebSource, borrowed
+from streamrag import Pipeline, SamplingParams, StretchedSource, VectorSource, VllmBackend, WebSource
 from streamrag.cli.view import print_sources, print_timings, watch
 from streamrag.core import Source
 from streamrag.errors import StreamRagError
@@ -119,7 +119,7 @@ async def ask_both_ways(
 ) -> list[Pair]:
     """Each question streaming and not, on an empty prefix cache; who goes first alternates. Shows the first one."""
     pairs = []
-    async with Pipeline(source, borrowed(backend)) as pipeline:
+    async with Pipeline(source, backend, owns_source=False, owns_backend=False) as pipeline:
         for number, question in enumerate(questions):
             events: dict[bool, list[Event]] = {}
             for overlap in (True, False) if number % 2 == 0 else (False, True):
@@ -242,14 +242,14 @@ async def run(arguments: argparse.Namespace) -> None:
                 stack.push_async_callback(part.aclose)
             await asyncio.gather(*(part.start(status.update) for part in (backend, crawl, search)))
         for name, source, what in (
-            ("crawl", borrowed(crawl), "Pages append to the context."),
+            ("crawl", crawl, "Pages append to the context."),
             (
                 "search, stretched",
-                StretchedSource(borrowed(search), (STAGE_GAP_S,), end_gap_s=END_GAP_S),
+                StretchedSource(search, (STAGE_GAP_S,), end_gap_s=END_GAP_S),
                 "Stages update the context. They are stretched, as if the index lay on a slow disk: changes come "
                 f"{STAGE_GAP_S} s apart, and the search ends {END_GAP_S} s after the last one.",
             ),
-            ("search", borrowed(search), "The same search as fast as it is."),
+            ("search", search, "The same search as fast as it is."),
         ):
             console.rule(f"[bold]{name}", align="left")
             console.print(what)

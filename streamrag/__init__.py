@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from streamrag.modes import PromptTemplate as PromptTemplate
     from streamrag.modes import UpdateMode as UpdateMode
     from streamrag.pipeline import Pipeline as Pipeline
-    from streamrag.pipeline import borrowed as borrowed
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
     from streamrag.sources.stretch import StretchedSource as StretchedSource
     from streamrag.sources.vector import VectorSource as VectorSource
@@ -66,7 +65,6 @@ _HOMES = {
     "VectorSource": "streamrag.sources.vector",
     "VllmBackend": "streamrag.backends.vllm",
     "WebSource": "streamrag.sources.web",
-    "borrowed": "streamrag.pipeline",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from streamrag.core import SamplingParams, Turn
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, is_whole
+from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import PromptTemplate
 
 __all__ = ["LATE_SHARE", "Query", "QueryOptions", "check_options"]
@@ -39,7 +39,15 @@ class Query:
         checks = {
             "text": (isinstance(self.text, str), "a str"),
             "template": (isinstance(self.template, PromptTemplate), "a PromptTemplate"),
-            "history": (all(isinstance(turn, Turn) for turn in self.history), "a sequence of Turn"),
+            "history": (
+                all(
+                    isinstance(turn, Turn)
+                    and turn.role in ("system", "user", "assistant")
+                    and isinstance(turn.text, str)
+                    for turn in self.history
+                ),
+                'a sequence of Turn, each with a role of "system", "user" or "assistant" and a text',
+            ),
             "params": (isinstance(self.params, SamplingParams), "a SamplingParams"),
             "max_context_tokens": (
                 self.max_context_tokens is None or (is_whole(self.max_context_tokens) and self.max_context_tokens >= 0),
@@ -49,11 +57,12 @@ class Query:
                 self.deadline_s is None or (is_number(self.deadline_s) and self.deadline_s > 0),
                 "a positive number of seconds, or None to wait for ever",
             ),
+            "overlap": (isinstance(self.overlap, bool), "True or False"),
             "late_share": (is_number(self.late_share) and 0 <= self.late_share < 1, "a share of the context, below 1"),
         }
         for name, (is_valid, remedy) in checks.items():
             if not is_valid:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r:.200} must be {remedy}")
+                raise ConfigurationError(f"{name}={short(getattr(self, name))} must be {remedy}")
         if not self.text.strip():
             raise ConfigurationError("the query is empty: ask something")
         if len(self.text) > MAX_QUERY_CHARACTERS:

@@ -8,9 +8,11 @@ engine implements `Backend`; one that orders contexts in its own way implements 
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from streamrag.errors import ConfigurationError
+from streamrag.kinds import is_number, is_whole, short
 from streamrag.records import RequestRecord
 
 __all__ = [
@@ -169,15 +171,26 @@ class SamplingParams:
     """Passed to the engine as it is, for parameters that streamrag does not name."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, list):
+            object.__setattr__(self, "stop", tuple(self.stop))
         checks = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0, "at least 0"),
-            "top_p": (0 < self.top_p <= 1, "over 0 and at most 1"),
-            "top_k": (self.top_k >= 0, "at least 0"),
+            "max_tokens": (is_whole(self.max_tokens) and self.max_tokens >= 1, "a whole number, at least 1"),
+            "temperature": (is_number(self.temperature) and 0 <= self.temperature < inf, "a number, at least 0"),
+            "top_p": (is_number(self.top_p) and 0 < self.top_p <= 1, "a number over 0 and at most 1"),
+            "top_k": (is_whole(self.top_k) and self.top_k >= 0, "a whole number, at least 0"),
+            "seed": (self.seed is None or (is_whole(self.seed) and abs(self.seed) < 1 << 63), "a whole number or None"),
+            "stop": (
+                isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
+                'a tuple of texts, as in stop=("END",)',
+            ),
+            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
+            "extra": (isinstance(self.extra, Mapping), "a mapping from names to values"),
         }
         for name, (is_valid, remedy) in checks.items():
             if not is_valid:
-                raise ConfigurationError(f"SamplingParams: {name}={getattr(self, name)!r} must be {remedy}")
+                raise ConfigurationError(f"SamplingParams: {name}={short(getattr(self, name))} must be {remedy}")
+        for name, plain in (("max_tokens", int), ("temperature", float), ("top_p", float), ("top_k", int)):
+            object.__setattr__(self, name, plain(getattr(self, name)))  # NumPy's numbers become Python's
 
 
 # ---------------------------------------------------------------------------------------------- what backends yield

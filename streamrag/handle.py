@@ -73,7 +73,9 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             send, self._events = anyio.create_memory_object_stream[Event](MAX_UNREAD_EVENTS)
 
             async def emit(event: Event) -> None:
-                with suppress(anyio.BrokenResourceError):  # the caller has left; the task's cancellation is on its way
+                with suppress(
+                    anyio.BrokenResourceError, anyio.ClosedResourceError
+                ):  # the caller has left; the task's cancellation is on its way
                     await send.send(event)
 
             try:

@@ -1,9 +1,10 @@
 """What a value is that somebody else's code gave: for checks, and for what they say."""
 
 import math
+from contextlib import suppress
 from numbers import Integral, Real
 
-__all__ = ["is_number", "is_whole", "kind_of"]
+__all__ = ["is_number", "is_whole", "kind_of", "short"]
 
 
 def is_whole(value: object) -> bool:
@@ -12,8 +13,19 @@ def is_whole(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number of whatever type; NaN is none by its name."""
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    """Whether it is a number of whatever type that a float can hold; NaN is none by its name."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return not math.isnan(float(value))
+    return False
+
+
+def short(value: object) -> str:
+    """Its `repr`, or the beginning of that; of what has none, as a whole number of 5,000 digits, its kind."""
+    try:
+        return f"{value!r:.200}"
+    except Exception:
+        return kind_of(value)
 
 
 def kind_of(value: object) -> str:

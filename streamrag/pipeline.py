@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import anyio
 
-from streamrag.asked import LATE_SHARE, Query, QueryOptions, check_options
+from streamrag.asked import Query, QueryOptions, check_options
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Backend, Mode, Progress, SamplingParams, Source, Startable, Turn, part_name
+from streamrag.core import Backend, Mode, Progress, Source, Startable, Turn
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
-from streamrag.kinds import is_number, is_whole
+from streamrag.kinds import is_number, is_whole, kind_of, short
 from streamrag.modes import PromptTemplate, UpdateMode
 from streamrag.query import QueryRun
 from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
@@ -24,9 +24,7 @@ from streamrag.telemetry import Answer
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
-__all__ = ["Pipeline", "borrowed"]
-
-Part = TypeVar("Part", Source, Backend)
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -35,6 +33,7 @@ class Pipeline:
     Entering it starts the engine and the workers, leaving it stops them. Without `async with` it starts on the first
     query, and `aclose()` stops it.
 
+    - `owns_source=False` and `owns_backend=False`: somebody else starts and closes it, for several pipelines over one.
     - `mode` folds chunk events into a context; the default follows the source.
     - `overlap=False` retrieves everything before the model hears of it: the baseline of every measurement.
     - `max_concurrent_queries` run at once; past it a query waits, or with `when_full="refuse"` raises
@@ -51,6 +50,8 @@ class Pipeline:
         source: Source,
         backend: Backend,
         *,
+        owns_source: bool = True,
+        owns_backend: bool = True,
         mode: Mode | None = None,
         template: PromptTemplate | None = None,
         overlap: bool = True,
@@ -61,12 +62,17 @@ class Pipeline:
         recorder: "TraceRecorder | None" = None,
         clock: Clock = monotonic,
     ) -> None:
-        for part, protocol, method in ((source, "source", "stream"), (backend, "backend", "generate")):
+        mode = UpdateMode() if mode is None else mode
+        checked: list[tuple[object, str, str]] = [(source, "source", "stream"), (backend, "backend", "generate")]
+        checked += [(mode, "mode", "fold"), *([(recorder, "recorder", "record")] if recorder is not None else [])]
+        for part, protocol, method in checked:
+            if isinstance(part, type):
+                raise ConfigurationError(f"the {protocol} is the class {part.__name__}, and must be an object of it")
             if not callable(getattr(part, method, None)):
-                raise ConfigurationError(f"the {protocol} is a {type(part).__name__}, and has no method {method!r}")
+                raise ConfigurationError(f"the {protocol} is {kind_of(part)}, and has no method {method!r}")
         if not is_whole(max_concurrent_queries) or max_concurrent_queries < 1:
             raise ConfigurationError(
-                f"max_concurrent_queries={max_concurrent_queries!r} must be a whole number, at least 1"
+                f"max_concurrent_queries={short(max_concurrent_queries)} must be a whole number, at least 1"
             )
         if when_full not in ("wait", "refuse"):
             raise ConfigurationError(f"when_full={when_full!r} must be 'wait' or 'refuse'")
@@ -74,17 +80,18 @@ class Pipeline:
             raise ConfigurationError(f"on_source_error={on_source_error!r} must be 'raise' or 'answer'")
         self.source = source
         self.backend = backend
+        parts = ((source, owns_source), (backend, owns_backend), (recorder, True))
+        self._owned = [part for part, is_owned in parts if is_owned]
         self.overlap = overlap
-        self.max_concurrent_queries = max_concurrent_queries
-        self._mode = mode or UpdateMode()
+        self.max_concurrent_queries = int(max_concurrent_queries)
+        self._mode = mode
         self._template = template or PromptTemplate()
         self._refuses = when_full == "refuse"
         self._answers_despite_source_error = on_source_error == "answer"
         self._recorder = recorder
         self._on_progress = on_progress or (lambda line: None)
         self._clock = clock
-        self._admission = anyio.CapacityLimiter(max_concurrent_queries)
-        self._tokenizing = anyio.CapacityLimiter(1)  # tokenizers are not for two threads at once
+        self._admission = anyio.CapacityLimiter(self.max_concurrent_queries)
         self._starting: asyncio.Task[None] | None = None
         self._parts = AsyncExitStack()
         self._queries: set[asyncio.Task[Answer]] = set()
@@ -117,6 +124,12 @@ class Pipeline:
         """
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one")
+        await self._start()
+
+    async def _start(self) -> None:
+        """Also for queries that came before the pipeline was closed, and that it lets go on."""
+        if self._closing is not None:
+            raise PipelineClosedError("the query was stopped before its end: its pipeline was closed")
         if self._starting is None or (self._starting.done() and not _succeeded(self._starting)):
             self._starting = asyncio.create_task(self._start_parts(), name="streamrag start")
         try:
@@ -133,7 +146,7 @@ class Pipeline:
         caller. Aborted queries raise PipelineClosedError.
         """
         if not is_number(drain_s) or drain_s < 0:
-            raise ConfigurationError(f"drain_s={drain_s!r} must be a number of seconds, 0 or more")
+            raise ConfigurationError(f"drain_s={short(drain_s)} must be a number of seconds, 0 or more")
         self._is_closed = True
         try:
             if self._queries and drain_s > 0 and self._closing is None:
@@ -177,18 +190,14 @@ class Pipeline:
 
     def _query(self, text: str, options: QueryOptions) -> Query:
         check_options(options)
-        template = options.get("template") or self._template
-        system = options.get("system")
-        return Query(
-            text,
-            template if system is None else replace(template, system=system),
-            _turns(options.get("history") or ()),
-            options.get("params") or SamplingParams(),
-            options.get("max_context_tokens"),
-            options.get("deadline_s"),
-            options.get("overlap", self.overlap),
-            options.get("late_share", LATE_SHARE),
-        )
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        system = given.pop("system", None)
+        if not isinstance(system, str | None):
+            raise ConfigurationError(f"system={short(system)} must be a str")
+        given["template"] = template = given.get("template", self._template)
+        if system is not None and isinstance(template, PromptTemplate):
+            given["template"] = replace(template, system=system)
+        return Query(text, **{"overlap": self.overlap, **given, "history": _turns(given.get("history", ()))})
 
     def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":
         if self._is_closed:
@@ -204,7 +213,6 @@ class Pipeline:
             backend=self.backend,
             mode=self._mode,
             answers_despite_source_error=self._answers_despite_source_error,
-            tokenizing=self._tokenizing,
             clock=self._clock,
             emit=emit,
             recorder=self._recorder,
@@ -216,7 +224,7 @@ class Pipeline:
 
     async def _run_query(self, run: QueryRun) -> Answer:
         try:
-            return await run.run(self.start, self._admission)
+            return await run.run(self._start, self._admission)
         except asyncio.CancelledError:
             if not self._is_closed:
                 raise
@@ -231,7 +239,7 @@ class Pipeline:
         """Start all parts at once; if one fails, stop the others."""
         async with AsyncExitStack() as parts:
             starts = []
-            for part in (self.source, self.backend, self._recorder):
+            for part in self._owned:
                 if isinstance(part, Startable):
                     parts.push_async_callback(part.aclose)
                     starts.append(asyncio.create_task(part.start(self._on_progress)))
@@ -242,38 +250,11 @@ class Pipeline:
             self._parts = parts.pop_all()
 
 
-class _Borrowed:
-    def __init__(self, part: object) -> None:
-        self._part = part
-
-    @property
-    def name(self) -> str:
-        return part_name(self._part)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("start", "aclose"):
-            raise AttributeError(name)
-        return getattr(self._part, name)
-
-
-def borrowed(part: Part) -> Part:
-    """A source or backend that somebody else starts and closes: for several pipelines over one engine.
-
-        await backend.start(print)
-        async with Pipeline(wiki, borrowed(backend)) as wiki_pipeline, Pipeline(web, borrowed(backend)) as web_pipeline:
-            ...
-        await backend.aclose()
-
-    It is `part` without the methods of `Startable`.
-    """
-    return cast(Part, _Borrowed(part))
-
-
 def _succeeded(task: "asyncio.Task[None]") -> bool:
     return not task.cancelled() and task.exception() is None
 
 
 def _turns(history: Sequence[Turn]) -> tuple[Turn, ...]:
     if not isinstance(history, Iterable):
-        raise ConfigurationError(f"history={history!r} must be a sequence of Turn")
+        raise ConfigurationError(f"history={short(history)} must be a sequence of Turn")
     return tuple(history)

@@ -21,6 +21,7 @@ from streamrag.core import (
     Chunk,
     CutShort,
     Mode,
+    Prefilled,
     Prompt,
     Skipped,
     Source,
@@ -28,11 +29,12 @@ from streamrag.core import (
     Update,
     part_name,
 )
-from streamrag.errors import BackendError, DeadlineExceededError, SourceError, StreamRagError
+from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError, SourceError, StreamRagError
+from streamrag.kinds import kind_of
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.context import Context
-from streamrag.retrieving import closing, source_events
-from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
+from streamrag.retrieving import Retrieval, closing
+from streamrag.tasks import cancel_regardless, is_cancelled
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -51,6 +53,7 @@ from streamrag.telemetry import (
     Timings,
     TokensGenerated,
 )
+from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
@@ -59,6 +62,8 @@ __all__ = ["QueryRun"]
 
 LET_GO_S = 10.0
 """Most seconds that a query may take to stop. What it stops is quick, so it is foreign code that does not let go."""
+
+ALREADY_RUNNING = "aclose(): asynchronous generator is already running"
 
 T = TypeVar("T")
 
@@ -87,7 +92,6 @@ class QueryRun:
         backend: Backend,
         mode: Mode,
         answers_despite_source_error: bool,
-        tokenizing: anyio.CapacityLimiter,
         clock: Clock,
         emit: Callable[[Event], Awaitable[None]],
         recorder: "TraceRecorder | None" = None,
@@ -97,10 +101,10 @@ class QueryRun:
         self._backend = backend
         self._mode = mode
         self._answers_despite_source_error = answers_despite_source_error
-        self._tokenizing = tokenizing
         self._clock = clock
         self._emit = emit
         self._recorder = recorder
+        self._retrieval = Retrieval(source, query.text)
         self._submitted_s = clock()
         self._first_chunk_s: float | None = None
         self._retrieval_s = 0.0
@@ -141,8 +145,8 @@ class QueryRun:
                 phase = self._phase.value.partition(":")[0]
                 warnings.warn(
                     f"a query that was stopped {phase} has not ended within {LET_GO_S:g} s and is left behind: "
-                    f"{part_name(self._source)} or {part_name(self._backend)} swallows CancelledError, or waits where "
-                    "it cannot be cancelled",
+                    f"{part_name(self._source)} or {part_name(self._backend)} swallows CancelledError, or waits, or "
+                    "tokenises, where it cannot be cancelled",
                     ResourceWarning,
                     stacklevel=1,
                     source=self,
@@ -156,6 +160,12 @@ class QueryRun:
         self._phase = _Phase.RETRIEVING
         try:
             return await self._run_admitted()
+        except RuntimeError as error:
+            if str(error) != ALREADY_RUNNING:
+                raise
+            raise BackendError(
+                f"{part_name(self._backend)} failed: it left a task that pulls prompts running"
+            ) from error
         except (asyncio.CancelledError, GeneratorExit) as error:
             if is_cancelled():
                 raise
@@ -164,6 +174,12 @@ class QueryRun:
             ) from error
 
     async def _run_admitted(self) -> Answer:
+        try:
+            return await self._retrieve_and_answer()
+        finally:
+            await self._retrieval.aclose()
+
+    async def _retrieve_and_answer(self) -> Answer:
         queued_s = self._now()
         await self._emit(RetrievalStarted(queued_s, self._query.text))
         first_token_s: float | None = None
@@ -177,7 +193,12 @@ class QueryRun:
                 if is_cancelled():  # and the backend swallowed it
                     raise asyncio.CancelledError
                 at_s = self._now()
-                if not isinstance(event, AnswerChunk):
+                if not isinstance(event, AnswerChunk | Prefilled):
+                    raise BackendError(
+                        f"{part_name(self._backend)} failed: it yielded {kind_of(event)}, and not an AnswerChunk or "
+                        "Prefilled"
+                    )
+                if isinstance(event, Prefilled):
                     await self._emit(PrefillProgressed(at_s, event.num_tokens))
                     continue
                 if first_token_s is None and (event.token_ids or event.text):
@@ -186,6 +207,8 @@ class QueryRun:
                 await self._emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
         if not chunks or chunks[-1].finish_reason is None:
             raise BackendError(f"{part_name(self._backend)} ended without finishing its answer")
+        if not last:
+            raise BackendError(f"{part_name(self._backend)} ended its answer before it had the complete prompt")
         total_s = self._now()
         first_token_s = total_s if first_token_s is None else first_token_s
         timings = Timings(
@@ -226,7 +249,10 @@ class QueryRun:
                 for chunk in dict.fromkeys(new):
                     if chunk not in chunks:
                         await self._emit(ChunkArrived(at_s, chunk))
-                chunks = chunks.become(self._mode.fold(chunks, event))
+                folded = self._mode.fold(chunks, event)
+                if not isinstance(folded, tuple | list) or not all(isinstance(chunk, Chunk) for chunk in folded):
+                    raise ConfigurationError(f"{part_name(self._mode)}.fold must return a tuple of chunks")
+                chunks = chunks.become(tuple(folded))
                 is_ranked = is_ranked or isinstance(event, Update)  # an Append behind a ranking leaves that as it is
                 if self._first_chunk_s is None and chunks:
                     self._first_chunk_s = at_s
@@ -272,7 +298,7 @@ class QueryRun:
             await self._note_or_raise(failure)
 
     def _source_events(self, assembler: PromptAssembler) -> AsyncGenerator[SourceEvent, None]:
-        events = source_events(self._source, self._query.text)
+        events = self._retrieval.events()
         if self._recorder is None:
             return events
 
@@ -322,22 +348,4 @@ class QueryRun:
         return self._clock() - self._submitted_s
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        """Tokenising a page takes milliseconds, which the event loop does not have.
-
-        A thread cannot be stopped: a query that is, waits for its own, which keeps the tokenizer's place until it ends.
-        But what the thread waits for on the event loop, as a server's tokenizer does, is stopped.
-        """
-        scope = anyio.CancelScope()
-        work = asyncio.create_task(_run_sync(function, self._tokenizing, scope), name="streamrag tokenising")
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            scope.cancel()
-            await wait_regardless([work])
-            raise
-
-
-async def _run_sync(function: Callable[[], T], limiter: anyio.CapacityLimiter, scope: anyio.CancelScope) -> T:
-    with scope:
-        return await anyio.to_thread.run_sync(function, limiter=limiter)
-    raise asyncio.CancelledError
+        return await in_thread(self._backend.model.tokenizer, function)

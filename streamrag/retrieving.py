@@ -5,77 +5,104 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from inspect import iscoroutine
+from inspect import isawaitable, iscoroutine
+from numbers import Real
+from types import NoneType
 from typing import TypeVar
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.errors import SourceError
-from streamrag.kinds import is_number, is_whole, kind_of
-from streamrag.tasks import cancel_regardless, is_cancelled
+from streamrag.kinds import is_number, is_whole, kind_of, short
+from streamrag.tasks import cancel_regardless
 
-__all__ = ["closing", "source_events"]
+__all__ = ["Retrieval", "closing"]
+
+MAX_COUNT = (1 << 31) - 1
+"""Of passages: what a trace can hold."""
 
 T = TypeVar("T")
 
 
-async def source_events(source: Source, query: str) -> AsyncGenerator[SourceEvent, None]:
-    """The source's events; closing this closes them. What the source raises is raised here.
+class Retrieval:
+    """One source asked one query, in a task of its own.
 
-    The source has a task of its own, so that what it times or cancels around its `yield`s is itself; it goes on when
-    the next event is asked for. Raises SourceError for what is no event, and for a CancelledError, GeneratorExit or
-    group of errors of the source's own: raised on, they would end the query without a word.
+    So what the source times or cancels around its `yield`s is itself, and it ends with `aclose()` whoever pulls its
+    events. It goes on when the next event is asked for.
     """
+
+    def __init__(self, source: Source, query: str) -> None:
+        self._source = source
+        self._query = query
+        self._pulled: asyncio.Queue[SourceEvent | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._is_stopped = False
+
+    async def events(self) -> AsyncGenerator[SourceEvent, None]:
+        """The source's events, once; closing this closes them. What the source raises is raised here.
+
+        Raises SourceError for what is no event, and for a CancelledError, GeneratorExit or group of errors of the
+        source's own: raised on, they would end the query without a word.
+        """
+        self._task = asyncio.create_task(self._pull(), name="streamrag source")
+        self._task.add_done_callback(lambda _: self._pulled.put_nowait(None))
+        try:
+            while (event := await self._pulled.get()) is not None:
+                yield event
+                self._pulled.task_done()
+        finally:
+            await self.aclose()
+        if self._task.cancelled():
+            raise self._failed(asyncio.CancelledError())
+        self._task.result()
+
+    async def aclose(self) -> None:
+        """Stop the source, if it still runs, and return when it has ended."""
+        self._is_stopped = True
+        if self._task is not None:
+            await cancel_regardless([self._task])
+
+    async def _pull(self) -> None:
+        """Each event, once the one before has been used. A cancellation meanwhile is thrown into the source."""
+        async with closing(_started(self._source, self._query)) as events:
+            go_on: Callable[[], Awaitable[SourceEvent]] = events.__anext__
+            while True:
+                try:
+                    event = await go_on()
+                except StopAsyncIteration:
+                    self._raise_swallowed()
+                    return
+                except Exception as error:
+                    self._raise_swallowed(error)
+                    raise
+                except (asyncio.CancelledError, GeneratorExit, BaseExceptionGroup) as error:
+                    self._raise_swallowed(error)
+                    raise self._failed(error) from error
+                self._raise_swallowed()
+                self._pulled.put_nowait(_checked(self._source, event))
+                go_on = events.__anext__
+                try:
+                    await self._pulled.join()
+                except asyncio.CancelledError as error:
+                    go_on = partial(events.athrow, error)
+
+    def _raise_swallowed(self, error: BaseException | None = None) -> None:
+        """A source that catches everything, or makes another error of a cancellation, does not outlive its query."""
+        if self._is_stopped:
+            raise asyncio.CancelledError from error
+
+    def _failed(self, error: BaseException) -> SourceError:
+        what = short(error) if isinstance(error, BaseExceptionGroup) else kind_of(error)
+        return SourceError(f"{part_name(self._source)} failed: {what}, though nobody has stopped the query")
+
+
+def _started(source: Source, query: str) -> AsyncIterator[SourceEvent]:
     events = source.stream(query)
     if iscoroutine(events):
         events.close()
         raise SourceError(f"{part_name(source)}.stream is a coroutine: make it an async generator, which yields events")
     if not isinstance(events, AsyncIterable):
         raise SourceError(f"{part_name(source)}.stream returned {kind_of(events)}: it must return an async iterator")
-    pulled: asyncio.Queue[SourceEvent | None] = asyncio.Queue()
-    pull = asyncio.create_task(_pull(source, events, pulled), name="streamrag source")
-    pull.add_done_callback(lambda _: pulled.put_nowait(None))
-    try:
-        while event := await pulled.get():
-            yield event
-            pulled.task_done()
-    finally:
-        await cancel_regardless([pull])
-    if pull.cancelled():
-        raise _stopped_by_itself(source, asyncio.CancelledError())
-    pull.result()
-
-
-async def _pull(
-    source: Source, events: AsyncIterator[SourceEvent], pulled: "asyncio.Queue[SourceEvent | None]"
-) -> None:
-    """Each event, once that before it is done with. A cancellation meanwhile is for the source: it is thrown there."""
-    async with closing(events) as generator:
-        go_on: Callable[[], Awaitable[SourceEvent]] = generator.__anext__
-        while True:
-            try:
-                event = await go_on()
-            except StopAsyncIteration:
-                _raise_swallowed()
-                return
-            except Exception as error:
-                _raise_swallowed(error)
-                raise
-            except (asyncio.CancelledError, GeneratorExit, BaseExceptionGroup) as error:
-                if is_cancelled():
-                    raise asyncio.CancelledError from error
-                raise _stopped_by_itself(source, error) from error
-            _raise_swallowed()
-            pulled.put_nowait(_checked(source, event))
-            go_on = generator.__anext__
-            try:
-                await pulled.join()
-            except asyncio.CancelledError as error:
-                go_on = partial(generator.athrow, error)
-
-
-def _stopped_by_itself(source: Source, error: BaseException) -> SourceError:
-    what = f"{error!r:.500}" if isinstance(error, BaseExceptionGroup) else kind_of(error)
-    return SourceError(f"{part_name(source)} failed: {what}, though nobody has stopped the query")
+    return events
 
 
 def closing(iterator: AsyncIterator[T]) -> "aclosing[AsyncGenerator[T, None]]":
@@ -88,28 +115,28 @@ async def _as_generator(iterator: AsyncIterator[T]) -> AsyncGenerator[T, None]:
         async for item in iterator:
             yield item
     finally:
-        if close := getattr(iterator, "aclose", None):
-            await close()
-
-
-def _raise_swallowed(error: Exception | None = None) -> None:
-    """A source that catches everything, or makes another error of a cancellation, does not outlive its query."""
-    if is_cancelled():
-        raise asyncio.CancelledError from error
+        if (close := getattr(iterator, "aclose", None)) and isawaitable(closed := close()):
+            await closed
 
 
 def _checked(source: Source, event: SourceEvent) -> SourceEvent:
-    """The event, of the types that it says; a list of chunks becomes a tuple, which stays as it is."""
+    """The event, of the types that it says: a list of chunks becomes a tuple, and NumPy's numbers Python's."""
     match event:
-        case Append(chunk, Hint() | None) if not _chunk_fault(chunk):
-            return event
-        case Update(tuple(chunks), Hint() | None) if not any(map(_chunk_fault, chunks)):
-            return event
-        case Update(list(chunks), Hint() | None) if not any(map(_chunk_fault, chunks)):
-            return replace(event, chunks=tuple(chunks))
+        case Append(chunk, hint) if not _chunk_fault(chunk) and not _hint_fault(hint):
+            return event if (plain := _plain(chunk)) is chunk else replace(event, chunk=plain)
+        case Update(chunks, hint) if (
+            isinstance(chunks, tuple | list) and not any(map(_chunk_fault, chunks)) and not _hint_fault(hint)
+        ):
+            return replace(event, chunks=tuple(map(_plain, chunks)))
         case Skipped(str(), str()) | CutShort(str()):
             return event
     raise SourceError(f"{part_name(source)} failed: it yielded {_fault(event)}")
+
+
+def _plain(chunk: Chunk) -> Chunk:
+    if type(chunk.passage) is int and type(chunk.score) in (float, NoneType):
+        return chunk
+    return replace(chunk, passage=int(chunk.passage), score=None if chunk.score is None else float(chunk.score))
 
 
 def _fault(event: object) -> str:
@@ -122,7 +149,7 @@ def _fault(event: object) -> str:
         case Update(chunks=chunks) if faults := list(filter(None, map(_chunk_fault, chunks))):
             return f"an Update with {faults[0]}"
         case Append(hint=hint) | Update(hint=hint):
-            return f"{kind_of(event)} with {kind_of(hint)} in place of a Hint"
+            return f"{kind_of(event)} with {_hint_fault(hint)}"
         case Skipped() | CutShort():
             return f"{kind_of(event)} of which a field is no text"
     return f"{kind_of(event)}: it must yield Append, Update, Skipped or CutShort"
@@ -135,8 +162,21 @@ def _chunk_fault(chunk: object) -> str:
     for name in ("text", "source", "title"):
         if not isinstance(value := getattr(chunk, name), str):
             return f"a Chunk whose {name} is {kind_of(value)}, and must be a str"
-    if not is_whole(chunk.passage):
-        return f"a Chunk whose passage is {kind_of(chunk.passage)}, and must be a whole number"
+    if not is_whole(chunk.passage) or not 0 <= chunk.passage <= MAX_COUNT:
+        what = short(chunk.passage) if is_whole(chunk.passage) else kind_of(chunk.passage)
+        return f"a Chunk whose passage is {what}, and must be a whole number from 0 to {MAX_COUNT:,}"
     if chunk.score is not None and not is_number(chunk.score):
         return f"a Chunk whose score is {kind_of(chunk.score)}, and must be a number that is not NaN, or None"
+    return ""
+
+
+def _hint_fault(hint: object) -> str:
+    """What is wrong with it, or nothing."""
+    if hint is None:
+        return ""
+    if not isinstance(hint, Hint):
+        return f"{kind_of(hint)} in place of a Hint"
+    for name in ("num_chunks", "end_s"):
+        if (value := getattr(hint, name)) is not None and not isinstance(value, Real):
+            return f"a Hint whose {name} is {kind_of(value)}, and must be a number or None"
     return ""

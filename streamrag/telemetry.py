@@ -168,7 +168,7 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    """"stop" or "length"."""
+    """"stop" or "length"; a server may have reasons of its own."""
     sources: tuple[Citation, ...]
     """What the prompt held, in prompt order."""
     left_out: tuple[Chunk, ...]

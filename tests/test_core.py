@@ -1,7 +1,12 @@
 """The values that travel, and the longest common prefix."""
 
 import doctest
+import json
+import math
+import re
+from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +15,7 @@ import streamrag.core
 from streamrag import Chunk, Prompt, SamplingParams
 from streamrag.core import common_prefix_len, part_name
 from streamrag.errors import ConfigurationError
+from streamrag.kinds import short
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
@@ -33,11 +39,29 @@ def test_values_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("max_tokens", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1)]
+    ("name", "value"),
+    [
+        *(("max_tokens", value) for value in (0, 1.5, True, "5", None)),
+        *(("temperature", value) for value in (-0.1, None, math.nan, math.inf, 10**400)),
+        *(("top_p", value) for value in (0.0, 1.1, "1")),
+        *(("top_k", value) for value in (-1, 1.5)),
+        *(("seed", value) for value in ("x", 10**30, 1.0)),
+        *(("stop", value) for value in ("END", 5, ("a", 5), ("",))),
+        ("ignore_eos", 1),
+        ("extra", [1]),
+    ],
+    ids=lambda value: short(value)[:20],
 )
-def test_sampling_parameters_that_no_engine_accepts_are_named(name: str, value: float) -> None:
-    with pytest.raises(ConfigurationError, match=f"SamplingParams: {name}={value}"):
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+def test_sampling_parameters_that_no_engine_accepts_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"SamplingParams: {name}={short(value)}")):
+        SamplingParams(**{name: value})
+
+
+def test_sampling_parameters_may_be_numpys_numbers_and_a_list_of_stop_texts() -> None:
+    params = SamplingParams(numpy.int64(5), numpy.float32(0.5), stop=["END"])  # type: ignore[arg-type]
+    assert params == SamplingParams(5, 0.5, stop=("END",))
+    assert type(params.max_tokens) is int
+    json.dumps([params.max_tokens, params.temperature])
 
 
 class Named:

@@ -19,7 +19,7 @@ LINES = [
     {"sources"},
     {"modes", "engine"},
     {"clock", "telemetry", "trace"},
-    {"retrieving"},
+    {"retrieving", "tokenizing"},
     {"core", "errors", "files", "kinds", "orphans", "reading", "records", "scratch", "showing", "tasks"},
 ]
 PARTS_OF_ONE = {
@@ -34,6 +34,7 @@ PARTS_OF_ONE = {
 # The only imports within a line: core's values use these, and errors are for all.
 INNERMOST = [
     ["core", "errors"],
+    ["core", "kinds"],
     ["core", "records"],
     ["files", "errors"],
     ["reading", "errors"],
@@ -51,7 +52,17 @@ SHARED_BY_PROCESS: dict[str, set[str]] = {
     "copy_wire": set(),
 }
 
-HEAVY = {"crawl4ai", "diskannpy", "matplotlib", "numpy", "sentence_transformers", "torch", "transformers", "vllm"}
+HEAVY = {
+    "crawl4ai",
+    "diskannpy",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "sentence_transformers",
+    "torch",
+    "transformers",
+    "vllm",
+}
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -21,7 +21,7 @@ from streamrag import (
     Skipped,
     Turn,
     Update,
-    borrowed,
+    UpdateMode,
 )
 from streamrag.core import BackendEvent, Progress, SourceEvent
 from streamrag.errors import (
@@ -582,9 +582,16 @@ def test_values_that_cannot_work_are_named(options: dict[str, object], message: 
 
 def test_parts_in_the_wrong_place_are_named() -> None:
     source, backend = ScriptedSource([]), ScriptedBackend()
+    for part, message in (
+        ({"mode": UpdateMode}, "the mode is the class UpdateMode, and must be an object of it"),
+        ({"mode": 5}, "the mode is an int, and has no method 'fold'"),
+        ({"recorder": 5}, "the recorder is an int, and has no method 'record'"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            Pipeline(source, backend, **part)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="the source is a ScriptedBackend, and has no method 'stream'"):
         Pipeline(backend, source)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="the backend is a NoneType, and has no method 'generate'"):
+    with pytest.raises(ConfigurationError, match="the backend is None, and has no method 'generate'"):
         Pipeline(source, None)  # type: ignore[arg-type]
 
 
@@ -613,6 +620,14 @@ async def test_a_drain_of_no_time_at_all_is_refused_before_anything_is_closed() 
         ("Why?", {"late_share": "all"}, "late_share='all' must be a share"),
         ("Why?", {"params": {"max_tokens": 3}}, "params={'max_tokens': 3} must be a SamplingParams"),
         ("Why?", {"template": "Q:"}, "template='Q:' must be a PromptTemplate"),
+        ("Why?", {"deadline_s": 10**400}, "deadline_s=1000.* must be a positive number"),
+        ("Why?", {"system": 5}, "system=5 must be a str"),
+        ("Why?", {"template": ""}, "template='' must be a PromptTemplate"),
+        ("Why?", {"params": {}}, "params={} must be a SamplingParams"),
+        ("Why?", {"overlap": "no"}, "overlap='no' must be True or False"),
+        ("Why?", {"history": 0}, "history=0 must be a sequence of Turn"),
+        ("Why?", {"history": [Turn("user", None)]}, "history=.* each with a role"),  # type: ignore[arg-type]
+        ("Why?", {"history": [Turn("admin", "x")]}, "history=.* each with a role"),  # type: ignore[arg-type]
         ("Why?", {"history": ["Hi"]}, r"history=\('Hi',\) must be a sequence of Turn"),
         ("Why?", {"history": 3}, "history=3 must be a sequence of Turn"),
         (None, {}, "text=None must be a str"),
@@ -680,7 +695,17 @@ async def test_several_pipelines_share_one_engine() -> None:
     backend = ScriptedBackend("ok")
     await backend.start(print)
     for chunk in (A, B):
-        async with Pipeline(ScriptedSource([Append(chunk)]), borrowed(backend)) as pipeline:
+        async with Pipeline(ScriptedSource([Append(chunk)]), backend, owns_backend=False) as pipeline:
             assert "".join([piece.text async for piece in pipeline.stream("Why?")]) == "ok"
     assert backend.is_started
     assert len(backend.prompts) == 2
+
+
+async def test_a_source_that_is_not_owned_is_started_and_closed_by_somebody_else() -> None:
+    source, backend = ScriptedSource([Append(A)]), ScriptedBackend("ok")
+    async with Pipeline(source, backend, owns_source=False):
+        assert (source.is_started, backend.is_started) == (False, True)
+    await source.start(print)
+    async with Pipeline(source, backend, owns_source=False):
+        pass
+    assert (source.is_started, backend.is_started) == (True, False)

@@ -29,11 +29,12 @@ from streamrag import query as query_module
 from streamrag import tasks as tasks_module
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import BackendEvent, CutShort, ModelInfo, SourceEvent
-from streamrag.errors import DeadlineExceededError, PipelineClosedError, SourceError
+from streamrag.errors import BackendError, DeadlineExceededError, PipelineClosedError, SourceError
 from streamrag.handle import AnswerStream
-from streamrag.retrieving import closing, source_events
+from streamrag.retrieving import Retrieval, closing
 from streamrag.telemetry import ChunkArrived
 from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource
+from streamrag.trace.read import read_trace
 from streamrag.trace.recorder import TraceRecorder
 
 A = Chunk("alpha", "a.md", "A")
@@ -139,7 +140,7 @@ async def test_a_source_goes_on_only_when_the_next_event_is_asked_for() -> None:
             steps.append(number)
             yield Append(Chunk(str(number), "a.md"))
 
-    async with aclosing(source_events(Odd(tells), "Why?")) as events:
+    async with aclosing(Retrieval(Odd(tells), "Why?").events()) as events:
         assert steps == []
         for number in range(3):
             await anext(events)
@@ -169,6 +170,8 @@ def test_a_chunk_of_each_kind_of_event_is_checked_and_a_list_of_chunks_is_as_goo
         (Append(Chunk("a", "s", "t", "1")), "a Chunk whose passage is a str, and must be a whole number"),  # type: ignore[arg-type]
         (Append(Chunk("a", "s", "t", 0, "0.5")), "a Chunk whose score is a str, and must be a number"),  # type: ignore[arg-type]
         (Update((A, Chunk("a", "s", score=math.nan))), "an Update with a Chunk whose score is a float, .* not NaN"),
+        (Append(Chunk("a", "s", "t", 10**30)), "a Chunk whose passage is 10+, and must be a whole number from 0"),
+        (Append(A, Hint("x")), "an Append with a Hint whose num_chunks is a str, and must be a number"),  # type: ignore[arg-type]
         (Append(A, 3), "an Append with an int in place of a Hint"),  # type: ignore[arg-type]
         (Update((A, "y")), "an Update with a str in place of a Chunk"),  # type: ignore[arg-type]
         (Update(A), "an Update with a Chunk in place of a tuple of chunks"),  # type: ignore[arg-type]
@@ -433,3 +436,144 @@ async def test_what_is_left_behind_holds_no_place(monkeypatch: pytest.MonkeyPatc
 
 async def _text(stream: AnswerStream) -> str:
     return "".join([chunk.text async for chunk in stream])
+
+
+async def ends_its_time_with_an_event(query: str) -> AsyncIterator[SourceEvent]:
+    with anyio.move_on_after(0.05):
+        try:
+            yield Append(A)
+            await anyio.sleep(3600)
+        except asyncio.CancelledError:
+            yield CutShort("its time was over")
+            raise
+
+
+async def test_a_source_may_yield_while_it_handles_its_own_time_limit() -> None:
+    async with Pipeline(Odd(ends_its_time_with_an_event), ScriptedBackend("ok")) as pipeline:
+        async with pipeline.stream("Why?") as stream:
+            assert "".join([chunk.text async for chunk in stream]) == "ok"
+    assert (stream.result.cut_short, stream.result.source_error) == ("its time was over", None)
+
+
+class Falsy(Append):
+    def __bool__(self) -> bool:
+        return False
+
+
+class WithPlainClose:
+    """An iterator whose `aclose` is no coroutine."""
+
+    def __init__(self) -> None:
+        self._events: list[SourceEvent] = [Falsy(A), Append(Chunk("beta", "b.md"))]
+
+    def __aiter__(self) -> "WithPlainClose":
+        return self
+
+    async def __anext__(self) -> SourceEvent:
+        if not self._events:
+            raise StopAsyncIteration
+        return self._events.pop(0)
+
+    def aclose(self) -> None:
+        pass
+
+
+async def test_an_event_may_be_falsy_and_an_iterator_close_at_once() -> None:
+    async with Pipeline(Odd(lambda query: WithPlainClose()), ScriptedBackend("ok")) as pipeline:
+        async with pipeline.stream("Why?") as stream:
+            _ = [chunk async for chunk in stream]
+    assert [citation.text for citation in stream.result.sources] == ["alpha", "beta"]
+
+
+async def test_numbers_of_numpy_are_recorded(tmp_path: Any) -> None:
+    chunk = Chunk("alpha", "a.md", "A", numpy.int64(5), numpy.float32(0.5))  # type: ignore[arg-type]
+    hint = Hint(numpy.int64(3), numpy.float64(2.5))  # type: ignore[arg-type]
+    source = ScriptedSource([Append(chunk, hint), Update((chunk,))])
+    async with Pipeline(source, ScriptedBackend(), recorder=TraceRecorder(tmp_path / "trace.jsonl")) as pipeline:
+        for _ in range(2):
+            _ = [chunk async for chunk in pipeline.stream("Why?")]
+    trace = read_trace(tmp_path / "trace.jsonl")
+    assert [len(query.events) for query in trace.queries] == [2, 2]
+
+
+class LeavesItsPull(ScriptedBackend):
+    """Pulls in a task that it leaves running, and fails."""
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async def pull() -> None:
+            with suppress(BaseException):
+                async for _ in prompts:
+                    pass
+
+        self.task = asyncio.create_task(pull())
+        await asyncio.sleep(0.01)
+        yield AnswerChunk("x", (1,), "stop")
+
+
+async def test_a_backend_that_leaves_its_pull_running_does_not_keep_the_source() -> None:
+    source = ScriptedSource([Append(A), 3600.0])
+    backend = LeavesItsPull()
+    async with Pipeline(source, backend) as pipeline:
+        with pytest.raises(BackendError, match="LeavesItsPull failed: it left a task that pulls prompts running"):
+            _ = [chunk async for chunk in pipeline.stream("Why?")]
+        assert source.num_streams == 0
+    await asyncio.wait_for(backend.task, 10)
+
+
+class TakesNoPrompt(ScriptedBackend):
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        yield AnswerChunk("x", (1,), "stop")
+
+
+class YieldsText(ScriptedBackend):
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        yield "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (TakesNoPrompt(), "before it had the complete prompt"),
+        (YieldsText(), "it yielded a str, and not an Answer"),
+    ],
+)
+async def test_a_backend_that_does_what_it_must_not_is_named(backend: ScriptedBackend, message: str) -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), backend) as pipeline:
+        with pytest.raises(BackendError, match=f"{type(backend).__name__} .*{message}"):
+            _ = [chunk async for chunk in pipeline.stream("Why?")]
+
+
+class OneAtATime(CodePointTokenizer):
+    num_calls = most_calls = 0
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        self.num_calls += 1
+        self.most_calls = max(self.most_calls, self.num_calls)
+        threading.Event().wait(0.002)
+        self.num_calls -= 1
+        return super().encode(text, allow_special=allow_special)
+
+
+async def test_a_tokenizer_has_one_call_at_a_time_whichever_pipelines_share_it() -> None:
+    backend = ScriptedBackend("ok")
+    tokenizer = OneAtATime()
+    backend.model = replace(backend.model, tokenizer=tokenizer)
+    async with Pipeline(ScriptedSource([Append(A)]), backend) as first:
+        async with Pipeline(ScriptedSource([Append(A)]), backend, owns_backend=False) as second:
+            streams = [pipeline.stream("Why?") for pipeline in (first, second) * 3]
+            await asyncio.gather(*(collect(stream) for stream in streams))
+    assert tokenizer.most_calls == 1
+
+
+async def collect(stream: AnswerStream) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_a_query_that_came_before_the_pipeline_was_closed_is_drained() -> None:
+    pipeline = Pipeline(ScriptedSource([Append(A)]), ScriptedBackend("ok"))
+    asked = asyncio.create_task(collect(stream := pipeline.stream("Why?")))
+    await asyncio.sleep(0)
+    await pipeline.aclose(drain_s=10)
+    await asked
+    assert stream.result.text == "ok"

@@ -12,7 +12,7 @@ import pytest_asyncio
 sys.path.insert(0, str(Path(__file__).parent / "sources"))
 from website import Website
 
-from streamrag import Pipeline, SamplingParams, VectorSource, VllmBackend, WebSource, borrowed
+from streamrag import Pipeline, SamplingParams, VectorSource, VllmBackend, WebSource
 from streamrag.handle import EventStream
 from streamrag.sources.index import build_index
 from streamrag.telemetry import (
@@ -52,7 +52,8 @@ async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vll
     backend = VllmBackend(model, dtype="float32", max_num_batched_tokens=256, kv_cache_bytes=1 << 29)
     await backend.start(print)
     try:
-        async with Pipeline(ScriptedSource([]), borrowed(backend)) as pipeline:  # vLLM's own tasks start with this one
+        # vLLM's own tasks start with this one.
+        async with Pipeline(ScriptedSource([]), backend, owns_backend=False) as pipeline:
             assert [chunk async for chunk in pipeline.stream(QUERY, params=PARAMS)]
         yield backend
     finally:
@@ -116,7 +117,7 @@ async def test_streaming_and_waiting_give_the_same_answer_with_its_sources(
     source, query = (web, f"{QUERY} /start") if kind == "crawl" else (vector, QUERY)
     site.gates.clear()
     before = tasks()
-    async with Pipeline(borrowed(source), borrowed(backend)) as pipeline:
+    async with Pipeline(source, backend, owns_source=False, owns_backend=False) as pipeline:
         answers = []
         for overlap in (True, False):
             assert await backend.reset_prefix_cache()
@@ -154,7 +155,7 @@ async def test_stopping_in_any_phase_leaves_nothing_behind(
         site.add_gate("/gated")
     assert await backend.reset_prefix_cache()
     before = tasks()
-    async with Pipeline(borrowed(web), borrowed(backend)) as pipeline:
+    async with Pipeline(web, backend, owns_source=False, owns_backend=False) as pipeline:
         reached = asyncio.Event()
 
         async def read(events: EventStream) -> None:
@@ -188,7 +189,7 @@ async def test_stopping_a_search_leaves_nothing_behind(
     backend: VllmBackend, vector: VectorSource, site: Website
 ) -> None:
     before = tasks()
-    async with Pipeline(borrowed(vector), borrowed(backend)) as pipeline:
+    async with Pipeline(vector, backend, owns_source=False, owns_backend=False) as pipeline:
         for kind in (RetrievalStarted, ContextChanged, TokensGenerated):
             async with pipeline.events(QUERY, params=MANY) as events:
                 async for event in events:
@@ -203,7 +204,7 @@ async def test_a_page_of_the_wrong_type_is_skipped_and_the_answer_has_no_context
     backend: VllmBackend, web: WebSource, site: Website
 ) -> None:
     site.add("/picture", b"\x89PNG", content_type="image/png")
-    async with Pipeline(borrowed(web), borrowed(backend)) as pipeline:
+    async with Pipeline(web, backend, owns_source=False, owns_backend=False) as pipeline:
         async with aclosing(pipeline.events(f"{QUERY} /picture", params=PARAMS)) as stream:
             events: list[Event] = [event async for event in stream]
         skipped = [event for event in events if isinstance(event, SourceSkipped)]
@@ -222,7 +223,7 @@ async def test_many_queries_at_once_are_answered_as_if_each_were_alone(
         return stream.result.token_ids
 
     queries = [f"{QUERY} Number {number}?" for number in range(6)]
-    async with Pipeline(borrowed(vector), borrowed(backend)) as pipeline:
+    async with Pipeline(vector, backend, owns_source=False, owns_backend=False) as pipeline:
         together = await asyncio.gather(*(ask(pipeline, query) for query in queries))
         alone = []
         for query in queries:

@@ -11,25 +11,26 @@ __all__ = ["AppendMode", "Context", "UpdateMode"]
 class Context(tuple[Chunk, ...]):
     """The chunks of a context, among which one is found in the same time however many they are."""
 
-    _held: set[Chunk]
+    _places: dict[Chunk, int]
+    """Of each chunk; shared with the contexts that this one has grown from, which have only the first ones."""
 
     def __new__(cls, chunks: Iterable[Chunk] = ()) -> Self:
         self = super().__new__(cls, chunks)
-        self._held = set(self)
+        self._places = {chunk: place for place, chunk in enumerate(self)}
         return self
 
     def __contains__(self, chunk: object) -> bool:
-        return chunk in self._held
+        return self._places.get(chunk, len(self)) < len(self)  # type: ignore[call-overload, no-any-return]
 
     def become(self, chunks: tuple[Chunk, ...]) -> "Context":
-        """What a mode made of this one, which is not used any more: the two share what they know."""
+        """What a mode made of this one."""
         if chunks is self:
             return self
-        if not chunks or chunks[:-1] != self:
+        if not chunks or chunks[:-1] != self or len(self._places) != len(self):
             return Context(chunks)
         grown = tuple.__new__(Context, chunks)
-        grown._held = self._held
-        grown._held.add(chunks[-1])
+        grown._places = self._places
+        grown._places.setdefault(chunks[-1], len(self))
         return grown
 
 

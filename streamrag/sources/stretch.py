@@ -9,7 +9,7 @@ from typing import TypeAlias
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, CutShort, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError
-from streamrag.retrieving import source_events
+from streamrag.retrieving import Retrieval
 from streamrag.sources.wrapped import WrappedSource
 from streamrag.tasks import cancel_regardless
 
@@ -86,7 +86,7 @@ class StretchedSource(WrappedSource):
 
     async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrived]") -> None:
         end: Exception | None = None
-        events = source_events(self._source, query)
+        events = Retrieval(self._source, query).events()
         try:
             async with aclosing(events):
                 async for event in events:

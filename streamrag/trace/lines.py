@@ -220,6 +220,6 @@ def hint_fields(hint: Hint | None) -> HintFields | None:
         return None
     num_chunks, end_s = hint.num_chunks, hint.end_s
     return HintFields(
-        num_chunks=num_chunks if num_chunks is not None and 0 <= num_chunks < MAX_COUNT else None,
-        end_s=end_s if end_s is not None and abs(end_s) <= MAX_SECONDS else None,
+        num_chunks=int(num_chunks) if num_chunks is not None and 0 <= num_chunks < MAX_COUNT else None,
+        end_s=float(end_s) if end_s is not None and abs(end_s) <= MAX_SECONDS else None,
     )

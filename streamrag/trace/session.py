@@ -9,7 +9,7 @@ import anyio
 
 from streamrag.core import Append, Progress, Source, Startable, Update
 from streamrag.errors import SourceError
-from streamrag.retrieving import source_events
+from streamrag.retrieving import Retrieval
 from streamrag.tasks import wait_regardless
 from streamrag.trace.recorder import CountTokens, TraceRecorder
 
@@ -42,7 +42,7 @@ async def record_queries(
     async def record(query: str) -> None:
         nonlocal num_ended, num_events
         async with admission:
-            events = recorder.record(query, source_events(source, query), count_tokens, tokenizer=tokenizer)
+            events = recorder.record(query, Retrieval(source, query).events(), count_tokens, tokenizer=tokenizer)
             try:
                 async with aclosing(events):
                     async for event in events:

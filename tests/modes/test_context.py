@@ -54,13 +54,15 @@ events = chunks_of_few.map(Append) | st.lists(chunks_of_few, max_size=4).map(lam
 
 @given(mode=st.sampled_from([AppendMode(), UpdateMode(), Shuffling()]), events=st.lists(events, max_size=12))
 def test_a_context_knows_what_it_holds_whatever_a_mode_makes_of_it(mode: Mode, events: list[Append | Update]) -> None:
-    context, plain = Context(), tuple[Chunk, ...]()
+    contexts, plain = [Context()], tuple[Chunk, ...]()
     for event in events:
-        context, plain = context.become(mode.fold(context, event)), mode.fold(plain, event)
-        assert context == plain
-        assert [Chunk(text, "a.md") in context for text in "abcde"] == [
-            Chunk(text, "a.md") in plain for text in "abcde"
-        ]
+        contexts.append(contexts[-1].become(mode.fold(contexts[-1], event)))
+        contexts[-1].become((*contexts[-1], Chunk("f", "a.md")))  # which nobody keeps
+        plain = mode.fold(plain, event)
+        assert contexts[-1] == plain
+        for context in contexts:  # earlier ones too: a mode may have kept them
+            held = tuple(context)
+            assert all((chunk in context) == (chunk in held) for chunk in (Chunk(text, "a.md") for text in "abcdef"))
 
 
 class CountedText(str):

@@ -201,8 +201,8 @@ def test_the_command_writes_what_can_be_read(tmp_path: Path, capsys: pytest.Capt
 
 def main(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    trace_generate.add_parser(parser.add_subparsers())
-    parsed = parser.parse_args(arguments)
+    trace_generate.add_arguments(parser)
+    parsed = parser.parse_args(arguments[1:])
     status: int = parsed.run(parsed)
     return status
 

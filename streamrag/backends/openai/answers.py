@@ -13,6 +13,8 @@ __all__ = ["answer_chunk", "length", "objects", "token_ids"]
 
 MAX_NUMBER = 2**31 - 1
 MAX_REASON_CHARS = 100
+GIVEN_UP = ("abort", "cancelled", "error")
+"""Reasons to finish with which servers say that the answer is not whole."""
 
 
 def objects(value: Any) -> Iterator[dict[str, Any]]:
@@ -42,9 +44,11 @@ def answer_chunk(choice: dict[str, Any], *, server: str) -> AnswerChunk:
     for name, value in (("text", text), ("finish_reason", reason)):
         if value is not None and not isinstance(value, str):
             raise ServerError(f"{server} sent {name}={shown(reprlib.repr(value))}, which is no text")
+    if reason in GIVEN_UP:
+        raise ServerError(f"{server} gave the answer up: its finish_reason is {reason!r}")
     ids = tuple(token_ids(choice.get("token_ids"), server=server))
     whole_text = without_lone_surrogates(text or "")  # JSON can hold halves of characters
-    return AnswerChunk(whole_text, ids, None if reason is None else shown(reason)[:MAX_REASON_CHARS])
+    return AnswerChunk(whole_text, ids, None if not reason else shown(reason)[:MAX_REASON_CHARS])
 
 
 def _is_number(value: Any) -> bool:

@@ -17,6 +17,7 @@ from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenize
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, ServerError
+from streamrag.tokenizing import in_thread
 
 __all__ = ["OpenAIBackend"]
 
@@ -210,7 +211,7 @@ class OpenAIBackend:
             )
         if self._takes_ids:
             return list(token_ids)
-        text = await anyio.to_thread.run_sync(model.tokenizer.decode, token_ids)
+        text = await in_thread(model.tokenizer, partial(model.tokenizer.decode, token_ids))
         # The server adds the token that begins a text by itself.
         return text.removeprefix(getattr(model.tokenizer, "bos_text", ""))
 

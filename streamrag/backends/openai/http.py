@@ -16,7 +16,7 @@ import httpx
 from httpx_sse import EventSource, SSEError
 
 from streamrag.backends.openai.bytes import Bounds, CountingTransport, TooMuchError, bound_body
-from streamrag.errors import ServerError
+from streamrag.errors import ConfigurationError, ServerError
 from streamrag.reading import parse_json
 from streamrag.sources.counted import ResponseTooLargeError
 
@@ -121,7 +121,10 @@ class Server:
                 await response.aclose()
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        request = self._client.build_request(method, self._address(path), json=body)
+        try:
+            request = self._client.build_request(method, self._address(path), json=body)
+        except (TypeError, ValueError) as error:  # what a caller may put into `SamplingParams.extra`
+            raise ConfigurationError(f"the request cannot be written as JSON: {error}") from error
         for attempt in range(self._max_retries):
             try:
                 return await self._send_once(request)

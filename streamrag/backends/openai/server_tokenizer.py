@@ -22,6 +22,8 @@ T = TypeVar("T")
 BEGIN = "@@streamrag-begin@@"
 """Stands in a rendered chat for the tokens that the model wants at the beginning of every text."""
 PROBE = "a"
+MAX_PROBE_TOKENS = 64
+"""More are not compared: one is usual, and one at the beginning."""
 MAX_BYTES_PER_CHARACTER = 64
 """Of an answer: a character has at most four tokens, one a byte, and an id at most ten digits."""
 
@@ -74,8 +76,8 @@ class ServerTokenizer:
 
         :raises ServerError: when the server does not speak this dialect.
         """
-        bare = await self._encode(PROBE)
-        whole = await self._encode(PROBE, adds_special=True)
+        bare = (await self._encode(PROBE))[:MAX_PROBE_TOKENS]
+        whole = (await self._encode(PROBE, adds_special=True))[:MAX_PROBE_TOKENS]
         places = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]
         if not bare or not places:
             raise ServerError(f"{self._root}/tokenize makes no tokens of {PROBE!r}")

@@ -349,6 +349,7 @@ async def test_no_list_of_models_ends_in_another_error(server: Server, body: byt
         ({"text": 5}, "text=5, which is no text"),
         ({"text": ["x"]}, r"text=\['x'\], which is no text"),
         ({"text": "x", "finish_reason": 3}, "finish_reason=3, which is no text"),
+        ({"text": "x", "finish_reason": "abort"}, "gave the answer up: its finish_reason is 'abort'"),
         ({"text": "x", "token_ids": "12"}, "'12' where a list of token ids belongs"),
         ({"text": "x", "token_ids": [1, "2"]}, "where a list of token ids belongs"),
         ({"text": "x", "token_ids": [True]}, "where a list of token ids belongs"),
@@ -362,6 +363,12 @@ async def test_a_field_of_another_type_is_an_error(
 ) -> None:
     server.handlers = [stream({"choices": [choice]}, chunk("", "stop"), "[DONE]")]
     with pytest.raises(ServerError, match=message):
+        await collect(backend, prompt("Why?"))
+
+
+async def test_an_empty_reason_to_finish_is_none(server: Server, backend: OpenAIBackend) -> None:
+    server.handlers = [stream(chunk("4", ""), "[DONE]")]
+    with pytest.raises(ServerError, match="broke off in the middle of an answer"):
         await collect(backend, prompt("Why?"))
 
 
