@@ -5,13 +5,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from streamrag import __version__
 from streamrag.bench import report_plots as plots
 from streamrag.bench.compare import BASELINE, Comparison, Figure, Pool, compare
 from streamrag.bench.grid import describe_load, describe_qps
 from streamrag.bench.report_html import PAGE, Cell, cell, head, table
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
 from streamrag.showing import for_html
+from streamrag.versions import __version__
 
 __all__ = ["make_report"]
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.bench.arms import Timing, check_arm, run_query
 from streamrag.bench.cell import CellResult, CellSettings, RequestResult, StepPart, StepResult
 from streamrag.bench.floor import floor_s
@@ -174,8 +175,6 @@ class _Run:
         return SimulatedClient(engine, delivery_s=self.profile.delivery_s, keep_steps=keep_steps)
 
     def _scheduler_options(self) -> dict[str, Any]:
-        from streamrag.backends.vllm.scheduler.options import SchedulerOptions
-
         settings = self.settings
         if settings.arm != "streaming":
             return {}

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.bench.arms import Timing, check_arm, run_query
 from streamrag.bench.cell import Arm, CellResult, CellSettings, RequestResult, StepResult
 from streamrag.bench.floor import floor_s
@@ -109,7 +110,7 @@ async def engine_for(settings: CellSettings, queries: Sequence[TracedQuery]) -> 
         "max_model_len": max_model_len(settings, queries),
         "max_num_batched_tokens": token_budget(settings),
         "max_num_seqs": settings.max_num_seqs,
-        "additional_config": {"streamrag": _scheduler_options(settings)} if policy is not None else {},
+        "additional_config": {KEY: _scheduler_options(settings)} if policy is not None else {},
     }
     async with running_engine(settings.model, args, policy=policy, kv_tokens=settings.kv_tokens) as client:
         yield client

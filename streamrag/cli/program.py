@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from streamrag import __version__
 from streamrag.cli import ask, bench, index, profile, record, trace
 from streamrag.cli.output import Output, markup
 from streamrag.errors import StreamRagError
+from streamrag.versions import __version__
 
 __all__ = ["run"]
 

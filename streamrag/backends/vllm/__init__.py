@@ -6,8 +6,9 @@
                     ◀─ copy_wire ──▶
     worker/       vLLM's workers'         copies KV between the device and host memory
 
-`connector` is what vLLM calls for copies, in the scheduler's process and in the workers. All but `client` and
-`chunk_wire` import vLLM, which `client` does when an engine starts.
+`connector` is what vLLM calls for copies, in the scheduler's process and in the workers. What client and scheduler
+share is `chunk_wire`, the scheduler's `options` and vLLM's `version`; these and `client` do not import vLLM, which
+`client` does when an engine starts.
 """
 
 from typing import TYPE_CHECKING, Any

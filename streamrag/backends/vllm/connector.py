@@ -13,8 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
+from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.host_memory import HostMemory, num_host_blocks
-from streamrag.backends.vllm.scheduler.options import SchedulerOptions, why_no_host_memory
+from streamrag.backends.vllm.scheduler.supported import why_no_host_memory
 from streamrag.backends.vllm.worker.copier import HostCopier
 
 if TYPE_CHECKING:

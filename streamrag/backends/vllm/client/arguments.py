@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from streamrag.backends.vllm.chunk_wire import KEY
+from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.engine import make_policy
 from streamrag.engine.swapping import EvictionMode
 from streamrag.errors import ConfigurationError
@@ -72,7 +73,6 @@ def scheduler_args(
                 f'{options} is for strategy="streaming": with "warming", vLLM\'s own scheduler decides'
             )
         return {}
-    make_policy(policy)
     if engine_args.get("scheduler_cls") is not None:
         raise ConfigurationError(
             'engine_args: scheduler_cls cannot be given with strategy="streaming", which brings its own scheduler. '
@@ -82,6 +82,7 @@ def scheduler_args(
     if not isinstance(theirs, dict):
         raise ConfigurationError(f'engine_args: additional_config={theirs!r} must be a dict with strategy="streaming"')
     options = {"policy": policy} | options | theirs.get(KEY, {})
+    make_policy(SchedulerOptions.named(options).policy)
     args: dict[str, Any] = {"scheduler_cls": SCHEDULER}
     if (chosen := _checked_eviction(options, engine_args)) != "recompute":
         options["eviction"] = chosen
@@ -91,12 +92,6 @@ def scheduler_args(
 
 def _checked_eviction(options: Mapping[str, Any], engine_args: Mapping[str, Any]) -> str:
     """What is asked for; the default where it works."""
-    host_kv_bytes = options.get("host_kv_bytes", 1)
-    if not isinstance(host_kv_bytes, int) or host_kv_bytes <= 0:
-        raise ConfigurationError(
-            f"host_kv_bytes={host_kv_bytes!r} must be a positive number of bytes; "
-            'for none, leave it out and set eviction="recompute"'
-        )
     reasons = []
     if engine_args.get("enable_prefix_caching", True) is False:
         reasons.append("enable_prefix_caching=False, and KV blocks are known by the hashes of the prefix cache")
@@ -105,8 +100,6 @@ def _checked_eviction(options: Mapping[str, Any], engine_args: Mapping[str, Any]
     given = options.get("eviction")
     if given is None:
         return "recompute" if reasons else default_eviction()  # those who ask hear of the reasons
-    if given not in get_args(EvictionMode):
-        raise ConfigurationError(f"eviction={given!r} must be one of {', '.join(map(repr, get_args(EvictionMode)))}")
     if given != "recompute" and reasons:
         raise ConfigurationError(
             f'eviction={given!r} cannot be had: engine_args have {reasons[0]}. Leave that out, or set "recompute"'

@@ -16,10 +16,11 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
+from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.host_costs import HostCosts
-from streamrag.backends.vllm.scheduler.options import SchedulerOptions, why_no_host_memory
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.step_parts import parts_of
+from streamrag.backends.vllm.scheduler.supported import why_no_host_memory
 from streamrag.engine.host_pool import HostPool
 from streamrag.engine.swapping import Comparison, SwapChoice
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
-from streamrag.backends.vllm.scheduler.options import SchedulerOptions
+from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.engine.costs import ModelShape, StepProfile, load_profile
 from streamrag.engine.running_profile import check_fits, decoder_shape, default_profile
 from streamrag.engine.swapping import SwapAlways, SwapChoice, make_swap_choice
