@@ -10,7 +10,7 @@ Nothing heavy is imported before it is used: each public name loads its own modu
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from streamrag.versions import __version__
+from streamrag.versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from streamrag.backends.openai import OpenAIBackend as OpenAIBackend

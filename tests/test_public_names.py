@@ -28,7 +28,7 @@ def test_every_public_name_of_the_package_is_there_and_lazy_names_are_known_to_t
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("streamrag.")
         for alias in node.names
     }
-    assert typed == set(streamrag._HOMES)
+    assert typed == set(streamrag.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

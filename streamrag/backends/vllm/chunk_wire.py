@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from streamrag.core import Hint
+
 __all__ = ["KEY", "ChunkMessage", "EndOfInput", "MalformedChunkError", "decode"]
 
 KEY = "streamrag"
@@ -42,6 +44,26 @@ class ChunkMessage:
     """When the retriever expects the prompt to be complete, on the same clock."""
     source: str = ""
     """What kind of retriever the chunk comes from: those of one kind are expected to behave alike."""
+
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        num_tokens: int,
+        num_shared: int,
+        *,
+        is_final: bool,
+        now_s: float,
+        hint: Hint | None = None,
+        source: str = "",
+    ) -> "ChunkMessage":
+        """Of a chunk by which the prompt becomes `num_tokens` long, and shares `num_shared` tokens with the last one.
+
+        `hint` is what the retriever said of it `now_s`.
+        """
+        num_kept = min(num_shared, num_tokens - 1)  # vLLM takes no empty input
+        expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
+        return cls(index, num_kept, is_final, now_s, expected_s, source)
 
     def extra_args(self) -> dict[str, Any]:
         fields = asdict(self)

@@ -51,7 +51,9 @@ async def _push(prompts: AsyncIterator[Prompt], stream: TokenStream) -> None:
         if not stream.is_complete:
             async for prompt in prompts:
                 if prompt.token_ids or prompt.is_complete:
-                    await stream.update(prompt.token_ids, is_last=prompt.is_complete, hint=prompt.hint)
+                    await stream.update(
+                        prompt.token_ids, is_last=prompt.is_complete, hint=prompt.hint, num_shared=prompt.num_shared
+                    )
                 if prompt.is_complete:
                     return
             raise BackendError(NO_COMPLETE_PROMPT)
