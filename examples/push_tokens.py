@@ -36,7 +36,7 @@ async def main(model: Path) -> None:
         if stream.record is not None:
             record = stream.record
             print(f"{len(record.chunks)} chunks made a prompt of {record.num_prompt_tokens} tokens")
-            print("tokens shared with the prompt before:", [chunk.num_common for chunk in record.chunks])
+            print("tokens shared with the prompt before:", [chunk.num_shared for chunk in record.chunks])
     finally:
         await backend.aclose()
 

@@ -108,8 +108,8 @@ def short_of_memory(num: int, policy: str) -> tuple[float, float]:
     return step_times(made, 100)
 
 
-def update_time(num_common: int, num_kept: int) -> float:
-    """Milliseconds to replace the prompt of a stream of 7,000 tokens that share the first `num_common`."""
+def update_time(num_shared: int, num_kept: int) -> float:
+    """Milliseconds to replace the prompt of a stream of 7,000 tokens that share the first `num_shared`."""
     made = engine(64, StreamingScheduler)
     rng = random.Random(0)
     first = prompt(rng)
@@ -118,7 +118,7 @@ def update_time(num_common: int, num_kept: int) -> float:
         made.add(f"s{i}", first, SamplingParams(max_tokens=1), ChunkMessage(0, 0, False))
         while made.has_work:
             made.step()
-        second = first[:num_common] + prompt(rng, NUM_PROMPT_TOKENS - num_common)
+        second = first[:num_shared] + prompt(rng, NUM_PROMPT_TOKENS - num_shared)
         add_s: list[float] = []
         with timed(made, "add_request", add_s):
             made.add(f"s{i}", second[num_kept:], SamplingParams(max_tokens=1), ChunkMessage(1, num_kept, False))
@@ -143,9 +143,9 @@ def main() -> None:
         ours, our_update = short_of_memory(num, "fcfs")
         print(f"{f'short of memory, {num} streams':<34}{'':>15}{ours:>9.3f}{'':>8}{'':>14}{our_update:>9.3f}")
     print()
-    for num_common, num_kept in ((6_500, 6_500), (3_500, 3_500), (3_500, 0), (0, 0)):
-        label = f"update of 7,000 tokens, {num_common} common, {num_kept} not sent"
-        print(f"{label:<58}{update_time(num_common, num_kept):>9.3f} ms")
+    for num_shared, num_kept in ((6_500, 6_500), (3_500, 3_500), (3_500, 0), (0, 0)):
+        label = f"update of 7,000 tokens, {num_shared} shared, {num_kept} not sent"
+        print(f"{label:<58}{update_time(num_shared, num_kept):>9.3f} ms")
 
 
 if __name__ == "__main__":

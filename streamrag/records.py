@@ -24,7 +24,7 @@ class ChunkRecord:
     arrival_s: float
     num_tokens: int
     """Length of the prompt that it made."""
-    num_common: int
+    num_shared: int
     """Leading tokens shared with the prompt before: the LCP."""
     num_computed: int
     """Tokens of the prompt before that were computed, or being computed, when it came."""
@@ -32,7 +32,7 @@ class ChunkRecord:
     @property
     def num_invalidated(self) -> int:
         """Computed tokens past the LCP, whose KV is of no use any more."""
-        return max(self.num_computed - self.num_common, 0)
+        return max(self.num_computed - self.num_shared, 0)
 
 
 @dataclass(frozen=True, slots=True)

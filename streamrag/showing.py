@@ -4,12 +4,11 @@ A terminal obeys control characters, and some invisible ones change the order of
 reaches a reader as it is.
 """
 
-import html
 import json
 import re
 from typing import Any
 
-__all__ = ["for_html", "for_picture", "json_text", "one_line", "shown"]
+__all__ = ["for_picture", "json_text", "one_line", "shown"]
 
 MAX_IN_PICTURE = 120
 """Characters of one text; a picture would grow with it."""
@@ -36,11 +35,6 @@ def shown(text: str) -> str:
 def one_line(text: str) -> str:
     """The same in one line."""
     return shown(text).replace("\n", " ").replace("\t", " ")
-
-
-def for_html(text: str) -> str:
-    """The same as the text or an attribute of an HTML page."""
-    return html.escape(one_line(text))
 
 
 def for_picture(text: str) -> str:

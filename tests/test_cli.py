@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -88,12 +90,39 @@ async def test_left_out_and_shortened_chunks_are_named() -> None:
     assert "shortened for the budget of 100 tokens: big.md#0" in progress
 
 
-@pytest.mark.parametrize("command", [[], ["ask"], ["index"], ["index", "build"]])
-def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+COMMANDS = ["ask", "index build", "record", "trace show", "trace convert", "trace generate", "profile"]
+COMMANDS += ["bench simulate", "bench run", "bench report", "bench timeline"]
+
+
+@pytest.mark.parametrize("command", ["", "index", "trace", "bench", *COMMANDS])
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([*command, "--help"])
+        main([*command.split(), "--help"])
     assert ended.value.code == 0
-    assert "usage: streamrag" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: streamrag {command}".rstrip())
+    assert "example" in shown
+    assert f"\n  streamrag {command}".rstrip() in shown
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"profile", "bench timeline"}))
+def test_the_usage_names_what_must_be_given(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    assert ended.value.code == 2
+    usage, _, missing = capsys.readouterr().err.partition("the following arguments are required: ")
+    assert missing
+    assert [name for name in missing.strip().split(", ") if name.upper() not in usage.upper()] == []
+
+
+def test_only_the_command_that_is_named_is_imported() -> None:
+    code = (
+        "import sys; from streamrag.cli.program import make_parser; make_parser(sys.argv[1:])\n"
+        "print(*sorted({'ask', 'bench', 'trace'} & {name.removeprefix('streamrag.cli.') for name in sys.modules}))"
+    )
+    for words, imported in ((["--help"], ""), (["-h", "ask"], "ask"), (["trace", "bench"], "trace")):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == imported
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`streamrag bench` as a person uses it, on the real simulator with a few queries."""
 
+import argparse
 import json
 import os
 import signal
@@ -14,8 +15,8 @@ import pytest
 
 from streamrag.bench.cell import CellResult, CellSettings, RequestResult
 from streamrag.bench.store import CellStore
-from streamrag.cli import main
-from streamrag.cli.bench_options import add_parsers, grid_of
+from streamrag.cli import bench, main
+from streamrag.cli.bench_options import grid_of
 from streamrag.engine.costs import AnalyticProfile, load_profile, save_profile
 
 SMALL = ["--workload", "crawler", "--qps", "2", "--queries", "4", "--seeds", "1", "--processes", "1"]
@@ -23,11 +24,9 @@ SMALL = ["--workload", "crawler", "--qps", "2", "--queries", "4", "--seeds", "1"
 
 def named(command: Sequence[str]) -> dict[str, object]:
     """Which lists the options become."""
-    import argparse
-
     parser = argparse.ArgumentParser()
-    add_parsers(parser.add_subparsers())
-    grid = grid_of(parser.parse_args(["bench", *command]))
+    bench.add_arguments(parser)
+    grid = grid_of(parser.parse_args(command))
     names = ("policies", "qps", "seeds", "profile", "evictions", "host_kv_bytes", "scheduler_options")
     return {name: getattr(grid, name) for name in names}
 
@@ -71,15 +70,6 @@ def test_poisson_arrivals_have_three_seeds_and_those_of_a_trace_one(tmp_path: Pa
     assert named(["simulate", "--workload", "crawler", "--qps", "1"])["seeds"] == (1, 2, 3)
     assert named(["simulate", "--workload", str(tmp_path)])["seeds"] == (1,)
     assert named(["run", "--workload", "crawler", "--qps", "1", "--model", "m"])["seeds"] == (1,)
-
-
-@pytest.mark.parametrize("verb", [[], ["simulate"], ["run"], ["report"], ["timeline"]])
-def test_help_teaches(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *verb, "--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert ("example" in shown) is bool(verb)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,17 @@ SHARED_BY_PROCESS: dict[str, set[str]] = {
     "copy_wire": set(),
 }
 
-HEAVY = {"crawl4ai", "diskannpy", "matplotlib", "numpy", "sentence_transformers", "torch", "transformers", "vllm"}
+HEAVY = {
+    "crawl4ai",
+    "diskannpy",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "sentence_transformers",
+    "torch",
+    "transformers",
+    "vllm",
+}
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

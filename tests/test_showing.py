@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.showing import for_html, for_picture, one_line, shown
+from streamrag.showing import for_picture, one_line, shown
 from streamrag.trace.picture import draw_trace
 from streamrag.trace.statistics import describe
 from streamrag.trace.values import Trace, TracedQuery
@@ -30,7 +30,6 @@ def test_every_character_that_is_obeyed_or_cannot_be_seen_is_known() -> None:
 def test_what_would_be_obeyed_is_marked_and_what_cannot_be_seen_is_left_out() -> None:
     assert shown("a\x1b[2J\u202eb\u200bc\td\n") == "a\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}bc\td\n"
     assert one_line("a\nb\tc\r") == "a b c\N{REPLACEMENT CHARACTER}"
-    assert for_html('<b>&"\u202e') == "&lt;b&gt;&amp;&quot;\N{REPLACEMENT CHARACTER}"
     assert for_picture("x" * 500) == "x" * 120 + "…"
 
 

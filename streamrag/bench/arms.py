@@ -27,11 +27,11 @@ __all__ = ["Client", "PromptStream", "Timing", "check_arm", "run_query"]
 class PromptStream(Protocol):
     """One growing prompt. Iterating over it yields the tokens of the answer."""
 
-    async def append(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
-        """Let it grow; if it `is_last`, have the answer sampled."""
+    async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Let it grow; if it `is_complete`, have the answer sampled."""
 
-    async def update(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
-        """Replace it; if it `is_last`, have the answer sampled."""
+    async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Replace it; if it `is_complete`, have the answer sampled."""
 
     def __aiter__(self) -> AsyncIterator[tuple[int, ...]]: ...
 
@@ -131,13 +131,13 @@ async def _prompts(pieces: AsyncIterator[Piece] | Arriving) -> AsyncIterator[Pro
         before, new = prompt, tuple(piece.token_ids)
         prompt = before + new if piece.is_append else new
         num_shared = len(before) if piece.is_append else common_prefix_len(before, prompt)
-        yield Prompt(prompt, num_shared, piece.is_last)
+        yield Prompt(prompt, num_shared, piece.is_complete)
 
 
 async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
     async def chunks() -> AsyncIterator[tuple[Sequence[int], bool]]:
         async for piece in arriving:
-            yield piece.token_ids, piece.is_last
+            yield piece.token_ids, piece.is_complete
 
     async with aclosing(client.session(arriving.query.query_id, chunks(), num_output_tokens)) as answer:
         async for token_ids in answer:
@@ -147,11 +147,11 @@ async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens:
 async def _streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
     pieces = aiter(arriving)
     first = await anext(pieces)
-    opened = client.stream(arriving.query.query_id, first.token_ids, num_output_tokens, is_complete=first.is_last)
+    opened = client.stream(arriving.query.query_id, first.token_ids, num_output_tokens, is_complete=first.is_complete)
     async with opened as stream:
         async for piece in pieces:
             send = stream.append if piece.is_append else stream.update
-            await send(piece.token_ids, is_last=piece.is_last, hint=piece.hint)
+            await send(piece.token_ids, is_complete=piece.is_complete, hint=piece.hint)
         async for token_ids in stream:
             yield token_ids
 

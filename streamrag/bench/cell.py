@@ -1,6 +1,6 @@
 """A cell: one load on one engine with one set of settings, and what came of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -11,6 +11,7 @@ __all__ = [
     "ARMS",
     "EVICTIONS",
     "Arm",
+    "CellProgress",
     "CellResult",
     "CellSettings",
     "CopyResult",
@@ -27,6 +28,9 @@ of vLLM's own scheduler, which can only append; stream into ours."""
 
 EVICTIONS: tuple[EvictionMode, ...] = get_args(EvictionMode)
 """What becomes of KV that is taken away: dropped; copied to host memory; or what is expected to cost less."""
+
+CellProgress: TypeAlias = Callable[[int, int], None]
+"""Called with how many requests of a cell have been answered, and of how many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def floor_s(query: TracedQuery, profile: StepProfile, budget: int, num_tail_toke
     while True:
         while inputs and inputs[0].at_s + profile.delivery_s <= now_s:
             prompt = inputs.popleft()
-            is_complete = prompt.is_last
+            is_complete = prompt.is_complete
             num_wanted = prompt.num_tokens if is_complete else prompt.num_tokens - 1  # the last of a partial one waits
             num_computed = cache.num_kept(prompt, num_computed)
         while num_computed < num_wanted and len(in_flight) < depth:
@@ -50,7 +50,7 @@ class _Prompt(NamedTuple):
     at_s: float
     chunks: tuple[TracedChunk, ...]
     num_tokens: int
-    is_last: bool
+    is_complete: bool
 
 
 class _Cache:
@@ -64,9 +64,9 @@ class _Cache:
     def num_kept(self, prompt: _Prompt, num_computed: int) -> int:
         """Tokens of `prompt` that need not be computed, given those computed of the one before it."""
         self._before.append((self._newest, num_computed))
-        num_common = min(_common(self._newest, prompt.chunks), prompt.num_tokens - 1)
+        num_shared = min(_common(self._newest, prompt.chunks), prompt.num_tokens - 1)
         self._newest = prompt.chunks
-        num_kept = num_computed if num_computed <= num_common else self._whole(num_common)
+        num_kept = num_computed if num_computed <= num_shared else self._whole(num_shared)
         # A request that has KV of its own does not look for more in the prefix cache.
         return num_kept or max(
             self._whole(min(_common(chunks, prompt.chunks), num, prompt.num_tokens - 1)) for chunks, num in self._before
@@ -82,10 +82,10 @@ def _prompts(query: TracedQuery, num_tail_tokens: int) -> Iterator[_Prompt]:
     num_tokens = 0
     for index, event in enumerate(query.events):
         chunks = (*chunks, event.chunk) if isinstance(event, TracedAppend) else event.chunks
-        is_last = not has_late_end and index == len(query.events) - 1
+        is_complete = not has_late_end and index == len(query.events) - 1
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        if num_tokens or is_last:
-            yield _Prompt(event.at_s, chunks, num_tokens + (num_tail_tokens if is_last else 0), is_last)
+        if num_tokens or is_complete:
+            yield _Prompt(event.at_s, chunks, num_tokens + (num_tail_tokens if is_complete else 0), is_complete)
     if has_late_end:
         yield _Prompt(query.end_s, chunks, num_tokens + num_tail_tokens, True)
 

@@ -7,7 +7,7 @@ import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio.to_thread
 
@@ -19,9 +19,9 @@ from streamrag.engine.costs import TableProfile, recompute_s
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.facts import EngineFacts
 
-__all__ = ["Progress", "measure_machine"]
+__all__ = ["StepProgress", "measure_machine"]
 
-Progress = Callable[[str, int, int | None], None]
+StepProgress: TypeAlias = Callable[[str, int, int | None], None]
 """Told what is done now, how many things are done, and of how many; None as long as nobody knows."""
 
 NUM_BESIDE = 8
@@ -30,7 +30,7 @@ MOST_TOGETHER = 16
 MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 30.0, 90.0
 
 
-async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: Progress) -> TableProfile:
+async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: StepProgress) -> TableProfile:
     """Start vLLM with its own scheduler, measure, and stop it. One or two minutes for a small model.
 
     :raises StreamRagError: as `running_engine`.

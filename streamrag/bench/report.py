@@ -1,6 +1,5 @@
 """A benchmark as one HTML page that needs nothing else: pictures are inside, nothing is fetched."""
 
-import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 from streamrag.bench import report_plots as plots
 from streamrag.bench.compare import BASELINE, Comparison, Figure, Pool, compare
 from streamrag.bench.grid import describe_load, describe_qps
-from streamrag.bench.report_html import PAGE, Cell, cell, head, table
+from streamrag.bench.report_canvas import require_matplotlib
+from streamrag.bench.report_html import Cell, Table, cell, render, require_jinja
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
-from streamrag.showing import for_html
 from streamrag.versions import __version__
 
-__all__ = ["make_report"]
+__all__ = ["make_report", "require_report"]
 
 COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "num_bytes_in": 1e9}
 """Of `CopyTotals`, and what the report counts them in."""
@@ -22,89 +21,46 @@ COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "
 def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, str] | None = None) -> str:
     """The page, as HTML; `failed` maps the names of cells that have no result to why.
 
-    Raises MissingDependencyError without matplotlib.
+    Raises MissingDependencyError without matplotlib or Jinja.
     """
     comparisons = compare(digests)
-    clock = "virtual time" if comparisons[0].load.clock == "virtual" else "wall time"
-    parts = [f"<h1>streamrag benchmark, {clock}</h1>", _preface(comparisons)]
-    if failed:
-        parts.append(_failures(failed))
-    if len(comparisons) > 1:
-        links = (f'<li><a href="#load{i}">{_title(c)}</a></li>' for i, c in enumerate(comparisons))
-        parts.append(f"<ol>{''.join(links)}</ol>")
-    for i, comparison in enumerate(comparisons):
-        parts.append(f'<h2 id="load{i}">{_title(comparison)}</h2>')
-        parts += _sections(comparison, slos)
-    parts.append(_provenance(comparisons))
-    return PAGE.format(title=f"streamrag benchmark: {_title(comparisons[0])}", body="\n".join(parts))
-
-
-def _title(comparison: Comparison) -> str:
-    return for_html(describe_load(comparison.load))
-
-
-def _preface(comparisons: Sequence[Comparison]) -> str:
-    pools = [pool for comparison in comparisons for pool in comparison.pools.values()]
-    digests = [digest for pool in pools for digest in pool.digests]
-    num_requests = sum(len(digest.ttft_s) for digest in digests)
-    virtual = [digest for digest in digests if digest.settings.clock == "virtual"]
-    speed = ""
-    if virtual and (wall_s := sum(digest.wall_s for digest in virtual)) > 0:
-        simulated_s = sum(digest.completion_s for digest in virtual)
-        speed = f" {simulated_s:,.0f} s were simulated in {wall_s:,.0f} s of one core: {simulated_s / wall_s:,.0f}x."
-    return (
-        f"<p>{len(digests)} cells, {num_requests:,} requests.{speed} <code>ttft_after_retrieval_s</code> is from the "
-        "end of retrieval to the first token; <code>ttft_s</code> is from the query's arrival. The <em>floor</em> of a "
-        "request is its <code>ttft_after_retrieval_s</code> if it were alone on the engine. Percentiles are of all "
-        "requests of all seeds, linear between ranks; in parentheses, and as whiskers, the least and the most that one "
-        "seed has alone. Speed-ups and ratios are of percentiles, not of single requests.</p>"
+    shown = [digest for c in comparisons for pool in c.pools.values() for digest in pool.digests]
+    return render(
+        clock="virtual time" if comparisons[0].load.clock == "virtual" else "wall time",
+        num_cells=len(shown),
+        num_requests=sum(len(digest.ttft_s) for digest in shown),
+        simulation=_simulation([digest for digest in shown if digest.settings.clock == "virtual"]),
+        failed=failed or {},
+        loads=[_load(comparison, slos) for comparison in comparisons],
+        provenance=_provenance(comparisons),
     )
 
 
-def _failures(failed: Mapping[str, str]) -> str:
-    rows = "".join(f"<li>{for_html(name)}: {for_html(error)}</li>" for name, error in failed.items())
-    return (
-        f'<div class="failed"><strong>{len(failed)} cells failed and are missing below.</strong><ul>{rows}</ul></div>'
-    )
+def require_report() -> None:
+    """Raises MissingDependencyError without matplotlib or Jinja."""
+    require_matplotlib()
+    require_jinja()
 
 
-def _sections(comparison: Comparison, slos: Slos) -> list[str]:
-    invalidated = plots.draw_invalidated(comparison)
-    none = "<p>No computed token was invalidated: contexts only grew, or the engine does not tell.</p>"
-    return [
-        "<h3>Speed-up over not streaming</h3>",
-        _speed_ups(comparison),
-        "<h3>Distribution of the time to the first token after retrieval</h3>",
-        _picture(
-            plots.draw_ccdf(comparison),
-            "The lower left, the better. Where a line crosses P95, 5 % of the requests take longer.",
-        ),
-        "<h3>Time to the first token against load</h3>",
-        _picture(
-            plots.draw_ttft_by_qps(comparison),
-            "Whiskers span the seeds. ttft_s holds retrieval itself, which no engine can shorten.",
-        ),
-        "<h3>Throughput</h3>",
-        _picture(
-            plots.draw_times(comparison),
-            "completion_s is when the last request ended; with open-loop arrivals most of it is waiting for queries. "
-            "busy_s is the time in which the engine computed. Means over seeds; whiskers span the seeds.",
-        ),
-        _goodput(comparison, slos),
-        "<h3>Tokens invalidated</h3>",
-        _picture(invalidated, "Computed tokens that updates made useless.") if invalidated else none,
-        "<h3>Preemptions and work</h3>",
-        _preemptions(comparison),
-        "<h3>What arrived</h3>",
-        _arrivals(comparison),
-    ]
+def _simulation(digests: Sequence[Digest]) -> tuple[float, float, float] | None:
+    """Seconds that were simulated, seconds of one core that it took, and their ratio."""
+    simulated_s, wall_s = (sum(digest.completion_s for digest in digests), sum(digest.wall_s for digest in digests))
+    return (simulated_s, wall_s, simulated_s / wall_s) if wall_s > 0 else None
 
 
-def _picture(svg: str, caption: str) -> str:
-    # As an image of its own, so that the ids inside cannot meet those of the other pictures.
-    data = base64.b64encode(svg.encode()).decode()
-    text = for_html(caption)
-    return f'<figure><img alt="{text}" src="data:image/svg+xml;base64,{data}"><figcaption>{text}</figcaption></figure>'
+def _load(comparison: Comparison, slos: Slos) -> dict[str, Any]:
+    return {
+        "title": describe_load(comparison.load),
+        "speed_ups": _speed_ups(comparison),
+        "ccdf": plots.draw_ccdf(comparison),
+        "ttft_by_qps": plots.draw_ttft_by_qps(comparison),
+        "times": plots.draw_times(comparison),
+        "limits": ", ".join(f"{name} ≤ {limit:g} s" for name, limit in slos.items()),
+        "goodput": _goodput(comparison, slos),
+        "invalidated": plots.draw_invalidated(comparison),
+        "preemptions": _preemptions(comparison),
+        "arrivals": _arrivals(comparison),
+    }
 
 
 def _rows(comparison: Comparison) -> Iterable[tuple[float | None, str, Pool]]:
@@ -114,7 +70,7 @@ def _rows(comparison: Comparison) -> Iterable[tuple[float | None, str, Pool]]:
                 yield qps, variant, pool
 
 
-def _speed_ups(comparison: Comparison) -> str:
+def _speed_ups(comparison: Comparison) -> Table:
     rows: list[list[Cell]] = []
     shown: float | str | None = ""
     for qps, variant, pool in _rows(comparison):
@@ -135,7 +91,7 @@ def _speed_ups(comparison: Comparison) -> str:
         ("ttft_s", 1),
     ]
     names = [*("P50", "P95", "P99") * 3, "P50"]
-    return table(head(groups, ["load", "arm", *names]), rows)
+    return Table(["load", "arm", *names], rows, groups)
 
 
 def _unanswered(pool: Pool) -> str:
@@ -155,16 +111,14 @@ def _without_spread(figure: Figure) -> Figure:
     return Figure(figure.value, figure.value, figure.value)
 
 
-def _goodput(comparison: Comparison, slos: Slos) -> str:
+def _goodput(comparison: Comparison, slos: Slos) -> Table | None:
     if not slos:
-        return ""
-    limits = ", ".join(f"{name} &le; {limit:g} s" for name, limit in slos.items())
+        return None
     rows = [
         [Cell(variant), *(_goodput_at(comparison, variant, qps, slos) for qps in comparison.qps)]
         for variant in comparison.variants
     ]
-    title = f"<h3>Goodput</h3><p>Requests per second that met {limits}. Means over seeds.</p>"
-    return title + table(head([], ["arm", *map(describe_qps, comparison.qps)]), rows)
+    return Table(["arm", *map(describe_qps, comparison.qps)], rows)
 
 
 def _goodput_at(comparison: Comparison, variant: str, qps: float | None, slos: Slos) -> Cell:
@@ -172,7 +126,7 @@ def _goodput_at(comparison: Comparison, variant: str, qps: float | None, slos: S
     return cell(pool.total(lambda d: d.goodput(slos) or 0.0) if pool else None)
 
 
-def _preemptions(comparison: Comparison) -> str:
+def _preemptions(comparison: Comparison) -> Table:
     digests = [digest for _, _, pool in _rows(comparison) for digest in pool.digests]
     fates = sorted({fate for digest in digests for fate in digest.num_preemptions or {}})
     fates = sorted(fates, key=lambda fate: ["swap", "recompute"].index(fate) if fate in ("swap", "recompute") else 9)
@@ -191,8 +145,7 @@ def _preemptions(comparison: Comparison) -> str:
         rows.append([Cell(""), Cell(variant), *counts, busy])
     num_copies = len(of_copies) // 2
     groups = [("preemptions", len(fates)), ("tokens", len(of_tokens)), ("blocks", num_copies), ("GB", num_copies)]
-    note = "<p>Per cell; means over seeds. Tax: computed again because of preemption, of all tokens computed.</p>"
-    return note + table(head([("", 2), *groups, ("engine", 1)], ["load", "arm", *names]), rows)
+    return Table(["load", "arm", *names], rows, [("", 2), *groups, ("engine", 1)])
 
 
 def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]:
@@ -213,7 +166,7 @@ def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]
     return counts
 
 
-def _arrivals(comparison: Comparison) -> str:
+def _arrivals(comparison: Comparison) -> dict[str, Any]:
     """Of one cell whose engine told about chunks, else of any: all variants have the same load."""
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     chosen = max(digests, key=lambda d: (len(d.gaps_s) > 0, len(d.num_tokens) > 0, len(d.num_chunks)))
@@ -237,23 +190,21 @@ def _arrivals(comparison: Comparison) -> str:
     )
     if not chosen.gaps_s:
         note += " Gaps are told by streaming cells only, and there is none here with more than one chunk."
-    picture = plots.draw_arrivals(chosen.gaps_s, chosen.num_chunks, chosen.num_tokens)
-    names = ["", "how many", "mean", "P50", "P95", "P99", "most"]
-    return (_picture(picture, note) if picture else "") + table(head([], names), rows)
+    return {
+        "picture": plots.draw_arrivals(chosen.gaps_s, chosen.num_chunks, chosen.num_tokens),
+        "note": note,
+        "table": Table(["", "how many", "mean", "P50", "P95", "P99", "most"], rows),
+    }
 
 
-def _provenance(comparisons: Sequence[Comparison]) -> str:
+def _provenance(comparisons: Sequence[Comparison]) -> list[tuple[str, str]]:
     found: dict[str, set[str]] = {"report by": {f"streamrag {__version__}"}}
     for comparison in comparisons:
         for pool in comparison.pools.values():
             found.setdefault("seeds", set()).update(map(str, pool.seeds))
             for digest in pool.digests:
                 _collect(found, "", digest.provenance)
-    rows = [
-        f"<tr><th>{for_html(name)}</th><td>{for_html('; '.join(sorted(values)[:20]))}</td></tr>"
-        for name, values in sorted(found.items())
-    ]
-    return f'<h2>Provenance</h2><div class="wide"><table class="facts">{"".join(rows)}</table></div>'
+    return [(name, "; ".join(sorted(values)[:20])) for name, values in sorted(found.items())]
 
 
 def _collect(found: dict[str, set[str]], prefix: str, values: Mapping[str, Any]) -> None:

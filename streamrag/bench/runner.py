@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeAlias
 
-from streamrag.bench.cell import CellResult, CellSettings
+from streamrag.bench.cell import CellProgress, CellResult, CellSettings
 from streamrag.bench.store import CellStore, cell_key
 from streamrag.errors import StreamRagError
 from streamrag.orphans import end_with_parent
@@ -66,9 +66,7 @@ class CellFailed:
 CellEvent: TypeAlias = CellStarted | CellProgressed | CellFinished | CellFailed
 
 
-def run_cell(
-    settings: CellSettings, *, keep_steps: bool = False, progress: Callable[[int, int], None] | None = None
-) -> CellResult:
+def run_cell(settings: CellSettings, *, keep_steps: bool = False, progress: CellProgress | None = None) -> CellResult:
     """Run one cell on its clock, here and now."""
     if settings.clock == "virtual":
         from streamrag.bench import simulate

@@ -7,14 +7,14 @@ CellSettings ─▶ load (workload) ─▶ clients (arms) ─▶ SimulatedClient
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.bench.arms import Timing, check_arm, run_query
-from streamrag.bench.cell import CellResult, CellSettings, RequestResult, StepPart, StepResult
+from streamrag.bench.cell import CellProgress, CellResult, CellSettings, RequestResult, StepPart, StepResult
 from streamrag.bench.floor import floor_s
 from streamrag.bench.provenance import versions
 from streamrag.bench.query_records import merged
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["run_cell"]
 
-Progress = Callable[[int, int], None]
-
 MAX_BLOCKS = 4_000_000
 """Each takes some 200 bytes of memory."""
 
@@ -51,7 +49,7 @@ def run_cell(
     *,
     trace: Trace | None = None,
     keep_steps: bool = False,
-    progress: Progress | None = None,
+    progress: CellProgress | None = None,
     unsteady_seed: int = 0,
 ) -> CellResult:
     """Simulate one cell. The same settings and trace give the same result, but for `wall_s`.
@@ -125,7 +123,7 @@ class _Run:
     settings: CellSettings
     load: Fitted
     profile: StepProfile
-    progress: Progress
+    progress: CellProgress
     unsteady_seed: int
     timings: dict[str, Timing] = field(default_factory=dict)
     step_times: StepTimes = field(init=False)

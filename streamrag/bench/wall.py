@@ -5,14 +5,14 @@ CellSettings ─▶ load (workload) ─▶ clients (arms) ─▶ EngineClient �
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.bench.arms import Timing, check_arm, run_query
-from streamrag.bench.cell import Arm, CellResult, CellSettings, RequestResult, StepResult
+from streamrag.bench.cell import Arm, CellProgress, CellResult, CellSettings, RequestResult, StepResult
 from streamrag.bench.floor import floor_s
 from streamrag.bench.profiling import NUM_IN_VOCABULARY, measure_profile
 from streamrag.bench.provenance import versions
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["engine_for", "max_model_len", "play_cell", "run_cell"]
 
-Progress = Callable[[int, int], None]
-
 PATIENCE_S = 60.0
 """Without any answer, after which an engine is taken to stand still: idle stock sessions can starve the rest."""
 
@@ -47,7 +45,11 @@ def _no_progress(num_done: int, num_total: int) -> None: ...
 
 
 def run_cell(
-    settings: CellSettings, *, trace: Trace | None = None, keep_steps: bool = False, progress: Progress | None = None
+    settings: CellSettings,
+    *,
+    trace: Trace | None = None,
+    keep_steps: bool = False,
+    progress: CellProgress | None = None,
 ) -> CellResult:
     """Run one cell on a real engine, which takes as long as the load.
 
@@ -79,7 +81,7 @@ def _model_len(settings: CellSettings) -> int:
     return model_len(settings.model)
 
 
-async def _run(settings: CellSettings, load: Fitted, keep_steps: bool, progress: Progress) -> CellResult:
+async def _run(settings: CellSettings, load: Fitted, keep_steps: bool, progress: CellProgress) -> CellResult:
     queries = load.queries
     assert settings.model is not None
     async with engine_for(settings, queries) as client:
@@ -130,7 +132,7 @@ async def play_cell(
     profile: TableProfile,
     *,
     keep_steps: bool = False,
-    progress: Progress | None = None,
+    progress: CellProgress | None = None,
 ) -> CellResult:
     """Put the load on the engine, which takes as long as the load. `profile` is what floors are made of."""
     num_steps_before = len(client.steps)
@@ -178,7 +180,11 @@ def _told(profile: TableProfile) -> str:
 
 
 async def _play(
-    settings: CellSettings, queries: Sequence[TracedQuery], client: "EngineClient", start_s: float, progress: Progress
+    settings: CellSettings,
+    queries: Sequence[TracedQuery],
+    client: "EngineClient",
+    start_s: float,
+    progress: CellProgress,
 ) -> dict[str, Timing]:
     timings: dict[str, Timing] = {}
 

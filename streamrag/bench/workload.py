@@ -214,7 +214,7 @@ class Piece:
     token_ids: list[int]
     is_append: bool
     """Whether the tokens come behind the prompt so far; otherwise they are the new prompt."""
-    is_last: bool
+    is_complete: bool
     """Whether the prompt is complete with it."""
     hint: Hint | None = None
 
@@ -238,17 +238,17 @@ class Arriving:
         has_late_end = not query.events or query.end_s > query.events[-1].at_s
         for index, event in enumerate(query.events):
             await self._sleep_until(event.at_s)
-            is_last = not has_late_end and index == len(query.events) - 1
+            is_complete = not has_late_end and index == len(query.events) - 1
             is_append = isinstance(event, TracedAppend)
             chunks = (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
             token_ids: list[int] = []
             for chunk in chunks:
                 token_ids += tokens.of_chunk(chunk)
-            if is_last:
+            if is_complete:
                 token_ids += tail
                 self._note_end()
             if token_ids:
-                yield Piece(token_ids, is_append, is_last, event.hint)
+                yield Piece(token_ids, is_append, is_complete, event.hint)
         if has_late_end:
             await self._sleep_until(query.end_s)
             self._note_end()

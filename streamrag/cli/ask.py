@@ -20,7 +20,7 @@ from streamrag.pipeline import Pipeline
 from streamrag.showing import one_line
 from streamrag.telemetry import Answer
 
-__all__ = ["add_parser", "as_json"]
+__all__ = ["add_arguments", "as_json"]
 
 EPILOG = """\
 examples:
@@ -31,16 +31,12 @@ examples:
 """
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command to the program's parser."""
-    parser = commands.add_parser(
-        "ask",
-        help="answer one question from the web or from an index",
-        description="Answers a question. What is retrieved streams into the model while retrieval still runs.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("question")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command is told, and what runs it."""
+    parser.usage = "%(prog)s QUESTION (--url URL | --index FOLDER) --model MODEL [options]"
+    parser.description = "Answers a question. What is retrieved streams into the model while retrieval still runs."
+    parser.epilog = EPILOG
+    parser.add_argument("question", metavar="QUESTION", help="in quotes")
     add_source_arguments(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, help="path or name of a model for vLLM, or its name at --server")
@@ -52,9 +48,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     model.add_argument("--policy", metavar="NAME", help="whom an embedded vLLM serves first with streaming (fcfs)")
     answer = parser.add_argument_group("answer")
     answer.add_argument("--system", metavar="TEXT", help="replaces the system text")
-    answer.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of answer (256)")
-    answer.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
-    answer.add_argument("--max-context-tokens", type=int, metavar="N", help="most tokens of context")
+    answer.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="most tokens of the answer (%(default)s)"
+    )
+    answer.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)g)")
+    answer.add_argument(
+        "--max-context-tokens", type=int, metavar="N", help="most tokens of context; the rest is left out"
+    )
     answer.add_argument("--deadline", type=float, metavar="S", help="give up S seconds after the engine has started")
     answer.add_argument("--no-overlap", action="store_true", help="retrieve everything first, then ask")
     answer.add_argument("--json", action="store_true", help="print the result as JSON instead")

@@ -11,42 +11,46 @@ from typing import Any
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.compare import compare
 from streamrag.bench.grid import describe_cell, workload_name
-from streamrag.bench.report import make_report
-from streamrag.bench.report_canvas import require_matplotlib
-from streamrag.bench.runner import CellFailed, CellStarted, run_cell, run_cells
+from streamrag.bench.report import make_report, require_report
+from streamrag.bench.runner import CellFailed, CellProgressed, CellStarted, run_cell, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
 from streamrag.bench.timeline import make_timeline
-from streamrag.cli.bench_options import add_parsers, grid_of
-from streamrag.cli.bench_view import CellsView, print_comparison, print_line
+from streamrag.cli.bench_options import DESCRIPTION, EPILOG, VERBS, grid_of
+from streamrag.cli.bench_view import CellsView, print_comparison
 from streamrag.cli.output import Output
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
 from streamrag.showing import json_text
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
 TABLE_WIDTH = 120
+"""Where there is no terminal, of the table of figures."""
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command to the program's parser."""
-    runs = {"simulate": _run_grid, "run": _run_grid, "report": _report, "timeline": _timeline}
-    for verb, parser in add_parsers(commands).items():
-        parser.set_defaults(run=runs[verb])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command is told, and what runs it."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, dest="verb")
+    runs = {"report": _report, "timeline": _timeline}
+    for name, (what, add_options) in VERBS.items():
+        verb = verbs.add_parser(name, help=what)
+        add_options(verb)
+        verb.set_defaults(run=runs.get(name, _run_grid))
 
 
 def _run_grid(arguments: argparse.Namespace) -> int:
     console = Output(stderr=True)
     grid, slos = grid_of(arguments), parse_slos(arguments.slo)
-    require_matplotlib()  # now rather than after hours
+    require_report()  # now rather than after hours
     store = CellStore(arguments.output or Path("bench-results") / f"{arguments.verb}-{workload_name(grid.workload)}")
     store.check_clock(grid.clock)
     cells = grid.cells()
     todo = [c for c in cells if arguments.force or store.find(c, with_steps=arguments.keep_steps) is None]
     if len(todo) < len(cells):
-        print_line(console, f"{len(cells) - len(todo)} of {len(cells)} cells are finished already, in {store.folder}")
-    num_processes = arguments.processes or (_num_cores() if grid.clock == "virtual" else 1)
+        console.print_line(f"{len(cells) - len(todo)} of {len(cells)} cells are finished already, in {store.folder}")
+    num_processes = arguments.processes or (len(os.sched_getaffinity(0)) if grid.clock == "virtual" else 1)
     start_s = time.monotonic()
     try:
         failed = _run_cells(todo, store, console, num_processes=num_processes, keep_steps=arguments.keep_steps)
@@ -55,7 +59,7 @@ def _run_grid(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt(
             f"{num_done} of {len(cells)} cells are finished, in {store.folder}; the same command goes on from there"
         ) from None
-    print_line(console, f"{len(todo) - len(failed)} cells in {time.monotonic() - start_s:.1f} s")
+    console.print_line(f"{len(todo) - len(failed)} cells in {time.monotonic() - start_s:.1f} s")
     _publish(store, cells, slos, failed, arguments.json, console)
     return 1 if failed else 0
 
@@ -77,10 +81,6 @@ def _run_cells(
     return failed
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def _publish(
     store: CellStore,
     cells: Sequence[CellSettings],
@@ -98,14 +98,17 @@ def _publish(
         return
     _print_figures(asked, console)
     named = {describe_cell(settings): error for settings, error in failed.items()}
-    print_line(console, f"report: {_write_report(store, list(digests.values()), slos, named)}")
+    _write_report(store, list(digests.values()), slos, named, console)
 
 
 def _print_figures(digests: Sequence[Digest], console: Output) -> None:
+    table_to = Output()
+    if not table_to.is_terminal:
+        table_to = Output(width=TABLE_WIDTH)
     for comparison in compare(digests):
-        print_comparison(comparison, _wide_console())
+        print_comparison(comparison, table_to)
     for line in sorted({line for each in digests if (line := _cut(each))}):
-        print_line(console, line, style="yellow")
+        console.print_line(line, style="yellow")
 
 
 def _cut(digest: Digest) -> str:
@@ -119,16 +122,12 @@ def _cut(digest: Digest) -> str:
     )
 
 
-def _wide_console() -> Output:
-    """The standard output, as wide as the table wants to be where it is not a terminal."""
-    console = Output()
-    return console if console.is_terminal else Output(width=TABLE_WIDTH)
-
-
-def _write_report(store: CellStore, digests: Sequence[Digest], slos: Slos, failed: dict[str, str]) -> Path:
+def _write_report(
+    store: CellStore, digests: Sequence[Digest], slos: Slos, failed: dict[str, str], console: Output
+) -> None:
     path = store.folder / "report.html"
     write_whole(path, make_report(digests, slos=slos, failed=failed))
-    return path
+    console.print_line(f"report: {path}")
 
 
 def _write_json(path: Path, digests: Sequence[Digest], slos: Slos, failed: dict[CellSettings, str]) -> None:
@@ -148,7 +147,7 @@ def _report(arguments: argparse.Namespace) -> int:
         _write_json(arguments.json, digests, slos, {})
     console = Output(stderr=True)
     _print_figures(digests, console)
-    print_line(console, f"report: {_write_report(store, digests, slos, {})}")
+    _write_report(store, digests, slos, {}, console)
     return 0
 
 
@@ -157,7 +156,7 @@ def _timeline(arguments: argparse.Namespace) -> int:
     timeline = make_timeline(result)
     write_whole(arguments.output, json.dumps(timeline, separators=(",", ":"), ensure_ascii=False))
     console = Output(stderr=True)
-    print_line(console, f"{arguments.output}: {describe_cell(result.settings)}; open it at https://ui.perfetto.dev")
+    console.print_line(f"{arguments.output}: {describe_cell(result.settings)}; open it at https://ui.perfetto.dev")
     return 0
 
 
@@ -181,5 +180,5 @@ def _fresh_cell(arguments: argparse.Namespace) -> CellResult:
     with CellsView(1, console) as view:
         view.show(CellStarted(cells[0]))
         return run_cell(
-            cells[0], keep_steps=True, progress=lambda done, total: view.show_progress(cells[0], done, total)
+            cells[0], keep_steps=True, progress=lambda *counts: view.show(CellProgressed(cells[0], *counts))
         )

@@ -8,18 +8,32 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from streamrag.backends.vllm.client.arguments import EvictionMode, default_eviction
-from streamrag.bench.cell import ARMS
-from streamrag.bench.grid import Grid
+from streamrag.bench.cell import ARMS, EVICTIONS
+from streamrag.bench.grid import GENERATED, Grid
 from streamrag.bench.summary import LIMITS
 from streamrag.engine.costs import load_profile
 
-__all__ = ["add_parsers", "grid_of"]
+__all__ = ["DESCRIPTION", "EPILOG", "VERBS", "grid_of"]
 
 T = TypeVar("T")
 
 DEFAULT_PROFILE = "h200-llama8b-tp2"
 TIMELINE_QUERIES = 50
 
+DESCRIPTION = """\
+Puts a load on a simulated or a real engine in several ways (arms), compares
+them in a table, and writes a report: one HTML page.
+"""
+EPILOG = """\
+examples:
+  streamrag bench simulate --workload crawler --qps 1,2,4
+  streamrag bench run --workload crawl.jsonl.gz --model ./Llama-3.1-8B-Instruct
+
+`streamrag bench VERB --help` tells more.
+"""
+CELLS = """
+Every combination of the lists is a cell. A cell that is finished stays: the same command again runs the others only.
+"""
 SIMULATE = """\
 examples:
   streamrag bench simulate --workload crawler --qps 1,2,4 --policy arrival,fcfs,lcas,mcps --seeds 1,2,3
@@ -27,15 +41,11 @@ examples:
   streamrag bench simulate --workload crawler --qps 4 --delay 14 --kv-tokens 840000 --eviction recompute,swap,cost
   streamrag bench simulate --workload my-crawl.jsonl.gz --arms no-streaming,warming,streaming
   streamrag bench simulate --workload crawler --qps 4 --slo ttft_after_retrieval_s=0.5 --json cells.json
-
-Every combination of the lists is a cell. A cell that is finished stays: the same command again runs the others only.
 """
 RUN = """\
 examples:
   streamrag bench run --workload traces/crawl-python-docs.jsonl.gz --model ./Llama-3.1-8B-Instruct
   streamrag bench run --workload crawler --qps 0.5 --queries 20 --model ./Llama-3.1-8B-Instruct --seeds 1,2,3
-
-Every combination of the lists is a cell. A cell that is finished stays: the same command again runs the others only.
 """
 REPORT = """\
 example:
@@ -51,56 +61,53 @@ Open the file at https://ui.perfetto.dev (it stays on your machine), or in Chrom
 """
 
 
-def add_parsers(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> dict[str, argparse.ArgumentParser]:
-    """Describe `bench` to the program's parser; returns the parser of each verb."""
-    bench = commands.add_parser(
-        "bench",
-        help="compare ways of serving a load",
-        description="Puts a load on a simulated or a real engine, and reports what came of it.",
-    )
-    verbs = bench.add_subparsers(metavar="VERB", required=True, dest="verb")
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Puts a load on vLLM's own scheduler, in virtual time. No model runs."
+    parser.usage, parser.epilog = "%(prog)s --workload LOAD [options]", SIMULATE + CELLS
+    _add_profile(parser)
+    _add_load(parser)
+    _add_what(parser, arms=["no-streaming", "streaming"], seeds=None)
+    _add_running(parser)
+    parser.set_defaults(model=None)
 
-    def add(verb: str, help: str, description: str, epilog: str) -> argparse.ArgumentParser:
-        return verbs.add_parser(
-            verb,
-            help=help,
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
 
-    simulate = add("simulate", "in virtual time", "vLLM's own scheduler in virtual time; no model runs.", SIMULATE)
-    run = add("run", "on the real engine", "The load on a real engine, in wall time.", RUN)
-    report = add("report", "rebuild a report", "Rebuilds the report of the cells in a folder.", REPORT)
-    about = "Writes one cell as a timeline: a track for each request, one for the engine's steps."
-    timeline = add("timeline", "one cell, step by step", about, TIMELINE)
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Puts a load on a real engine, in wall time."
+    parser.usage, parser.epilog = "%(prog)s --workload LOAD --model MODEL [options]", RUN + CELLS
+    parser.add_argument("--model", required=True, metavar="MODEL", help="folder or name of a model for vLLM")
+    _add_load(parser)
+    _add_what(parser, arms=["no-streaming", "streaming"], seeds=[1])
+    _add_running(parser)
+    parser.set_defaults(profile=None)
 
-    for parser, seeds in ((simulate, None), (run, [1])):
-        _add_load(parser, required=True)
-        _add_what(parser, arms=["no-streaming", "streaming"], seeds=seeds)
-        _add_output(parser)
-    _add_profile(simulate)
-    simulate.set_defaults(model=None)
-    run.add_argument("--model", required=True, metavar="MODEL", help="folder or name of a model for vLLM")
-    run.set_defaults(profile=None)
 
-    report.add_argument("folder", type=Path, metavar="FOLDER", help="what --output named")
-    _add_figures(report)
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Rebuilds the report of the cells in a folder."
+    parser.epilog = REPORT
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="what --output named")
+    _add_figures(parser)
 
-    timeline.add_argument(
-        "source", type=Path, nargs="?", metavar="CELL", help="a result kept with --keep-steps, or a folder with one"
-    )
-    timeline.add_argument(
-        "--output", type=Path, default=Path("timeline.json"), metavar="FILE", help="what to write (%(default)s)"
-    )
-    _add_load(timeline, required=False)
-    timeline.set_defaults(queries=TIMELINE_QUERIES)
-    _add_what(timeline, arms=["streaming"], seeds=[1])
-    _add_profile(timeline)
-    timeline.add_argument("--model", metavar="MODEL", help="a real engine instead of the simulated one")
-    return {"simulate": simulate, "run": run, "report": report, "timeline": timeline}
+
+def _add_timeline(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Writes one cell as a timeline: a track for each request, one for the engine's steps."
+    parser.usage, parser.epilog = "%(prog)s [CELL] [options]", TIMELINE
+    add = parser.add_argument
+    add("source", type=Path, nargs="?", metavar="CELL", help="a result kept with --keep-steps, or a folder with one")
+    add("--output", type=Path, default=Path("timeline.json"), metavar="FILE", help="what to write (%(default)s)")
+    _add_profile(parser)
+    add("--model", metavar="MODEL", help="a real engine instead of the simulated one")
+    _add_load(parser, workload="crawler")
+    parser.set_defaults(queries=TIMELINE_QUERIES)
+    _add_what(parser, arms=["streaming"], seeds=[1])
+
+
+VERBS = {
+    "simulate": ("run it on vLLM's scheduler in virtual time; no model runs", _add_simulate),
+    "run": ("run it on the real engine, in wall time", _add_run),
+    "report": ("rebuild the report of a folder of results", _add_report),
+    "timeline": ("write one cell step by step, for a viewer of traces", _add_timeline),
+}
+"""What each does, and what adds its options."""
 
 
 def grid_of(arguments: argparse.Namespace) -> Grid:
@@ -152,8 +159,7 @@ def _list_of(convert: Callable[[str], T]) -> Callable[[str], list[T]]:
     return parse
 
 
-def _whole(text: str) -> int:
-    return int(text.replace("_", ""))
+texts, floats, wholes = _list_of(str), _list_of(float), _list_of(int)
 
 
 def _bytes(text: str) -> int:
@@ -172,91 +178,49 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _add_load(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    load = parser.add_argument_group("load (lists have commas between their values)")
-    default: dict[str, Any] = {} if required else {"default": "crawler"}
-    load.add_argument(
-        "--workload",
-        required=required,
-        metavar="LOAD",
-        help="crawler, anns, anns-last (generated), or a trace file",
-        **default,
-    )
-    load.add_argument(
-        "--qps",
-        type=_list_of(float),
-        default=[],
-        metavar="LIST",
-        help="queries per second, Poisson; else the trace's own",
-    )
-    load.add_argument(
-        "--delay", type=_list_of(float), default=[1.0], metavar="LIST", help="multiplies the gaps between chunks (1)"
-    )
-    load.add_argument("--queries", type=_whole, metavar="N", help="at most so many queries a cell")
-    load.add_argument("--output-tokens", type=_whole, default=1, metavar="N", help="tokens of every answer (1)")
-    load.add_argument(
-        "--max-context-tokens",
-        type=_whole,
-        metavar="N",
-        help="most tokens of a context; what does not fit is left out (what the model's length has room for)",
-    )
-    load.add_argument(
-        "--kv-tokens", type=_list_of(_whole), default=[], metavar="LIST", help="capacities of the KV cache, in tokens"
-    )
-    load.add_argument("--budget", type=_whole, metavar="N", help="most tokens a step (the workload's published one)")
-    load.add_argument(
-        "--max-num-seqs", type=_whole, default=256, metavar="N", help="most requests that run at once (256)"
-    )
+def _add_load(parser: argparse.ArgumentParser, *, workload: str | None = None) -> None:
+    add = parser.add_argument_group("load (lists have commas between their values)").add_argument
+    about = f"{', '.join(GENERATED)} (generated), or a trace file"
+    add("--workload", required=workload is None, default=workload, metavar="LOAD", help=about)
+    add("--qps", type=floats, default=[], metavar="LIST", help="queries per second, Poisson; else the trace's own")
+    add("--delay", type=floats, default=[1.0], metavar="LIST", help="multiplies the gaps between chunks (1)")
+    add("--queries", type=int, metavar="N", help="at most so many queries a cell")
+    add("--output-tokens", type=int, default=1, metavar="N", help="tokens of every answer (%(default)s)")
+    about = "most tokens of a context; what does not fit is left out (what the model's length has room for)"
+    add("--max-context-tokens", type=int, metavar="N", help=about)
+    add("--kv-tokens", type=wholes, default=[], metavar="LIST", help="capacities of the KV cache, in tokens")
+    add("--budget", type=int, metavar="N", help="most tokens a step (the workload's published one)")
+    add("--max-num-seqs", type=int, default=256, metavar="N", help="most requests that run at once (%(default)s)")
 
 
 def _add_what(parser: argparse.ArgumentParser, *, arms: list[str], seeds: list[int] | None) -> None:
-    what = parser.add_argument_group("what is compared")
-    what.add_argument(
-        "--arms",
-        type=_list_of(str),
-        default=arms,
-        metavar="LIST",
-        help=f"of {', '.join(ARMS)} ({','.join(arms)})",
-    )
-    what.add_argument(
-        "--policy", type=_list_of(str), default=["fcfs"], metavar="LIST", help="the streaming arm's policies (fcfs)"
-    )
-    what.add_argument(
-        "--eviction",
-        type=_list_of(str),
-        metavar="LIST",
-        help="what the streaming arm does with preempted KV: recompute, swap, cost (cost, if the profile has copies)",
-    )
-    what.add_argument(
-        "--host-kv-bytes", type=_bytes, metavar="N", help="host memory for KV, e.g. 64e9 (the scheduler's own choice)"
-    )
-    what.add_argument(
-        "--scheduler-option",
-        type=_option,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="of the streaming arm's scheduler, e.g. can_partial_evict=true; may be given repeatedly",
-    )
-    shown = ",".join(map(str, seeds)) if seeds else "1,2,3; 1 with the trace's own arrivals"
-    what.add_argument("--seeds", type=_list_of(_whole), default=seeds, metavar="LIST", help=f"({shown})")
+    add = parser.add_argument_group("what is compared").add_argument
+    add("--arms", type=texts, default=arms, metavar="LIST", help=f"of {', '.join(ARMS)} ({', '.join(arms)})")
+    add("--policy", type=texts, default=["fcfs"], metavar="LIST", help="the streaming arm's policies (fcfs)")
+    about = f"what becomes of its preempted KV: {', '.join(EVICTIONS)} (cost; recompute, if the profile has no copies)"
+    add("--eviction", type=texts, metavar="LIST", help=about)
+    about = "host memory for KV, e.g. 64e9 (the scheduler's own choice)"
+    add("--host-kv-bytes", type=_bytes, metavar="N", help=about)
+    about = "of the streaming arm's scheduler, e.g. can_partial_evict=true; may be given repeatedly"
+    add("--scheduler-option", type=_option, action="append", default=[], metavar="NAME=VALUE", help=about)
+    about = f"seeds of what is random ({', '.join(map(str, seeds or [1, 2, 3]))}{'' if seeds else '; 1 without --qps'})"
+    add("--seeds", type=wholes, default=seeds, metavar="LIST", help=about)
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    output = parser.add_argument_group("running")
-    output.add_argument("--output", type=Path, metavar="FOLDER", help="results and report (bench-results/...)")
-    output.add_argument("--processes", type=_whole, metavar="N", help="cells at a time (all cores; on a real engine 1)")
-    output.add_argument("--keep-steps", action="store_true", help="keep every step, for `bench timeline`; large")
-    output.add_argument("--force", action="store_true", help="run finished cells again")
+def _add_running(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("running").add_argument
+    add("--output", type=Path, metavar="FOLDER", help="results and report (bench-results/...)")
+    add("--processes", type=int, metavar="N", help="cells at a time (all cores; on a real engine 1)")
+    add("--keep-steps", action="store_true", help="keep every step, for `bench timeline`; large")
+    add("--force", action="store_true", help="run finished cells again")
     _add_figures(parser)
 
 
 def _add_figures(parser: argparse.ArgumentParser) -> None:
-    figures = parser.add_argument_group("figures")
-    figures.add_argument("--json", type=Path, metavar="FILE", help="write the figures of each cell here")
-    figures.add_argument(
-        "--slo", default="", metavar="LIST", help=f"NAME=SECONDS for the goodput; names are {', '.join(LIMITS)}"
-    )
+    add = parser.add_argument_group("figures").add_argument
+    add("--json", type=Path, metavar="FILE", help="write the figures of each cell here")
+    about = f"NAME=SECONDS for the goodput; names are {', '.join(LIMITS)}"
+    add("--slo", default="", metavar="LIST", help=about)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import TracebackType
 
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +17,7 @@ from streamrag.bench.report_html import figure_text
 from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed, CellStarted
 from streamrag.bench.summary import PERCENTILES
 from streamrag.cli.output import Output, markup
-from streamrag.cli.steps import StepLines
+from streamrag.cli.steps import StepLines, bar
 from streamrag.showing import one_line
 
 __all__ = ["CellsView", "print_comparison"]
@@ -35,15 +35,8 @@ class CellsView:
 
     def __init__(self, num_cells: int, console: Output) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=14),
-            TextColumn("{task.fields[count]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        columns = (BarColumn(bar_width=14), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
+        self._progress = bar(console, TextColumn("{task.description}"), *columns, TimeRemainingColumn(compact=True))
         self._num_cells = num_cells
         self._num_through = 0
         self._all = self._progress.add_task("[bold]all cells", total=num_cells, count=f"0/{num_cells} cells")
@@ -81,30 +74,21 @@ class CellsView:
             case CellFinished():
                 self._through(settings)
                 if not self._console.is_terminal:
-                    print_line(self._console, f"{self._num_through}/{self._num_cells} {describe_cell(settings)}")
+                    self._console.print_line(f"{self._num_through}/{self._num_cells} {describe_cell(settings)}")
             case CellFailed():
                 self._through(settings)
                 error = "the same" if event.error in self._errors else event.error
                 self._errors.add(event.error)
-                print_line(self._console, f"failed: {describe_cell(settings)}: {error}", style="red")
-                print_line(self._console, f"  its log: {event.log}", style="dim")
+                self._console.print_line(f"failed: {describe_cell(settings)}: {error}", style="red")
+                self._console.print_line(f"  its log: {event.log}", style="dim")
         done = self._num_through + sum(self._shares.values())
         self._progress.update(self._all, completed=done, count=f"{self._num_through}/{self._num_cells} cells")
-
-    def show_progress(self, settings: CellSettings, num_done: int, num_total: int) -> None:
-        """The same as a `CellProgressed`, for a cell that runs here."""
-        self.show(CellProgressed(settings, num_done, num_total))
 
     def _through(self, settings: CellSettings) -> None:
         self._num_through += 1
         self._shares.pop(settings, None)
         self._lines.pop(settings)
         self._progress.remove_task(self._running.pop(settings))
-
-
-def print_line(console: Output, text: str, style: str = "") -> None:
-    """Print what may hold anything, unwrapped and unmarked."""
-    console.print(text, style=style, soft_wrap=True)
 
 
 def print_comparison(comparison: Comparison, console: Output) -> None:
@@ -123,7 +107,7 @@ def print_comparison(comparison: Comparison, console: Output) -> None:
             if pool := comparison.pools.get((variant, qps)):
                 table.add_row(f"  {variant}", *_figures(comparison, pool, variant, with_spread))
     console.print()
-    console.print(markup("[bold]{}", describe_load(comparison.load)), soft_wrap=True)
+    console.print_line(markup("[bold]{}", describe_load(comparison.load)))
     console.print_table(table)
     console.print(LEGEND, style="dim")
 

@@ -3,30 +3,38 @@
 import argparse
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from streamrag.cli.output import Output
-from streamrag.cli.steps import StepLines
+from streamrag.cli.steps import StepLines, bar
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
+DESCRIPTION = """\
+Splits every text, Markdown and HTML file below FOLDER into passages, embeds
+them, and writes a DiskANN index with the passages beside it.
+"""
+EPILOG = """\
+examples:
+  streamrag index build ./handbook --out ./handbook-index
+  streamrag ask "Who approves travel?" --index ./handbook-index --model ./Llama-3.1-8B-Instruct
+"""
 MAX_PATHS = 5
 """Of the files that were skipped for one reason, these are named."""
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command to the program's parser."""
-    index = commands.add_parser("index", help="make an index of documents", description="Works on vector indexes.")
-    verbs = index.add_subparsers(metavar="VERB", required=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command is told, and what runs it."""
+    parser.description, parser.epilog = "Makes vector indexes, which `ask` and `record` search with --index.", EPILOG
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     build = verbs.add_parser(
         "build",
         help="make an index from a folder of text, Markdown and HTML",
-        description=(
-            "Splits every text, Markdown and HTML file below FOLDER into passages, embeds them, and writes a DiskANN "
-            "index with the passages beside it."
-        ),
+        usage="%(prog)s FOLDER --out INDEX [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
     )
-    build.add_argument("folder", type=Path, metavar="FOLDER")
+    build.add_argument("folder", type=Path, metavar="FOLDER", help="with the documents, in folders of any depth")
     build.add_argument("--out", type=Path, required=True, metavar="INDEX", help="folder to make")
     build.add_argument(
         "--embedder",
@@ -44,14 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Output(stderr=True)
     lines = StepLines(console)
-    with Progress(
-        TextColumn("{task.description:12}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with bar(console, *columns) as progress:
         tasks: dict[str, TaskID] = {}
 
         def show(num_done: int, num_total: int, what: str) -> None:
@@ -63,15 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
         summary = build_index(
             arguments.folder, arguments.out, embedder=arguments.embedder, force=arguments.force, on_progress=show
         )
-    console.print(
+    console.print_line(
         f"{arguments.out}: {summary.num_passages} passages of {summary.num_documents} documents, "
         f"{summary.dimension} dimensions, {summary.size_bytes / 2**20:.1f} MiB, in {summary.duration_s:.1f} s",
-        soft_wrap=True,
     )
     by_reason: dict[str, list[str]] = {}
     for path, reason in summary.skipped:
         by_reason.setdefault(reason, []).append(str(path))
     for reason, paths in sorted(by_reason.items()):
         more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
-        console.print(f"  skipped, {reason}: {', '.join(paths[:MAX_PATHS])}{more}", soft_wrap=True)
+        console.print_line(f"  skipped, {reason}: {', '.join(paths[:MAX_PATHS])}{more}")
     return 0

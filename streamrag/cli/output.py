@@ -45,6 +45,10 @@ class Output(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
+    def print_line(self, text: str | Text, style: str = "") -> None:
+        """Print a line that is not wrapped: a wrapped path cannot be copied."""
+        self.print(text, style=style, soft_wrap=True)
+
     def print_table(self, table: Table) -> None:
         """Print a table of names and figures. Where there is no room, names are folded, and no figure is ever cut."""
         names, *figures = table.columns

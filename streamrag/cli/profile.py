@@ -9,19 +9,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from streamrag.cli.output import Output
-from streamrag.cli.steps import StepLines
+from streamrag.cli.steps import StepLines, bar
 from streamrag.errors import ConfigurationError
 from streamrag.scratch import ScratchFolder, remove_left_behind
 
 if TYPE_CHECKING:
     from streamrag.engine.costs import TableProfile
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
+DESCRIPTION = """\
+Starts vLLM, measures what recomputing tokens takes and what copying their KV
+to host memory and back does, and writes both to a file and to a picture. A
+small model takes a minute or two. Engines and simulations decide by the file.
+"""
 EPILOG = """\
 examples:
   streamrag profile                                        a tiny model, to see what it does
@@ -37,21 +42,15 @@ NAMED = ("tensor_parallel_size", "max_num_batched_tokens", "max_model_len")
 """Of the engine's arguments, those that have options of their own."""
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command to the program's parser."""
-    parser = commands.add_parser(
-        "profile",
-        help="measure what recomputing and copying KV takes here",
-        description="Starts vLLM, measures what recomputing tokens takes and what copying their KV to host memory and "
-        "back does, and writes both to a file and to a picture. A small model takes a minute or two.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command is told, and what runs it."""
+    parser.usage = "%(prog)s [options]"
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("--model", metavar="MODEL", help="folder or name of a model for vLLM (a tiny one, made here)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="what to write (profile-MODEL.json)")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw (FILE with .png)")
     parser.add_argument("--no-plot", action="store_true", help="do not draw")
-    parser.add_argument("--tensor-parallel-size", type=_positive, default=1, metavar="N", help="devices (1)")
+    parser.add_argument("--tensor-parallel-size", type=_positive, default=1, metavar="N", help="devices (%(default)s)")
     parser.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="most tokens a step (vLLM's own)")
     parser.add_argument("--max-model-len", type=_positive, metavar="N", help="longest prompt (the model's own)")
     parser.add_argument(
@@ -101,10 +100,10 @@ def _run(arguments: argparse.Namespace) -> int:
         profile = _measure(model, arguments, console)
     save_profile(profile, output)
     _print(profile, Output())
-    console.print(f"profile: {output}", soft_wrap=True)
+    console.print_line(f"profile: {output}")
     if plot:
         draw_profile(plot, profile)
-        console.print(f"drawn: {plot}", soft_wrap=True)
+        console.print_line(f"drawn: {plot}")
     return 0
 
 
@@ -120,8 +119,8 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
         return
     from streamrag.testing import make_tiny_llama
 
-    console.print(
-        "no --model: measuring a tiny one with random weights, made here; its figures are its own", soft_wrap=True
+    console.print_line(
+        "no --model: measuring a tiny one with random weights, made here; its figures are its own",
     )
     remove_left_behind(SCRATCH)
     scratch = ScratchFolder(SCRATCH)
@@ -134,21 +133,13 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
 def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "TableProfile":
     from streamrag.bench.machine import measure_machine
 
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())
     lines = StepLines(console)
-    with bar:
-        task = bar.add_task("", total=None)
+    with bar(console, *columns, transient=True) as progress:
+        task = progress.add_task("", total=None)
 
         def show(what: str, num_done: int, num_total: int | None) -> None:
-            bar.update(task, description=what, completed=num_done, total=num_total)
+            progress.update(task, description=what, completed=num_done, total=num_total)
             lines.show(what)
 
         named = {name: getattr(arguments, name) for name in NAMED}
@@ -163,7 +154,7 @@ def _print(profile: "TableProfile", console: Output) -> None:
     copies, budget = profile.copies, step_budget(profile)
     assert copies is not None
     measured = profile.provenance["recompute_s"]
-    console.print(f"{profile.name}, steps of at most {budget:,} tokens; in milliseconds", soft_wrap=True)
+    console.print_line(f"{profile.name}, steps of at most {budget:,} tokens; in milliseconds")
     beside = f"beside {measured['num_beside']} decodes"
     table = Table("tokens", "recompute", "as fitted", beside, "copy in", "copy out", box=None, pad_edge=False)
     table.columns[0].justify = "right"

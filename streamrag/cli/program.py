@@ -1,42 +1,71 @@
 """The commands of the `streamrag` program, and how it explains an error."""
 
-import argparse
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
-from streamrag.cli import ask, bench, index, profile, record, trace
 from streamrag.cli.output import Output, markup
 from streamrag.errors import StreamRagError
 from streamrag.versions import __version__
 
 __all__ = ["run"]
 
+COMMANDS = {
+    "ask": "answer one question from the web or from an index",
+    "index": "make an index of a folder of documents",
+    "record": "record what retrieval does, to replay it later",
+    "trace": "look at such records, convert those of others, generate them",
+    "bench": "compare ways of serving a load, simulated or on the real engine",
+    "profile": "measure what recomputing and copying KV takes here",
+}
+"""What each does; its module in this folder has its name and adds its arguments, among them what runs it."""
 
-class _Parser(argparse.ArgumentParser):
+EPILOG = """\
+examples:
+  streamrag ask "How do I cancel a task group?" --url https://anyio.readthedocs.io --model ./Llama-3.1-8B-Instruct
+  streamrag index build ./handbook --out ./handbook-index
+  streamrag record "Who approves travel?" --index ./handbook-index --output search.jsonl.gz
+  streamrag bench simulate --workload search.jsonl.gz --qps 1,2,4
+
+`streamrag COMMAND --help` tells more, with examples.
+"""
+
+
+class Parser(ArgumentParser):
     """Says what it has to say as everything else is said; parsers of commands are of the class of the program's."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=partial(RawDescriptionHelpFormatter, max_help_position=34), **options)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         Output(stderr=file is not sys.stdout).print_plain(message)
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` names; the exit status is 0, or 1 after an error that was explained."""
-    parser: argparse.ArgumentParser = _Parser(
+def make_parser(argv: Sequence[str]) -> ArgumentParser:
+    """The program's parser. Only the command that is named is imported: to answer a question takes no benchmark."""
+    parser = Parser(
         prog="streamrag",
         description="Streams retrieved context into a language model while it is still arriving.",
-        epilog="`streamrag COMMAND --help` tells more, with examples.",
+        epilog=EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"streamrag {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    ask.add_parser(commands)
-    index.add_parser(commands)
-    bench.add_parser(commands)
-    profile.add_parser(commands)
-    record.add_parser(commands)
-    trace.add_parser(commands)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    named = next((word for word in argv if not word.startswith("-")), None)
+    for name, what in COMMANDS.items():
+        command = commands.add_parser(name, help=what)
+        if name == named:
+            import_module(f"streamrag.cli.{name}").add_arguments(command)
+    return parser
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` names; the exit status is 0, or 1 after an error that was explained."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        arguments = parser.parse_args(argv)
+        arguments = make_parser(words).parse_args(words)
         status: int = arguments.run(arguments)
     except StreamRagError as error:
         return _explain(type(error).__name__, str(error))
@@ -48,5 +77,5 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _explain(kind: str, problem: str) -> int:
     line = markup(f"[red]streamrag: {kind}:[/] {{}}", problem)
-    Output(stderr=True).print(line, soft_wrap=True)  # a wrapped path cannot be copied
+    Output(stderr=True).print_line(line)  # a wrapped path cannot be copied
     return 1

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import anyio
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from streamrag.cli.output import Output
 from streamrag.cli.source import add_source_arguments, make_source
-from streamrag.cli.steps import StepLines
+from streamrag.cli.steps import StepLines, bar
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError
 from streamrag.reading import MAX_SMALL_FILE_BYTES, read_bytes
@@ -24,8 +24,12 @@ from streamrag.showing import one_line
 if TYPE_CHECKING:
     from streamrag.trace.recorder import CountTokens
 
-__all__ = ["WORDS", "WORDS_NOTE", "add_parser", "make_counter", "passage_counter"]
+__all__ = ["WORDS", "WORDS_NOTE", "add_arguments", "make_counter", "passage_counter"]
 
+DESCRIPTION = """\
+Retrieves for each question and writes a trace: what came, when, how large it
+was. No model is needed. An existing trace is appended to.
+"""
 EPILOG = """\
 examples:
   streamrag record "How do I cancel a task group?" --url https://anyio.readthedocs.io \\
@@ -39,30 +43,22 @@ WORDS = "words"
 WORDS_NOTE = "sizes are words and signs, of which there are fewer than tokens: `record --tokenizer MODEL` counts tokens"
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command to the program's parser."""
-    parser = commands.add_parser(
-        "record",
-        help="record what retrieval does, to replay it later",
-        description=(
-            "Retrieves for each question and writes a trace: what came, when, how large it was. No model is needed. "
-            "An existing trace is appended to."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("question", nargs="*", help="may be several, each in quotes")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command is told, and what runs it."""
+    parser.usage = "%(prog)s (QUESTION ... | --questions FILE) (--url URL | --index FOLDER) --output FILE [options]"
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("question", metavar="QUESTION", nargs="*", help="may be several, each in quotes")
     parser.add_argument("--questions", metavar="FILE", help="a file with a question a line; - reads standard input")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl, .jsonl.gz or .jsonl.zst")
     parser.add_argument(
-        "--text", choices=("full", "hash"), default="full", help="record texts, or only hashes and lengths (full)"
+        "--text",
+        choices=("full", "hash"),
+        default="full",
+        help="record texts, or only hashes and lengths (%(default)s)",
     )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="counts the tokens: a model's folder or name; without one, words and signs are counted instead",
-    )
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="questions under way at once (1)")
+    about = "counts the tokens: a model's folder or name; without one, words and signs are counted instead"
+    parser.add_argument("--tokenizer", metavar="PATH", help=about)
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="questions under way at once (%(default)s)")
     parser.add_argument("--note", metavar="TEXT", help="remembered in the trace's header")
     add_source_arguments(parser)
     parser.set_defaults(run=run)
@@ -138,14 +134,8 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
     recorder = TraceRecorder(arguments.output, text=arguments.text, provenance=provenance)
     began_s = time.monotonic()
     lines = StepLines(console)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with bar(console, *columns) as progress:
         task = progress.add_task("starting", total=len(questions))
 
         def show_step(line: str) -> None:
@@ -170,9 +160,9 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
     if is_new and len(failed) == len(questions):
         arguments.output.unlink(missing_ok=True)  # nobody wants it, and the next attempt would be appended to it
     for line in _summary(arguments.output, questions, failed, time.monotonic() - began_s, is_new=is_new):
-        console.print(line, soft_wrap=True)
+        console.print_line(line)
     if tokenizer == WORDS and len(failed) < len(questions):
-        console.print(f"note: {WORDS_NOTE}", soft_wrap=True, style="yellow")
+        console.print_line(f"note: {WORDS_NOTE}", style="yellow")
     return 1 if failed else 0
 
 

@@ -13,9 +13,13 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--url", action="append", metavar="URL", help="crawl from here; may be given more than once")
     source.add_argument("--index", metavar="FOLDER", help="search an index made by `streamrag index build`")
     crawl = parser.add_argument_group("crawling")
-    crawl.add_argument("--depth", type=int, default=2, metavar="N", help="links to follow from a start page (2)")
-    crawl.add_argument("--max-pages", type=int, default=20, metavar="N", help="most pages to fetch (20)")
-    crawl.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds for the whole crawl (30)")
+    crawl.add_argument(
+        "--depth", type=int, default=2, metavar="N", help="links to follow from a start page (%(default)s)"
+    )
+    crawl.add_argument("--max-pages", type=int, default=20, metavar="N", help="most pages to fetch (%(default)s)")
+    crawl.add_argument(
+        "--timeout", type=float, default=30.0, metavar="S", help="seconds for the whole crawl (%(default)g)"
+    )
     crawl.add_argument("--any-host", action="store_true", help="follow links to other hosts too")
     crawl.add_argument("--allow-private", action="store_true", help="allow private and loopback addresses")
     crawl.add_argument("--cdp-url", metavar="URL", help="render pages in the browser at this CDP address")
@@ -23,7 +27,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--embedder", metavar="NAME", help="what the index was made with, if not the default; it is loaded, so trust it"
     )
-    search.add_argument("-k", type=int, default=5, metavar="N", help="passages in the context (5)")
+    search.add_argument("-k", type=int, default=5, metavar="N", help="passages in the context (%(default)s)")
 
 
 def make_source(arguments: argparse.Namespace) -> Source:

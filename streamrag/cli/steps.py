@@ -1,11 +1,19 @@
-"""Progress where nobody watches a bar: lines in a file or a pipe."""
+"""How far a command is: a bar on a terminal; lines in a file or a pipe, where nobody watches it."""
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
 
 from streamrag.cli.output import Output
 from streamrag.clock import Clock, monotonic
 
-__all__ = ["StepLines"]
+__all__ = ["StepLines", "bar"]
 
 EVERY_S = 10.0
+
+
+def bar(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
+    """A bar of these columns. Nothing where there is no terminal."""
+    return Progress(*columns, console=console, transient=transient, disable=not console.is_terminal)
 
 
 class StepLines:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -17,8 +17,23 @@ if TYPE_CHECKING:
     from streamrag.trace.statistics import Distribution, TraceStatistics
     from streamrag.trace.values import Trace
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
+DESCRIPTION = """\
+A trace is a file of what retrieval did for some questions: what came, when,
+how large it was. `streamrag record` writes one, `streamrag bench` replays it.
+"""
+EPILOG = """\
+examples:
+  streamrag trace show crawl.jsonl.gz
+  streamrag trace generate crawler --queries 500 --output crawler-500.jsonl.gz
+
+`streamrag trace VERB --help` tells more.
+"""
+CONVERT = """\
+example:
+  streamrag trace convert mooncake conversation_trace.jsonl --output mooncake.jsonl.gz
+"""
 FORMATS = {
     "stream2llm-crawler": "a folder of query_*.csv",
     "stream2llm-anns": "query_trace_map_5k.json, with its CSVs in res/ beside it, and the corpus",
@@ -27,18 +42,17 @@ FORMATS = {
 }
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command to the program's parser."""
-    trace = commands.add_parser(
-        "trace", help="look at traces, convert and generate them", description="Works on traces of retrieval."
-    )
-    verbs = trace.add_subparsers(metavar="VERB", required=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command is told, and what runs it."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     show = verbs.add_parser(
         "show",
         help="print a trace's statistics and draw its distributions",
         description="Prints the statistics of a trace, and draws when things came and how large they were.",
+        epilog="example:\n  streamrag trace show crawl.jsonl.gz --plot crawl.png",
     )
-    show.add_argument("file", type=Path, metavar="FILE")
+    show.add_argument("file", type=Path, metavar="FILE", help="what `streamrag record` or the other verbs wrote")
     show.add_argument("--plot", type=Path, metavar="PNG", help="where to draw (FILE.png)")
     show.add_argument("--no-plot", action="store_true", help="do not draw")
     show.add_argument("--json", action="store_true", help="print JSON instead, and draw only with --plot")
@@ -46,19 +60,24 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     convert = verbs.add_parser(
         "convert",
         help="make a trace from somebody else's",
+        usage="%(prog)s FORMAT PATH --output FILE [options]",
         description="Reads a public trace as it is, and writes it as a trace of streamrag.",
-        epilog="formats: " + "; ".join(f"{name}: {what}" for name, what in FORMATS.items()),
+        epilog="formats:\n" + "".join(f"  {name:20}{what}\n" for name, what in FORMATS.items()) + f"\n{CONVERT}",
     )
-    convert.add_argument("format", choices=FORMATS)
-    convert.add_argument("path", type=Path)
+    convert.add_argument("format", choices=FORMATS, metavar="FORMAT", help="one of those below")
+    convert.add_argument("path", type=Path, metavar="PATH", help="the file or folder as it was published")
     convert.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl, .jsonl.gz or .jsonl.zst")
     convert.add_argument("--tokenizer", metavar="PATH", help="counts tokens of texts; words and signs without one")
     convert.add_argument("--corpus", type=Path, metavar="FOLDER", help="of stream2llm-anns, if not beside the map")
-    convert.add_argument("--text", choices=("full", "hash"), default="full", help="keep texts, or only lengths (full)")
+    convert.add_argument(
+        "--text", choices=("full", "hash"), default="full", help="keep texts, or only lengths (%(default)s)"
+    )
     convert.add_argument("--queries", type=int, metavar="N", help="only the first N")
     convert.add_argument("--force", action="store_true", help="replace the file that is there")
     convert.set_defaults(run=_convert)
-    trace_generate.add_parser(verbs)
+    trace_generate.add_arguments(
+        verbs.add_parser("generate", help="make a workload like those of the Stream2LLM paper")
+    )
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -87,29 +106,29 @@ def _draw(plot: Path, arguments: argparse.Namespace, trace: "Trace", statistics:
     except MissingDependencyError as error:
         if arguments.plot:
             raise
-        console.print(f"not drawn: {error}", soft_wrap=True)
+        console.print_line(f"not drawn: {error}")
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}; name another place with --plot, or use --no-plot") from error
     else:
-        console.print(f"drawn: {plot}", soft_wrap=True)
+        console.print_line(f"drawn: {plot}")
 
 
 def _print(console: Output, file: Path, trace: "Trace", statistics: "TraceStatistics") -> None:
     texts = "with texts" if statistics.has_text else "without texts"
-    console.print(f"{file}: {statistics.num_queries} queries, mode {statistics.mode}, {texts}", soft_wrap=True)
+    console.print_line(f"{file}: {statistics.num_queries} queries, mode {statistics.mode}, {texts}")
     rate = f"{statistics.qps:.3g} arrivals per second" if statistics.qps else "all queries arrive at once"
     seen = f"{statistics.prefix_seen_share:.1%} of tokens in a prefix that an earlier query had too"
-    console.print(f"{rate}; {seen}; {statistics.num_skipped} places skipped", soft_wrap=True)
+    console.print_line(f"{rate}; {seen}; {statistics.num_skipped} places skipped")
     for name, value in trace.provenance.items():
         if name != "notes":
-            console.print(f"  {one_line(name)}: {one_line(str(value))}", style="dim", soft_wrap=True)
+            console.print_line(f"  {one_line(name)}: {one_line(str(value))}", style="dim")
     notes = list(trace.provenance.get("notes", ()))
     if statistics.num_incomplete:
         notes.append(f"{statistics.num_incomplete} retrievals failed or were cancelled")
     if trace.provenance.get("tokenizer") == WORDS:
         notes.append(WORDS_NOTE)
     for note in notes:
-        console.print(f"note: {note}", style="yellow", soft_wrap=True)
+        console.print_line(f"note: {note}", style="yellow")
     table = Table("", "num", "mean", "P50", "P75", "P95", "P99", "max", box=None, pad_edge=False)
     for name, values, form in _rows(statistics):
         if values.num:
@@ -141,7 +160,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     trace = _read(arguments)
     write_trace(trace, arguments.output, text=arguments.text, overwrite=arguments.force)
-    Output(stderr=True).print(f"{arguments.output}: {len(trace.queries)} queries from {arguments.path}", soft_wrap=True)
+    Output(stderr=True).print_line(f"{arguments.output}: {len(trace.queries)} queries from {arguments.path}")
     return 0
 
 
@@ -157,14 +176,7 @@ def _read(arguments: argparse.Namespace) -> "Trace":
         case "azure-llm":
             return read_azure_llm(arguments.path, max_queries=arguments.queries)
     tokenizer, count_tokens = make_counter(arguments.tokenizer)
+    options: dict[str, Any] = {"count_tokens": count_tokens, "max_queries": arguments.queries, "tokenizer": tokenizer}
     if arguments.format == "stream2llm-crawler":
-        return read_stream2llm_crawler(
-            arguments.path, count_tokens=count_tokens, max_queries=arguments.queries, tokenizer=tokenizer
-        )
-    return read_stream2llm_anns(
-        arguments.path,
-        count_tokens=count_tokens,
-        corpus_dir=arguments.corpus,
-        max_queries=arguments.queries,
-        tokenizer=tokenizer,
-    )
+        return read_stream2llm_crawler(arguments.path, **options)
+    return read_stream2llm_anns(arguments.path, corpus_dir=arguments.corpus, **options)

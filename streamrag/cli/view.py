@@ -3,10 +3,11 @@
 from collections.abc import AsyncIterable
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.text import Text
 
 from streamrag.cli.output import markup
+from streamrag.cli.steps import bar
 from streamrag.showing import shown
 from streamrag.telemetry import (
     Answer,
@@ -34,29 +35,22 @@ async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Co
     Progress goes to `console`; the answer's text goes to `answer_to` (the same one unless given), so that it can be
     redirected alone.
     """
-    bar = Progress(
-        TextColumn("         [dim]prefill"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("[dim]tokens"),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("[dim]tokens"))
+    progress = bar(console, TextColumn("         [dim]prefill"), *columns, transient=True)
     answer: Answer | None = None
     output = answer_to or console
     num_chunks = 0
-    with bar:
-        prefill = bar.add_task("prefill", total=None)
+    with progress:
+        prefill = progress.add_task("prefill", total=None)
         async for event in events:
             match event:
                 case ContextChanged():
-                    bar.update(prefill, total=event.num_tokens, completed=event.num_shared)
+                    progress.update(prefill, total=event.num_tokens, completed=event.num_shared)
                 case PrefillProgressed():
-                    bar.update(prefill, completed=event.num_tokens)
+                    progress.update(prefill, completed=event.num_tokens)
                 case TokensGenerated():
-                    if bar.live.is_started:
-                        bar.stop()
+                    if progress.live.is_started:
+                        progress.stop()
                         console.print(_line(event.at_s, "[bold]answer"))
                     output.out(shown(event.text), end="", highlight=False)
                 case Answered():

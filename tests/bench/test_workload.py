@@ -77,8 +77,8 @@ def test_pieces_come_when_they_arrive_and_the_question_stands_last() -> None:
     pieces, end_s = pieces_of(query)
     first, second = (tokens.of_chunk(event.chunk) for event in query.events if isinstance(event, TracedAppend))
     assert pieces == [
-        (1.5, Piece(first, is_append=True, is_last=False)),
-        (2.0, Piece(second + tokens.of_tail(query), is_append=True, is_last=True)),
+        (1.5, Piece(first, is_append=True, is_complete=False)),
+        (2.0, Piece(second + tokens.of_tail(query), is_append=True, is_complete=True)),
     ]
     assert end_s == 2.0
 
@@ -86,7 +86,7 @@ def test_pieces_come_when_they_arrive_and_the_question_stands_last() -> None:
 def test_the_question_waits_for_the_end_of_retrieval() -> None:
     query = updating("u", 0.0, ("a", "b"), ("b", "a"))
     pieces, end_s = pieces_of(query)
-    assert [(round(at_s, 9), len(p.token_ids), p.is_append, p.is_last) for at_s, p in pieces] == [
+    assert [(round(at_s, 9), len(p.token_ids), p.is_append, p.is_complete) for at_s, p in pieces] == [
         (0.3, 1_400, False, False),
         (0.6, 1_400, False, False),
         (0.8, NUM_TAIL_TOKENS, True, True),
@@ -96,7 +96,7 @@ def test_the_question_waits_for_the_end_of_retrieval() -> None:
 
 def test_a_query_that_finds_nothing_is_its_question() -> None:
     pieces, end_s = pieces_of(TracedQuery("q", 0.0, "", (), 0.7))
-    assert [(at_s, len(piece.token_ids), piece.is_last) for at_s, piece in pieces] == [(0.7, NUM_TAIL_TOKENS, True)]
+    assert [(at_s, len(piece.token_ids), piece.is_complete) for at_s, piece in pieces] == [(0.7, NUM_TAIL_TOKENS, True)]
     assert end_s == 0.7
 
 
@@ -160,7 +160,7 @@ def test_contexts_keep_to_the_model_s_length_as_those_of_a_pipeline_do() -> None
     assert [query.end_s for query in load.queries] == [query.end_s for query in queries]
     assert longest_prompt(load.queries) == 1_000 + NUM_TAIL_TOKENS
     pieces, _ = pieces_of(load.queries[3])
-    assert [(len(piece.token_ids), piece.is_last) for _, piece in pieces] == [(NUM_TAIL_TOKENS, True)]
+    assert [(len(piece.token_ids), piece.is_complete) for _, piece in pieces] == [(NUM_TAIL_TOKENS, True)]
 
 
 def test_a_pipeline_leaves_out_the_same_chunks() -> None:

@@ -49,22 +49,22 @@ MUTANTS = (
     Mutant(
         "KV past the LCP is kept",
         PROMPTS,
-        "min(request.num_computed_tokens, num_same, len(new_tokens) - 1)",
+        "min(request.num_computed_tokens, num_shared, len(new_tokens) - 1)",
         "min(request.num_computed_tokens, len(new_tokens) - 1)",
         50,
     ),
     Mutant(
         "nothing is left to compute of an identical prompt",
         PROMPTS,
-        "min(request.num_computed_tokens, num_same, len(new_tokens) - 1)",
-        "min(request.num_computed_tokens, num_same)",
+        "min(request.num_computed_tokens, num_shared, len(new_tokens) - 1)",
+        "min(request.num_computed_tokens, num_shared)",
         50,
     ),
     Mutant("a shared block is written", PROMPTS, "if offset and not manager", "if False and not manager", 100),
     Mutant(
         "block hashes of the old prompt are kept",
         PROMPTS,
-        "    del request.block_hashes[num_same // scheduler.hash_block_size :]\n",
+        "    del request.block_hashes[num_shared // scheduler.hash_block_size :]\n",
         "",
         50,
     ),
@@ -115,7 +115,11 @@ MUTANTS = (
         50,
     ),
     Mutant(
-        "a partial prompt shows its last token", REQUEST, "_all_token_ids) - self.is_partial\n", "_all_token_ids)\n", 50
+        "a partial prompt shows its last token",
+        REQUEST,
+        "_all_token_ids) - (not self.is_complete)\n",
+        "_all_token_ids)\n",
+        50,
     ),
     Mutant(
         "slots of the second runner are not given back",
@@ -134,7 +138,7 @@ MUTANTS = (
         100,
     ),
     Mutant(
-        "what an update invalidates stays known", LOG, "min(self.num_known, chunk.num_common)", "self.num_known", 50
+        "what an update invalidates stays known", LOG, "min(self.num_known, chunk.num_shared)", "self.num_known", 50
     ),
     Mutant("a loss of KV is not noticed", LOG, "        self.num_present = 0\n", "", 100),
     Mutant(
@@ -202,7 +206,7 @@ MUTANTS = (
     Mutant(
         "the end of input ends answers too",
         INTAKE,
-        "stream.is_partial and not stream.is_finished():",
+        "not stream.is_complete and not stream.is_finished():",
         "not stream.is_finished():",
         200,
     ),

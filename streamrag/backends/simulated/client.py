@@ -148,7 +148,7 @@ class SimulatedClient:
         """A prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
         with self._opened(query_id) as (request_id, answer):
             stream = SimulatedStream(self.send, request_id, answer, num_output_tokens)
-            await stream.update(token_ids, is_last=is_complete)
+            await stream.update(token_ids, is_complete=is_complete)
             yield stream
 
     async def session(
@@ -220,10 +220,10 @@ class SimulatedClient:
         progress: _Progress,
     ) -> None:
         try:
-            async for token_ids, is_last in chunks:
+            async for token_ids, is_complete in chunks:
                 progress.num_sent += 1
-                progress.is_all_sent = is_last
-                self.send(request_id, token_ids, num_output_tokens if is_last else 1, is_session=True)
+                progress.is_all_sent = is_complete
+                self.send(request_id, token_ids, num_output_tokens if is_complete else 1, is_session=True)
             self.send(request_id, [0], 1)  # as vLLM's client does: the end of the session
         except Exception as error:
             answer.put(error)

@@ -48,18 +48,18 @@ class SimulatedStream:
         self._token_ids: list[int] = []
         self._num_chunks = 0
 
-    async def append(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
-        """Let the prompt grow; if it `is_last`, have the answer sampled."""
-        self._send([*self._token_ids, *token_ids], len(self._token_ids), is_last, hint)
+    async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Let the prompt grow; if it `is_complete`, have the answer sampled."""
+        self._send([*self._token_ids, *token_ids], len(self._token_ids), is_complete, hint)
 
-    async def update(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
-        """Replace the prompt; if it `is_last`, have the answer sampled."""
+    async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Replace the prompt; if it `is_complete`, have the answer sampled."""
         new = list(token_ids)
-        self._send(new, common_prefix_len(self._token_ids, new), is_last, hint)
+        self._send(new, common_prefix_len(self._token_ids, new), is_complete, hint)
 
-    def _send(self, new: list[int], num_shared: int, is_last: bool, hint: Hint | None) -> None:
+    def _send(self, new: list[int], num_shared: int, is_complete: bool, hint: Hint | None) -> None:
         now_s = asyncio.get_running_loop().time()
-        message = ChunkMessage.of(self._num_chunks, len(new), num_shared, is_final=is_last, now_s=now_s, hint=hint)
+        message = ChunkMessage.of(self._num_chunks, len(new), num_shared, is_complete, now_s, hint)
         self._send_chunk(self._request_id, new[message.num_kept :], self._num_output_tokens, message)
         self._token_ids = new
         self._num_chunks += 1

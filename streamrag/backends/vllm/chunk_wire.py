@@ -36,7 +36,7 @@ class ChunkMessage:
     """Number of the chunk within its stream, from 0."""
     num_kept: int
     """Leading tokens of the previous prompt that the new one keeps, at least; the tokens of the request follow them."""
-    is_final: bool
+    is_complete: bool
     """Whether the prompt is complete: sample the answer."""
     arrival_s: float | None = None
     """When the chunk arrived, on `time.monotonic` of this host; None if the client runs on another."""
@@ -51,19 +51,15 @@ class ChunkMessage:
         index: int,
         num_tokens: int,
         num_shared: int,
-        *,
-        is_final: bool,
+        is_complete: bool,
         now_s: float,
-        hint: Hint | None = None,
+        hint: Hint | None,
         source: str = "",
     ) -> "ChunkMessage":
-        """Of a chunk by which the prompt becomes `num_tokens` long, and shares `num_shared` tokens with the last one.
-
-        `hint` is what the retriever said of it `now_s`.
-        """
+        """Makes the prompt `num_tokens` long, of which `num_shared` are those of the last one."""
         num_kept = min(num_shared, num_tokens - 1)  # vLLM takes no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
-        return cls(index, num_kept, is_final, now_s, expected_s, source)
+        return cls(index, num_kept, is_complete, now_s, expected_s, source)
 
     def extra_args(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -122,7 +118,7 @@ def _is_time(value: Any) -> bool:
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "index": (_is_count, "a whole number from 0"),
     "num_kept": (_is_count, "a whole number from 0"),
-    "is_final": (lambda value: isinstance(value, bool), "true or false"),
+    "is_complete": (lambda value: isinstance(value, bool), "true or false"),
     "arrival_s": (_is_time, "seconds on a clock, or nothing"),
     "expected_complete_s": (_is_time, "seconds on a clock, or nothing"),
     "source": (
@@ -130,7 +126,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"a text of {LONGEST_SOURCE} characters at most",
     ),
 }
-REQUIRED = {"index", "num_kept", "is_final"}
+REQUIRED = {"index", "num_kept", "is_complete"}
 
 
 def _kind(value: Any) -> str:

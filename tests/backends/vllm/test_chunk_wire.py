@@ -54,7 +54,7 @@ MALFORMED: dict[str, Any] = {
     "an index in words": {**FIELDS, "index": "0"},
     "a negative count": {**FIELDS, "num_kept": -1},
     "a count of nothing": {**FIELDS, "num_kept": None},
-    "a final of 1": {**FIELDS, "is_final": 1},
+    "a final of 1": {**FIELDS, "is_complete": 1},
     "not a number": {**FIELDS, "arrival_s": float("nan")},
     "infinity": {**FIELDS, "expected_complete_s": float("inf")},
     "a huge number": {**FIELDS, "arrival_s": 10**400},

@@ -100,7 +100,7 @@ class Client:
             return  # it will not be taken
         self.sent.append((now_s, event.prompt))
         self.prompt, self.max_tokens, self.stop = event.prompt, event.max_tokens, event.stop
-        self.is_complete = isinstance(event, Plain) or event.is_final
+        self.is_complete = isinstance(event, Plain) or event.is_complete
 
     def end_input(self) -> bool:
         """Whether it gives up, without a last chunk."""

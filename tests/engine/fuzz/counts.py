@@ -31,7 +31,7 @@ def count_chunk(run: "Run", event: Chunk, client: Client) -> None:
     met["chunks after a gap"] += client.is_gapped
     old, new = client.prompt, event.prompt
     met["identical prompts"] += old == new
-    met["identical final prompts"] += old == new and event.is_final
+    met["identical final prompts"] += old == new and event.is_complete
     met["prompts that shrink"] += len(new) < len(old)
     met["prompts that change token 0"] += bool(old) and old[0] != new[0]
     met["prompts that invalidate KV"] += old[: stream.num_computed_tokens] != new[: stream.num_computed_tokens]

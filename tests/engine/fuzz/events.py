@@ -48,7 +48,7 @@ class Chunk:
     prompt: tuple[int, ...]
     num_kept: int
     """Tokens kept from the prompt before, as the client says; the true LCP may be longer."""
-    is_final: bool
+    is_complete: bool
     max_tokens: int
     stop: int | None = None
 

@@ -52,13 +52,13 @@ def problems(record: RequestRecord, client: Client, has_prefix_cache: bool) -> l
     num_computed, num_recomputed = client.counts
     taken = list(takewhile(lambda chunk: len(chunk[1]) < client.max_model_len, client.sent))
     prompts = [prompt for _, prompt in taken]
-    chunks = [(at_s, len(new), num_common(old, new)) for (_, old), (at_s, new) in pairwise([(0.0, ()), *taken])]
+    chunks = [(at_s, len(new), num_shared(old, new)) for (_, old), (at_s, new) in pairwise([(0.0, ()), *taken])]
     only_grows = all(new[: len(old)] == old for old, new in pairwise(prompts))
     is_finished = record.outcome == "finished"
     checks = {
         "outcome": record.outcome in outcomes(client),
         "kind": record.is_stream == client.is_stream,
-        "chunks": [(c.arrival_s, c.num_tokens, c.num_common) for c in record.chunks]
+        "chunks": [(c.arrival_s, c.num_tokens, c.num_shared) for c in record.chunks]
         == chunks * (client.is_stream and not client.lacks_start),
         "arrival": record.arrival_s == client.sent[0][0],
         "times": are_ordered(record),
@@ -99,5 +99,5 @@ def is_sorted(times: Sequence[float]) -> bool:
     return all(a <= b for a, b in pairwise(times))
 
 
-def num_common(old: Sequence[int], new: Sequence[int]) -> int:
+def num_shared(old: Sequence[int], new: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))

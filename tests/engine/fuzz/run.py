@@ -246,7 +246,7 @@ class Run:
             self.met["streams without a first chunk"] += client.lacks_start
         if self.current[client.request_id] is not client:
             return  # its id is somebody else's now: vLLM's client would not send it
-        message = ChunkMessage(event.index, event.num_kept, event.is_final, self.engine.now_s)
+        message = ChunkMessage(event.index, event.num_kept, event.is_complete, self.engine.now_s)
         self.engine.add(client.request_id, event.prompt[event.num_kept :], self._params(event), message)
 
     def _add_malformed(self, event: Malformed) -> None:

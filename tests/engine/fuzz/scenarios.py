@@ -144,16 +144,16 @@ def _stream(
     events: list[tuple[float, Event]] = []
     first_s = at_s
     for index in range(num_chunks):
-        is_final = index == num_chunks - 1
+        is_complete = index == num_chunks - 1
         old = prompt
         prompt = _next_prompt(rng, old, template, documents)
         if rng.random() > 0.03:  # else it may outgrow the model
             prompt = prompt[:limit]
-        num_common = next((i for i, (a, b) in enumerate(zip(old, prompt, strict=False)) if a != b), None)
-        num_common = min(len(old), len(prompt)) if num_common is None else num_common
+        num_shared = next((i for i, (a, b) in enumerate(zip(old, prompt, strict=False)) if a != b), None)
+        num_shared = min(len(old), len(prompt)) if num_shared is None else num_shared
         # There is no empty request: one token at least is sent again.
-        num_kept = min(rng.choice([num_common, num_common, num_common // 2, 0]), len(prompt) - 1)
-        chunk = Chunk(name, index, prompt, num_kept, is_final, rng.randrange(1, 12), _stop(rng))
+        num_kept = min(rng.choice([num_shared, num_shared, num_shared // 2, 0]), len(prompt) - 1)
+        chunk = Chunk(name, index, prompt, num_kept, is_complete, rng.randrange(1, 12), _stop(rng))
         events.append((at_s, chunk))
         at_s += rng.expovariate(1 / gap_s) if gap_s else 0.0
     return events + _maybe_abort(rng, name, first_s, at_s + 5)

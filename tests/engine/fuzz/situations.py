@@ -18,14 +18,14 @@ __all__ = ["GARBAGE", "SITUATIONS", "make_scenario"]
 Situation: TypeAlias = Callable[[random.Random, Scenario], Scenario]
 Timed: TypeAlias = tuple[float, Event]
 
-FIELDS: dict[str, Any] = {"index": 0, "num_kept": 0, "is_final": True}
+FIELDS: dict[str, Any] = {"index": 0, "num_kept": 0, "is_complete": True}
 """What a chunk must say at least."""
 GARBAGE: tuple[Any, ...] = (
     *(5, 0, 1.5, True, False, "", "chunk", [], [1], [[]]),
     *({}, {"index": 0}, {**FIELDS, "more": 1}, {**FIELDS, 1: 2}, {"is_end": False}, {**FIELDS, "is_end": True}),
     *({**FIELDS, "index": index} for index in ("0", None, -1, 0.5, True, [0])),
     *({**FIELDS, "num_kept": num} for num in ("0", None, -1, 0.5, 3, 2**62, {})),
-    *({**FIELDS, "is_final": is_final} for is_final in ("yes", None, 1, [])),
+    *({**FIELDS, "is_complete": is_complete} for is_complete in ("yes", None, 1, [])),
     *({**FIELDS, "arrival_s": at_s} for at_s in ("now", math.nan, math.inf, -1.0, True, [], {})),
     *({**FIELDS, "expected_complete_s": at_s} for at_s in ("soon", math.nan, [])),
     *({**FIELDS, "source": source} for source in (5, None, [], {"a": 1}, 2_000 * "a")),
@@ -50,7 +50,7 @@ def _ends(rng: random.Random, scenario: Scenario) -> Scenario:
     events = list(scenario.events)
     for name, chunks in _streams(scenario):
         last_s, last = chunks[-1]
-        if len(chunks) > 1 and last.is_final and rng.random() < 0.4:
+        if len(chunks) > 1 and last.is_complete and rng.random() < 0.4:
             events.remove((last_s, last))
             last_s = rng.choice([chunks[-2][0], last_s])
         events.append((last_s + rng.choice([0.0, 0.0, 1.0, 4.0]), EndOfInput(name)))
@@ -149,7 +149,7 @@ def _malformed(rng: random.Random, scenario: Scenario) -> Scenario:
             # Just before one of its chunks, to which it would fit but for its nonsense.
             number = rng.randrange(1, len(chunks))
             at_s, chunk = chunks[number]
-            message = {**FIELDS, "index": chunk.index, "is_final": chunk.is_final}
+            message = {**FIELDS, "index": chunk.index, "is_complete": chunk.is_complete}
             too_much = {**message, "num_kept": len(chunks[number - 1][1].prompt) + 1}
             nonsense = rng.choice([rng.choice(GARBAGE), too_much, {**message, "index": chunk.index + 1}])
             events.insert(events.index((at_s, chunk)), (at_s, Malformed(name, nonsense, chunk.prompt[:1])))

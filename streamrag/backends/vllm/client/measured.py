@@ -187,10 +187,10 @@ class EngineClient:
             from vllm.engine.protocol import StreamingInput
 
             nonlocal num_before, is_last_sent
-            async for token_ids, is_last in chunks:
-                is_last_sent = is_last
-                num_before += not is_last
-                yield StreamingInput(_tokens_input(token_ids), _params(num_output_tokens if is_last else 1))
+            async for token_ids, is_complete in chunks:
+                is_last_sent = is_complete
+                num_before += not is_complete
+                yield StreamingInput(_tokens_input(token_ids), _params(num_output_tokens if is_complete else 1))
 
         num_seen = 0
         async with aclosing(self._outputs(query_id, inputs(), num_output_tokens)) as outputs:
@@ -222,16 +222,16 @@ class EngineStream:
     def __init__(self, stream: TokenStream) -> None:
         self._stream = stream
 
-    async def append(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
-        """Let it grow; if it `is_last`, have the answer sampled."""
-        if is_last:
+    async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Let it grow; if it `is_complete`, have the answer sampled."""
+        if is_complete:
             await self._stream.finish(token_ids)
         else:
             await self._stream.append(token_ids, hint=hint)
 
-    async def update(self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None) -> None:
-        """Replace it; if it `is_last`, have the answer sampled."""
-        await self._stream.update(token_ids, is_last=is_last, hint=hint)
+    async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+        """Replace it; if it `is_complete`, have the answer sampled."""
+        await self._stream.update(token_ids, is_complete=is_complete, hint=hint)
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
         """The answer as it comes."""

@@ -137,12 +137,12 @@ class TokenStream:
         self._push(self._token_ids + added, len(self._token_ids), hint=hint)
 
     async def update(
-        self, token_ids: Sequence[int], *, is_last: bool = False, hint: Hint | None = None, num_shared: int = 0
+        self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None, num_shared: int = 0
     ) -> None:
         """Replace the prompt by this one, of which KV is kept up to the longest common prefix.
 
-        If it `is_last`, have the answer sampled, as `finish` does. The prefix is looked for behind its first
-        `num_shared` tokens, of which the caller knows that they are those of the prompt so far.
+        If it `is_complete`, have the answer sampled, as `finish` does. The first `num_shared` tokens are known to be
+        shared with the prompt so far; the prefix is looked for behind them.
 
         :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
         :raises EngineDeadError: the engine's processes are gone.
@@ -150,7 +150,7 @@ class TokenStream:
         """
         new = list(token_ids)
         await self._let_others_run()
-        self._push(new, common_prefix_len(self._token_ids, new, num_shared), is_final=is_last, hint=hint)
+        self._push(new, common_prefix_len(self._token_ids, new, num_shared), is_complete=is_complete, hint=hint)
 
     async def finish(self, token_ids: Sequence[int] = (), *, params: SamplingParams | None = None) -> None:
         """Append these tokens, if any, and have the answer sampled.
@@ -164,7 +164,7 @@ class TokenStream:
         """
         added = list(token_ids)
         await self._let_others_run()
-        self._push(self._token_ids + added, len(self._token_ids), is_final=True, params=params)
+        self._push(self._token_ids + added, len(self._token_ids), is_complete=True, params=params)
 
     async def _let_others_run(self) -> None:
         """The one place where a push can be cancelled, before it does anything. vLLM takes the last chunk meanwhile."""
@@ -175,7 +175,7 @@ class TokenStream:
         new: list[int],
         num_shared: int,
         *,
-        is_final: bool = False,
+        is_complete: bool = False,
         hint: Hint | None = None,
         params: SamplingParams | None = None,
     ) -> None:
@@ -189,23 +189,17 @@ class TokenStream:
             raise ConfigurationError("a prompt needs at least one token")
         check_prompt_len(len(new), self._max_model_len)
         message = ChunkMessage.of(
-            self._num_chunks,
-            len(new),
-            num_shared,
-            is_final=is_final,
-            now_s=self._clock(),
-            hint=hint,
-            source=self._source,
+            self._num_chunks, len(new), num_shared, is_complete, self._clock(), hint, self._source
         )
         answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
         chunk_params = for_stream(answer_params)
         chunk_params.extra_args = {**(chunk_params.extra_args or {}), **message.extra_args()}
         chunk = StreamingInput(tokens_input(new[message.num_kept :]), chunk_params)
-        text = AnswerText(self._engine.tokenizer, new, answer_params) if is_final else None
+        text = AnswerText(self._engine.tokenizer, new, answer_params) if is_complete else None
         # Nothing below can fail, or be cancelled: the chunk is sent and all says so, or neither.
         self._token_ids, self._answer_params, self._text = new, answer_params, text
         self._num_chunks += 1
-        self.is_complete = is_final
+        self.is_complete = is_complete
         self._chunks.put_nowait(chunk)
 
     def _check_goes_on(self) -> None:
@@ -348,7 +342,7 @@ class TokenStreams:
         stream = TokenStream(self._engine, params, self._clock, self._why_dead, source)
         self._open.add(stream)
         try:
-            await stream.update(token_ids, is_last=is_complete, hint=hint)
+            await stream.update(token_ids, is_complete=is_complete, hint=hint)
             await stream._start()
             yield stream
         finally:

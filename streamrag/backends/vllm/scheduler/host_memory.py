@@ -116,13 +116,13 @@ class HostMemory:
             self._released[block_id] = _Released(request.request_id, index, request.block_hashes[index])
             request.released_blocks.add(block_id)
 
-    def changes(self, request: StreamRequest, num_computed: int, num_common: int) -> None:
-        """Of the prompt of `request`, which had `num_computed` tokens computed, the first `num_common` are left."""
+    def changes(self, request: StreamRequest, num_computed: int, num_shared: int) -> None:
+        """Of the prompt of `request`, which had `num_computed` tokens computed, the first `num_shared` are left."""
         if num_computed:
-            self.choice.observe_chunk(num_computed, min(num_computed, num_common))
+            self.choice.observe_chunk(num_computed, min(num_computed, num_shared))
         if self.pool.owned(request.request_id):
             self.pool.release(request.request_id, but=set(request.block_hashes))
-        request.num_written_blocks = min(request.num_written_blocks, num_common // self._block_size)
+        request.num_written_blocks = min(request.num_written_blocks, num_shared // self._block_size)
 
     def computes(self, request: StreamRequest) -> None:
         """A step computes some of a partial prompt."""
@@ -292,7 +292,7 @@ class HostMemory:
         while num_left > 0 and self._unwritten:
             request_id = next(iter(self._unwritten))
             request = self._requests.get(request_id)
-            if request is None or not request.is_partial or request.num_computed_tokens == 0:
+            if request is None or request.is_complete or request.num_computed_tokens == 0:
                 del self._unwritten[request_id]
                 continue
             blocks = self._group.req_to_blocks[request_id]

@@ -133,18 +133,18 @@ class StreamIntakeMixin(_Base):
         stream.num_chunks += 1
         num_held = len(stream._all_token_ids)
         num_computed = stream.num_computed_tokens
-        stream.is_partial = not message.is_final  # first: a complete prompt has one token more to hash
-        num_common = replace_prompt(self, stream, message.num_kept, request)
-        self.forecast.observe(message.source, now_s - stream.last_chunk_s, num_common / num_held)
+        stream.is_complete = message.is_complete  # first: a complete prompt has one token more to hash
+        num_shared = replace_prompt(self, stream, message.num_kept, request)
+        self.forecast.observe(message.source, now_s - stream.last_chunk_s, num_shared / num_held)
         stream.is_replaced = self.forecast.replaces(message.source)
         if self.host_memory is not None:
-            self.host_memory.changes(stream, num_computed, num_common)
+            self.host_memory.changes(stream, num_computed, num_shared)
         stream.sampling_params = request.sampling_params
         stream.max_tokens = request.max_tokens
         stream.last_chunk_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
         stream.expected_complete_s = message.expected_complete_s
         stream.view = None
-        chunk = ChunkRecord(stream.last_chunk_s, stream.num_prompt_tokens, num_common, num_computed)
+        chunk = ChunkRecord(stream.last_chunk_s, stream.num_prompt_tokens, num_shared, num_computed)
         stream.log.adds(chunk, num_left=stream.num_computed_tokens)
         self._requeue(stream)
         self._settle(stream)
@@ -166,7 +166,7 @@ class StreamIntakeMixin(_Base):
 
     def _settle(self, stream: StreamRequest) -> None:
         """If all that can be computed is computed, wait for the next chunk outside of all queues."""
-        if not stream.is_partial or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
+        if stream.is_complete or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
             return
         if stream.num_in_flight_tokens > stream.num_stale_output_tokens:
             return
@@ -183,7 +183,7 @@ class StreamIntakeMixin(_Base):
         """Why the chunk cannot be the next of the stream. What it keeps is meant of the one before."""
         if message.index != stream.num_chunks:
             return f"chunk {message.index} came instead of chunk {stream.num_chunks}: one was lost, or came twice"
-        if not stream.is_partial:
+        if stream.is_complete:
             return f"chunk {message.index} came after the last one"
         num_held = len(stream._all_token_ids)
         if message.num_kept > num_held:
@@ -218,7 +218,7 @@ class StreamIntakeMixin(_Base):
     def _end_input(self, request_id: str) -> None:
         stream = self.requests.get(request_id)
         # A complete one is answered. vLLM's client sends no end of a stream that it has aborted.
-        if isinstance(stream, StreamRequest) and stream.is_partial and not stream.is_finished():
+        if isinstance(stream, StreamRequest) and not stream.is_complete and not stream.is_finished():
             self._fail(stream, f"its input ended after chunk {stream.num_chunks - 1}, which is not the last one")
 
     # ------------------------------------------------------------------------------------------------- what goes out

@@ -32,29 +32,29 @@ def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, 
     assert new.prompt_token_ids is not None
     tokens = request._all_token_ids
     new_tokens = tokens[:num_kept] + new.prompt_token_ids if num_kept else new.prompt_token_ids
-    num_same = common_prefix_len(tokens, new_tokens, start=num_kept)
-    num_valid = min(request.num_computed_tokens, num_same, len(new_tokens) - 1)
+    num_shared = common_prefix_len(tokens, new_tokens, start=num_kept)
+    num_valid = min(request.num_computed_tokens, num_shared, len(new_tokens) - 1)
     num_left = keep_kv(scheduler, request, num_valid)
     # In place: vLLM's read-only view refers to this list.
-    del tokens[num_same:]
-    tokens.extend(new_tokens[num_same:])
+    del tokens[num_shared:]
+    tokens.extend(new_tokens[num_shared:])
     # Not in place: an in-process model runner refers to the old list.
     request.prompt_token_ids = tokens.copy()
     request.num_prompt_tokens = len(tokens)
-    replace_hashes(scheduler, request, num_same, new if num_kept == 0 else None)
+    replace_hashes(scheduler, request, num_shared, new if num_kept == 0 else None)
     request.num_computed_tokens = num_left
     request.is_prefill_chunk = True
     request.spec_token_ids = []
     drop_output_in_flight(request)
-    return num_same
+    return num_shared
 
 
-def replace_hashes(scheduler: Scheduler, request: StreamRequest, num_same: int, whole: "Request | None") -> None:
+def replace_hashes(scheduler: Scheduler, request: StreamRequest, num_shared: int, whole: "Request | None") -> None:
     """Make the block hashes those of the new tokens. `whole`, if any, was made with the whole prompt and has them."""
     if whole is not None:
         request.block_hashes = whole.block_hashes
         return
-    del request.block_hashes[num_same // scheduler.hash_block_size :]
+    del request.block_hashes[num_shared // scheduler.hash_block_size :]
     request.update_block_hashes()
 
 

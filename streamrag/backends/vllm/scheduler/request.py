@@ -29,7 +29,7 @@ class StreamRequest(Request):
     therefore sees an unfinished prefill and samples nothing. Whatever the last chunk is, one token is left to compute.
     """
 
-    is_partial: bool
+    is_complete: bool
     is_stream: bool
     arrival_s: float
     last_chunk_s: float
@@ -72,7 +72,7 @@ class StreamRequest(Request):
             sent_s = now_s if chunk.arrival_s is None else chunk.arrival_s
         arrival_s = min(sent_s, now_s)
         request.is_stream = chunk is not None
-        request.is_partial = chunk is not None and not chunk.is_final
+        request.is_complete = chunk is None or chunk.is_complete
         # One of vLLM's own streaming sessions would wait for more input after its answer.
         request.resumable = False
         request.arrival_s = request.last_chunk_s = arrival_s
@@ -98,12 +98,12 @@ class StreamRequest(Request):
 
     @property
     def num_tokens(self) -> int:
-        num_tokens = len(self._all_token_ids) - self.is_partial
+        num_tokens = len(self._all_token_ids) - (not self.is_complete)
         return num_tokens if self.num_visible_tokens is None else min(num_tokens, self.num_visible_tokens)
 
     @property
     def num_tokens_with_spec(self) -> int:
-        num_tokens = len(self._all_token_ids) - self.is_partial + len(self.spec_token_ids)
+        num_tokens = len(self._all_token_ids) - (not self.is_complete) + len(self.spec_token_ids)
         if self.step_limit is None:
             return num_tokens
         return min(num_tokens, self.num_computed_tokens - self.num_output_placeholders + self.step_limit)
@@ -132,12 +132,12 @@ class StreamRequest(Request):
             self.num_computed_tokens,
             num_blocks,
             0,
-            not self.is_partial,
+            self.is_complete,
             self.has_output,
             is_idle,
             self.status == RequestStatus.RUNNING,
             self.expected_complete_s,
             self.source,
             self.was_evicted,
-            self.is_partial and self.is_replaced,
+            not self.is_complete and self.is_replaced,
         )

@@ -39,7 +39,7 @@ class RequestLog:
         self.chunks.append(chunk)
         self.num_invalidated += chunk.num_invalidated
         self.num_present = num_left
-        self.num_known = min(self.num_known, chunk.num_common)
+        self.num_known = min(self.num_known, chunk.num_shared)
 
     def computes(self, start: int, end: int, now_s: float, num_loaded: int = 0) -> None:
         """Prompt tokens [start, end) are computed in this step. What is new below `start` was in the prefix cache, but

@@ -204,7 +204,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                     request.step_limit = grant.num_tokens
             else:
                 starting.append(request)
-                if request.is_partial:
+                if not request.is_complete:
                     num_present = grant.request.num_computed_tokens or self.kv_memory.num_cached_tokens(grant.request)
                     request.num_visible_tokens = num_present + grant.num_tokens
         aside = [self.requests[view.request_id] for view in step.order if view.request_id not in granted]
@@ -249,7 +249,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             if request.log.num_present >= request.num_prompt_tokens:
                 continue  # a decode
             prefills.append((request, self._record_prefill(request, num_tokens)))
-            if request.is_partial:
+            if not request.is_complete:
                 partial.append(request)
                 if self.host_memory is not None:
                     self.host_memory.computes(request)

@@ -115,13 +115,13 @@ class ClientMachine(RuleBasedStateMachine):
         else:
             self.open.append(Truth(found, context, token_ids, is_complete))
 
-    def pushed(self, truth: Truth, found: Any, prompt: list[int], *, is_last: bool, cuts: Cuts) -> None:
+    def pushed(self, truth: Truth, found: Any, prompt: list[int], *, is_complete: bool, cuts: Cuts) -> None:
         """Check what came of a push that was to make this prompt."""
         if found is None:
             may = not (self.is_dead or truth.is_aborted or truth.is_complete or truth.error)
             assert may, "a push into a stream that takes none was said to be done"
             assert 0 < len(prompt) < MAX_MODEL_LEN
-            truth.prompt, truth.is_complete = prompt, is_last
+            truth.prompt, truth.is_complete = prompt, is_complete
         elif isinstance(found, asyncio.CancelledError):
             assert cuts
         elif self.is_dead:
@@ -138,15 +138,15 @@ class ClientMachine(RuleBasedStateMachine):
     def appends(self, which: int, token_ids: list[int], cuts: Cuts) -> None:
         truth = self.one(which)
         found = self.run(truth.stream.append(token_ids), cuts)
-        self.pushed(truth, found, truth.prompt + token_ids, is_last=False, cuts=cuts)
+        self.pushed(truth, found, truth.prompt + token_ids, is_complete=False, cuts=cuts)
 
     @precondition(lambda self: self.open)
-    @rule(which=WHICH, kept=st.integers(0, 70), token_ids=TOKENS, is_last=RARELY, cuts=CUTS)
-    def updates(self, which: int, kept: int, token_ids: list[int], is_last: bool, cuts: Cuts) -> None:
+    @rule(which=WHICH, kept=st.integers(0, 70), token_ids=TOKENS, is_complete=RARELY, cuts=CUTS)
+    def updates(self, which: int, kept: int, token_ids: list[int], is_complete: bool, cuts: Cuts) -> None:
         truth = self.one(which)
         prompt = truth.prompt[:kept] + token_ids
-        found = self.run(truth.stream.update(prompt, is_last=is_last), cuts)
-        self.pushed(truth, found, prompt, is_last=is_last, cuts=cuts)
+        found = self.run(truth.stream.update(prompt, is_complete=is_complete), cuts)
+        self.pushed(truth, found, prompt, is_complete=is_complete, cuts=cuts)
 
     @precondition(lambda self: self.open)
     @rule(which=WHICH, token_ids=TOKENS, cuts=CUTS, params=st.sampled_from([None, OTHER, REFUSED, REFUSED, REFUSED]))
@@ -157,7 +157,7 @@ class ClientMachine(RuleBasedStateMachine):
             assert isinstance(found, StreamRagError | asyncio.CancelledError)
             assert (truth.stream.num_tokens, truth.stream.is_complete) == (len(truth.prompt), truth.is_complete)
             return
-        self.pushed(truth, found, truth.prompt + token_ids, is_last=True, cuts=cuts)
+        self.pushed(truth, found, truth.prompt + token_ids, is_complete=True, cuts=cuts)
         if found is None:
             self.loop.run_until_complete(settle())
             truth.has_stop_text = params is None
@@ -194,7 +194,7 @@ class ClientMachine(RuleBasedStateMachine):
     def appends_what_is_no_token(self, truth: Truth) -> None:
         prompt = [*truth.prompt, UNKNOWN]
         found = self.run(truth.stream.append([UNKNOWN]))
-        self.pushed(truth, found, prompt, is_last=False, cuts=())
+        self.pushed(truth, found, prompt, is_complete=False, cuts=())
         truth.is_refused |= found is None
 
     @precondition(lambda self: self.open)

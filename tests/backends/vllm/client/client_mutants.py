@@ -8,8 +8,8 @@ from streamrag.backends.vllm.client import token_streams
 
 YIELDS = "await self._let_others_run()"
 ADDS = "self._push(self._token_ids + added, len(self._token_ids), hint=hint)"
-UPDATES = "self._push(new, common_prefix_len(self._token_ids, new, num_shared), is_final=is_last, hint=hint)"
-FINISHES = "self._push(self._token_ids + added, len(self._token_ids), is_final=True, params=params)"
+UPDATES = "self._push(new, common_prefix_len(self._token_ids, new, num_shared), is_complete=is_complete, hint=hint)"
+FINISHES = "self._push(self._token_ids + added, len(self._token_ids), is_complete=True, params=params)"
 NEXT = "\n        "
 
 MUTANTS: dict[str, tuple[str, str]] = {
@@ -53,7 +53,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     ),
     "a push that is refused has completed the prompt": (
         "if not new:",
-        "self.is_complete = is_final\n        if not new:",
+        "self.is_complete = is_complete\n        if not new:",
     ),
     "an update keeps a token too many": (
         "common_prefix_len(self._token_ids, new, num_shared)",

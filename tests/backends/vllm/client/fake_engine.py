@@ -132,7 +132,7 @@ class FakeCore:
                 self.problems.append(f"{message} does not follow {held}")
             held.prompt = held.prompt[: message.num_kept] + new
             held.num_chunks += 1
-        held.is_complete = message is None or message.is_final
+        held.is_complete = message is None or message.is_complete
         held.params = request.sampling_params
         if self.answers_after is not None:
             self._answer_later(request_id, held.num_chunks, self.answers_after)

@@ -317,7 +317,7 @@ async def test_streaming_computes_each_token_once_and_tells_what_it_did(backend:
     assert last
     assert last.record
     record = last.record
-    assert [(chunk.num_tokens, chunk.num_common, chunk.num_computed) for chunk in record.chunks] == [
+    assert [(chunk.num_tokens, chunk.num_shared, chunk.num_computed) for chunk in record.chunks] == [
         (700, 0, 0),
         (1400, 700, 699),
         (1400, 700 + common_prefix_len(B, C), 1399),

@@ -46,10 +46,10 @@ class Bench:
         self.engine.add(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0))
 
     def chunk(
-        self, name: str, tokens: list[int], *, kept: int = 0, is_final: bool = False, max_tokens: int = 2
+        self, name: str, tokens: list[int], *, kept: int = 0, is_complete: bool = False, max_tokens: int = 2
     ) -> None:
         index = self._num_chunks[name] = self._num_chunks.get(name, -1) + 1
-        message = ChunkMessage(index, kept, is_final, self.engine.now_s)
+        message = ChunkMessage(index, kept, is_complete, self.engine.now_s)
         self.engine.add(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0), message)
 
     def step(self) -> list[EngineCoreOutput]:

@@ -43,7 +43,7 @@ def test_no_kv_of_old_weights_is_saved_or_loaded(
     assert b.scheduler.host_memory.pool.num_used > 0
     answered = list(prompts)[:4]
     for name in answered:
-        b.chunk(name, [7], kept=60, is_final=True, max_tokens=20)
+        b.chunk(name, [7], kept=60, is_complete=True, max_tokens=20)
     for _ in range(num_steps):
         b.step()
     load_new_weights(b, reset_connector=reset_connector)
@@ -67,7 +67,7 @@ def test_what_is_being_saved_during_a_reset_cannot_be_loaded_after_it(bench: Mak
     b.run()
     assert not pool._saving
     for name in ("s0", "s1", "s2"):
-        b.chunk(name, [7], kept=60, is_final=True)
+        b.chunk(name, [7], kept=60, is_complete=True)
     b.run()
     for name in ("s0", "s1", "s2"):
         assert b.tokens(name) == b.fresh_answer([*prompts[name], 7])
@@ -107,7 +107,7 @@ def test_nothing_is_left_of_requests_that_are_gone(bench: Make, eviction: str, i
     names = list(crowd(b))
     for i, name in enumerate(names):
         if ending == "answered" or (ending == "mixed" and i % 2):
-            b.chunk(name, [7], kept=60, is_final=True, max_tokens=20)
+            b.chunk(name, [7], kept=60, is_complete=True, max_tokens=20)
     for _ in range(3):
         if b.engine.has_work:
             b.step()
@@ -129,7 +129,7 @@ def test_models_whose_blocks_cannot_be_copied_are_served_with_host_memory_asked_
     b.plain("p", 30)
     b.run()
     b.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    b.chunk("s", [7], kept=40, is_final=True)
+    b.chunk("s", [7], kept=40, is_complete=True)
     b.run()
     assert b.tokens("p") == b.fresh_answer(list(range(30)))
     assert b.tokens("s") == b.fresh_answer([*range(40), 7])

@@ -45,7 +45,7 @@ def test_malformed_extra_args_fail_their_request_alone(bench: Make, fields: Any,
     send(b, "bad", {KEY: fields}, resumable=resumable)
     b.run()
     assert "extra_args" in error(b, "bad")
-    b.chunk("s", [7], kept=40, is_final=True)
+    b.chunk("s", [7], kept=40, is_complete=True)
     b.run()
     assert b.tokens("s") == b.fresh_answer([*TOKENS, 7])
     assert b.tokens("p") == b.fresh_answer(list(range(500, 530)))
@@ -76,10 +76,10 @@ def test_kv_transfer_params_that_are_no_mapping_fail_their_request_alone(
     assert b.tokens("p") == b.fresh_answer(list(range(500, 530)))
 
 
-@pytest.mark.parametrize("is_final", [False, True])
-def test_a_chunk_that_comes_as_a_plain_request_is_refused(bench: Make, is_final: bool) -> None:
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_chunk_that_comes_as_a_plain_request_is_refused(bench: Make, is_complete: bool) -> None:
     b = bench()
-    send(b, "p", ChunkMessage(0, 0, is_final).extra_args(), resumable=False)
+    send(b, "p", ChunkMessage(0, 0, is_complete).extra_args(), resumable=False)
     b.check_empty()
     assert "streamed inputs" in error(b, "p")
 
@@ -87,10 +87,10 @@ def test_a_chunk_that_comes_as_a_plain_request_is_refused(bench: Make, is_final:
 @pytest.mark.parametrize(
     ("index", "why"), [(0, "came instead of chunk 2"), (1, "came instead of"), (3, "came instead of"), (2**70, "came")]
 )
-@pytest.mark.parametrize("is_final", [False, True])
+@pytest.mark.parametrize("is_complete", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 1, 20])
 def test_a_gap_or_a_repetition_fails_its_stream_alone(
-    bench: Make, index: int, why: str, is_final: bool, num_steps: int
+    bench: Make, index: int, why: str, is_complete: bool, num_steps: int
 ) -> None:
     b = bench(is_async=True)
     b.chunk("other", [*range(500, 540)])
@@ -98,12 +98,12 @@ def test_a_gap_or_a_repetition_fails_its_stream_alone(
     b.chunk("s", [7], kept=40)
     for _ in range(num_steps):
         b.step() if b.engine.has_work else None
-    b.engine.add("s", [8], GREEDY, ChunkMessage(index, 41, is_final))
-    b.chunk("s", [9], kept=42, is_final=True)  # comes too late
+    b.engine.add("s", [8], GREEDY, ChunkMessage(index, 41, is_complete))
+    b.chunk("s", [9], kept=42, is_complete=True)  # comes too late
     b.run()
     assert why in error(b, "s")
     assert b.tokens("s") == []
-    b.chunk("other", [7], kept=40, is_final=True)
+    b.chunk("other", [7], kept=40, is_complete=True)
     b.run()
     assert b.tokens("other") == b.fresh_answer([*range(500, 540), 7])
 
@@ -113,7 +113,7 @@ def test_a_chunk_that_keeps_more_than_there_is_fails_its_stream(bench: Make, num
     b = bench()
     b.chunk("s", TOKENS)
     b.run()
-    b.chunk("s", [7], kept=num_kept, is_final=True)
+    b.chunk("s", [7], kept=num_kept, is_complete=True)
     b.check_empty()
     assert f"keeps {num_kept} tokens of a prompt of 40" in error(b, "s")
 
@@ -128,7 +128,7 @@ def test_a_first_chunk_that_keeps_something_is_refused(bench: Make) -> None:
 
 def test_a_chunk_after_the_last_one_fails_its_stream(bench: Make) -> None:
     b = bench()
-    b.chunk("s", TOKENS, is_final=True, max_tokens=20)
+    b.chunk("s", TOKENS, is_complete=True, max_tokens=20)
     b.step()
     b.chunk("s", [7], kept=40)
     b.check_empty()
@@ -136,21 +136,21 @@ def test_a_chunk_after_the_last_one_fails_its_stream(bench: Make) -> None:
 
 
 @pytest.mark.parametrize("index", [1, 3])
-@pytest.mark.parametrize("is_final", [False, True])
-def test_a_chunk_of_nobody_that_comes_as_a_plain_request_is_refused(bench: Make, index: int, is_final: bool) -> None:
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_chunk_of_nobody_that_comes_as_a_plain_request_is_refused(bench: Make, index: int, is_complete: bool) -> None:
     b = bench()
     for name in ("p", "p again"):
-        send(b, name, ChunkMessage(index, 2, is_final).extra_args(), resumable=False)
+        send(b, name, ChunkMessage(index, 2, is_complete).extra_args(), resumable=False)
         b.check_empty()
         assert "streamed inputs" in error(b, name)
 
 
-@pytest.mark.parametrize("is_final", [False, True])
-def test_a_stream_whose_first_chunk_is_lost_fails_once(bench: Make, is_final: bool) -> None:
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_stream_whose_first_chunk_is_lost_fails_once(bench: Make, is_complete: bool) -> None:
     b = bench()
     at_start = container_sizes(b.scheduler)
     for index in (1, 2, 3):
-        send(b, "s", ChunkMessage(index, 40, is_final and index == 3).extra_args(), resumable=True)
+        send(b, "s", ChunkMessage(index, 40, is_complete and index == 3).extra_args(), resumable=True)
         b.check_empty()
     assert "chunk 1 came, but no chunk 0" in error(b, "s")
     assert b.num_finishes("s") == 1
@@ -198,14 +198,14 @@ def test_an_empty_prompt_is_refused(bench: Make, resumable: bool) -> None:
     assert "at least one token" in error(b, "e")
 
 
-@pytest.mark.parametrize("is_final", [False, True])
+@pytest.mark.parametrize("is_complete", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 20])
-def test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream(bench: Make, is_final: bool, num_steps: int) -> None:
+def test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream(bench: Make, is_complete: bool, num_steps: int) -> None:
     b = bench()
     b.chunk("s", TOKENS)
     for _ in range(num_steps):
         b.step() if b.engine.has_work else None
-    b.chunk("s", [], is_final=is_final)
+    b.chunk("s", [], is_complete=is_complete)
     b.check_empty()
     assert "at least one token" in error(b, "s")
 
@@ -214,7 +214,7 @@ def test_a_chunk_may_do_nothing_but_shorten_its_prompt(bench: Make) -> None:
     b = bench()
     b.chunk("s", TOKENS)
     b.run()
-    b.chunk("s", [], kept=5, is_final=True)
+    b.chunk("s", [], kept=5, is_complete=True)
     b.check_empty()
     assert b.tokens("s") == b.fresh_answer(TOKENS[:5])
 
@@ -242,7 +242,7 @@ def test_a_chunk_with_another_adapter_or_salt_than_its_stream_fails_it(
 def test_the_end_of_input_fails_partial_prompts_and_nothing_else(bench: Make) -> None:
     b = bench()
     b.chunk("partial", TOKENS)
-    b.chunk("complete", TOKENS, is_final=True)
+    b.chunk("complete", TOKENS, is_complete=True)
     b.plain("plain", 30)
     b.step()
     for name in ("partial", "complete", "plain", "unknown"):
@@ -262,7 +262,7 @@ def test_a_plain_request_cannot_take_the_id_of_one_that_lives(bench: Make) -> No
     b.plain("s", 30)
     b.run()
     assert "already" in str(b.outputs[-1].kv_transfer_params)
-    b.chunk("s", [7], kept=40, is_final=True)
+    b.chunk("s", [7], kept=40, is_complete=True)
     b.run()
     assert b.tokens("s") == b.fresh_answer([*TOKENS, 7])
 
@@ -280,7 +280,7 @@ def test_an_id_may_be_used_again_while_steps_of_its_last_owner_are_in_flight(
     b.engine.abort("again")
     b.outputs.clear()
     if is_stream:
-        b.chunk("again", [*range(500, 530)], is_final=True)
+        b.chunk("again", [*range(500, 530)], is_complete=True)
     else:
         b.plain("again", 30, first=500)
     b.run()

@@ -89,7 +89,7 @@ def test_a_pause_comes_to_an_end_and_what_it_keeps_goes_on_after_it(
     assert b.tokens("new") == []
     b.scheduler.set_pause_state(PauseState.UNPAUSED)
     for name in kept & {"idle", "stuck", "growing", "hasty"}:
-        b.chunk(name, [*TOKENS[:20], 7], is_final=True)
+        b.chunk(name, [*TOKENS[:20], 7], is_complete=True)
     settle(b)
     assert b.tokens("new") == b.fresh_answer([*range(900, 930)])
     for name in kept & {"idle", "stuck", "growing", "hasty"}:
@@ -110,7 +110,7 @@ def test_a_pause_sees_that_streams_are_aborted_and_chunks_come_during_it(bench: 
     b.engine.abort("idle")
     settle(b)
     b.scheduler.set_pause_state(PauseState.UNPAUSED)
-    b.chunk("late", [8], kept=41, is_final=True)
+    b.chunk("late", [8], kept=41, is_complete=True)
     settle(b)
     assert b.tokens("late") == b.fresh_answer([*TOKENS, 7, 8])
     assert b.num_finishes("late") == 3

@@ -24,7 +24,7 @@ def test_the_record_of_a_stream_tells_what_it_went_through(bench: Make) -> None:
     b.plain("p", 180, first=1_000)  # needs 46 of the 50 blocks
     b.run()
     answered_s = b.engine.now_s
-    b.chunk("s", TOKENS[:20], is_final=True)
+    b.chunk("s", TOKENS[:20], is_complete=True)
     b.run()
     record = b.record("s")
     assert record.chunks == (ChunkRecord(0.0, 40, 0, 0), ChunkRecord(answered_s, 20, 20, 0))
@@ -40,10 +40,10 @@ def test_an_update_counts_what_it_invalidates(bench: Make) -> None:
     b = bench(has_prefix_cache=False)
     b.chunk("s", TOKENS)
     b.run()
-    b.chunk("s", [*TOKENS[:21], 500, 501], is_final=True)
+    b.chunk("s", [*TOKENS[:21], 500, 501], is_complete=True)
     b.run()
     record = b.record("s")
-    assert record.chunks[1].num_common == 21
+    assert record.chunks[1].num_shared == 21
     assert record.num_invalidated == record.chunks[1].num_invalidated == 39 - 21
     assert (record.num_computed, record.num_recomputed) == (39 + 2, 0)
 
@@ -97,7 +97,7 @@ def test_every_request_leaves_one_line_however_it_ends(bench: Make, tmp_path: Pa
     b = bench(streamrag={"records": str(path)})
     assert not path.exists()
     b.plain("finished", 10)
-    b.chunk("answered", TOKENS, is_final=True)
+    b.chunk("answered", TOKENS, is_complete=True)
     b.chunk("too long at once", list(range(300)))
     b.chunk("too long later", TOKENS)
     b.chunk("left", TOKENS)
@@ -107,7 +107,7 @@ def test_every_request_leaves_one_line_however_it_ends(bench: Make, tmp_path: Pa
     b.chunk("too long later", list(range(300)))
     b.scheduler._end_input("no last chunk")
     b.engine.abort("left")
-    b.chunk("left", [1], kept=40, is_final=True)  # comes too late
+    b.chunk("left", [1], kept=40, is_complete=True)  # comes too late
     b.plain("aborted in time", 10)
     b.engine.abort("aborted in time")
     b.run()

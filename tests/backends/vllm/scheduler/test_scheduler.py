@@ -30,7 +30,7 @@ def test_an_appended_prompt_is_answered_as_if_it_had_come_at_once(bench: Make) -
     b.run()
     b.chunk("s", TOKENS[10:30], kept=10)
     b.run()
-    b.chunk("s", TOKENS[30:], kept=30, is_final=True)
+    b.chunk("s", TOKENS[30:], kept=30, is_complete=True)
     b.run()
     assert b.tokens("s") == b.fresh_answer(TOKENS)
     assert b.num_finishes("s") == 3
@@ -49,7 +49,7 @@ def test_a_chunk_in_mid_prefill_takes_effect_at_the_next_step(bench: Make) -> No
     b.chunk("s", TOKENS)
     b.step()
     new = TOKENS[:6] + [500] * 10
-    b.chunk("s", new, is_final=True)
+    b.chunk("s", new, is_complete=True)
     b.run()
     assert b.tokens("s") == b.fresh_answer(new)
     record = b.record("s")
@@ -95,7 +95,7 @@ def test_every_last_chunk_is_answered(
     for _ in range(num_steps):
         if b.engine.has_work:
             b.step()
-    b.chunk("s", last[kept:], kept=kept, is_final=True)
+    b.chunk("s", last[kept:], kept=kept, is_complete=True)
     b.run()
     assert b.tokens("s") == b.fresh_answer(last)
     assert b.num_finishes("s") == 2
@@ -110,7 +110,7 @@ def test_many_more_idle_streams_than_slots_stall_nobody(bench: Make, can_partial
     assert len(b.scheduler.idle) == num_idle
     b.plain("p", 100, first=5_000)
     for i in range(20):
-        b.chunk(f"s{i}", [7], kept=20, is_final=True)
+        b.chunk(f"s{i}", [7], kept=20, is_complete=True)
     b.run()
     assert all(len(b.tokens(f"s{i}")) == 2 for i in range(20))
     assert len(b.tokens("p")) == 2
@@ -133,7 +133,7 @@ def test_an_engine_with_idle_streams_only_sleeps(bench: Make) -> None:
     b.run()
     assert not b.engine.has_work
     assert b.scheduler.has_requests() is False
-    b.chunk("s", TOKENS, is_final=True)
+    b.chunk("s", TOKENS, is_complete=True)
     assert b.engine.has_work
 
 
@@ -158,7 +158,7 @@ def test_a_stream_may_be_aborted_at_any_step(bench: Make) -> None:
         for _ in range(num_steps):
             b.engine.step()
         b.engine.abort("s")
-        b.chunk("s", [1], kept=40, is_final=True)  # comes too late
+        b.chunk("s", [1], kept=40, is_complete=True)  # comes too late
         b.check_empty()
 
 
@@ -271,7 +271,7 @@ def test_a_paused_engine_goes_on_where_it_was(bench: Make, state: PauseState) ->
     b.plain("p", 100, first=500)
     b.step()
     b.scheduler.set_pause_state(state)
-    b.chunk("s", TOKENS[:30] + TOKENS, is_final=True)
+    b.chunk("s", TOKENS[:30] + TOKENS, is_complete=True)
     for _ in range(20):
         if b.engine.has_work:
             b.step()

@@ -56,7 +56,7 @@ def test_a_client_hears_of_a_prompt_that_waits_for_memory(bench: Make, is_busy: 
     b.run()
     assert "stuck" in b.scheduler.idle  # it goes on by itself, and is acknowledged once
     assert [each["chunk"] for each in acknowledgements(b, "stuck")] == [0, 1]
-    b.chunk("stuck", [8], kept=121, is_final=True)
+    b.chunk("stuck", [8], kept=121, is_complete=True)
     b.run()
     assert b.tokens("stuck") == b.fresh_answer([*range(500, 620), 7, 8])
 

@@ -21,7 +21,7 @@ def test_what_was_computed_from_a_load_is_not_copied_before_it_is_known_to_be_go
     b.runner.load_fails = lambda slot: True
     b.chunk("s", list(range(40, 80)), kept=40)
     b.run()
-    b.chunk("s", [7], kept=80, is_final=True)
+    b.chunk("s", [7], kept=80, is_complete=True)
     b.run()
     assert b.runner.num_not_loaded > 0
     assert b.tokens("s") == b.fresh_answer([*range(80), 7])
