@@ -43,12 +43,13 @@ INNERMOST = [
 
 # In `backends/vllm`, what the modules of each process may import beside each other.
 SHARED_BY_PROCESS: dict[str, set[str]] = {
-    "client": {"chunk_wire", "options", "version"},
-    "scheduler": {"chunk_wire", "copy_wire", "options", "version"},
+    "client": {"chunk_wire", "facts", "options", "version"},
+    "scheduler": {"chunk_wire", "copy_wire", "facts", "options", "version"},
     "worker": {"copy_wire"},
     "connector": {"scheduler", "worker", "copy_wire", "options"},  # vLLM's entry to both
     "options": {"chunk_wire"},
     "version": set(),
+    "facts": set(),
     "chunk_wire": set(),
     "copy_wire": set(),
 }

@@ -16,7 +16,7 @@ from streamrag.engine.fitting import fit_copies
 if TYPE_CHECKING:
     import torch
 
-    from streamrag.backends.vllm.client.facts import EngineFacts
+    from streamrag.backends.vllm.facts import EngineFacts
 
 __all__ = ["CopyTimes", "block_counts", "measure_copies"]
 

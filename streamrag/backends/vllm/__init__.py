@@ -6,9 +6,9 @@
                     ◀─ copy_wire ──▶
     worker/       vLLM's workers'         copies KV between the device and host memory
 
-`connector` is what vLLM calls for copies, in the scheduler's process and in the workers. What client and scheduler
-share is `chunk_wire`, the scheduler's `options` and vLLM's `version`; these and `client` do not import vLLM, which
-`client` does when an engine starts.
+`connector` is what vLLM calls for copies, in the scheduler's process and in the workers. Client and scheduler share the
+`options` of the scheduler, vLLM's `version` and the `facts` of an engine; neither these nor `client` nor `chunk_wire`
+import vLLM before an engine starts.
 """
 
 from typing import TYPE_CHECKING, Any

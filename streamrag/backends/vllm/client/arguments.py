@@ -47,23 +47,17 @@ def scheduler_args(
     policy: str,
     can_partial_evict: bool | None,
     engine_args: Mapping[str, Any],
-    *,
-    eviction: str | None = None,
-    host_kv_bytes: int | None = None,
-    profile: str | None = None,
+    **others: Any,
 ) -> dict[str, Any]:
-    """What makes vLLM run our scheduler, merged with what `engine_args` say. None is the scheduler's default.
+    """What makes vLLM run our scheduler, merged with what `engine_args` say.
+
+    `others` are further `SchedulerOptions`; None is the scheduler's default.
 
     :raises ConfigurationError: they exclude each other, or there is no such policy or eviction.
     """
     if strategy not in get_args(Strategy):
         raise ConfigurationError(f"strategy={strategy!r} must be one of {', '.join(map(repr, get_args(Strategy)))}")
-    named = {
-        "can_partial_evict": can_partial_evict,
-        "eviction": eviction,
-        "host_kv_bytes": host_kv_bytes,
-        "profile": profile,
-    }
+    named = {"can_partial_evict": can_partial_evict, **others}
     options: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if strategy == "warming":
         if policy != "fcfs":
