@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.bench.arms import Timing, check_arm, run_query
-from streamrag.bench.cell import Arm, CellProgress, CellResult, CellSettings, RequestResult, StepResult
-from streamrag.bench.floor import floor_s
+from streamrag.bench.cell import Arm, CellProgress, CellResult, CellSettings, StepResult
 from streamrag.bench.profiling import NUM_IN_VOCABULARY, measure_profile
 from streamrag.bench.provenance import versions
-from streamrag.bench.query_records import merged, shifted
+from streamrag.bench.query_records import request_results
 from streamrag.bench.workload import (
     Arriving,
     Fitted,
@@ -151,11 +150,7 @@ async def play_cell(
         "num_steps": len(measured),
         "floor": _told(profile),
     }
-    requests = tuple(
-        _request(query, timing, start_s, profile, token_budget(settings), client)
-        for query in queries
-        if (timing := timings.get(query.query_id))
-    )
+    requests = request_results(settings, queries, timings, profile, client.records, start_s)
     steps = tuple(
         StepResult(s.end_s - s.elapsed_s - start_s, s.end_s - start_s, s.num_tokens, s.num_requests) for s in measured
     )
@@ -214,24 +209,3 @@ async def _wait_for(tasks: Sequence["asyncio.Task[None]"], last_end_s: float, ar
             if arm == "stock-sessions":
                 return
             raise BackendError(f"{len(pending)} queries got no answer for {PATIENCE_S:g} s: {arm} stands still")
-
-
-def _request(
-    query: TracedQuery,
-    timing: Timing,
-    start_s: float,
-    profile: TableProfile,
-    budget: int,
-    client: "EngineClient",
-) -> RequestResult:
-    record = merged(client.records.get(query.query_id, ()))
-    return RequestResult(
-        query_id=query.query_id,
-        arrival_s=query.arrival_s,
-        retrieval_end_s=timing.retrieval_end_s - start_s,
-        first_token_s=timing.first_token_s - start_s,
-        finished_s=timing.finished_s - start_s,
-        num_chunks=len(query.events),
-        floor_s=floor_s(query, profile, budget),
-        record=record and shifted(record, -start_s),
-    )

@@ -43,11 +43,7 @@ def kv_transfer_config() -> "KVTransferConfig":
 
 
 def scheduler_args(
-    strategy: str,
-    policy: str,
-    can_partial_evict: bool | None,
-    engine_args: Mapping[str, Any],
-    **others: Any,
+    strategy: str, policy: str, can_partial_evict: bool | None, engine_args: Mapping[str, Any], **others: Any
 ) -> dict[str, Any]:
     """What makes vLLM run our scheduler, merged with what `engine_args` say.
 

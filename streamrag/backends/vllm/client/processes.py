@@ -23,11 +23,7 @@ import anyio.to_thread
 
 from streamrag.backends.vllm.client.log import EngineLog
 from streamrag.backends.vllm.version import INSTALL, check_version
-from streamrag.errors import (
-    BackendError,
-    ConfigurationError,
-    ModelError,
-)
+from streamrag.errors import BackendError, ConfigurationError, ModelError
 from streamrag.scratch import ScratchFolder, remove_left_behind
 from streamrag.tasks import run_regardless
 
