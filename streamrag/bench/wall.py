@@ -28,7 +28,7 @@ from streamrag.bench.workload import (
 )
 from streamrag.engine.costs import TableProfile
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.tasks import wait_regardless
+from streamrag.tasks import cancel_regardless
 from streamrag.trace.values import Trace, TracedQuery
 
 if TYPE_CHECKING:
@@ -192,9 +192,7 @@ async def _play(
     try:
         await _wait_for(tasks, start_s + max(q.arrival_s + q.end_s for q in queries), settings.arm)
     finally:
-        for task in tasks:
-            task.cancel()
-        await wait_regardless(tasks)
+        await cancel_regardless(tasks)
     return timings
 
 
