@@ -35,8 +35,6 @@ from streamrag.errors import BackendError
 from streamrag.records import RequestRecord
 from streamrag.tasks import wait_regardless
 
-__all__ = ["SimulatedClient", "SimulatedStep", "by_parts", "simulated_engine"]
-
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:

@@ -22,8 +22,6 @@ from streamrag.backends.vllm.chunk_wire import ChunkMessage
 from streamrag.backends.vllm.copy_wire import HostCopies
 from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
 
-__all__ = ["BlockHasher", "SimulatedEngine", "always"]
-
 BlockHasher: TypeAlias = Callable[[Request], list[Any]]
 """The hashes of those whole blocks of a request that have none yet."""
 

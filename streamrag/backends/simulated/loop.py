@@ -18,8 +18,6 @@ from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.vllm.chunk_wire import ChunkMessage
 from streamrag.errors import ConfigurationError
 
-__all__ = ["Abort", "EngineLoop", "Input", "check_virtual"]
-
 MOST_EMPTY_TURNS = 8
 """Turns that compute nothing and bring nothing, after which only new input can change anything."""
 

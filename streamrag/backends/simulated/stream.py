@@ -10,8 +10,6 @@ from vllm.v1.engine import EngineCoreOutput
 from streamrag.backends.vllm.chunk_wire import ChunkMessage
 from streamrag.core import Hint, common_prefix_len
 
-__all__ = ["Answer", "Send", "SimulatedStream"]
-
 Send: TypeAlias = Callable[[str, Sequence[int], int, ChunkMessage], None]
 """Puts a chunk on its way: the request's id, new tokens, length of the answer, and what else there is to say."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from streamrag.core import Hint
 
-__all__ = ["KEY", "ChunkMessage", "EndOfInput", "MalformedChunkError", "decode"]
-
 KEY = "streamrag"
 LONGEST_SOURCE = 1_000
 """Characters. The scheduler remembers sources by their names."""

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["StreamedTokens", "TokenStream", "TokenStreams", "check_prompt_len", "record_of"]
-
 GIVEN_UP = "the engine gave the stream up; was it aborted, or the backend closed?"
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["StreamIntakeMixin"]
-
 NUM_GONE = 1_000
 """Requests that were not finished, of which it is remembered that chunks may still come."""
 

@@ -8,8 +8,6 @@ from streamrag.engine import RequestView
 from streamrag.engine.swapping import Comparison
 from streamrag.records import Outcome, RequestRecord
 
-__all__ = ["StreamRequest", "has_prompt_logprobs"]
-
 OUTCOMES: dict[RequestStatus, Outcome] = {
     RequestStatus.FINISHED_ABORTED: "aborted",
     RequestStatus.FINISHED_ERROR: "failed",
