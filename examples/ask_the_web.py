@@ -18,8 +18,8 @@ async def main(model: str, question: str, urls: list[str], allow_private: bool) 
             async for chunk in stream:
                 print(chunk.text, end="", flush=True)
         print()
-        for citation in stream.result.sources:
-            print(citation.number, citation.title, citation.source)
+        for citation in stream.result.citations:
+            print(citation.number, citation.title, citation.uri)
 
 
 if __name__ == "__main__":

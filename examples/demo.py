@@ -38,9 +38,9 @@ from streamrag.telemetry import (
     ChunkArrived,
     ContextChanged,
     ContextComplete,
+    DocumentSkipped,
     Event,
     RetrievalCutShort,
-    SourceSkipped,
 )
 from streamrag.testing import StretchedSource, make_tiny_llama
 
@@ -157,9 +157,9 @@ def show(event: Event) -> Event:
     """Tell a person what happened, and when."""
     match event:
         case ChunkArrived(chunk=chunk):
-            tell(event.at_s, f"+ {chunk.title[:60]} {chunk.source}#{chunk.passage}")
-        case SourceSkipped():
-            tell(event.at_s, f"- {event.source}: {event.reason}")
+            tell(event.at_s, f"+ {chunk.title[:60]} {chunk.uri}#{chunk.passage}")
+        case DocumentSkipped():
+            tell(event.at_s, f"- {event.uri}: {event.reason}")
         case RetrievalCutShort():
             tell(event.at_s, f"retrieval was cut short: {event.reason}")
         case ContextChanged():
@@ -172,8 +172,8 @@ def show(event: Event) -> Event:
             tell(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} tokens")
         case Answered(answer=answer):
             tell(event.at_s, f"answer: {answer.text}")
-            for citation in answer.sources:
-                tell(event.at_s, f"[{citation.number}] {citation.title} {citation.source}")
+            for citation in answer.citations:
+                tell(event.at_s, f"[{citation.number}] {citation.title} {citation.uri}")
     return event
 
 
@@ -198,7 +198,7 @@ def print_table(groups: dict[str, list[Pair]]) -> None:
             table.add_row(name, measure, f"{streaming:.2f}", f"{waiting:.2f}", f"{ratio:.2f}x")
     console.print(table)
     for name, pairs in groups.items():
-        same = [pair for pair in pairs if len({answer.sources for answer in pair.answers}) == 1]
+        same = [pair for pair in pairs if len({answer.citations for answer in pair.answers}) == 1]
         num_equal = sum(len({answer.token_ids for answer in pair.answers}) == 1 for pair in same)
         num_updates = [sum(isinstance(event, ContextChanged) for event in pair.streaming) - 1 for pair in pairs]
         num_tokens = statistics.median(pair.answers[0].num_prompt_tokens for pair in pairs)
@@ -237,7 +237,7 @@ def save(out: Path, groups: dict[str, list[Pair]]) -> None:
                 **asdict(answer.timings),
                 "num_prompt_tokens": answer.num_prompt_tokens,
                 "token_ids": answer.token_ids,
-                "sources": [citation.source for citation in answer.sources],
+                "sources": [citation.uri for citation in answer.citations],
             }
             for pair in pairs
             for arm, answer in zip(("streaming", "not streaming"), pair.answers, strict=True)

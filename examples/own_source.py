@@ -25,7 +25,7 @@ class TicketSource:
         for number, text in TICKETS.items():
             await asyncio.sleep(0.05)
             if words & set(text.lower().split()):
-                yield Append(Chunk(text, source=number))
+                yield Append(Chunk(text, uri=number))
 
 
 async def main() -> None:
@@ -36,8 +36,8 @@ async def main() -> None:
                 if isinstance(event, ContextChanged):
                     print(f"{event.at_s:.2f} s: {event.num_tokens} tokens, {event.num_shared} of them known already")
     print(events.result.text)
-    for citation in events.result.sources:
-        print(f"[{citation.number}] {citation.source}: {citation.text}")
+    for citation in events.result.citations:
+        print(f"[{citation.number}] {citation.uri}: {citation.text}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class SlowNotes:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         for number, text in enumerate(NOTES):
             await asyncio.sleep(0.1)
-            yield Append(Chunk(text, source=f"note-{number}"))
+            yield Append(Chunk(text, uri=f"note-{number}"))
 
 
 async def main(path: Path) -> None:
@@ -43,7 +43,7 @@ async def main(path: Path) -> None:
             async for _ in stream:
                 pass
     answer = stream.result
-    print(f"replayed: {[citation.source for citation in answer.sources]}")
+    print(f"replayed: {[citation.uri for citation in answer.citations]}")
     slower = answer.timings.retrieval_s / statistics.retrieval_s.mean
     print(f"retrieval took {slower:.1f} times as long")
 

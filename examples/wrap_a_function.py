@@ -35,7 +35,7 @@ async def main(model: Path) -> None:
         async for chunk in stream:
             print(chunk.text, end="", flush=True)
     print()
-    for citation in stream.result.sources:
+    for citation in stream.result.citations:
         print(f"[{citation.number}] {citation.text}")
 
 

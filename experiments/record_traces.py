@@ -142,7 +142,7 @@ class Reranked:
             found = [event async for event in stage.stream(query)]
             assert isinstance(found[-1], Update)
             ranked = rank(query, found[-1].chunks)[: self._k]
-            if [(chunk.source, chunk.passage) for chunk in ranked] != [(chunk.source, chunk.passage) for chunk in best]:
+            if [(chunk.uri, chunk.passage) for chunk in ranked] != [(chunk.uri, chunk.passage) for chunk in best]:
                 best = ranked
                 yield Update(best, Hint(num_chunks=num_left))
 
@@ -155,7 +155,7 @@ def rank(query: str, candidates: Sequence[Chunk]) -> tuple[Chunk, ...]:
         assert chunk.score is not None
         share = len(wanted & long_words(f"{chunk.title} {chunk.text}")) / max(len(wanted), 1)
         scored.append(replace(chunk, score=round(chunk.score + WORDS_WEIGHT * share, 6)))
-    return tuple(sorted(scored, key=lambda chunk: (-(chunk.score or 0.0), chunk.source, chunk.passage)))
+    return tuple(sorted(scored, key=lambda chunk: (-(chunk.score or 0.0), chunk.uri, chunk.passage)))
 
 
 def long_words(text: str) -> set[str]:
@@ -179,12 +179,12 @@ class Renamed(WrappedSource):
     def _rename(self, event: SourceEvent) -> SourceEvent:
         if isinstance(event, Append):
             chunk = event.chunk
-            text, source = self._name(chunk.text), self._name(chunk.source)
-            return replace(event, chunk=replace(chunk, text=text, source=source))
+            text, uri = self._name(chunk.text), self._name(chunk.uri)
+            return replace(event, chunk=replace(chunk, text=text, uri=uri))
         if isinstance(event, CutShort):
             return event
         assert not isinstance(event, Update), "a crawl appends"
-        return Skipped(self._name(event.source), self._name(event.reason))
+        return Skipped(self._name(event.uri), self._name(event.reason))
 
     def _name(self, text: str) -> str:
         return text.replace(self._old, self._new)

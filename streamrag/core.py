@@ -25,11 +25,11 @@ MAX_NAME_CHARS = 80
 class Chunk:
     """A passage of retrieved text, and where it came from.
 
-    Two chunks with the same `source` and `passage` are the same place; two equal chunks are also the same text.
+    Two chunks with the same `uri` and `passage` are the same place; two equal chunks are also the same text.
     """
 
     text: str
-    source: str
+    uri: str
     """URL, or path of the document."""
     title: str = ""
     passage: int = 0
@@ -68,7 +68,7 @@ class Update:
 class Skipped:
     """Something that retrieval could not use: an unreachable page, a wrong type, a limit that was met."""
 
-    source: str
+    uri: str
     reason: str
 
 
@@ -119,7 +119,7 @@ class Prompt:
     is_complete: bool
     hint: Hint | None = None
     """What the retriever expects still to come."""
-    source: str = ""
+    source_name: str = ""
     """The `part_name` of the retriever it comes from: those of one name are expected to behave alike."""
 
     def __post_init__(self) -> None:

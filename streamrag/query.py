@@ -44,12 +44,12 @@ from streamrag.telemetry import (
     Citation,
     ContextChanged,
     ContextComplete,
+    DocumentSkipped,
     Event,
     PrefillProgressed,
     RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
-    SourceSkipped,
     Timings,
     TokensGenerated,
 )
@@ -260,7 +260,7 @@ class QueryRun:
                         partial(assembler.assemble, chunks, is_complete=False, is_ranked=is_ranked)
                     )
                     await self._report(step)
-                    yield replace(step.prompt, hint=event.hint, source=part_name(self._source))
+                    yield replace(step.prompt, hint=event.hint, source_name=part_name(self._source))
         self._retrieval_s = self._now()
         self._phase = _Phase.GENERATING
         is_cut_short = self._cut_short is not None or self._source_error is not None
@@ -281,7 +281,7 @@ class QueryRun:
             async with aclosing(self._source_events(assembler)) as events:
                 async for event in events:
                     if isinstance(event, Skipped):
-                        await self._emit(SourceSkipped(self._now(), event.source, event.reason))
+                        await self._emit(DocumentSkipped(self._now(), event.uri, event.reason))
                     elif isinstance(event, CutShort):
                         self._cut_short = event.reason
                         await self._emit(RetrievalCutShort(self._now(), event.reason))
@@ -326,8 +326,8 @@ class QueryRun:
             text="".join(chunk.text for chunk in chunks),
             token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
             finish_reason=finish_reason,
-            sources=tuple(
-                Citation(number, chunk.source, chunk.title, chunk.passage, chunk.text, chunk.score)
+            citations=tuple(
+                Citation(number, chunk.uri, chunk.title, chunk.passage, chunk.text, chunk.score)
                 for number, chunk in enumerate(last.included, start=1)
             ),
             left_out=last.left_out,

@@ -157,7 +157,7 @@ def _chunk_fault(chunk: object) -> str:
     """What is wrong with it, or nothing. Numbers may be NumPy's."""
     if not isinstance(chunk, Chunk):
         return f"{kind_of(chunk)} in place of a Chunk"
-    for name in ("text", "source", "title"):
+    for name in ("text", "uri", "title"):
         if not isinstance(value := getattr(chunk, name), str):
             return f"a Chunk whose {name} is {kind_of(value)}, and must be a str"
     if not is_whole(chunk.passage) or not 0 <= chunk.passage <= MAX_COUNT:

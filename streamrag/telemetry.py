@@ -21,6 +21,7 @@ __all__ = [
     "Citation",
     "ContextChanged",
     "ContextComplete",
+    "DocumentSkipped",
     "Event",
     "PreemptionRecord",
     "PrefillProgressed",
@@ -29,7 +30,6 @@ __all__ = [
     "RetrievalCutShort",
     "RetrievalStarted",
     "SourceFailed",
-    "SourceSkipped",
     "Timings",
     "TokensGenerated",
     "read_records",
@@ -53,11 +53,11 @@ class ChunkArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceSkipped:
+class DocumentSkipped:
     """The source could not use something, and went on."""
 
     at_s: float
-    source: str
+    uri: str
     reason: str
 
 
@@ -160,7 +160,7 @@ class Citation:
 
     number: int
     """Place in the prompt, from 1: the rank in update mode, the order of arrival in append mode."""
-    source: str
+    uri: str
     title: str
     passage: int
     text: str
@@ -175,7 +175,7 @@ class Answer:
     token_ids: tuple[int, ...]
     finish_reason: str
     """"stop" or "length"; a server may have reasons of its own."""
-    sources: tuple[Citation, ...]
+    citations: tuple[Citation, ...]
     """What the prompt held, in prompt order."""
     left_out: tuple[Chunk, ...]
     """What did not fit the token budget."""
@@ -203,7 +203,7 @@ class Answer:
     @property
     def has_context(self) -> bool:
         """False when nothing was retrieved that could be used: the model was told so."""
-        return bool(self.sources)
+        return bool(self.citations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Answered:
 Event: TypeAlias = (
     RetrievalStarted
     | ChunkArrived
-    | SourceSkipped
+    | DocumentSkipped
     | RetrievalCutShort
     | SourceFailed
     | ContextChanged

@@ -171,7 +171,7 @@ async def test_the_json_result_is_complete() -> None:
         _ = [event async for event in stream]
     written = json.loads(json.dumps(as_json(stream.result)))  # type: ignore[attr-defined]
     assert written["text"] == "ok"
-    assert written["sources"][0]["source"] == "a.md"
+    assert written["citations"][0]["uri"] == "a.md"
     assert written["has_context"] is True
     assert written["timings"]["ttft_s"] > 0
     assert written["cut_short"] == "time is up"

@@ -41,11 +41,11 @@ from streamrag.telemetry import (
     ChunksLeftOut,
     ContextChanged,
     ContextComplete,
+    DocumentSkipped,
     PrefillProgressed,
     RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
-    SourceSkipped,
     TokensGenerated,
 )
 from streamrag.testing import ScriptedBackend, ScriptedSource
@@ -67,7 +67,7 @@ async def test_the_answer_streams_and_its_result_cites_the_context_in_prompt_ord
     assert [chunk.finish_reason for chunk in chunks] == [None, None, None, "stop"]
     answer = stream.result
     assert answer.text == "Yes."
-    assert [(c.number, c.source, c.text) for c in answer.sources] == [(1, "a.md", "alpha"), (2, "b.md", "beta")]
+    assert [(c.number, c.uri, c.text) for c in answer.citations] == [(1, "a.md", "alpha"), (2, "b.md", "beta")]
     assert answer.has_context
     assert answer.is_exact
     assert answer.timings.ttft_s == pytest.approx(answer.timings.retrieval_s + answer.timings.ttft_after_retrieval_s)
@@ -84,7 +84,7 @@ async def test_events_tell_the_whole_story_in_order() -> None:
         ChunkArrived,
         ChunkArrived,
         ContextChanged,
-        SourceSkipped,
+        DocumentSkipped,
         ChunkArrived,
         ContextChanged,
         ContextChanged,
@@ -121,7 +121,7 @@ async def test_overlap_does_not_change_the_final_prompt_only_when_the_backend_he
 
 async def test_every_option_of_a_query_reaches_the_prompt() -> None:
     backend = ScriptedBackend("abcdef")
-    template = PromptTemplate(passage="<{number}|{source}|{text}>", after_context="Q: {question}", before_context="D:")
+    template = PromptTemplate(passage="<{number}|{uri}|{text}>", after_context="Q: {question}", before_context="D:")
     async with Pipeline(ScriptedSource([Append(A)]), backend) as pipeline:
         stream = pipeline.stream(
             "Why?",
@@ -153,7 +153,7 @@ async def test_what_exceeds_the_token_budget_is_left_out_by_rank_and_reported() 
     assert [(event.chunks, event.max_context_tokens) for event in left_out] == [((big,), 120)]
     answered = events[-1]
     assert isinstance(answered, Answered)
-    assert [citation.source for citation in answered.answer.sources] == ["a.md", "b.md"]
+    assert [citation.uri for citation in answered.answer.citations] == ["a.md", "b.md"]
     assert answered.answer.left_out == (big,)
 
 
@@ -172,7 +172,7 @@ async def test_a_source_that_fails_half_way_can_be_answered_from_what_arrived() 
         stream = pipeline.events("Why?")
         events = [event async for event in stream]
     assert any(isinstance(event, SourceFailed) for event in events)
-    assert [citation.source for citation in stream.result.sources] == ["a.md"]
+    assert [citation.uri for citation in stream.result.citations] == ["a.md"]
     assert "disk on fire" in str(stream.result.source_error)
 
 

@@ -89,7 +89,7 @@ async def test_schedulers_hear_the_name_of_the_source_whatever_it_is_wrapped_in(
     backend = ScriptedBackend()
     async with Pipeline(source, backend) as pipeline:
         await ask(pipeline)
-    assert backend.prompts[0][0].source == name
+    assert backend.prompts[0][0].source_name == name
 
 
 async def test_an_error_names_the_part() -> None:

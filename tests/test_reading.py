@@ -176,7 +176,12 @@ def test_nothing_that_is_read_can_name_code() -> None:
     for path in sorted((ROOT / "streamrag").rglob("*.py")):
         text = path.read_text()
         for word in ("pickle", "marshal", "shelve", "eval(", "exec(", "allow_pickle", "yaml", "torch.load"):
-            found = text.replace("literal_eval(", "").replace("_exec(", "").replace("unpickled", "")
+            found = (
+                text.replace("literal_eval(", "")
+                .replace("_exec(", "")
+                .replace("Retrieval(", "")
+                .replace("unpickled", "")
+            )
             assert word not in found, f"{path}: {word}"
         if "import_module(" in text and "backends" not in path.parts:  # which import vLLM so
             importers.add(str(path.relative_to(ROOT / "streamrag")))

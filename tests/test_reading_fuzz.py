@@ -36,11 +36,11 @@ TRACE_LINES = [
     for line in (
         {"format": "streamrag-trace", "version": 1, "text": "full", "tokenizer": "words", "provenance": {"note": "x"}},
         {"kind": "query", "id": "1", "arrival_s": 0.5, "text": "why?"},
-        {"kind": "chunk", "key": "a", "num_tokens": 3, "text": "one two three", "source": "s", "title": "t"},
+        {"kind": "chunk", "key": "a", "num_tokens": 3, "text": "one two three", "uri": "s", "title": "t"},
         {"kind": "chunk", "key": "b", "num_tokens": 4, "num_chars": 9, "passage": 1},
         {"kind": "append", "query": "1", "at_s": 0.5, "key": "a", "score": 0.5, "hint": {"num_chunks": 1, "end_s": 2}},
         {"kind": "update", "query": "1", "at_s": 1.5, "keys": ["b", "a"], "scores": [0.5, None]},
-        {"kind": "skipped", "query": "1", "at_s": 1.5, "source": "s", "reason": "r"},
+        {"kind": "skipped", "query": "1", "at_s": 1.5, "uri": "s", "reason": "r"},
         {"kind": "end", "query": "1", "end_s": 2, "outcome": "complete", "error": "e", "num_output_tokens": 5},
     )
 ]

@@ -118,7 +118,7 @@ async def test_a_source_that_times_its_yields_stops_itself_only(stream: Callable
     assert isinstance(answer.source_error, SourceError)
     assert "Odd failed: TimeoutError" in str(answer.source_error)
     assert [event.chunk for event in seen if isinstance(event, ChunkArrived)] == [A]
-    assert [source.source for source in answer.sources] == [A.source]
+    assert [source.uri for source in answer.citations] == [A.uri]
 
 
 async def raises_a_group(query: str) -> AsyncIterator[SourceEvent]:
@@ -164,7 +164,7 @@ def test_a_chunk_of_each_kind_of_event_is_checked_and_a_list_of_chunks_is_as_goo
         (None, "None: it must yield"),
         (Append("text"), "an Append with a str in place of a Chunk"),  # type: ignore[arg-type]
         (Append(Chunk(5, "s")), "an Append with a Chunk whose text is an int"),  # type: ignore[arg-type]
-        (Append(Chunk("a", None)), "a Chunk whose source is None"),  # type: ignore[arg-type]
+        (Append(Chunk("a", None)), "a Chunk whose uri is None"),  # type: ignore[arg-type]
         (Append(Chunk("a", "s", b"t")), "a Chunk whose title is a bytes"),  # type: ignore[arg-type]
         (Append(Chunk("a", "s", "t", "1")), "a Chunk whose passage is a str, and must be a whole number"),  # type: ignore[arg-type]
         (Append(Chunk("a", "s", "t", 0, "0.5")), "a Chunk whose score is a str, and must be a number"),  # type: ignore[arg-type]
@@ -481,7 +481,7 @@ async def test_an_event_may_be_falsy_and_an_iterator_close_at_once() -> None:
     async with Pipeline(Odd(lambda query: WithPlainClose()), ScriptedBackend("ok")) as pipeline:
         async with pipeline.stream("Why?") as stream:
             _ = [chunk async for chunk in stream]
-    assert [citation.text for citation in stream.result.sources] == ["alpha", "beta"]
+    assert [citation.text for citation in stream.result.citations] == ["alpha", "beta"]
 
 
 async def test_numbers_of_numpy_are_recorded(tmp_path: Any) -> None:

@@ -19,9 +19,9 @@ from streamrag.telemetry import (
     ChunkArrived,
     ContextChanged,
     ContextComplete,
+    DocumentSkipped,
     Event,
     RetrievalStarted,
-    SourceSkipped,
     TokensGenerated,
 )
 from streamrag.testing import ScriptedSource, make_tiny_llama
@@ -126,8 +126,8 @@ async def test_streaming_and_waiting_give_the_same_answer_with_its_sources(
             assert text == stream.result.text
             answers.append(stream.result)
         streaming, waiting = answers
-        assert streaming.sources == waiting.sources
-        assert len(streaming.sources) == (2 if kind == "crawl" else 4)
+        assert streaming.citations == waiting.citations
+        assert len(streaming.citations) == (2 if kind == "crawl" else 4)
         assert streaming.token_ids == waiting.token_ids
         assert len(streaming.token_ids) == 16
         assert streaming.is_exact
@@ -207,8 +207,8 @@ async def test_a_page_of_the_wrong_type_is_skipped_and_the_answer_has_no_context
     async with Pipeline(web, backend, owns_source=False, owns_backend=False) as pipeline:
         async with aclosing(pipeline.events(f"{QUERY} /picture", params=PARAMS)) as stream:
             events: list[Event] = [event async for event in stream]
-        skipped = [event for event in events if isinstance(event, SourceSkipped)]
-        assert [event.source for event in skipped] == [site.url("/picture")]
+        skipped = [event for event in events if isinstance(event, DocumentSkipped)]
+        assert [event.uri for event in skipped] == [site.url("/picture")]
         assert "image/png" in skipped[0].reason
         assert not stream.result.has_context
         assert len(stream.result.token_ids) == 16

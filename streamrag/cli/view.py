@@ -17,12 +17,12 @@ from streamrag.telemetry import (
     ChunksShortened,
     ContextChanged,
     ContextComplete,
+    DocumentSkipped,
     Event,
     PrefillProgressed,
     RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
-    SourceSkipped,
     TokensGenerated,
 )
 
@@ -75,9 +75,9 @@ def _describe(event: Event) -> Text | None:
         case ChunkArrived():
             chunk = event.chunk
             title = f"{chunk.title[:60]}  " if chunk.title else ""
-            return _line(event.at_s, "[cyan]+[/] {}[dim]{}#{}", title, chunk.source, chunk.passage)
-        case SourceSkipped():
-            return _line(event.at_s, "[yellow]-[/] [dim]{}: {}", event.source, event.reason)
+            return _line(event.at_s, "[cyan]+[/] {}[dim]{}#{}", title, chunk.uri, chunk.passage)
+        case DocumentSkipped():
+            return _line(event.at_s, "[yellow]-[/] [dim]{}: {}", event.uri, event.reason)
         case RetrievalCutShort():
             return _line(event.at_s, "[yellow]retrieval was cut short:[/] {}", event.reason)
         case SourceFailed():
@@ -91,7 +91,7 @@ def _describe(event: Event) -> Text | None:
             )
         case ChunksLeftOut() | ChunksShortened():
             what = "left out of" if isinstance(event, ChunksLeftOut) else "shortened for"
-            names = ", ".join(f"{chunk.source}#{chunk.passage}" for chunk in event.chunks)
+            names = ", ".join(f"{chunk.uri}#{chunk.passage}" for chunk in event.chunks)
             return _line(event.at_s, f"[yellow]{what}[/] the budget of {event.max_context_tokens} tokens: {{}}", names)
         case ContextComplete() if event.num_chunks == 0:
             return _line(event.at_s, "[yellow]retrieval complete: the answer has no context")
@@ -107,10 +107,10 @@ def print_sources(answer: Answer, console: Console) -> None:
     for reason in (answer.source_error, answer.cut_short):
         if reason is not None:
             console.print(markup("[yellow]Documents may be missing: retrieval was cut short: {}", reason))
-    for citation in answer.sources:
+    for citation in answer.citations:
         score = "" if citation.score is None else f"  {citation.score:.3f}"
         title = f"{citation.title}  " if citation.title else ""
-        console.print(markup("{} {}[dim]{}{}", f"[{citation.number}]", title, citation.source, score), soft_wrap=True)
+        console.print(markup("{} {}[dim]{}{}", f"[{citation.number}]", title, citation.uri, score), soft_wrap=True)
 
 
 def print_timings(answer: Answer, console: Console) -> None:

@@ -28,23 +28,23 @@ class ChunkForecast:
     def __init__(self) -> None:
         self._habits: dict[str, _Habits] = {}
 
-    def observe(self, source: str, gap_s: float, kept_share: float) -> None:
+    def observe(self, source_name: str, gap_s: float, kept_share: float) -> None:
         """Told of each chunk but the first of a stream."""
-        known, new = self._habits.get(source), _Habits(gap_s, kept_share)
+        known, new = self._habits.get(source_name), _Habits(gap_s, kept_share)
         if known is not None:
-            self._habits[source] = _Habits(*(k + WEIGHT * (n - k) for k, n in zip(known, new, strict=True)))
+            self._habits[source_name] = _Habits(*(k + WEIGHT * (n - k) for k, n in zip(known, new, strict=True)))
         elif len(self._habits) < MOST_SOURCES:
-            self._habits[source] = new
+            self._habits[source_name] = new
 
     def expected_s(self, request: RequestView, now_s: float) -> float:
         """When it is expected to need its KV again: at its next chunk, or when its prompt is complete."""
         if request.expected_complete_s is not None and request.expected_complete_s > now_s:
             return request.expected_complete_s
-        habits = self._habits.get(request.source)
+        habits = self._habits.get(request.source_name)
         expected_s = request.last_chunk_s + (habits.gap_s if habits else 0.0)
         return expected_s if expected_s > now_s else 2 * now_s - request.last_chunk_s
 
-    def replaces(self, source: str) -> bool:
+    def replaces(self, source_name: str) -> bool:
         """Whether a good part of what is computed of a partial prompt is likely to be computed for nothing."""
-        habits = self._habits.get(source)
+        habits = self._habits.get(source_name)
         return habits is not None and habits.kept_share < SURE_SHARE

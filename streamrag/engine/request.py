@@ -33,7 +33,7 @@ class RequestView(NamedTuple):
     """Whether it holds a sequence slot."""
     expected_complete_s: float | None = None
     """When the retriever expects the prompt to be complete, if it said so."""
-    source: str = ""
+    source_name: str = ""
     """What kind of retriever its chunks come from, as the client calls it."""
     was_evicted: bool = False
     """Whether it has lost KV to others before."""

@@ -35,7 +35,7 @@ _INVISIBLE = dict.fromkeys((*range(0x21), 0x7F))
 
 
 class PassageFormat:
-    """Formats passages by `passage`, with `number`, `title`, `source` and `text`.
+    """Formats passages by `passage`, with `number`, `title`, `uri` and `text`.
 
     `others` are the formats of all else in the prompt; a line of theirs cannot be imitated either. What a line begins
     with, up to its first field, makes it known; one that is all words must be imitated as a whole. Case, white space,
@@ -51,10 +51,10 @@ class PassageFormat:
 
     def format(self, number: int, chunk: Chunk) -> str:
         """The text of one chunk, as its passage of the prompt."""
-        source = self._one_line(chunk.source, MAX_SOURCE_CHARS)
+        uri = self._one_line(chunk.uri, MAX_SOURCE_CHARS)
         title = self._one_line(_without_addresses(chunk.title[: 2 * MAX_TITLE_CHARS + 1]), MAX_TITLE_CHARS)
-        title = title or self._one_line(chunk.source.rsplit("/", 1)[-1], MAX_TITLE_CHARS)
-        return self._passage.format(number=number, title=title, source=source, text=self._marked(chunk.text))
+        title = title or self._one_line(chunk.uri.rsplit("/", 1)[-1], MAX_TITLE_CHARS)
+        return self._passage.format(number=number, title=title, uri=uri, text=self._marked(chunk.text))
 
     def _one_line(self, text: str, max_chars: int) -> str:
         """At most so much of a text that stands among the template's own words, without what they are known by."""

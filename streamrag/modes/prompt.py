@@ -33,8 +33,8 @@ class PromptTemplate:
         "If they do not hold the answer, say so."
     )
     before_context: str = "Documents:\n\n"
-    passage: str = "[{number}] {title} ({source})\n{text}\n\n"
-    """Formatted for each chunk, with `number` (from 1), `title`, `source` and `text`."""
+    passage: str = "[{number}] {title} ({uri})\n{text}\n\n"
+    """Formatted for each chunk, with `number` (from 1), `title`, `uri` and `text`."""
     no_context: str = "(no documents were found)\n\n"
     """Stands in for the passages when there are none."""
     cut_short: str = field(default="(retrieval was cut short: documents may be missing)\n\n", kw_only=True)
@@ -44,7 +44,7 @@ class PromptTemplate:
 
     def __post_init__(self) -> None:
         for name, values in (
-            ("passage", {"number": 1, "title": "", "source": "", "text": ""}),
+            ("passage", {"number": 1, "title": "", "uri": "", "text": ""}),
             ("after_context", {"question": ""}),
         ):
             needed = list(values)[-1]

@@ -200,7 +200,7 @@ def _write_passages(
                     num_duplicates += 1
                     continue
                 seen.add(digest)
-                file.write(stored_line(Chunk(text, document.source, document.title, passage)))
+                file.write(stored_line(Chunk(text, document.uri, document.title, passage)))
     tell(len(paths), len(paths), "reading")
     skipped = sorted(skipped + unusable)
     if not seen:

@@ -174,7 +174,7 @@ def stored_line(chunk: Chunk) -> str:
 
 
 def _stored_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: fields[name] for name in ("source", "title", "passage", "text")}
+    return {name: fields[name] for name in ("uri", "title", "passage", "text")}
 
 
 class PassageStore:
@@ -211,7 +211,7 @@ class PassageStore:
 def _passage(values: Any) -> dict[str, Any]:
     fields = _stored_fields(values)
     types = {name: type(value) for name, value in fields.items()}
-    if types != {"source": str, "title": str, "passage": int, "text": str}:
+    if types != {"uri": str, "title": str, "passage": int, "text": str}:
         raise TypeError(types)
     return fields
 

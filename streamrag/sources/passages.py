@@ -53,7 +53,7 @@ class Block:
 class Document:
     """What a file says."""
 
-    source: str
+    uri: str
     """Path within the folder, with slashes."""
     title: str
     blocks: tuple[Block, ...]

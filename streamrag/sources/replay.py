@@ -96,7 +96,7 @@ def _check_texts(query: TracedQuery) -> None:
 def _source_event(event: TracedEvent | TracedSkip) -> SourceEvent:
     match event:
         case TracedSkip():
-            return Skipped(event.source, event.reason)
+            return Skipped(event.uri, event.reason)
         case TracedAppend():
             return Append(_chunk(event.chunk), event.hint)
     return Update(tuple(map(_chunk, event.chunks)), event.hint)
@@ -104,4 +104,4 @@ def _source_event(event: TracedEvent | TracedSkip) -> SourceEvent:
 
 def _chunk(chunk: TracedChunk) -> Chunk:
     assert chunk.text is not None
-    return Chunk(chunk.text, chunk.source, chunk.title, chunk.passage, chunk.score)
+    return Chunk(chunk.text, chunk.uri, chunk.title, chunk.passage, chunk.score)

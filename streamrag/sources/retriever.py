@@ -89,8 +89,8 @@ class RetrieverSource:
                 chunk = Chunk(text, str(source), str(metadata.get("title") or ""))
             case _:
                 raise SourceError(f"{self.name} returned {_short(passage)} among its {WANTED}")
-        number = counts.get(chunk.source, 0)
-        counts[chunk.source] = number + 1
+        number = counts.get(chunk.uri, 0)
+        counts[chunk.uri] = number + 1
         return replace(chunk, passage=number)
 
 

@@ -63,7 +63,7 @@ class ChunkLine(_Base):
     num_tokens: Count
     num_chars: Count | None = None
     text: str | None = None
-    source: str = ""
+    uri: str = ""
     title: str = ""
     passage: Annotated[int, Field(gt=-MAX_COUNT, lt=MAX_COUNT)] = 0
 
@@ -103,7 +103,7 @@ class SkippedLine(_Base):
     kind: Literal["skipped"] = "skipped"
     query: str
     at_s: Seconds
-    source: str
+    uri: str
     reason: str
 
 

@@ -114,7 +114,7 @@ class _Assembly:
             case UpdateLine():
                 self._update(line)
             case SkippedLine():
-                skip = TracedSkip(line.at_s, line.source, line.reason)
+                skip = TracedSkip(line.at_s, line.uri, line.reason)
                 self._under_way(line.query, line.at_s).skipped.append(skip)
             case EndLine():
                 self._end(line)

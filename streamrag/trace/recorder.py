@@ -159,15 +159,15 @@ class TraceRecorder:
         """Made in the writer's thread."""
         keys = []
         for chunk, num_tokens in zip(chunks, counts, strict=True):
-            text, source, title = clean(chunk.text), clean(chunk.source), clean(chunk.title)
-            key = chunk_key(text, source, title, chunk.passage)
+            text, uri, title = clean(chunk.text), clean(chunk.uri), clean(chunk.title)
+            key = chunk_key(text, uri, title, chunk.passage)
             keys.append(key)
             if key not in self._defined:
                 self._defined.add(key)
-                yield chunk_line(TracedChunk(key, num_tokens, text, source, title, chunk.passage), self._text)
+                yield chunk_line(TracedChunk(key, num_tokens, text, uri, title, chunk.passage), self._text)
         scores = [chunk.score for chunk in chunks]
         yield event_line(query_id, at_s, keys, scores, event.hint, appends=isinstance(event, Append))
 
 
 def _skipped(query_id: str, at_s: float, event: Skipped) -> SkippedLine:
-    return SkippedLine(query=query_id, at_s=seconds(at_s), source=clean(event.source), reason=clean(event.reason))
+    return SkippedLine(query=query_id, at_s=seconds(at_s), uri=clean(event.uri), reason=clean(event.reason))

@@ -90,9 +90,9 @@ def _read_crawl(path: Path, count_tokens: CountTokens) -> TracedQuery:
     )
 
 
-def _chunk(text: str, count_tokens: CountTokens, source: str = "") -> TracedChunk:
+def _chunk(text: str, count_tokens: CountTokens, uri: str = "") -> TracedChunk:
     key = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).hexdigest()
-    return TracedChunk(key, count_tokens(text), text, source)
+    return TracedChunk(key, count_tokens(text), text, uri)
 
 
 def _number(path: Path) -> int:
@@ -136,7 +136,7 @@ def read_stream2llm_anns(
     windows = {query_id: _read_windows(trace_dir, query_map, query_id, entry, named) for query_id, entry in entries}
     wanted = {each for found in windows.values() for window in found for each in window.document_ids}
     documents = {
-        document_id: _chunk(text, count_tokens, source=document_id)
+        document_id: _chunk(text, count_tokens, uri=document_id)
         for document_id, text in _read_corpus(Path(corpus_dir) if corpus_dir else beside, wanted)
     }
     queries = tuple(

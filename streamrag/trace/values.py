@@ -19,7 +19,7 @@ class TracedChunk:
     num_tokens: int
     text: str | None = None
     """None where only its hash and length were recorded."""
-    source: str = ""
+    uri: str = ""
     title: str = ""
     passage: int = 0
     score: float | None = None
@@ -55,7 +55,7 @@ class TracedSkip:
 
     at_s: float
     """Seconds since the query's arrival."""
-    source: str
+    uri: str
     reason: str
 
 

@@ -75,9 +75,9 @@ def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, 
     return Header(text=text, tokenizer=tokenizer and clean(tokenizer), provenance=made | kept)
 
 
-def chunk_key(text: str, source: str, title: str, passage: int) -> str:
+def chunk_key(text: str, uri: str, title: str, passage: int) -> str:
     """The key of a recorded chunk: a hash of all that its tokens depend on."""
-    content = json.dumps([text, source, title, passage]).encode()
+    content = json.dumps([text, uri, title, passage]).encode()
     return hashlib.blake2b(content, digest_size=KEY_BYTES).hexdigest()
 
 
@@ -107,7 +107,7 @@ def chunk_line(chunk: TracedChunk, text: TextMode) -> ChunkLine:
         num_tokens=chunk.num_tokens,
         num_chars=None if full is not None else num_chars,
         text=None if full is None else clean(full),
-        source=clean(chunk.source),
+        uri=clean(chunk.uri),
         title=clean(chunk.title),
         passage=chunk.passage,
     )
@@ -122,7 +122,7 @@ def _lines(trace: Trace, text: TextMode) -> Iterator[Line]:
         for event in sorted((*query.events, *query.skipped), key=lambda event: event.at_s):
             if isinstance(event, TracedSkip):
                 yield SkippedLine(
-                    query=query_id, at_s=seconds(event.at_s), source=clean(event.source), reason=clean(event.reason)
+                    query=query_id, at_s=seconds(event.at_s), uri=clean(event.uri), reason=clean(event.reason)
                 )
                 continue
             appends = isinstance(event, TracedAppend)

@@ -6,7 +6,7 @@ from streamrag.engine.request import RequestView
 
 def view(last_chunk_s: float, source: str = "crawl", expected_complete_s: float | None = None) -> RequestView:
     return RequestView(
-        "r", 0.0, last_chunk_s, 10, source=source, expected_complete_s=expected_complete_s, is_complete=False
+        "r", 0.0, last_chunk_s, 10, source_name=source, expected_complete_s=expected_complete_s, is_complete=False
     )
 
 

@@ -73,7 +73,7 @@ def test_a_first_page_that_would_fill_the_context_leaves_room_for_those_that_ans
 
 def test_a_page_without_any_paragraphs_is_shortened_too() -> None:
     step = arrived([Chunk("x" * 50_000, "1.md"), page(2, 1000)])
-    assert [chunk.source for chunk in step.included[:2]] == ["1.md", "2.md"]
+    assert [chunk.uri for chunk in step.included[:2]] == ["1.md", "2.md"]
     assert len(step.included[0].text) <= BUDGET / 3
     assert num_context_tokens(step) <= BUDGET
 
@@ -116,7 +116,7 @@ def test_a_chunk_of_which_nothing_fits_beside_its_heading_waits_for_what_is_left
     """Here a character is a token, and title and source have more than a chunk may."""
     unwieldy = Chunk(ANSWER * 40, "s" * 500, "t" * 200)
     step = arrived([unwieldy, page(1, 100)], 1536)
-    assert [chunk.source for chunk in step.included] == ["1.md", unwieldy.source]
+    assert [chunk.uri for chunk in step.included] == ["1.md", unwieldy.uri]
     assert step.shortened == (unwieldy,)
     assert num_context_tokens(step) <= 1536
 
@@ -124,7 +124,7 @@ def test_a_chunk_of_which_nothing_fits_beside_its_heading_waits_for_what_is_left
 def test_a_single_page_has_the_whole_context_in_the_end() -> None:
     only = page(1, 3500, ANSWER)
     step = arrived([only])
-    assert [chunk.source for chunk in step.included] == ["1.md", "1.md"]
+    assert [chunk.uri for chunk in step.included] == ["1.md", "1.md"]
     assert (step.left_out, step.shortened) == ((), ())
     assert sum(chunk.text.count("weather") for chunk in step.included) == only.text.count("weather")
 
@@ -160,9 +160,9 @@ def test_a_streamed_prompt_only_grows_and_is_that_of_one_go_within_its_budget(
     assert last.prompt.token_ids == in_one_go.prompt.token_ids
     assert last.num_invalidated == 0
     assert num_context_tokens(last) <= max(budget, len("(no documents were found)\n\n"))
-    sources = {chunk.source for chunk in last.included}
-    assert sources | {chunk.source for chunk in last.left_out} == {chunk.source for chunk in chunks}
-    assert not sources & {chunk.source for chunk in last.left_out}
+    sources = {chunk.uri for chunk in last.included}
+    assert sources | {chunk.uri for chunk in last.left_out} == {chunk.uri for chunk in chunks}
+    assert not sources & {chunk.uri for chunk in last.left_out}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -177,8 +177,8 @@ async def test_a_query_is_told_what_was_shortened_and_what_was_left_out_once(ove
     (shortened,) = (event.chunks for event in events if isinstance(event, ChunksShortened))
     (left_out,) = (event.chunks for event in events if isinstance(event, ChunksLeftOut))
     assert (shortened, left_out) == (answer.shortened, answer.left_out)
-    assert sorted(chunk.source for chunk in (*shortened, *left_out)) == sorted(chunk.source for chunk in pages)
-    assert any(ANSWER in citation.text for citation in answer.sources)
+    assert sorted(chunk.uri for chunk in (*shortened, *left_out)) == sorted(chunk.uri for chunk in pages)
+    assert any(ANSWER in citation.text for citation in answer.citations)
     assert answer.num_invalidated == 0
 
 
@@ -188,7 +188,7 @@ async def test_without_a_late_share_chunks_are_taken_whole_and_by_arrival() -> N
         async with Pipeline(ScriptedSource([Append(first), event]), ScriptedBackend("ok")) as pipeline:
             stream = pipeline.stream(QUESTION, max_context_tokens=BUDGET, late_share=0)
             assert [chunk async for chunk in stream]
-        assert [citation.text for citation in stream.result.sources] == [first.text]
+        assert [citation.text for citation in stream.result.citations] == [first.text]
         assert stream.result.left_out == (late,)
 
 
@@ -257,14 +257,14 @@ async def test_whatever_arrives_it_ends_with_the_same_prompt_and_choice_with_and
             stream = pipeline.stream(QUESTION, overlap=overlap, **options)
             assert [chunk async for chunk in stream]
         answer, prompts = stream.result, backend.prompts[-1]
-        ends.append((prompts[-1].token_ids, answer.sources, answer.left_out, answer.shortened))
+        ends.append((prompts[-1].token_ids, answer.citations, answer.left_out, answer.shortened))
         for before, prompt in pairwise(prompts):
             assert prompt.token_ids[: prompt.num_shared] == before.token_ids[: prompt.num_shared]
         assert len(prompts[-1].token_ids) + options["params"].max_tokens <= max_model_len
     assert str(ends[0]) == str(ends[1])  # NaN is not itself
 
     write = PromptTemplate().passage_format().format
-    sizes = [len(write(c.number, Chunk(c.text, c.source, c.title))) for c in answer.sources]
+    sizes = [len(write(c.number, Chunk(c.text, c.uri, c.title))) for c in answer.citations]
     assert sum(sizes) <= budget
     came = list(takewhile(lambda event: not isinstance(event, Exception), events))
     if answer.left_out and late_share and not any(isinstance(event, Update) for event in came):

@@ -156,7 +156,7 @@ def test_numbers_are_those_of_the_citations_when_something_is_left_out() -> None
     tokenizer = CodePointTokenizer()
     chunks = [Chunk("b" * 100, "b"), Chunk("x", "x"), Chunk("y", "y")]
     step = assembler(tokenizer, max_context_tokens=40, passage="[{number}]{text};").assemble(chunks, is_complete=True)
-    assert [chunk.source for chunk in step.included] == ["x", "y"]
+    assert [chunk.uri for chunk in step.included] == ["x", "y"]
     assert "[1]x;[2]y;Question" in tokenizer.decode(step.prompt.token_ids)
 
 
@@ -196,4 +196,4 @@ def test_append_mode_keeps_the_prefix_whatever_the_search_says(tokenizer: Huggin
         event = Update(tuple(Chunk(f"text of {name}", name) for name in names))
         chunks = AppendMode().fold(chunks, event)
         assert streaming.assemble(chunks, is_complete=False).num_invalidated == 0
-    assert [chunk.source for chunk in chunks] == list("abcd")
+    assert [chunk.uri for chunk in chunks] == list("abcd")

@@ -66,8 +66,8 @@ def test_an_index_is_built_from_a_folder_and_summed_up(tmp_path: Path) -> None:
     assert summary.size_bytes == sum(len(body) for name, body in contents(out).items() if name != "manifest.json")
     stored = [json.loads(line) for line in (out / "passages.jsonl").read_text().splitlines()]
     assert stored[-2:] == [
-        {"source": "page.html", "title": "A page", "passage": 0, "text": "Cats\n\npurr"},
-        {"source": "sub/page.md", "title": "Dogs", "passage": 0, "text": "Dogs\n\nbark"},
+        {"uri": "page.html", "title": "A page", "passage": 0, "text": "Cats\n\npurr"},
+        {"uri": "sub/page.md", "title": "Dogs", "passage": 0, "text": "Dogs\n\nbark"},
     ]
     assert steps[:2] == [(0, 9, "reading"), (1, 9, "reading")]
     assert steps[-5:] == [

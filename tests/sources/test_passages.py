@@ -112,7 +112,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_markdown_gives_its_headings_and_blocks(tmp_path: Path) -> None:
     actual = read_document(text_file(tmp_path, "a/page.md", MARKDOWN), tmp_path)
-    assert (actual.source, actual.title) == ("a/page.md", "From the front matter")
+    assert (actual.uri, actual.title) == ("a/page.md", "From the front matter")
     assert actual.blocks == (
         Block("Top heading with code", is_heading=True),
         Block("A paragraph with a [link](https://example.org).\nIts second line."),
@@ -194,7 +194,7 @@ def test_a_file_that_is_gone_says_so(tmp_path: Path) -> None:
 def test_names_that_are_not_text_become_text(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"bad\xff.txt")
     path.write_text("text")
-    assert read_document(path, tmp_path).source == "bad\N{REPLACEMENT CHARACTER}.txt"
+    assert read_document(path, tmp_path).uri == "bad\N{REPLACEMENT CHARACTER}.txt"
 
 
 def test_passages_keep_the_heading_they_stand_under() -> None:

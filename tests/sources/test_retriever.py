@@ -76,7 +76,7 @@ class Retriever:
     ],
 )
 async def test_any_callable_is_a_source(retrieve: Any, name: str) -> None:
-    assert await events(RetrieverSource(retrieve)) == [Update((Chunk("query", source=name),))]
+    assert await events(RetrieverSource(retrieve)) == [Update((Chunk("query", uri=name),))]
 
 
 async def test_passages_may_have_many_forms() -> None:
@@ -179,7 +179,7 @@ async def test_a_pipeline_answers_from_it() -> None:
     pipeline = Pipeline(RetrieverSource(on_loop), ScriptedBackend())
     async with pipeline, pipeline.stream("What?") as stream:
         assert [chunk async for chunk in stream]
-    assert [(citation.source, citation.text) for citation in stream.result.sources] == [("on_loop", "What?")]
+    assert [(citation.uri, citation.text) for citation in stream.result.citations] == [("on_loop", "What?")]
 
 
 async def test_a_function_that_hangs_takes_no_threads_but_its_own() -> None:

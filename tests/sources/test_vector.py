@@ -105,10 +105,10 @@ async def test_the_last_stage_finds_what_exact_search_finds(source: VectorSource
         final = (await updates(source, query))[-1].chunks
         exact = dict(exact_ranking(built, query))
         assert [chunk.score for chunk in final] == sorted((chunk.score or 0 for chunk in final), reverse=True)
-        assert {chunk.source: chunk.score for chunk in final} == pytest.approx(
-            {chunk.source: exact[chunk.source] for chunk in final}, abs=1e-4
+        assert {chunk.uri: chunk.score for chunk in final} == pytest.approx(
+            {chunk.uri: exact[chunk.uri] for chunk in final}, abs=1e-4
         )
-        num_right += len({chunk.source for chunk in final} & set(list(exact)[:5]))
+        num_right += len({chunk.uri for chunk in final} & set(list(exact)[:5]))
     assert num_right >= 0.97 * 5 * len(QUERIES)
 
 
@@ -154,7 +154,7 @@ async def test_a_chunk_says_where_its_text_is_from(small: Path) -> None:
     async with started(small, k=1) as source:
         (update,) = await updates(source, f"0007 {text}")
     (chunk,) = update.chunks
-    assert chunk == Chunk(text, source="0007.txt", title="0007", passage=0, score=chunk.score)
+    assert chunk == Chunk(text, uri="0007.txt", title="0007", passage=0, score=chunk.score)
     assert chunk.score == pytest.approx(1, abs=1e-5)
 
 
@@ -166,7 +166,7 @@ async def test_a_real_embedder_finds_what_answers_a_question(tmp_path: Path) -> 
     async with started(tmp_path / "index", k=3, embedder=None) as source:
         for number, (title, *sections, question, answer) in enumerate(TOPICS):
             best = (await updates(source, question))[-1].chunks[0]
-            found.append((best.source, best.title, best.passage, sections[answer][1] in best.text))
+            found.append((best.uri, best.title, best.passage, sections[answer][1] in best.text))
             expected.append((f"{number}.{'md' if number % 2 else 'html'}", title, answer, True))
     assert found == expected
 
@@ -195,7 +195,7 @@ def test_an_index_of_fewer_passages_than_asked_for_gives_them_all(tmp_path: Path
 
     (update,) = asyncio.run(search())
     expected = [name for name, _ in exact_ranking(index, QUERIES[0])][:5]
-    assert [chunk.source for chunk in update.chunks] == expected
+    assert [chunk.uri for chunk in update.chunks] == expected
 
 
 def test_passages_with_equal_vectors_are_all_found(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ async def test_a_pipeline_starts_it_and_cites_what_it_found(small: Path) -> None
                 pass
         answer = stream.result
     expected = [name for name, _ in exact_ranking(small, QUERIES[0])][:3]
-    assert [citation.source for citation in answer.sources] == expected
+    assert [citation.uri for citation in answer.citations] == expected
 
 
 # --------------------------------------------------------------------------------------------------- going wrong
@@ -346,10 +346,10 @@ async def test_the_default_embedder_is_known_by_name_and_never_downloaded(
 @pytest.mark.parametrize(
     "line",
     [
-        '{"source": "s", "title": null, "passage": 0, "text": "t"}',
-        '{"source": "s", "title": "t", "passage": 0, "text": 5}',
-        '{"source": "s", "title": "t", "passage": true, "text": "t"}',
-        '{"source": "s", "title": "t", "passage": 1' + 5000 * "0" + ', "text": "t"}',
+        '{"uri": "s", "title": null, "passage": 0, "text": "t"}',
+        '{"uri": "s", "title": "t", "passage": 0, "text": 5}',
+        '{"uri": "s", "title": "t", "passage": true, "text": "t"}',
+        '{"uri": "s", "title": "t", "passage": 1' + 5000 * "0" + ', "text": "t"}',
         "[" * 100_000,
     ],
 )

@@ -102,9 +102,7 @@ async def crawl(source: WebSource, query: str = QUERY) -> list[SourceEvent]:
 
 def paths(events: Sequence[SourceEvent], kind: type = Append) -> list[str]:
     """Of the pages that ended as this kind of event."""
-    urls = [
-        event.chunk.source if isinstance(event, Append) else event.source for event in events if type(event) is kind
-    ]
+    urls = [event.chunk.uri if isinstance(event, Append) else event.uri for event in events if type(event) is kind]
     return ["/" + url.split("/", 3)[3] for url in urls]
 
 
@@ -130,7 +128,7 @@ async def test_pages_are_followed_and_each_gives_a_chunk(site: Website, new: New
     assert len(events) == 4
     first = events[0]
     assert isinstance(first, Append)
-    assert first.chunk.source == site.url("/")
+    assert first.chunk.uri == site.url("/")
     assert first.chunk.title == "Emperor"
     assert first.chunk.passage == 0
     assert first.chunk.text.startswith("# Emperor\n\nEmperor penguins swim in their very own way.")
@@ -670,7 +668,7 @@ async def test_bad_addresses_of_a_function_are_skipped(
     source = new(lambda query: [*BAD, private, site.url()], allow_private=False)
     events = await crawl(source)
     assert paths(events) == ["/"]
-    skipped = {event.source: event.reason for event in events if isinstance(event, Skipped)}
+    skipped = {event.uri: event.reason for event in events if isinstance(event, Skipped)}
     assert set(skipped) == {*(str(url).replace("\ud800", "?") for url in BAD), private}
     assert "only http:// and https://" in skipped[BAD[0]]
     assert "without user name and password" in skipped[BAD[1]]

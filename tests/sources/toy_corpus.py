@@ -36,7 +36,7 @@ def exact_ranking(index: Path, query: str) -> list[tuple[str, float]]:
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     (wanted,) = embed([query])
     scores = vectors @ (wanted / np.linalg.norm(wanted))
-    return [(passages[i]["source"], float(scores[i])) for i in np.argsort(-scores, kind="stable")]
+    return [(passages[i]["uri"], float(scores[i])) for i in np.argsort(-scores, kind="stable")]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -45,7 +45,7 @@ async def test_what_retrieval_did_is_recorded_with_its_times(suffix: str, tmp_pa
         append, update = query.events
         assert isinstance(append, TracedAppend)
         assert isinstance(update, TracedUpdate)
-        assert (append.chunk.text, append.chunk.source, append.chunk.title) == ("alpha", "a.md", "A")
+        assert (append.chunk.text, append.chunk.uri, append.chunk.title) == ("alpha", "a.md", "A")
         assert append.chunk.num_tokens == 15  # as the first passage of the prompt
         assert append.hint == Hint(num_chunks=1, end_s=2.0)
         assert [(chunk.text, chunk.score, chunk.passage) for chunk in update.chunks] == [

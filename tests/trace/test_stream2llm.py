@@ -131,7 +131,7 @@ def test_a_vector_search_is_read_with_each_pool_at_the_end_of_its_window(tmp_pat
     assert (query.query_id, query.text, query.end_s) == ("0", "Who?", 2.6)
     assert [event.at_s for event in query.events] == [2.0, 2.5, 2.6]
     pools = [event.chunks for event in query.events if isinstance(event, TracedUpdate)]
-    assert [[chunk.source for chunk in pool] for pool in pools] == [["11", "12"], ["13", "11"], []]
+    assert [[chunk.uri for chunk in pool] for pool in pools] == [["11", "12"], ["13", "11"], []]
     assert [chunk.num_tokens for chunk in pools[1]] == [4, 2]
     assert pools[0][0] == pools[1][1]
 
@@ -140,7 +140,7 @@ def test_documents_that_the_corpus_lacks_are_left_out_and_counted(tmp_path: Path
     trace = read_stream2llm_anns(write_anns(tmp_path, (0, 1, "(99,11)")), count_tokens=count_words)
     event = trace.queries[0].events[0]
     assert isinstance(event, TracedUpdate)
-    assert [chunk.source for chunk in event.chunks] == ["11"]
+    assert [chunk.uri for chunk in event.chunks] == ["11"]
     assert trace.provenance["num_documents_missing"] == 1
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from streamrag.core import Hint
 
 KEY = "streamrag"
-LONGEST_SOURCE = 1_000
+LONGEST_NAME = 1_000
 """Characters. The scheduler remembers sources by their names."""
 LARGEST_COUNT = 1 << 63
 """One of thousands of digits could not even be shown in an error."""
@@ -40,7 +40,7 @@ class PromptMessage:
     """When the chunk arrived, on `time.monotonic` of this host; None if the client runs on another."""
     expected_complete_s: float | None = None
     """When the retriever expects the prompt to be complete, on the same clock."""
-    source: str = ""
+    source_name: str = ""
     """What kind of retriever the chunk comes from: those of one kind are expected to behave alike."""
 
     @classmethod
@@ -52,12 +52,12 @@ class PromptMessage:
         is_complete: bool,
         now_s: float,
         hint: Hint | None,
-        source: str = "",
+        source_name: str = "",
     ) -> "PromptMessage":
         """Makes the prompt `num_tokens` long, of which `num_shared` are those of the last one."""
         num_kept = min(num_shared, num_tokens - 1)  # vLLM takes no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
-        return cls(index, num_kept, is_complete, now_s, expected_s, source)
+        return cls(index, num_kept, is_complete, now_s, expected_s, source_name)
 
     def extra_args(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -119,9 +119,9 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "is_complete": (lambda value: isinstance(value, bool), "true or false"),
     "arrival_s": (_is_time, "seconds on a clock, or nothing"),
     "expected_complete_s": (_is_time, "seconds on a clock, or nothing"),
-    "source": (
-        lambda value: isinstance(value, str) and len(value) <= LONGEST_SOURCE,
-        f"a text of {LONGEST_SOURCE} characters at most",
+    "source_name": (
+        lambda value: isinstance(value, str) and len(value) <= LONGEST_NAME,
+        f"a text of {LONGEST_NAME} characters at most",
     ),
 }
 REQUIRED = {"index", "num_kept", "is_complete"}

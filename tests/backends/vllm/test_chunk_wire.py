@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from streamrag.backends.vllm.chunk_wire import (
     KEY,
-    LONGEST_SOURCE,
+    LONGEST_NAME,
     EndOfInput,
     MalformedMessageError,
     PromptMessage,
@@ -60,8 +60,8 @@ MALFORMED: dict[str, Any] = {
     "a huge number": {**FIELDS, "arrival_s": 10**400},
     "before the clock was started": {**FIELDS, "arrival_s": -1e300},
     "a time in words": {**FIELDS, "arrival_s": "1.5"},
-    "a source that is none": {**FIELDS, "source": None},
-    "an endless source": {**FIELDS, "source": "a" * (LONGEST_SOURCE + 1)},
+    "a source that is none": {**FIELDS, "source_name": None},
+    "an endless source": {**FIELDS, "source_name": "a" * (LONGEST_NAME + 1)},
     "depth": DEEP,
     "a deep field": {**FIELDS, "index": DEEP},
 }

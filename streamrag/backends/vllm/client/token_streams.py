@@ -81,7 +81,7 @@ class TokenStream:
         params: SamplingParams,
         clock: Callable[[], float],
         why_dead: Callable[[], str],
-        source: str,
+        source_name: str,
     ) -> None:
         self.record: RequestRecord | None = None
         """What the engine did with the request; there when the answer is complete, unless a stop text ended it."""
@@ -90,7 +90,7 @@ class TokenStream:
         self._engine = engine
         self._clock = clock
         self._why_dead = why_dead
-        self._source = source
+        self._source_name = source_name
         self._answer_params = to_vllm(params, engine.vllm_config)
         self._max_model_len: int = engine.model_config.max_model_len
         self._token_ids: list[int] = []
@@ -187,7 +187,7 @@ class TokenStream:
             raise ConfigurationError("a prompt needs at least one token")
         check_prompt_len(len(new), self._max_model_len)
         message = PromptMessage.of(
-            self._num_messages, len(new), num_shared, is_complete, self._clock(), hint, self._source
+            self._num_messages, len(new), num_shared, is_complete, self._clock(), hint, self._source_name
         )
         answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
         chunk_params = for_stream(answer_params)
@@ -327,17 +327,17 @@ class TokenStreams:
         *,
         is_complete: bool = False,
         hint: Hint | None = None,
-        source: str = "",
+        source_name: str = "",
     ) -> AsyncIterator[TokenStream]:
         """A stream whose prompt begins with these tokens, or is these. Leaving the context aborts what is not finished.
 
-        `source` names what kind of retriever brings the chunks: the engine learns of each kind when to expect the next.
+        `source_name` is that of the retriever that brings the chunks: the engine learns when to expect the next of each.
 
         :raises PromptTooLongError: the prompt leaves no room for an answer.
         :raises ConfigurationError: `params` have what vLLM refuses, or what a streamed prompt cannot have.
         :raises EngineDeadError: the engine's processes are gone.
         """
-        stream = TokenStream(self._engine, params, self._clock, self._why_dead, source)
+        stream = TokenStream(self._engine, params, self._clock, self._why_dead, source_name)
         self._open.add(stream)
         try:
             await stream.update(token_ids, is_complete=is_complete, hint=hint)

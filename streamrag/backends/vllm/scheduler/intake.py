@@ -118,7 +118,7 @@ class StreamIntakeMixin(_Base):
         drop_output_in_flight(stream)
         if message is not None:
             stream.log.on_chunk(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0), num_left=0)
-            stream.is_replaced = self.forecast.replaces(stream.source)
+            stream.is_replaced = self.forecast.replaces(stream.source_name)
         super().add_request(stream)
         self._settle(stream)
 
@@ -133,8 +133,8 @@ class StreamIntakeMixin(_Base):
         num_computed = stream.num_computed_tokens
         stream.is_complete = message.is_complete  # first: a complete prompt has one token more to hash
         num_shared = replace_prompt(self, stream, message.num_kept, request)
-        self.forecast.observe(message.source, now_s - stream.last_chunk_s, num_shared / num_held)
-        stream.is_replaced = self.forecast.replaces(message.source)
+        self.forecast.observe(message.source_name, now_s - stream.last_chunk_s, num_shared / num_held)
+        stream.is_replaced = self.forecast.replaces(message.source_name)
         if self.host_memory is not None:
             self.host_memory.on_chunk(stream, num_computed, num_shared)
         stream.sampling_params = request.sampling_params

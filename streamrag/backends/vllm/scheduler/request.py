@@ -32,7 +32,7 @@ class StreamRequest(Request):
     arrival_s: float
     last_chunk_s: float
     expected_complete_s: float | None
-    source: str
+    source_name: str
     is_replaced: bool
     """Whether its source is known to replace what it has sent."""
     num_messages: int
@@ -73,7 +73,7 @@ class StreamRequest(Request):
         request.resumable = False
         request.arrival_s = request.last_chunk_s = arrival_s
         request.expected_complete_s = chunk.expected_complete_s if chunk else None
-        request.source = chunk.source if chunk else ""
+        request.source_name = chunk.source_name if chunk else ""
         request.is_replaced = False
         request.num_messages, request.num_acknowledged = 1, 0
         request.step_limit = request.num_visible_tokens = None
@@ -132,7 +132,7 @@ class StreamRequest(Request):
             is_idle=is_idle,
             is_running=self.status == RequestStatus.RUNNING,
             expected_complete_s=self.expected_complete_s,
-            source=self.source,
+            source_name=self.source_name,
             was_evicted=self.was_evicted,
             is_speculative=not self.is_complete and self.is_replaced,
         )
