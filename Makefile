@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context clean
+.PHONY: help demo test check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context clean
 
 RUN := .venv/bin/python
 
@@ -17,6 +17,15 @@ check: .venv/installed ## types and style
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+api: .venv/installed ## docs/api.md, from signatures and docstrings
+	$(RUN) scripts/api.py
+
+docs: .venv/installed api ## the documentation as a site, build/site/index.html, which opens from disk
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+dist: .venv/installed ## wheel and sdist in dist/, and the wheel tried with each Python, away from the checkout
+	$(RUN) scripts/try_wheel.py
 
 bench-stall: .venv/installed ## the event loop's worst stall while a crawl and a search run
 	$(RUN) experiments/loop_stall.py
@@ -53,7 +62,7 @@ bench-context: .venv/installed ## which pages are in a context that cannot hold 
 	$(RUN) experiments/context_choice.py --json experiments/results/context_choice.json
 
 clean: ## remove what the targets made
-	rm -rf .venv .uv .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv/installed: pyproject.toml scripts/install.sh
 	scripts/install.sh

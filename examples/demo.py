@@ -17,19 +17,32 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from demo_site import MEDIAN_LATENCY_S, build_site
+from demo_site import MEDIAN_LATENCY_S, build_site, written_pages
+from demo_timeline import QueryRow, draw_timeline
 from rich.console import Console
 from rich.table import Table
 
-from streamrag import Pipeline, SamplingParams, StretchedSource, VectorSource, VllmBackend, WebSource
-from streamrag.cli.view import print_sources, print_timings, watch
-from streamrag.core import Source
-from streamrag.errors import StreamRagError
-from streamrag.files import write_whole
-from streamrag.plot import QueryRow, draw_timeline
-from streamrag.sources.index import build_index
-from streamrag.telemetry import Answer, Answered, ContextChanged, Event
-from streamrag.testing import make_tiny_llama
+from streamrag import (
+    Pipeline,
+    SamplingParams,
+    Source,
+    StreamRagError,
+    VectorSource,
+    VllmBackend,
+    WebSource,
+    build_index,
+)
+from streamrag.telemetry import (
+    Answer,
+    Answered,
+    ChunkArrived,
+    ContextChanged,
+    ContextComplete,
+    Event,
+    RetrievalCutShort,
+    SourceSkipped,
+)
+from streamrag.testing import StretchedSource, make_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = (
@@ -80,7 +93,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     """Make the site, the index and the model that were not given, unless an earlier run made the same ones."""
     out: Path = arguments.out
     docs = ROOT / "docs"
-    texts = [path.read_text() for path in sorted(docs.glob("*.md"))]
+    texts = [path.read_text() for path in written_pages(docs)]
     made_from = hashlib.sha256("\0".join([*texts, json.dumps(MODEL)]).encode()).hexdigest()
     stamp = out / "made-from"
     if not stamp.exists() or stamp.read_text() != made_from:
@@ -126,11 +139,7 @@ async def ask_both_ways(
                 await backend.reset_prefix_cache()
                 stream = pipeline.events(question, params=params, overlap=overlap)
                 if number == 0 and overlap:
-                    kept: list[Event] = []
-                    answer = await watch(_keeping(stream, kept), console)
-                    print_sources(answer, console)
-                    print_timings(answer, console)
-                    events[overlap] = kept
+                    events[overlap] = [show(event) async for event in stream]
                 else:
                     with console.status(f"{question} ({'streaming' if overlap else 'not streaming'})"):
                         events[overlap] = [event async for event in stream]
@@ -144,10 +153,34 @@ async def ask_both_ways(
     return pairs
 
 
-async def _keeping(events: AsyncIterator[Event], kept: list[Event]) -> AsyncIterator[Event]:
-    async for event in events:
-        kept.append(event)
-        yield event
+def show(event: Event) -> Event:
+    """Tell a person what happened, and when."""
+    match event:
+        case ChunkArrived(chunk=chunk):
+            tell(event.at_s, f"+ {chunk.title[:60]} {chunk.source}#{chunk.passage}")
+        case SourceSkipped():
+            tell(event.at_s, f"- {event.source}: {event.reason}")
+        case RetrievalCutShort():
+            tell(event.at_s, f"retrieval was cut short: {event.reason}")
+        case ContextChanged():
+            tell(
+                event.at_s,
+                f"  context of {event.num_chunks} chunks, {event.num_tokens} tokens: {event.num_shared} shared with "
+                f"the last, {event.num_invalidated} invalidated",
+            )
+        case ContextComplete():
+            tell(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} tokens")
+        case Answered(answer=answer):
+            tell(event.at_s, f"answer: {answer.text}")
+            for citation in answer.sources:
+                tell(event.at_s, f"[{citation.number}] {citation.title} {citation.source}")
+    return event
+
+
+def tell(at_s: float, line: str) -> None:
+    """One line; what a page or a model wrote cannot write to the terminal as it likes."""
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    console.print(f"{at_s:7.2f} s {shown}", markup=False, soft_wrap=True)
 
 
 def print_table(groups: dict[str, list[Pair]]) -> None:
@@ -211,7 +244,7 @@ def save(out: Path, groups: dict[str, list[Pair]]) -> None:
         ]
         for name, pairs in groups.items()
     }
-    write_whole(out / "results.json", json.dumps(results, indent=2))
+    (out / "results.json").write_text(json.dumps(results, indent=2))
     for what, name in (("timeline", "timeline.png"), ("numbers", "results.json")):
         console.print(f"{what}: {os.path.relpath(out / name)}", soft_wrap=True)
 

@@ -3,16 +3,16 @@
 Run as a program it serves a folder, and prints its port first: `python demo_site.py FOLDER`.
 """
 
+import ctypes
 import math
 import random
 import re
+import signal
 import sys
 import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-
-from streamrag.orphans import end_with_parent
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
@@ -22,17 +22,24 @@ PAGE = """<!DOCTYPE html>
 MEDIAN_LATENCY_S, LATENCY_SPREAD, MAX_LATENCY_S = 0.35, 0.5, 1.0
 """Log-normal; each page keeps its own latency from request to request, so that paired runs are comparable."""
 
+PR_SET_PDEATHSIG = 1
+"""Source: prctl(2)."""
 
 LINK = re.compile(r'<a href="([^"#]*)([^"]*)">(.*?)</a>', re.DOTALL)
 
 
+def written_pages(docs: Path) -> list[Path]:
+    """The Markdown files in `docs`, without the reference that is made from docstrings."""
+    return [page for page in sorted(docs.glob("*.md")) if page.name != "api.md"]
+
+
 def build_site(docs: Path, site: Path) -> int:
-    """Write an HTML page for each Markdown file in `docs`; returns how many."""
+    """Write an HTML page for each Markdown file in `docs` that a person wrote; returns how many."""
     from markdown_it import MarkdownIt
 
     site.mkdir(parents=True, exist_ok=True)
     render = MarkdownIt("commonmark").enable("table").render
-    pages = sorted(docs.glob("*.md"))
+    pages = written_pages(docs)
     links = " ".join(f'<a href="{page.stem}.html">{page.stem}</a>' for page in pages)
     for page in pages:
         text = page.read_text()
@@ -65,7 +72,9 @@ class SlowHandler(SimpleHTTPRequestHandler):
 
 
 def main() -> None:
-    end_with_parent(None)  # a demo that is killed does not leave it behind
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0
+    )  # a demo that is killed leaves nothing behind
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SlowHandler, directory=sys.argv[1]))
     print(server.server_port, flush=True)
     server.serve_forever()

@@ -12,10 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from streamrag import Pipeline, RetrieverSource, SamplingParams, VllmBackend
-from streamrag.engine import RequestView
-from streamrag.handle import AnswerStream
-from streamrag.records import read_records
+from streamrag import AnswerStream, Pipeline, RequestView, RetrieverSource, SamplingParams, VllmBackend
+from streamrag.telemetry import read_records
 from streamrag.testing import make_tiny_llama
 
 

@@ -6,8 +6,7 @@ python examples/own_source.py
 import asyncio
 from collections.abc import AsyncIterator
 
-from streamrag import Append, Chunk, Pipeline
-from streamrag.core import SourceEvent
+from streamrag import Append, Chunk, Pipeline, SourceEvent
 from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend
 

@@ -12,13 +12,9 @@ import tempfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from streamrag import Append, Chunk, Pipeline
-from streamrag.core import SourceEvent
-from streamrag.sources.replay import ReplaySource
+from streamrag import Append, Chunk, Pipeline, ReplaySource, SourceEvent, TraceRecorder
 from streamrag.testing import ScriptedBackend
-from streamrag.trace.read import read_trace
-from streamrag.trace.recorder import TraceRecorder
-from streamrag.trace.statistics import describe
+from streamrag.trace import describe, read_trace
 
 QUESTION = "Why does the printer jam?"
 NOTES = ("The printer on floor two jams when the paper is thick.", "It was serviced on Monday.")

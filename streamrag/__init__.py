@@ -4,15 +4,18 @@
         async for chunk in pipeline.stream("How do I cancel a task group?"):
             print(chunk.text, end="")
 
-Nothing heavy is imported before it is used: each public name loads its own module.
+Here is what a program needs to ask, to bring parts of its own, and to catch errors. Nothing heavy is imported before it
+is used: each name loads its own module.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from streamrag.lazy import attributes
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from streamrag.asked import QueryOptions as QueryOptions
     from streamrag.backends.openai import OpenAIBackend as OpenAIBackend
     from streamrag.backends.vllm import VllmBackend as VllmBackend
     from streamrag.backends.vllm.client.token_streams import StreamedTokens as StreamedTokens
@@ -20,63 +23,134 @@ if TYPE_CHECKING:
     from streamrag.backends.vllm.client.token_streams import TokenStreams as TokenStreams
     from streamrag.core import AnswerChunk as AnswerChunk
     from streamrag.core import Append as Append
+    from streamrag.core import Backend as Backend
+    from streamrag.core import BackendEvent as BackendEvent
     from streamrag.core import Chunk as Chunk
     from streamrag.core import CutShort as CutShort
     from streamrag.core import Hint as Hint
+    from streamrag.core import Mode as Mode
+    from streamrag.core import ModelInfo as ModelInfo
+    from streamrag.core import Prefilled as Prefilled
+    from streamrag.core import Progress as Progress
     from streamrag.core import Prompt as Prompt
     from streamrag.core import SamplingParams as SamplingParams
     from streamrag.core import Skipped as Skipped
+    from streamrag.core import Source as Source
+    from streamrag.core import SourceEvent as SourceEvent
+    from streamrag.core import Startable as Startable
+    from streamrag.core import Tokenizer as Tokenizer
     from streamrag.core import Turn as Turn
     from streamrag.core import Update as Update
+    from streamrag.core import plain_chat as plain_chat
+    from streamrag.engine import RequestView as RequestView
+    from streamrag.errors import BackendError as BackendError
+    from streamrag.errors import ConfigurationError as ConfigurationError
+    from streamrag.errors import DeadlineExceededError as DeadlineExceededError
+    from streamrag.errors import EngineDeadError as EngineDeadError
+    from streamrag.errors import IndexCorruptError as IndexCorruptError
+    from streamrag.errors import IndexExistsError as IndexExistsError
+    from streamrag.errors import IndexMismatchError as IndexMismatchError
+    from streamrag.errors import IndexMissingError as IndexMissingError
+    from streamrag.errors import MissingDependencyError as MissingDependencyError
+    from streamrag.errors import ModelError as ModelError
+    from streamrag.errors import PipelineClosedError as PipelineClosedError
+    from streamrag.errors import PromptTooLongError as PromptTooLongError
+    from streamrag.errors import ServerError as ServerError
+    from streamrag.errors import SourceError as SourceError
     from streamrag.errors import StreamRagError as StreamRagError
+    from streamrag.errors import TooManyQueriesError as TooManyQueriesError
+    from streamrag.errors import TraceError as TraceError
+    from streamrag.errors import UnreachableError as UnreachableError
+    from streamrag.errors import UnsafeUrlError as UnsafeUrlError
+    from streamrag.errors import UnsupportedVersionError as UnsupportedVersionError
+    from streamrag.errors import VectorIndexError as VectorIndexError
+    from streamrag.errors import WorkerError as WorkerError
+    from streamrag.handle import AnswerStream as AnswerStream
+    from streamrag.handle import EventStream as EventStream
     from streamrag.modes import AppendMode as AppendMode
     from streamrag.modes import PromptTemplate as PromptTemplate
     from streamrag.modes import UpdateMode as UpdateMode
     from streamrag.pipeline import Pipeline as Pipeline
+    from streamrag.sources.index import IndexSummary as IndexSummary
+    from streamrag.sources.index import build_index as build_index
+    from streamrag.sources.replay import ReplaySource as ReplaySource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
-    from streamrag.sources.stretch import StretchedSource as StretchedSource
     from streamrag.sources.vector import VectorSource as VectorSource
     from streamrag.sources.web import WebSource as WebSource
     from streamrag.telemetry import Answer as Answer
+    from streamrag.trace.recorder import TraceRecorder as TraceRecorder
 
 _HOMES = {
     "Answer": "streamrag.telemetry",
     "AnswerChunk": "streamrag.core",
+    "AnswerStream": "streamrag.handle",
     "Append": "streamrag.core",
     "AppendMode": "streamrag.modes",
+    "Backend": "streamrag.core",
+    "BackendError": "streamrag.errors",
+    "BackendEvent": "streamrag.core",
     "Chunk": "streamrag.core",
+    "ConfigurationError": "streamrag.errors",
     "CutShort": "streamrag.core",
+    "DeadlineExceededError": "streamrag.errors",
+    "EngineDeadError": "streamrag.errors",
+    "EventStream": "streamrag.handle",
     "Hint": "streamrag.core",
+    "IndexCorruptError": "streamrag.errors",
+    "IndexExistsError": "streamrag.errors",
+    "IndexMismatchError": "streamrag.errors",
+    "IndexMissingError": "streamrag.errors",
+    "IndexSummary": "streamrag.sources.index",
+    "MissingDependencyError": "streamrag.errors",
+    "Mode": "streamrag.core",
+    "ModelError": "streamrag.errors",
+    "ModelInfo": "streamrag.core",
     "OpenAIBackend": "streamrag.backends.openai",
     "Pipeline": "streamrag.pipeline",
+    "PipelineClosedError": "streamrag.errors",
+    "Prefilled": "streamrag.core",
+    "Progress": "streamrag.core",
     "Prompt": "streamrag.core",
     "PromptTemplate": "streamrag.modes",
+    "PromptTooLongError": "streamrag.errors",
+    "QueryOptions": "streamrag.asked",
+    "ReplaySource": "streamrag.sources.replay",
+    "RequestView": "streamrag.engine",
     "RetrieverSource": "streamrag.sources.retriever",
     "SamplingParams": "streamrag.core",
+    "ServerError": "streamrag.errors",
     "Skipped": "streamrag.core",
+    "Source": "streamrag.core",
+    "SourceError": "streamrag.errors",
+    "SourceEvent": "streamrag.core",
+    "Startable": "streamrag.core",
     "StreamRagError": "streamrag.errors",
     "StreamedTokens": "streamrag.backends.vllm.client.token_streams",
-    "StretchedSource": "streamrag.sources.stretch",
     "TokenStream": "streamrag.backends.vllm.client.token_streams",
     "TokenStreams": "streamrag.backends.vllm.client.token_streams",
+    "Tokenizer": "streamrag.core",
+    "TooManyQueriesError": "streamrag.errors",
+    "TraceError": "streamrag.errors",
+    "TraceRecorder": "streamrag.trace.recorder",
     "Turn": "streamrag.core",
+    "UnreachableError": "streamrag.errors",
+    "UnsafeUrlError": "streamrag.errors",
+    "UnsupportedVersionError": "streamrag.errors",
     "Update": "streamrag.core",
     "UpdateMode": "streamrag.modes",
+    "VectorIndexError": "streamrag.errors",
     "VectorSource": "streamrag.sources.vector",
     "VllmBackend": "streamrag.backends.vllm",
     "WebSource": "streamrag.sources.web",
+    "WorkerError": "streamrag.errors",
+    "build_index": "streamrag.sources.index",
+    "plain_chat": "streamrag.core",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]
 
-
-def __getattr__(name: str) -> Any:
-    try:
-        value = getattr(import_module(_HOMES[name]), name)
-    except KeyError:
-        raise AttributeError(f"module 'streamrag' has no attribute {name!r}") from None
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker that saw it would take any name
+    __getattr__ = attributes(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

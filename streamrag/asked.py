@@ -10,8 +10,6 @@ from streamrag.errors import ConfigurationError
 from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import PromptTemplate
 
-__all__ = ["LATE_SHARE", "Query", "QueryOptions", "check_options"]
-
 LATE_SHARE = 0.25
 """A third or a half found the answer no more often in experiments/context_choice.py, and leave more to compute last."""
 
@@ -78,13 +76,16 @@ class QueryOptions(TypedDict, total=False):
     system: str
     """Replaces the template's system text."""
     template: PromptTemplate
+    """Replaces the pipeline's: the words around the context."""
     history: Sequence[Turn]
     """Earlier turns of the conversation, oldest first."""
     params: SamplingParams
+    """How to sample the answer; the default is greedy, with at most 256 tokens."""
     max_context_tokens: int
-    """Most tokens of context; the default takes what the model's length leaves."""
+    """Most tokens of context; the default takes what the model's length leaves. What does not fit is told."""
     deadline_s: float
-    """Most seconds from submission to the last token; the default waits for ever."""
+    """Most seconds from submission to the last token; the default waits for ever. Waiting for the
+    engine to start, or for a place, counts."""
     overlap: bool
     """Whether to prefill while retrieval runs; the default is the pipeline's."""
     late_share: float

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from streamrag.core import Chunk
 from streamrag.sources.relevance import Passage, relevant_terms, split_markdown, terms
 
-__all__ = ["Relevance"]
-
 NUM_LETTERS = 5
 """By which words are compared: "cancelled" and "cancelling" are the same then."""
 

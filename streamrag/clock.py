@@ -4,8 +4,6 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-__all__ = ["Clock", "monotonic"]
-
 Clock: TypeAlias = Callable[[], float]
 
 monotonic: Clock = time.monotonic

@@ -15,32 +15,6 @@ from streamrag.errors import ConfigurationError
 from streamrag.kinds import is_number, is_whole, short
 from streamrag.records import RequestRecord
 
-__all__ = [
-    "AnswerChunk",
-    "Append",
-    "Backend",
-    "BackendEvent",
-    "Chunk",
-    "CutShort",
-    "Hint",
-    "Mode",
-    "ModelInfo",
-    "Prefilled",
-    "Progress",
-    "Prompt",
-    "SamplingParams",
-    "Skipped",
-    "Source",
-    "SourceEvent",
-    "Startable",
-    "Tokenizer",
-    "Turn",
-    "Update",
-    "common_prefix_len",
-    "part_name",
-    "plain_chat",
-]
-
 MAX_NAME_CHARS = 80
 
 
@@ -275,7 +249,7 @@ class ModelInfo:
 
 
 class Source(Protocol):
-    """A retriever. It may have a `name`, by which errors and schedulers call it; see `part_name`."""
+    """A retriever. It may have a `name`, by which errors and schedulers call it; else they call it by its class."""
 
     def stream(self, query: str) -> AsyncIterator[SourceEvent]:
         """Chunk events as they arrive; the context is complete when the iterator ends.

@@ -26,31 +26,6 @@
 `except StreamRagError` catches them all.
 """
 
-__all__ = [
-    "BackendError",
-    "ConfigurationError",
-    "DeadlineExceededError",
-    "EngineDeadError",
-    "IndexCorruptError",
-    "IndexExistsError",
-    "IndexMismatchError",
-    "IndexMissingError",
-    "MissingDependencyError",
-    "ModelError",
-    "PipelineClosedError",
-    "PromptTooLongError",
-    "ServerError",
-    "SourceError",
-    "StreamRagError",
-    "TooManyQueriesError",
-    "TraceError",
-    "UnreachableError",
-    "UnsafeUrlError",
-    "UnsupportedVersionError",
-    "VectorIndexError",
-    "WorkerError",
-]
-
 
 class StreamRagError(Exception):
     """Everything that streamrag raises on purpose."""

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from streamrag.errors import ConfigurationError
 
-__all__ = ["replacing", "write_whole"]
-
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, text in UTF-8. At any time `path` is what it was before, or the whole new file.

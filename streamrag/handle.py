@@ -18,8 +18,6 @@ from streamrag.errors import StreamRagError
 from streamrag.tasks import wait_regardless
 from streamrag.telemetry import Answer, Answered, Event, TokensGenerated
 
-__all__ = ["AnswerStream", "EventStream"]
-
 MAX_UNREAD_EVENTS = 4096
 """A caller that does not read holds up its own query beyond this many events, and nobody else's."""
 
@@ -142,7 +140,10 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
 
 
 class AnswerStream(QueryHandle[AnswerChunk]):
-    """The answer's chunks as they are generated."""
+    """The answer's chunks as they are generated: an async iterator, and a context manager that ends the query.
+
+    The query starts with the block, or with the first chunk that is asked for.
+    """
 
     async def __anext__(self) -> AnswerChunk:
         while True:
@@ -152,7 +153,7 @@ class AnswerStream(QueryHandle[AnswerChunk]):
 
 
 class EventStream(QueryHandle[Event]):
-    """Everything that happens in the query, in order; `Answered` is the last."""
+    """Everything that happens in the query, in order; `Answered` is the last. Otherwise as `AnswerStream`."""
 
     async def __anext__(self) -> Event:
         return await self._next_event()

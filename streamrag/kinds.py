@@ -4,8 +4,6 @@ import math
 from contextlib import suppress
 from numbers import Integral, Real
 
-__all__ = ["is_number", "is_whole", "kind_of", "short"]
-
 
 def is_whole(value: object) -> bool:
     """Whether it is a whole number of whatever type; True and False are none."""

@@ -5,8 +5,6 @@ import os
 import signal
 import sys
 
-__all__ = ["end_with_parent"]
-
 PR_SET_PDEATHSIG = 1
 """Source: prctl(2)."""
 

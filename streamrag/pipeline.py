@@ -24,8 +24,6 @@ from streamrag.telemetry import Answer
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """Answers queries from a source with a backend, and owns both.
@@ -33,16 +31,21 @@ class Pipeline:
     Entering it starts the engine and the workers, leaving it stops them. Without `async with` it starts on the first
     query, and `aclose()` stops it.
 
-    - `owns_source=False` and `owns_backend=False`: somebody else starts and closes it, for several pipelines over one.
-    - `mode` folds chunk events into a context; the default follows the source.
-    - `overlap=False` retrieves everything before the model hears of it: the baseline of every measurement.
-    - `max_concurrent_queries` run at once; past it a query waits, or with `when_full="refuse"` raises
-      TooManyQueriesError.
-    - `on_source_error="answer"` answers from what had arrived when the source failed, and tells the model so.
-    - `on_progress` is called with a line for a person at each step of starting.
-    - `recorder` writes what retrieval does to a trace file; it is started and stopped with the rest.
+    source: where chunks come from.
+    backend: where tokens come from.
+    owns_source: False if somebody else starts and closes it, for several pipelines over one.
+    owns_backend: the same of the backend.
+    mode: folds chunk events into a context; the default, `UpdateMode`, follows the source.
+    template: the words around the context.
+    overlap: False retrieves everything before the model hears of it: the baseline of every measurement.
+    max_concurrent_queries: those that run at once; past it a query waits, or is refused.
+    when_full: "wait", or "refuse", which raises TooManyQueriesError.
+    on_source_error: "raise", or "answer" from what had arrived when the source failed, and tell the model so.
+    on_progress: called with a line for a person at each step of starting.
+    recorder: writes what retrieval does to a trace file; it is started and stopped with the rest.
+    clock: what times are told by.
 
-    Raises ConfigurationError for values that cannot work.
+    :raises ConfigurationError: values that cannot work.
     """
 
     def __init__(

@@ -58,7 +58,6 @@ from streamrag.tokenizing import in_thread
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
-__all__ = ["QueryRun"]
 
 LET_GO_S = 10.0
 """Most seconds that a query may take to stop. What it stops is quick, so it is foreign code that does not let go."""

@@ -19,24 +19,6 @@ from typing import IO, Any, NoReturn, TypeVar
 
 from streamrag.errors import MissingDependencyError
 
-__all__ = [
-    "COMPRESSED_OTHERWISE",
-    "MAX_FILE_BYTES",
-    "MAX_JSON_BYTES",
-    "MAX_LINE_BYTES",
-    "MAX_SMALL_FILE_BYTES",
-    "DamagedError",
-    "Unpacked",
-    "as_dataclass",
-    "import_zstandard",
-    "lines_of",
-    "memory_bytes",
-    "open_regular",
-    "parse_json",
-    "read_bytes",
-    "without_lone_surrogates",
-]
-
 T = TypeVar("T")
 
 MAX_FILE_BYTES = 1 << 30

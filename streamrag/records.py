@@ -11,8 +11,6 @@ from typing import Any, Literal, TypeAlias
 from streamrag.errors import ConfigurationError
 from streamrag.reading import Unpacked, as_dataclass, lines_of, parse_json
 
-__all__ = ["ChunkRecord", "Outcome", "PreemptionRecord", "RequestRecord", "RestoreRecord", "read_records"]
-
 Outcome: TypeAlias = Literal["finished", "aborted", "failed"]
 """Aborted: the client had enough, or went away. Failed: the engine refused it, or gave it up."""
 

@@ -15,8 +15,6 @@ from streamrag.errors import SourceError
 from streamrag.kinds import is_number, is_whole, kind_of, short
 from streamrag.tasks import cancel_regardless
 
-__all__ = ["Retrieval", "closing"]
-
 MAX_COUNT = (1 << 31) - 1
 """Of passages: what a trace can hold."""
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["ScratchFolder", "locked_folder", "remove_left_behind"]
-
 OWNER = ".owner"
 """A file in each folder that its owner keeps locked. The kernel unlocks it when the owner ends, however that ends."""
 

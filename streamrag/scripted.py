@@ -18,8 +18,6 @@ from streamrag.core import (
     SourceEvent,
 )
 
-__all__ = ["ScriptedBackend", "ScriptedSource", "Step"]
-
 Step: TypeAlias = SourceEvent | float | BaseException | anyio.Event
 """An event to yield, seconds to pause, an error to raise, or something to wait for."""
 

@@ -8,8 +8,6 @@ import json
 import re
 from typing import Any
 
-__all__ = ["for_picture", "json_text", "one_line", "shown"]
-
 MAX_IN_PICTURE = 120
 """Characters of one text; a picture would grow with it."""
 

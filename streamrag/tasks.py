@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 
 import anyio
 
-__all__ = ["cancel_regardless", "is_cancelled", "run_regardless", "wait_regardless"]
-
 CANCEL_AGAIN_S = 2.0
 """Foreign code may swallow a cancellation, and is cancelled again after this; a clean-up within it is left in peace."""
 

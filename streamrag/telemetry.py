@@ -1,6 +1,7 @@
-"""What happened in a query, and when: one class per event, and the answer with its timings.
+"""What happened in a query, and when: one class per event, the answer with its timings, and the engine's record.
 
-Every `at_s` counts seconds from the moment the query was submitted, on the pipeline's clock.
+Every `at_s` counts seconds from the moment the query was submitted, on the pipeline's clock. Times of records are of
+`time.monotonic`.
 """
 
 from dataclasses import dataclass
@@ -8,25 +9,30 @@ from typing import TypeAlias
 
 from streamrag.core import Chunk
 from streamrag.errors import SourceError
-from streamrag.records import RequestRecord
+from streamrag.records import ChunkRecord, PreemptionRecord, RequestRecord, RestoreRecord, read_records
 
 __all__ = [
     "Answer",
     "Answered",
     "ChunkArrived",
+    "ChunkRecord",
     "ChunksLeftOut",
     "ChunksShortened",
     "Citation",
     "ContextChanged",
     "ContextComplete",
     "Event",
+    "PreemptionRecord",
     "PrefillProgressed",
+    "RequestRecord",
+    "RestoreRecord",
     "RetrievalCutShort",
     "RetrievalStarted",
     "SourceFailed",
     "SourceSkipped",
     "Timings",
     "TokensGenerated",
+    "read_records",
 ]
 
 

@@ -1,16 +1,18 @@
-"""Parts for tests: exact, instant, and able to fail on purpose; and a tiny model for the real engine.
+"""Parts for tests and demonstrations: exact, instant, able to fail on purpose; and a tiny model for the real engine.
 
     source = ScriptedSource([Append(Chunk("Paris is in France.", "geo.md"))])
     backend = ScriptedBackend(answer="In France.")
     async with Pipeline(source, backend) as pipeline:
-        ...
-    backend.prompts[-1][-1].is_complete  # every prompt of every query is kept
+        print("".join([chunk.text async for chunk in pipeline.stream("Where is Paris?")]))
+    assert backend.prompts[-1][-1].is_complete  # every prompt of every query is kept
 
-`make_tiny_llama` writes a Llama with random weights for `VllmBackend`; its answers are noise.
+`make_tiny_llama` writes a Llama with random weights for `VllmBackend`; its answers are noise. `StretchedSource` is
+another source, slowed down.
 """
 
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.scripted import ScriptedBackend, ScriptedSource, Step
+from streamrag.sources.stretch import StretchedSource
 from streamrag.tiny_llama import make_tiny_llama
 
-__all__ = ["CodePointTokenizer", "ScriptedBackend", "ScriptedSource", "Step", "make_tiny_llama"]
+__all__ = ["CodePointTokenizer", "ScriptedBackend", "ScriptedSource", "Step", "StretchedSource", "make_tiny_llama"]

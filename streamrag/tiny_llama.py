@@ -16,8 +16,6 @@ from typing import Any
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
 
-__all__ = ["make_tiny_llama"]
-
 BOS, START, END = "<|begin_of_text|>", "<|start|>", "<|end|>"
 
 CHAT_TEMPLATE = (

@@ -13,14 +13,14 @@ PACKAGE = Path(streamrag.__file__).parent
 # Imports run down this list only; parts on one line never import each other.
 LINES = [
     {"cli"},
-    {"bench", "plot", "testing"},
+    {"bench", "testing"},
     {"pipeline"},
     {"backends"},
     {"sources"},
     {"modes", "engine"},
     {"clock", "telemetry", "trace"},
     {"retrieving", "tokenizing"},
-    {"core", "errors", "files", "kinds", "orphans", "reading", "records", "scratch", "showing", "tasks"},
+    {"core", "errors", "files", "kinds", "lazy", "orphans", "reading", "records", "scratch", "showing", "tasks"},
 ]
 PARTS_OF_ONE = {
     "__main__": "cli",

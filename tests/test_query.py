@@ -15,7 +15,6 @@ from streamrag import (
     Pipeline,
     Prompt,
     SamplingParams,
-    StretchedSource,
     Update,
     UpdateMode,
 )
@@ -23,7 +22,7 @@ from streamrag.core import BackendEvent, Source
 from streamrag.errors import BackendError, SourceError
 from streamrag.records import RequestRecord
 from streamrag.telemetry import ChunkArrived
-from streamrag.testing import ScriptedBackend, ScriptedSource
+from streamrag.testing import ScriptedBackend, ScriptedSource, StretchedSource
 
 A, B, C = (Chunk(text, f"{text[0]}.md") for text in ("alpha", "beta", "gamma"))
 

@@ -22,7 +22,6 @@ from streamrag import (
     Prompt,
     SamplingParams,
     Skipped,
-    StretchedSource,
     Update,
 )
 from streamrag import query as query_module
@@ -33,7 +32,7 @@ from streamrag.errors import BackendError, DeadlineExceededError, PipelineClosed
 from streamrag.handle import AnswerStream
 from streamrag.retrieving import Retrieval, closing
 from streamrag.telemetry import ChunkArrived
-from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource
+from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource, StretchedSource
 from streamrag.trace.read import read_trace
 from streamrag.trace.recorder import TraceRecorder
 

@@ -21,8 +21,6 @@ from streamrag.core import AnswerChunk, Hint, Prompt, common_prefix_len
 from streamrag.errors import ConfigurationError
 from streamrag.trace.values import TracedAppend, TracedQuery
 
-__all__ = ["Client", "PromptStream", "Timing", "check_arm", "run_query"]
-
 
 class PromptStream(Protocol):
     """One growing prompt. Iterating over it yields the tokens of the answer."""

@@ -7,20 +7,6 @@ from typing import Any, Literal, TypeAlias, get_args
 from streamrag.engine.swapping import EvictionMode
 from streamrag.records import RequestRecord
 
-__all__ = [
-    "ARMS",
-    "EVICTIONS",
-    "Arm",
-    "CellProgress",
-    "CellResult",
-    "CellSettings",
-    "CopyResult",
-    "CopyTotals",
-    "RequestResult",
-    "StepPart",
-    "StepResult",
-]
-
 Arm: TypeAlias = Literal["no-streaming", "warming", "stock-sessions", "streaming"]
 ARMS: tuple[Arm, ...] = ("no-streaming", "warming", "stock-sessions", "streaming")
 """What a client may do with chunks that arrive over time: wait for all of them; warm the prefix cache; use the sessions

@@ -9,8 +9,6 @@ from streamrag.bench.cell import ARMS, CellSettings
 from streamrag.bench.grid import load_of, variant_name
 from streamrag.bench.summary import PERCENTILES, Digest, percentile
 
-__all__ = ["BASELINE", "Comparison", "Figure", "Pool", "Values", "compare", "mean"]
-
 BASELINE = "no-streaming"
 
 Values: TypeAlias = Callable[[Digest], Sequence[float]]

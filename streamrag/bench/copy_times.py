@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from streamrag.backends.vllm.client.facts import EngineFacts
 
-__all__ = ["CopyTimes", "block_counts", "measure_copies"]
 
 NUM_WARM_UPS, NUM_REPEATS = 1, 5
 MAX_BYTES_CPU, MAX_BYTES_CUDA = 256 << 20, 2 << 30

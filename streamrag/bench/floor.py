@@ -16,8 +16,6 @@ from streamrag.bench.workload import NUM_TAIL_TOKENS
 from streamrag.engine.costs import StepProfile
 from streamrag.trace.values import TracedAppend, TracedChunk, TracedQuery
 
-__all__ = ["floor_s"]
-
 
 def floor_s(query: TracedQuery, profile: StepProfile, budget: int, num_tail_tokens: int = NUM_TAIL_TOKENS) -> float:
     """In seconds, from the end of retrieval to the first token."""

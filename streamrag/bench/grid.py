@@ -12,17 +12,6 @@ from streamrag.engine.policies import make_policy
 from streamrag.engine.swapping import EvictionMode
 from streamrag.errors import ConfigurationError
 
-__all__ = [
-    "GENERATED",
-    "Grid",
-    "describe_cell",
-    "describe_load",
-    "describe_qps",
-    "load_of",
-    "variant_name",
-    "workload_name",
-]
-
 GENERATED = ("crawler", "anns", "anns-last")
 """Workloads that are generated; any other is a trace file."""
 

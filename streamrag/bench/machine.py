@@ -19,7 +19,6 @@ from streamrag.engine.costs import TableProfile, recompute_s
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.facts import EngineFacts
 
-__all__ = ["StepProgress", "measure_machine"]
 
 StepProgress: TypeAlias = Callable[[str, int, int | None], None]
 """Told what is done now, how many things are done, and of how many; None as long as nobody knows."""

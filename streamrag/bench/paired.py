@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from streamrag.errors import MissingDependencyError
 
-__all__ = ["Ratio", "percentile_ratios"]
-
 NUM_SAMPLES = 1_000
 SPREAD = (5, 95)
 """Percentiles of the bootstrap samples."""

@@ -12,8 +12,6 @@ from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
 from streamrag.showing import for_picture
 
-__all__ = ["crossing", "draw_profile", "most_tokens", "step_budget"]
-
 RECOMPUTE, RESTORE, SAVE = "#d9762b", "#2f6690", "#7ba6c9"
 DEFAULT_MOST_TOKENS = 32_768
 NUM_POINTS = 120

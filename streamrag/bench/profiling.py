@@ -25,20 +25,6 @@ from streamrag.trace.values import TracedChunk
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
 
-__all__ = [
-    "NUM_IN_VOCABULARY",
-    "FreshTokens",
-    "KvFacts",
-    "Pass",
-    "StepTime",
-    "answer",
-    "measure",
-    "measure_profile",
-    "slowness",
-    "steps_since",
-    "table_profile",
-    "warm_up",
-]
 
 NUM_IN_VOCABULARY = 512
 """Token ids are below this, which every model has."""

@@ -3,8 +3,6 @@
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["versions"]
-
 
 def versions() -> dict[str, str]:
     """Of the packages that matter, and of Python."""

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 from streamrag.records import RequestRecord
 
-__all__ = ["merged", "shifted"]
-
 
 def merged(records: Sequence[RequestRecord]) -> RequestRecord | None:
     """The last one, with the counts and preemptions of all. Warming sends several requests for one query."""

@@ -21,7 +21,6 @@ from streamrag.tasks import wait_regardless
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
 
-__all__ = ["NUM_CONTEXT_BESIDE", "RecomputeTimes", "measure_recompute", "prompt_sizes"]
 
 FIRST_SIZE = 64
 NUM_REPEATS, NUM_REPEATS_SMALL = 3, 9

@@ -12,8 +12,6 @@ from streamrag.bench.report_canvas import require_matplotlib
 from streamrag.bench.report_html import Cell, Table, cell, render, require_jinja
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
 
-__all__ = ["make_report", "require_report"]
-
 COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "num_bytes_in": 1e9}
 """Of `CopyTotals`, and what the report counts them in."""
 

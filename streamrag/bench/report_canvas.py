@@ -7,8 +7,6 @@ from typing import Any
 
 from streamrag.errors import MissingDependencyError
 
-__all__ = ["as_svg", "formatter", "make_panels", "plain_log_ticks", "require_matplotlib", "seconds_upwards"]
-
 
 def require_matplotlib() -> None:
     """Raises MissingDependencyError without matplotlib."""

@@ -10,8 +10,6 @@ from streamrag.bench.compare import Figure
 from streamrag.errors import MissingDependencyError
 from streamrag.showing import one_line
 
-__all__ = ["Cell", "Table", "cell", "figure_text", "render", "require_jinja"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:

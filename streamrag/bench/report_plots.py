@@ -11,8 +11,6 @@ from streamrag.bench.report_html import figure_text
 from streamrag.bench.summary import percentile
 from streamrag.showing import for_picture
 
-__all__ = ["draw_arrivals", "draw_ccdf", "draw_invalidated", "draw_times", "draw_ttft_by_qps"]
-
 GREY = "#8a8a8a"
 GRID = "#e3e3e3"
 # After Okabe and Ito, for any colour vision. Of the streaming arm a policy has a colour and an eviction its dashes.

@@ -19,8 +19,6 @@ from streamrag.bench.store import CellStore, cell_key
 from streamrag.errors import StreamRagError
 from streamrag.orphans import end_with_parent
 
-__all__ = ["CellEvent", "CellFailed", "CellFinished", "CellProgressed", "CellStarted", "run_cell", "run_cells"]
-
 MIN_GAP_S = 0.1
 """Between two reports of progress of one cell."""
 PATIENCE_S = 10.0

@@ -37,7 +37,6 @@ from streamrag.trace.values import Trace, TracedQuery
 if TYPE_CHECKING:
     from streamrag.backends.simulated.client import SimulatedClient
 
-__all__ = ["run_cell"]
 
 MAX_BLOCKS = 4_000_000
 """Each takes some 200 bytes of memory."""

@@ -15,8 +15,6 @@ from streamrag.engine.copies import CopyClock, CopyCosts
 from streamrag.engine.costs import StepProfile, TableProfile
 from streamrag.engine.parts import Part
 
-__all__ = ["CopyLog", "StepTimes"]
-
 Step: TypeAlias = Any
 """vLLM's `SchedulerOutput`: this module does not import vLLM."""
 PartsOf: TypeAlias = Callable[[Step], Iterable[tuple[str, Part]]]

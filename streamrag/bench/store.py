@@ -19,8 +19,6 @@ from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
 from streamrag.reading import MAX_JSON_BYTES, Unpacked, as_dataclass, lines_of, open_regular, parse_json, read_bytes
 
-__all__ = ["CellStore", "cell_key", "read_cell"]
-
 FORMAT = "streamrag-cell/1"
 FINISHED = "[!.]*.json.gz"
 """What is hidden is being written, or was when its process was killed."""

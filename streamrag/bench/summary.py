@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 from streamrag.bench.cell import CellResult, CellSettings, CopyTotals, RequestResult
 from streamrag.errors import ConfigurationError
 
-__all__ = ["LIMITS", "PERCENTILES", "Digest", "Slos", "digest", "parse_slos", "percentile", "spread", "summarise"]
-
 PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 LIMITS = ("ttft_after_retrieval_s", "ttft_s", "total_s")

@@ -21,8 +21,6 @@ from streamrag.bench.cell import CellResult, RequestResult
 from streamrag.bench.grid import describe_cell
 from streamrag.errors import ConfigurationError
 
-__all__ = ["make_timeline"]
-
 ENGINE, REQUESTS = 1, 2  # process ids
 STEPS, COPIES_OUT, COPIES_IN = 1, 2, 3  # thread ids of the engine
 US_PER_S = 1e6

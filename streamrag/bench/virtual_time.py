@@ -15,8 +15,6 @@ from typing import Any, NoReturn, TypeVar
 
 from streamrag.errors import ConfigurationError
 
-__all__ = ["DeadlockError", "VirtualTimeLoop", "run_virtual"]
-
 T = TypeVar("T")
 
 MOST_TURNS_AT_ONE_TIME = 200_000

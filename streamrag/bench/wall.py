@@ -34,7 +34,6 @@ from streamrag.trace.values import Trace, TracedQuery
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.measured import EngineClient
 
-__all__ = ["engine_for", "max_model_len", "play_cell", "run_cell"]
 
 PATIENCE_S = 60.0
 """Without any answer, after which an engine is taken to stand still: idle stock sessions can starve the rest."""

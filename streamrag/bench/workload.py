@@ -13,20 +13,6 @@ from streamrag.core import Hint
 from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
 
-__all__ = [
-    "BUDGETS",
-    "NUM_TAIL_TOKENS",
-    "Arriving",
-    "Fitted",
-    "Piece",
-    "Tokens",
-    "fitted",
-    "load_trace",
-    "longest_prompt",
-    "make_load",
-    "token_budget",
-]
-
 BUDGETS = {"crawler": 2_048, "anns": 8_192, "anns-last": 8_192}
 """Tokens per step as published for the workloads that are generated. "anns-last" has its long window last."""
 NUM_TAIL_TOKENS = 32

@@ -5,22 +5,15 @@
 The vLLM scheduler and any simulator call the same functions; nothing here imports vLLM.
 """
 
-from streamrag.engine.pace import Pace
-from streamrag.engine.planning import Eviction, Fate, Grant, Limits, Memory, Plan, plan
-from streamrag.engine.policies import POLICIES, Policy, make_policy
-from streamrag.engine.request import RequestView
-
-__all__ = [
-    "POLICIES",
-    "Eviction",
-    "Fate",
-    "Grant",
-    "Limits",
-    "Memory",
-    "Pace",
-    "Plan",
-    "Policy",
-    "RequestView",
-    "make_policy",
-    "plan",
-]
+from streamrag.engine.pace import Pace as Pace
+from streamrag.engine.planning import Eviction as Eviction
+from streamrag.engine.planning import Fate as Fate
+from streamrag.engine.planning import Grant as Grant
+from streamrag.engine.planning import Limits as Limits
+from streamrag.engine.planning import Memory as Memory
+from streamrag.engine.planning import Plan as Plan
+from streamrag.engine.planning import plan as plan
+from streamrag.engine.policies import POLICIES as POLICIES
+from streamrag.engine.policies import Policy as Policy
+from streamrag.engine.policies import make_policy as make_policy
+from streamrag.engine.request import RequestView as RequestView

@@ -18,8 +18,6 @@ from typing import TypeAlias
 
 from streamrag.errors import ConfigurationError
 
-__all__ = ["CopyClock", "CopyCosts", "CopyPoint", "linear_copies"]
-
 CopyPoint: TypeAlias = tuple[int, float]
 """A number of blocks, and the seconds that copying them in one go takes."""
 

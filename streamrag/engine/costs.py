@@ -18,23 +18,11 @@ from typing import Any, Protocol
 
 from streamrag.engine.copies import CopyCosts, linear_copies
 from streamrag.engine.paper_profiles import is_paper_profile, read_paper_costs
-from streamrag.engine.parts import Part, context_pairs, own_pairs
+from streamrag.engine.parts import Part as Part
+from streamrag.engine.parts import context_pairs, own_pairs
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
 from streamrag.reading import as_dataclass, parse_json, read_bytes
-
-__all__ = [
-    "DEFAULT_BUDGET",
-    "AnalyticProfile",
-    "ModelShape",
-    "Part",
-    "StepProfile",
-    "TableProfile",
-    "load_profile",
-    "profile_names",
-    "recompute_s",
-    "save_profile",
-]
 
 MAX_NUMBER = 10**15
 """Of a whole number in a profile."""

@@ -7,8 +7,6 @@ Peaks are dense, of 16-bit products. Host bandwidths are what pinned copies reac
 import re
 from dataclasses import dataclass
 
-__all__ = ["DeviceSpeed", "speed_of_cpu", "speed_of_cuda"]
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:

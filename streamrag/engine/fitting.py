@@ -9,8 +9,6 @@ from streamrag.engine.copies import CopyPoint
 from streamrag.engine.parts import Part, context_pairs, own_pairs
 from streamrag.errors import ConfigurationError, MissingDependencyError
 
-__all__ = ["FittedCosts", "fit_copies", "fit_table", "require_scipy"]
-
 
 @dataclass(frozen=True, slots=True)
 class FittedCosts:

@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from streamrag.engine.request import RequestView
 
-__all__ = ["ChunkForecast"]
-
 WEIGHT = 0.05
 """Of the newest chunk in the running means."""
 SURE_SHARE = 0.9

@@ -17,8 +17,6 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-__all__ = ["HostPool"]
-
 
 @dataclass(slots=True)
 class _Block:

@@ -1,7 +1,5 @@
 """How long steps take, learnt from those that were, and what follows for the size of a lean one."""
 
-__all__ = ["Pace"]
-
 FEWEST_TOKENS = 64
 """Smaller steps say more about what a step costs than about what a token does."""
 WEIGHT = 0.2

@@ -18,8 +18,6 @@ from typing import Any
 from streamrag.engine.copies import CopyCosts, CopyPoint
 from streamrag.engine.fitting import fit_copies, fit_table
 
-__all__ = ["PaperCosts", "is_paper_profile", "read_paper_costs"]
-
 RECOMPUTE, SWAP_IN, SWAP_OUT, METADATA = "recomputation_latencies", "swap_in_latency", "swap_out_latency", "metadata"
 SHARED = ("model_name", "tensor_parallel_size")
 """What must be the same in a pair of files."""

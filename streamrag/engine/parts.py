@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["Part", "context_pairs", "own_pairs"]
-
 Part: TypeAlias = tuple[int, int]
 """What one request computes in a step: its new tokens, and the tokens before them whose KV is there already."""
 

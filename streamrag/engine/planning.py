@@ -14,8 +14,6 @@ from typing import Literal, Protocol, TypeAlias
 
 from streamrag.engine.request import RequestView
 
-__all__ = ["Eviction", "Fate", "Grant", "Limits", "Memory", "Plan", "plan"]
-
 BACKLOG_STEPS = 8
 """Steps of work from which on steps are not lean. Source: our simulations of arXiv 2604.16395's crawler load."""
 

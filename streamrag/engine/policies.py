@@ -15,8 +15,6 @@ from typing import Any, Protocol, TypeAlias
 from streamrag.engine.request import RequestView
 from streamrag.errors import ConfigurationError
 
-__all__ = ["POLICIES", "Key", "KeyPolicy", "LongestPrefixPolicy", "Policy", "make_policy"]
-
 FIRST_GUESS = 20_000.0
 """Tokens per second, as long as no step has been seen."""
 MOST_DRIFT = 1.5

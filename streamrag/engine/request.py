@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-__all__ = ["RequestView"]
-
 
 class RequestView(NamedTuple):
     """A request at one moment. Immutable; a named tuple, because a busy engine makes hundreds per step.

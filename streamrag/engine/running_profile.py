@@ -6,8 +6,6 @@ from streamrag.engine.costs import AnalyticProfile, ModelShape, StepProfile
 from streamrag.engine.devices import speed_of_cpu, speed_of_cuda
 from streamrag.errors import ConfigurationError
 
-__all__ = ["DEFAULT_NAME", "check_fits", "decoder_shape", "default_profile"]
-
 DEFAULT_NAME = "analytic default"
 
 

@@ -1,6 +1,7 @@
 """From chunk events to prompts: how a context grows or changes, and how it becomes token ids."""
 
-from streamrag.modes.context import AppendMode, UpdateMode
-from streamrag.modes.prompt import AssembledPrompt, PromptAssembler, PromptTemplate
-
-__all__ = ["AppendMode", "AssembledPrompt", "PromptAssembler", "PromptTemplate", "UpdateMode"]
+from streamrag.modes.context import AppendMode as AppendMode
+from streamrag.modes.context import UpdateMode as UpdateMode
+from streamrag.modes.prompt import AssembledPrompt as AssembledPrompt
+from streamrag.modes.prompt import PromptAssembler as PromptAssembler
+from streamrag.modes.prompt import PromptTemplate as PromptTemplate

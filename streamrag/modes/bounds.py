@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 from streamrag.core import Tokenizer
 
-__all__ = ["encode_at_most"]
-
 CHARACTERS_PER_TOKEN = 8
 """More than text of most kinds has; code with much white space has more."""
 

@@ -14,8 +14,6 @@ from typing import Protocol
 from streamrag.core import Chunk
 from streamrag.modes.bounds import CHARACTERS_PER_TOKEN
 
-__all__ = ["Budget", "Included", "Relevance"]
-
 PAGE_SHARE = 1 / 3
 """Of the budget, for one chunk that arrives: the first must not leave out all that come later."""
 MIN_PAGE_TOKENS = 512

@@ -5,8 +5,6 @@ from typing import Self
 
 from streamrag.core import Append, Chunk, Update
 
-__all__ = ["AppendMode", "Context", "UpdateMode"]
-
 
 class Context(tuple[Chunk, ...]):
     """The chunks of a context, among which one is found in the same time however many they are."""

@@ -15,8 +15,6 @@ from string import Formatter
 
 from streamrag.core import Chunk
 
-__all__ = ["PassageFormat"]
-
 MAX_TITLE_CHARS = 200
 MAX_SOURCE_CHARS = 500
 

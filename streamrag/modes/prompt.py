@@ -18,8 +18,6 @@ from streamrag.modes.bounds import encode_at_most
 from streamrag.modes.budget import Budget, Included, Relevance
 from streamrag.modes.passages import PassageFormat
 
-__all__ = ["AssembledPrompt", "PromptAssembler", "PromptTemplate"]
-
 _PLACEHOLDER = re.compile(r"@@streamrag-(\d+)@@")
 
 

@@ -15,8 +15,6 @@ from streamrag.errors import ConfigurationError, UnsafeUrlError
 from streamrag.sources.counted import CountedStream
 from streamrag.sources.threads import Threads
 
-__all__ = ["MAX_URL_CHARS", "CheckedBackend", "Resolve", "normalize_url", "parse_start_url", "resolve"]
-
 MAX_URL_CHARS = 2000
 MAX_ADDRESSES = 4
 """Addresses of one host that are tried, one after the other."""

@@ -48,8 +48,6 @@ from streamrag.sources.prune import MAX_CONTENT_CHARS, Pruned, prune
 from streamrag.sources.relevance import Stem, relevant_stems, relevant_terms, select, split_markdown, terms
 from streamrag.sources.worker_main import OUT_OF_MEMORY
 
-__all__ = ["PageCleaner", "bm25", "decode"]
-
 MAX_LINKS = 500
 MAX_LINKS_CHARS = 50_000
 """Together. Reading the answer must not hold up the caller's event loop."""

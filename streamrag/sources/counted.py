@@ -5,8 +5,6 @@ from typing import Any
 
 import httpcore
 
-__all__ = ["CountedStream", "ResponseTooLargeError"]
-
 MAX_HEAD_BYTES = 1 << 15
 """From the request to the end of the response's head, any number of interim responses (1xx) included. Common servers
 send less than 8 KiB."""

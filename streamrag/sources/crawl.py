@@ -34,8 +34,6 @@ from streamrag.sources.workers import (
 )
 from streamrag.tasks import wait_regardless
 
-__all__ = ["Crawl", "CrawlOptions"]
-
 MAX_COSTLY_PAGES = 2
 """Of one host. Then it is given up for the rest of the crawl."""
 

@@ -16,14 +16,6 @@ if TYPE_CHECKING:
 
     Vectors: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
-__all__ = [
-    "DEFAULT_EMBEDDER",
-    "NUM_CACHED_QUERIES",
-    "Embedder",
-    "EmbedderPlace",
-    "embedder_of_index",
-    "find_embedder",
-]
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 

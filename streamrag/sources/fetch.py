@@ -21,8 +21,6 @@ from streamrag.errors import SourceError, UnreachableError, UnsafeUrlError
 from streamrag.sources.addresses import CheckedBackend, Resolve, normalize_url
 from streamrag.sources.counted import CountedStream, ResponseTooLargeError
 
-__all__ = ["CostlyPageError", "FetchLimits", "Fetcher", "NoConnectionError", "Page", "UnusablePageError"]
-
 PIECE_BYTES = 1 << 16
 """Decompressed at a time."""
 

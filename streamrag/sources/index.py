@@ -45,8 +45,6 @@ from streamrag.sources.passages import (
 from streamrag.sources.search import BUILD_COMPLEXITY, GRAPH_DEGREE, require_diskann
 from streamrag.sources.workers import WorkerJobError, WorkerPool
 
-__all__ = ["IndexSummary", "build_index"]
-
 NUM_TEXTS_AT_ONCE = 128
 """In one job of the embedding worker, which sorts them by length: 2-5 s on a CPU, after which progress is told."""
 

@@ -31,22 +31,6 @@ from streamrag.errors import (
 from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 from streamrag.sources.workers import WorkerJobError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "PASSAGES",
-    "FileEntry",
-    "Manifest",
-    "PassageStore",
-    "check_index",
-    "corrupt",
-    "describe_files",
-    "explain",
-    "looks_like_index",
-    "sha256",
-    "stored_line",
-]
-
 FORMAT_VERSION: Literal[1] = 1
 MANIFEST, PASSAGES = "manifest.json", "passages.jsonl"
 NEEDED = {PASSAGES, "ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}

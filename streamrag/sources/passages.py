@@ -15,17 +15,6 @@ from typing import Any
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.reading import open_regular
 
-__all__ = [
-    "Block",
-    "Document",
-    "UnusableDocumentError",
-    "count_words",
-    "find_documents",
-    "read_document",
-    "relative_name",
-    "split_document",
-]
-
 TEXT, MARKDOWN, HTML = {".txt", ".text"}, {".md", ".markdown"}, {".html", ".htm", ".xhtml"}
 INSTALL = "pip install 'streamrag[embed]'"
 

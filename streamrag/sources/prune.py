@@ -13,8 +13,6 @@ from lxml import html as lxml_html
 
 from streamrag.sources.addresses import normalize_url
 
-__all__ = ["MAX_CONTENT_CHARS", "Pruned", "prune"]
-
 MAX_ELEMENTS = 30_000
 """What comes behind them on a page is not read. crawl4ai takes a second or two for as many."""
 

@@ -15,18 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = [
-    "Passage",
-    "Score",
-    "Stem",
-    "assemble",
-    "relevant_stems",
-    "relevant_terms",
-    "select",
-    "split_markdown",
-    "terms",
-]
-
 TARGET_CHARS = 600
 """A passage is closed once it is this long: about what a question needs to be answered, with its context."""
 

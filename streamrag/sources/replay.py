@@ -14,8 +14,6 @@ from streamrag.trace.read import read_trace
 from streamrag.trace.stretch import stretched
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedSkip
 
-__all__ = ["ReplaySource"]
-
 
 class ReplaySource:
     """Yields for each query what a trace recorded for it, at the same times, and ends when that ended.

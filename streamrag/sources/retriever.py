@@ -10,8 +10,6 @@ from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.sources.threads import Threads
 
-__all__ = ["RetrieverSource"]
-
 MAX_CALLS = 32
 """At the same time. Further queries wait: a retriever that hangs takes no threads but these."""
 
@@ -70,7 +68,9 @@ class RetrieverSource:
 
     def _listed(self, found: Any) -> list[Any]:
         if isinstance(found, AsyncIterable):
-            raise SourceError(f"{self.name} returned an async iterator; a source that streams implements core.Source")
+            raise SourceError(
+                f"{self.name} returned an async iterator; a source that streams implements streamrag.Source"
+            )
         if isinstance(found, str | bytes | Mapping | Chunk) or not isinstance(found, Iterable):
             raise SourceError(f"{self.name} returned {_short(found)}, not a list of {WANTED}")
         return list(found)

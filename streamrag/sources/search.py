@@ -23,7 +23,6 @@ from streamrag.sources.index_folder import MANIFEST, PassageStore, corrupt, sha2
 if TYPE_CHECKING:
     from streamrag.sources.worker_main import Handler
 
-__all__ = ["BUILD_COMPLEXITY", "GRAPH_DEGREE", "MAX_BEAM_WIDTH", "make_builder", "make_searcher", "require_diskann"]
 
 GRAPH_DEGREE = 48
 BUILD_COMPLEXITY = 100

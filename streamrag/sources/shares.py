@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["FairQueue", "Share"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from streamrag.retrieving import Retrieval
 from streamrag.sources.wrapped import WrappedSource
 from streamrag.tasks import cancel_regardless
 
-__all__ = ["StretchedSource"]
-
 MAX_WAITING = 1024
 """Events held back at once; with more, the source waits."""
 

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
 
-__all__ = ["Threads"]
-
 T = TypeVar("T")
 
 

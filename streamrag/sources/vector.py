@@ -15,8 +15,6 @@ from streamrag.sources.index_folder import Manifest, check_index, corrupt, expla
 from streamrag.sources.search import MAX_BEAM_WIDTH, require_diskann
 from streamrag.sources.workers import Share, WorkerJobError, WorkerPool, WorkerTimeoutError
 
-__all__ = ["VectorSource"]
-
 NUM_STAGES = 5
 
 JOB_TIMEOUT_S = 300.0

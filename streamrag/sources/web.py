@@ -28,8 +28,6 @@ from streamrag.sources.threads import Threads
 from streamrag.sources.workers import WorkerPool, WorkerStartError
 from streamrag.tasks import wait_regardless
 
-__all__ = ["StartUrls", "WebSource"]
-
 StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]
 """Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""
 

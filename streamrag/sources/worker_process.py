@@ -15,14 +15,6 @@ from streamrag.sources import worker_main
 from streamrag.sources.worker_main import LENGTHS, WORN
 from streamrag.tasks import wait_regardless
 
-__all__ = [
-    "CANCEL_GRACE_S",
-    "WorkerJobError",
-    "WorkerProcess",
-    "WorkerStartError",
-    "WorkerTimeoutError",
-]
-
 CANCEL_GRACE_S = 0.5
 """How long what was told to end may take before it is killed. Most jobs are shorter than starting a worker."""
 

@@ -15,18 +15,14 @@ from typing import Any, TypeAlias, TypeVar
 import anyio
 
 from streamrag.errors import WorkerError
-from streamrag.sources.shares import FairQueue, Share
+from streamrag.sources.shares import FairQueue
+from streamrag.sources.shares import Share as Share
 from streamrag.sources.worker_main import OUT_OF_MEMORY
-from streamrag.sources.worker_process import (
-    CANCEL_GRACE_S,
-    WorkerJobError,
-    WorkerProcess,
-    WorkerStartError,
-    WorkerTimeoutError,
-)
+from streamrag.sources.worker_process import CANCEL_GRACE_S, WorkerProcess
+from streamrag.sources.worker_process import WorkerJobError as WorkerJobError
+from streamrag.sources.worker_process import WorkerStartError as WorkerStartError
+from streamrag.sources.worker_process import WorkerTimeoutError as WorkerTimeoutError
 from streamrag.tasks import wait_regardless
-
-__all__ = ["Share", "WorkerJobError", "WorkerLimitError", "WorkerPool", "WorkerStartError", "WorkerTimeoutError"]
 
 T = TypeVar("T")
 

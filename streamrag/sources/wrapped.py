@@ -2,8 +2,6 @@
 
 from streamrag.core import Progress, Source, Startable, part_name
 
-__all__ = ["WrappedSource"]
-
 
 class WrappedSource:
     """Base of a source that changes the events of `source`, which it starts and closes."""

@@ -1,1 +1,54 @@
-"""Traces of retrieval: recorded, read, generated, replayed."""
+"""What retrieval did, in a file or made up: read, written, measured.
+
+`streamrag.TraceRecorder` records one, and `streamrag.ReplaySource` replays it.
+"""
+
+from typing import TYPE_CHECKING
+
+from streamrag.lazy import attributes
+
+if TYPE_CHECKING:
+    from streamrag.trace.arrivals import read_azure_llm as read_azure_llm
+    from streamrag.trace.arrivals import read_mooncake as read_mooncake
+    from streamrag.trace.generate import anns as anns
+    from streamrag.trace.generate import crawler as crawler
+    from streamrag.trace.read import read_trace as read_trace
+    from streamrag.trace.statistics import Distribution as Distribution
+    from streamrag.trace.statistics import TraceStatistics as TraceStatistics
+    from streamrag.trace.statistics import describe as describe
+    from streamrag.trace.stream2llm import read_stream2llm_anns as read_stream2llm_anns
+    from streamrag.trace.stream2llm import read_stream2llm_crawler as read_stream2llm_crawler
+    from streamrag.trace.stretch import stretched as stretched
+    from streamrag.trace.values import Trace as Trace
+    from streamrag.trace.values import TracedAppend as TracedAppend
+    from streamrag.trace.values import TracedChunk as TracedChunk
+    from streamrag.trace.values import TracedQuery as TracedQuery
+    from streamrag.trace.values import TracedSkip as TracedSkip
+    from streamrag.trace.values import TracedUpdate as TracedUpdate
+    from streamrag.trace.write import write_trace as write_trace
+
+_HOMES = {
+    "Distribution": "streamrag.trace.statistics",
+    "Trace": "streamrag.trace.values",
+    "TraceStatistics": "streamrag.trace.statistics",
+    "TracedAppend": "streamrag.trace.values",
+    "TracedChunk": "streamrag.trace.values",
+    "TracedQuery": "streamrag.trace.values",
+    "TracedSkip": "streamrag.trace.values",
+    "TracedUpdate": "streamrag.trace.values",
+    "anns": "streamrag.trace.generate",
+    "crawler": "streamrag.trace.generate",
+    "describe": "streamrag.trace.statistics",
+    "read_azure_llm": "streamrag.trace.arrivals",
+    "read_mooncake": "streamrag.trace.arrivals",
+    "read_stream2llm_anns": "streamrag.trace.stream2llm",
+    "read_stream2llm_crawler": "streamrag.trace.stream2llm",
+    "read_trace": "streamrag.trace.read",
+    "stretched": "streamrag.trace.stretch",
+    "write_trace": "streamrag.trace.write",
+}
+
+__all__ = [*sorted(_HOMES)]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, _HOMES)

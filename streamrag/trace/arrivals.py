@@ -18,8 +18,6 @@ from streamrag.trace.lines import MAX_COUNT, MAX_SECONDS, Count, NamedChunks, fi
 from streamrag.trace.tables import Row, read_csv
 from streamrag.trace.values import Trace, TracedChunk, TracedQuery, TracedUpdate
 
-__all__ = ["read_azure_llm", "read_mooncake"]
-
 MOONCAKE_BLOCK_TOKENS = 512
 
 

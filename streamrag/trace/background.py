@@ -11,8 +11,6 @@ from streamrag.trace.files import LineReader, LineWriter, replace_file
 from streamrag.trace.lines import Header, Line, encode
 from streamrag.trace.read import numbered_lines
 
-__all__ = ["BackgroundWriter"]
-
 
 class BackgroundWriter:
     """Appends lines to a trace file. Making one and closing it blocks, `put` does not.

@@ -10,8 +10,6 @@ from streamrag.errors import MissingDependencyError, TraceError
 from streamrag.files import replacing
 from streamrag.reading import COMPRESSED_OTHERWISE, DamagedError, Unpacked, import_zstandard, lines_of
 
-__all__ = ["LineReader", "LineWriter", "numbered_lines_of", "replace_file"]
-
 MAX_LINES = 2_000_000
 """Of a trace: in memory, a line takes some hundreds of bytes beside its texts."""
 REMEDY = "make several files of it"

@@ -16,8 +16,6 @@ from streamrag.trace.generate_marginals import Marginal, apportion, couple, stra
 from streamrag.trace.generate_times import Timing, retrieval_windows
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
 
-__all__ = ["LongWindow", "WorkloadName", "anns", "crawler", "generate"]
-
 WorkloadName: TypeAlias = Literal["crawler", "anns"]
 LongWindow: TypeAlias = Literal["first", "last"]
 
@@ -124,7 +122,7 @@ def generate(
 def crawler(num_queries: int = 4322, seed: int = 1, qps: float = 1.0) -> Trace:
     """Queries whose context grows: a search result, then pages as they are crawled.
 
-    :raises ConfigurationError: as `generate`.
+    :raises ConfigurationError: it has no query, or the rate is not positive.
     """
     _check(num_queries, qps)
     rng = Random(f"crawler-{seed}")
@@ -150,7 +148,8 @@ def anns(
     With every update one document enters the pool and the last one leaves it. Its rank is the largest of `rank_bias`
     ranks drawn evenly: 1 for any rank alike, more for a search whose best ranks settle first.
 
-    :raises ConfigurationError: as `generate`; or `rank_bias` is below 1.
+    :raises ConfigurationError: it has no query, the rate is not positive, there is no such long window, or `rank_bias`
+        is below 1.
     """
     _check(num_queries, qps)
     if long_window not in ("first", "last"):

@@ -8,8 +8,6 @@ from itertools import accumulate
 from random import Random
 from statistics import NormalDist
 
-__all__ = ["Marginal", "apportion", "couple", "stratified_counts"]
-
 NORMAL = NormalDist()
 
 

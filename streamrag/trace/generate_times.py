@@ -7,8 +7,6 @@ from random import Random
 
 from streamrag.trace.generate_marginals import Marginal, couple
 
-__all__ = ["Timing", "retrieval_windows"]
-
 NUM_TRIES = 10_000
 """Exchanges of gaps between queries that are tried for one whose gaps are too long for its duration."""
 

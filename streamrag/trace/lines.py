@@ -11,29 +11,6 @@ from streamrag.errors import TraceError
 from streamrag.reading import MAX_LINE_BYTES, parse_json
 from streamrag.trace.values import Outcome
 
-__all__ = [
-    "MAX_SECONDS",
-    "OF_THE_READER",
-    "VERSION",
-    "AppendLine",
-    "ChunkLine",
-    "Count",
-    "EndLine",
-    "Header",
-    "HintFields",
-    "Line",
-    "NamedChunks",
-    "QueryLine",
-    "Seconds",
-    "SkippedLine",
-    "TextMode",
-    "UpdateLine",
-    "decode",
-    "encode",
-    "first_problem",
-    "hint_fields",
-]
-
 VERSION = 1
 
 OF_THE_READER = ("tokenizer", "text", "num_sessions", "notes")

@@ -13,8 +13,6 @@ from streamrag.showing import for_picture
 from streamrag.trace.statistics import Distribution, TraceStatistics
 from streamrag.trace.values import Trace
 
-__all__ = ["draw_trace"]
-
 BARS, LINE, DIM = "#8fb8de", "#35618e", "#777777"
 MAX_BINS = 30
 NUM_QUERIES_SHOWN = 40

@@ -34,8 +34,6 @@ from streamrag.trace.values import (
     TracedUpdate,
 )
 
-__all__ = ["numbered_lines", "read_trace"]
-
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """The queries of a trace file, in order of arrival.

@@ -16,8 +16,6 @@ from streamrag.trace.lines import EndLine, Line, QueryLine, SkippedLine, TextMod
 from streamrag.trace.values import Outcome, TracedChunk
 from streamrag.trace.write import chunk_key, chunk_line, clean, event_line, make_header, seconds
 
-__all__ = ["CountTokens", "TraceRecorder"]
-
 MAX_BEHIND = 256
 """Events that wait to be written; with more, retrieval waits for the disk."""
 

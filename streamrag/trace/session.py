@@ -13,8 +13,6 @@ from streamrag.retrieving import Retrieval
 from streamrag.tasks import wait_regardless
 from streamrag.trace.recorder import CountTokens, TraceRecorder
 
-__all__ = ["OnRecorded", "record_queries"]
-
 OnRecorded: TypeAlias = Callable[[int, int], None]
 """Called with how many queries have ended, and how many chunk events have come in all."""
 

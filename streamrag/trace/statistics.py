@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeAlias
 
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery
 
-__all__ = ["Distribution", "TraceMode", "TraceStatistics", "contexts", "describe", "num_common_tokens"]
-
 TraceMode: TypeAlias = Literal["plain", "append", "update", "mixed"]
 """plain: no query has more than one chunk event. Otherwise what the chunk events are."""
 

@@ -17,8 +17,6 @@ from streamrag.trace.lines import MAX_SECONDS, NamedChunks
 from streamrag.trace.tables import read_csv
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate
 
-__all__ = ["CountTokens", "read_stream2llm_anns", "read_stream2llm_crawler"]
-
 CountTokens: TypeAlias = Callable[[str], int]
 
 SEARCH, PAGE = "tavily_search", "page_scrape"

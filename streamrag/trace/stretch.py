@@ -6,8 +6,6 @@ from streamrag.core import Hint
 from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace, TracedEvent, TracedQuery
 
-__all__ = ["stretched"]
-
 
 def stretched(trace: Trace, delay: float) -> Trace:
     """The trace with all times within its queries multiplied by `delay`; arrivals stay.

@@ -11,8 +11,6 @@ from streamrag.errors import TraceError
 from streamrag.reading import MAX_LINE_BYTES
 from streamrag.trace.files import numbered_lines_of
 
-__all__ = ["Row", "read_csv"]
-
 MAX_FIELDS = 1_000_000
 """In a row. Each comma counts, also within quotes."""
 

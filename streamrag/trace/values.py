@@ -6,17 +6,6 @@ from typing import Any, Literal, TypeAlias
 
 from streamrag.core import Hint
 
-__all__ = [
-    "Outcome",
-    "Trace",
-    "TracedAppend",
-    "TracedChunk",
-    "TracedEvent",
-    "TracedQuery",
-    "TracedSkip",
-    "TracedUpdate",
-]
-
 Outcome: TypeAlias = Literal["complete", "failed", "cancelled"]
 """How a retrieval ended."""
 

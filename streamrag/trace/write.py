@@ -33,8 +33,6 @@ from streamrag.trace.lines import (
 )
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedSkip
 
-__all__ = ["chunk_key", "chunk_line", "clean", "event_line", "make_header", "seconds", "write_trace"]
-
 KEY_BYTES = 12
 """Of a hash: enough for any number of chunks that fits on a disk."""
 

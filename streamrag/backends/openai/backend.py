@@ -41,22 +41,28 @@ MAX_SPARE_EVENTS = 1000
 class OpenAIBackend:
     """Any server with `/v1/models` and `/v1/completions`; best vLLM's own, which takes token ids and caches prefixes.
 
-    `base_url` is where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added.
-    `tokenizer` is the model's own, or the path or hub name to load it from; without it the server is asked for every
-    text, if it has `/tokenize`. Prompts are sent as token ids if the server takes them, which `start` finds out.
-    Otherwise they are sent as text, and `model.is_exact` is False: the server tokenises that text in its own way, so
-    that a streamed prompt and the same prompt in one piece may differ. Where there is no tokenizer at all, lengths
-    count characters, see `CodePointTokenizer`.
+    Prompts are sent as token ids if the server takes them, which `start` finds out. Otherwise they are sent as text,
+    and `model.is_exact` is False: the server tokenises that text in its own way, so that a streamed prompt and the same
+    prompt in one piece may differ. Where there is no tokenizer at all, lengths count characters.
 
     No text of others becomes a special token. In token ids of the model's own tokenizer it stays as it is; where the
-    server tokenises it, look-alikes are broken by a space first (`model.breaks_look_alikes`), see `break_look_alikes`.
+    server tokenises it, look-alikes are broken by a space first (`model.breaks_look_alikes`).
 
-    `timeout_s` is the longest silence of the server, before an answer or within it. Only connections that fail before
-    the server's first byte are tried again, `max_retries` times. Answers have token ids only where the server sends
-    them. `block_size` is the server's KV block in tokens: smaller additions are not worth a warming request. What the
-    server may send is bounded by `max_tokens` and the length of the prompt.
+    Answers have token ids only where the server sends them. What the server may send is bounded by `max_tokens` and the
+    length of the prompt. Proxies and other settings in the environment are not used.
 
-    Proxies and other settings in the environment are not used.
+    base_url: where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added.
+    model: the model's name at the server.
+    tokenizer: the model's own, or the path or hub name to load it from; without it the server is asked for every text,
+        if it has `/tokenize`.
+    api_key: sent with every request.
+    max_model_len: most tokens of prompt and answer together; None asks the server.
+    timeout_s: the longest silence of the server, before an answer or within it.
+    max_retries: how often a connection that fails before the server's first byte is tried again; nothing else is.
+    retry_delay_s: seconds before the first of these; each further one waits longer.
+    block_size: the server's KV block in tokens: smaller additions are not worth a warming request.
+
+    :raises ConfigurationError: values that cannot work.
     """
 
     def __init__(

@@ -30,24 +30,34 @@ T = TypeVar("T")
 class VllmBackend:
     """Any model that vLLM 0.32 loads, on CPU or CUDA.
 
-    `model` is a folder or a name on the Hugging Face hub. What is None is vLLM's choice, except that on a CPU the KV
-    cache takes 4 GiB. `kv_cache_bytes` and `gpu_memory_utilization` (a fraction, of the memory of a CPU too) exclude
-    each other. `engine_args` are further arguments of `vllm.AsyncEngineArgs`, and win. The engine's own log goes to
-    `log_path`, or to a temporary file which is read when the engine fails.
+    With the strategy "streaming" vLLM runs our scheduler, in which a prompt may grow and change while it is computed.
+    With "warming" vLLM is left as it is, and partial prompts are prefilled by warming its prefix cache.
 
     vLLM starts its processes by importing the program's main module anew, so a program must start under
     `if __name__ == "__main__":`.
 
-    With the strategy "streaming" vLLM runs our scheduler, in which a prompt may grow and change while it is computed,
-    see `streamrag.backends.vllm.scheduler`. `policy` orders the requests, see `streamrag.engine.make_policy`, and
-    `can_partial_evict` is explained at `streamrag.engine.Limits`. `eviction` says what becomes of the KV of those that
-    must make room: it is computed again ("recompute"), copied to host memory and back ("swap"), or whatever is
-    expected to take less time ("cost", the default where host memory can be had). Host memory is bounded by
-    `host_kv_bytes` in each worker, 4 GiB by default. Costs are those of the hardware `profile`, by name or path;
-    without one they are estimated from the model's shape, and corrected by what the engine's own steps take.
+    model: a folder, or a name on the Hugging Face hub.
+    strategy: how partial prompts are prefilled.
+    policy: who is served first: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.5)", or
+        "package.module.function" of a function from a `RequestView` and the time to something to sort by.
+    can_partial_evict: whether a prompt that is not complete may take memory from another one. By default it may not:
+        partial prompts would take it from each other.
+    eviction: what becomes of the KV of those that must make room: it is computed again, copied to host memory and back
+        ("swap"), or whatever is expected to take less time ("cost", the default where host memory can be had).
+    host_kv_bytes: bounds the host memory of each worker; 4 GiB by default.
+    profile: name or path of the hardware's costs; without one they are estimated from the model's shape, and corrected
+        by what the engine's own steps take.
+    max_model_len: most tokens of prompt and answer together. This, and what else is None below, is vLLM's choice.
+    dtype: of weights and KV, as vLLM names it.
+    max_num_batched_tokens: most tokens computed in one step.
+    max_num_seqs: most requests computed in one step.
+    kv_cache_bytes: size of the KV cache, in place of `gpu_memory_utilization`; 4 GiB by default on a CPU.
+    gpu_memory_utilization: the share of the device's memory to use, of a CPU's too.
+    seed: of vLLM's random numbers, for requests that have none.
+    log_path: where the engine's own log goes; else a temporary file, which is read when the engine fails.
+    engine_args: further arguments of `vllm.AsyncEngineArgs`; they win.
 
-    With "warming" vLLM is left as it is, and partial prompts are prefilled by warming its prefix cache, see
-    `streamrag.backends.warming`.
+    :raises ConfigurationError: values that cannot work.
     """
 
     def __init__(

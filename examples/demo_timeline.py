@@ -1,17 +1,14 @@
-"""Pictures of what happened. Needs matplotlib: `pip install 'streamrag[plot]'`."""
+"""A picture of what happened in queries: when they retrieved, prefilled and answered."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from streamrag.errors import MissingDependencyError
-from streamrag.files import write_whole
-from streamrag.showing import for_picture
-from streamrag.telemetry import Answered, ChunkArrived, ContextChanged, Event, PrefillProgressed, TokensGenerated
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-__all__ = ["QueryRow", "draw_timeline", "prefill_spans"]
+from streamrag.telemetry import Answered, ChunkArrived, ContextChanged, Event, PrefillProgressed, TokensGenerated
 
 RETRIEVAL, PREFILL, DECODE = "#8fb8de", "#f4a259", "#5b8e7d"
 
@@ -44,24 +41,16 @@ def draw_timeline(path: Path, groups: Sequence[tuple[str, Sequence[QueryRow]]], 
     """Write a picture with one row a query: retrieval with its chunks, prefill, decode; one panel a group.
 
     Its format is what the suffix of `path` says.
-
-    :raises MissingDependencyError: matplotlib is not installed.
-    :raises ConfigurationError: it cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise MissingDependencyError("matplotlib", "pip install 'streamrag[plot]'") from None
     heights = [len(rows) for _, rows in groups]
     figure = Figure(figsize=(11, 1.6 + 0.34 * sum(heights) + 0.75 * len(groups)), layout="constrained", dpi=120)
-    figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     for panel, (name, rows) in zip(panels[:, 0], groups, strict=True):
-        panel.set_title(for_picture(name), loc="left", fontsize=10)
+        panel.set_title(name, loc="left", fontsize=10)
         for y, row in enumerate(rows):
             _draw_row(panel, y, row)
-        panel.set_yticks(range(len(rows)), [for_picture(row.label) for row in rows], fontsize=8)
+        panel.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
         panel.set_ylim(len(rows) - 0.4, -0.6)
         panel.spines[["top", "right", "left"]].set_visible(False)
         panel.tick_params(axis="y", length=0)
@@ -75,9 +64,7 @@ def draw_timeline(path: Path, groups: Sequence[tuple[str, Sequence[QueryRow]]], 
         Patch(color=DECODE, label="decode"),
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    drawn = BytesIO()
-    figure.savefig(drawn, format=path.suffix.removeprefix(".") or "png")
-    write_whole(path, drawn.getvalue())
+    figure.savefig(path)
 
 
 def _draw_row(panel: Any, y: int, row: QueryRow) -> None:

@@ -1,0 +1,165 @@
+"""Builds wheel and sdist into dist/, and tries the wheel as a user would: away from the checkout, with each Python.
+
+    scripts/try_wheel.py [--all] [VERSION ...]
+
+With each Python, in environments of their own: the command, every public name without any extra, what a type checker
+sees, and the packages of each extra. A version of Python that is neither here nor to be had, and an extra that does not
+resolve with it, are told and are no failure; with `--all` they are one.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ("3.11", "3.12", "3.13")
+NOT_TRIED = {"dev", "docs"}
+"""Extras for those who work on streamrag."""
+
+UV = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
+ENVIRONMENT = dict(os.environ)
+for ours, of_pip in {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}.items():
+    if of_pip in os.environ:  # settings for pip hold for uv too
+        ENVIRONMENT.setdefault(ours, os.environ[of_pip])
+
+CPU_TORCH = "torch==2.13.0+cpu\n"
+"""The plain one brings gigabytes for CUDA."""
+
+NAMES = "import streamrag; print(sum(getattr(streamrag, name) is not None for name in streamrag.__all__), 'names')"
+
+IMPORTS = """
+import importlib, re, sys
+from importlib.metadata import packages_distributions, requires
+lines = [line.replace("'", '"') for line in requires("streamrag")]
+of_extra = [line for line in lines if f'extra == "{sys.argv[1]}"' in line]
+wanted = {re.split(r"[^\\w.-]", line)[0].lower().replace("_", "-") for line in of_extra} - {"streamrag"}
+of = {name: {p.lower().replace("_", "-") for p in packages} for name, packages in packages_distributions().items()}
+modules = sorted(name for name in of if wanted & of[name] and name.isidentifier() and name[0] != "_")
+for module in modules:
+    importlib.import_module(module)
+print("imports", *(modules or ["nothing"]))
+"""
+
+USER = """\
+from streamrag import Pipeline, RetrieverSource
+from streamrag.testing import ScriptedBackend
+
+Pipeline(RetrieverSource(str.split), ScriptedBackend(), max_concurent_queries=2)
+"""
+
+
+class Failed(Exception):
+    """What a person is told."""
+
+
+def run(*command: str | Path, cwd: Path, can_fail: bool = False) -> str:
+    """What it prints.
+
+    :raises Failed: it fails, and nobody said that it may.
+    """
+    done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    if done.returncode and not can_fail:
+        raise Failed(f"{' '.join(map(str, command[:4]))} ...:\n{(done.stdout + done.stderr).strip()[-2000:]}")
+    return done.stdout
+
+
+def find_python(version: str) -> str | None:
+    """An interpreter of this machine, or one that uv can fetch."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    of_pyenv = sorted(pyenv.glob(f"{version}.*/bin/python{version}"))  # also those that are not on the path now
+    found = run(UV, "python", "find", "--no-python-downloads", version, cwd=ROOT, can_fail=True).strip()
+    if not found and not of_pyenv:
+        run(UV, "python", "install", version, cwd=ROOT, can_fail=True)
+        found = run(UV, "python", "find", "--no-python-downloads", version, cwd=ROOT, can_fail=True).strip()
+    return found or (str(of_pyenv[-1]) if of_pyenv else None)
+
+
+def environment(python: str, folder: Path, *wanted: str) -> Path:
+    """A new one with these packages; its interpreter."""
+    run(UV, "venv", "--quiet", "--python", python, folder, cwd=folder.parent)
+    inside = folder / "bin" / "python"
+    if wanted:
+        run(UV, "pip", "install", "--quiet", "--python", inside, *wanted, cwd=folder.parent)
+    return inside
+
+
+def try_core(python: str, wheel: Path, folder: Path) -> str:
+    """The command, the names, and the types."""
+    inside = environment(python, folder / "core", str(wheel))
+    version = run(inside.with_name("streamrag"), "--version", cwd=folder).strip()
+    if version.split()[-1] != wheel.name.split("-")[1]:
+        raise Failed(f"streamrag --version printed {version!r}, and the wheel is {wheel.name}")
+    names = run(inside, "-c", NAMES, cwd=folder).strip()
+    (folder / "user.py").write_text(USER)
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", str(inside), "--cache-dir", str(folder / "mypy")]
+    told = run(*mypy, "user.py", cwd=folder, can_fail=True)
+    misspelt = 'user.py:4: error: Unexpected keyword argument "max_concurent_queries"'
+    if misspelt not in told or "Found 1 error" not in told:
+        raise Failed(f"mypy should find the misspelt option and nothing else, and told:\n{told}")
+    return f"{version}; {names} without any extra; mypy sees the types and the misspelt option"
+
+
+def try_extra(python: str, wheel: Path, folder: Path, extra: str) -> str | None:
+    """What could be imported; None where the extra does not resolve, or only with a torch for CUDA."""
+    constraint = folder / "cpu.txt"
+    constraint.write_text(CPU_TORCH)
+    wanted = [f"streamrag[{extra}] @ {wheel.as_uri()}", "--constraint", str(constraint)]
+    inside = environment(python, folder / extra)
+    try:
+        run(UV, "pip", "install", "--dry-run", "--python", inside, *wanted, cwd=folder)
+    except Failed as error:
+        reason = " ".join(str(error).partition("Because ")[2].split()) or str(error)
+        if "torch==2.13.0+cpu" in reason:
+            reason = "it needs torch, and a CPU build for this Python is not to be had"
+        print(f"  {extra}: not tried, it does not resolve here: {reason[:300]}", flush=True)
+        return None
+    run(UV, "pip", "install", "--quiet", "--python", inside, *wanted, cwd=folder)
+    return run(inside, "-c", IMPORTS, extra, cwd=folder).strip()
+
+
+def extras_of(wheel: Path) -> Sequence[str]:
+    told = run("unzip", "-p", wheel, "*/METADATA", cwd=ROOT)
+    return [name for name in re.findall(r"^Provides-Extra: (.+)$", told, re.MULTILINE) if name not in NOT_TRIED]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", default=PYTHONS, metavar="VERSION")
+    parser.add_argument("--all", action="store_true", help="fail if a Python or an extra could not be tried")
+    arguments = parser.parse_args()
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    run(UV, "build", "--quiet", "--out-dir", dist, cwd=ROOT)  # the wheel from the sdist
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    print(f"built {wheel.name} ({wheel.stat().st_size:,} bytes) and {sdist.name} ({sdist.stat().st_size:,} bytes)")
+    num_tried = num_left = 0
+    try:
+        for version in arguments.versions:
+            python = find_python(version)
+            if python is None:
+                print(f"Python {version}: not tried, it is neither on this machine nor to be had")
+                num_left += 1
+                continue
+            with tempfile.TemporaryDirectory(prefix="streamrag-wheel-") as folder:
+                print(f"Python {version}: {try_core(python, wheel, Path(folder))}", flush=True)
+                num_tried += 1
+                for extra in extras_of(wheel):
+                    told = try_extra(python, wheel, Path(folder), extra)
+                    num_left += told is None
+                    if told:
+                        print(f"  {extra}: {told}", flush=True)
+    except Failed as error:
+        print(f"failed: {error}")
+        return 1
+    print(f"tried {num_tried} of {len(arguments.versions)} versions of Python; {num_left} things were not to be had")
+    return 1 if not num_tried or (arguments.all and num_left) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

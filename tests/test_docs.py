@@ -1,0 +1,127 @@
+"""The documentation: its site can be built and needs no network, and its examples are true."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import streamrag
+from streamrag import Append, Chunk
+from streamrag.testing import ScriptedBackend, ScriptedSource
+from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write_trace
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EXAMPLES = [
+    pytest.param(code, id=f"{path.name}-{number}")
+    for path in PAGES
+    for number, code in enumerate(PYTHON.findall(path.read_text()))
+]
+WITH_DOCTESTS = sorted(path for path in (ROOT / "streamrag").rglob("*.py") if ">>> " in path.read_text())
+
+GIVEN = """
+from typing import Any
+
+from streamrag import {names}
+from streamrag.testing import ScriptedBackend, ScriptedSource
+"""
+"""What examples take for granted."""
+SIGNATURE = (
+    "source: Source, web: Source, wiki: Source, backend: {backend}, model: str, url: str, "
+    "question_ids: list[int], page_ids: list[int], whole_prompt_ids: list[int], end_ids: list[int], database: Any"
+)
+CONFIGURATION = """
+[mypy]
+check_untyped_defs = True
+follow_imports = skip
+[mypy-streamrag,streamrag.*]
+follow_imports = normal
+"""
+
+
+class Database:
+    """The one of the example of a source."""
+
+    async def search(self, query: str) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(body="The printer jams.", url="https://tickets.example.org/1", subject="Printer")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with what examples find there."""
+    for name in ("Llama-3.1-8B-Instruct", "model", "my_package"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "my_package" / "my_module.py").write_text("def my_key(request, now_s): return request.arrival_s")
+    page = TracedAppend(0.5, TracedChunk("a", 4, "The printer jams.", "printer.md"))
+    write_trace(Trace((TracedQuery("1", 0.0, "Why does it jam?", (page,), 1.0),)), tmp_path / "crawl.jsonl.gz")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_the_site_has_no_broken_link_and_asks_the_network_for_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    loading = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
+    assert [found for page in pages for found in loading.findall(page.read_text())] == []
+
+
+def test_examples_use_the_package_as_its_types_say(tmp_path: Path) -> None:
+    names = [name for name in streamrag.__all__ if name != "__version__"]
+    parts = [GIVEN.format(names=", ".join(names))]
+    for number, example in enumerate(EXAMPLES):
+        (code,) = example.values
+        backend = "VllmBackend" if "backend.start(print)" in str(code) else "Backend"
+        parts.append(f"async def example_{number}({SIGNATURE.format(backend=backend)}) -> None:  # {example.id}")
+        parts.append(textwrap.indent(str(code), "    "))
+    (tmp_path / "examples.py").write_text("\n".join(parts))
+    (tmp_path / "mypy.ini").write_text(CONFIGURATION)
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "/dev/null", "examples.py"]
+    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+@pytest.mark.usefixtures("folder")
+async def test_an_example_runs(code: str) -> None:
+    """Those that start an engine are checked above only; examples/ has the same as programs, which other tests run."""
+    tree = compile(code, "<example>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
+    assert isinstance(tree, ast.Module)
+    if "VllmBackend(" in code and any(isinstance(node, ast.AsyncWith) for node in tree.body):
+        return
+    chunk = Chunk("The printer jams.", "printer.md")
+    sources = {name: ScriptedSource([Append(chunk)]) for name in ("source", "web", "wiki")}
+    names: dict[str, Any] = {name: getattr(streamrag, name) for name in streamrag.__all__}
+    names |= {"ScriptedBackend": ScriptedBackend, "ScriptedSource": ScriptedSource, "database": Database()}
+    names |= {**sources, "backend": ScriptedBackend(), "model": "./model"}
+    block = compile(tree, "<example>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if block.co_flags & inspect.CO_COROUTINE:
+        await eval(block, names)
+    else:
+        exec(block, names)
+    if test := names.get("test_my_handler"):
+        await test()
+    if source := names.get("TicketSource"):
+        assert [event async for event in source().stream("printer")] != []
+
+
+@pytest.mark.parametrize("path", WITH_DOCTESTS, ids=lambda path: path.name)
+def test_examples_of_docstrings_are_true(path: Path) -> None:
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    ran = doctest.testmod(module)
+    assert ran.attempted > 0
+    assert ran.failed == 0
