@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from streamrag.backends.vllm.copy_wire import HostCopies
+from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin, streaming_scheduler
 from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.swapping import SwapAlways
@@ -51,9 +51,10 @@ class Alternating(SwapAlways):
         num = int(median(self._step_s) / self.block_s) if self._block_s and self._step_s else FEW_BLOCKS
         return min(num, self._num_most)
 
-    def observe_copies(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
-        if num_out:
-            self._block_s.append(out_s / num_out)
+    def copied(self, report: CopyReport) -> None:
+        """Told how long copies took."""
+        if report.num_blocks_out:
+            self._block_s.append(report.out_s / report.num_blocks_out)
 
     def took(self, duration_s: float) -> None:
         """Told of each step that computes and copies nothing."""
@@ -68,19 +69,23 @@ def scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> StreamingSchedulerMix
     assert isinstance(vllm_config.additional_config, dict)
     folder, num_tokens = vllm_config.additional_config[KEY]
     choice = Alternating(Path(folder) / "on", num_tokens // vllm_config.cache_config.block_size)
-    memory.attach(made.requests, choice)
+    memory.choice = choice
     log = (Path(folder) / "steps.jsonl").open("a", buffering=1)
     num_planned = 0
-    copies, has_run = memory.copies, memory.has_run
+    take_copies, on_report, on_step_end = memory.take_copies, memory.on_report, memory.on_step_end
 
     def plan_copies(step: "SchedulerOutput") -> HostCopies:
         nonlocal num_planned
         choice.is_copying = num_planned // PHASE % 2 == 1
         num_planned += step.total_num_scheduled_tokens > 0
-        return copies(step)
+        return take_copies(step)
 
-    def note(step: "SchedulerOutput", output: Any, duration_s: float) -> None:
-        has_run(step, output, duration_s)
+    def note_copies(report: CopyReport) -> None:
+        on_report(report)
+        choice.copied(report)
+
+    def note_step(step: "SchedulerOutput", output: Any, duration_s: float) -> None:
+        on_step_end(step, output, duration_s)
         if not step.total_num_scheduled_tokens:
             return
         num_blocks = len(step.kv_connector_metadata.held_saves)
@@ -96,6 +101,7 @@ def scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> StreamingSchedulerMix
         }
         log.write(json.dumps(line) + "\n")
 
-    for name, replacement in (("copies", plan_copies), ("has_run", note)):
+    replacements = {"take_copies": plan_copies, "on_report": note_copies, "on_step_end": note_step}
+    for name, replacement in replacements.items():
         setattr(memory, name, replacement)
     return made

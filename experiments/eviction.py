@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from streamrag.bench.cell import EVICTIONS, CellSettings
+from streamrag.bench.cell import CellSettings
 from streamrag.bench.paired import Ratio, percentile_ratios
 from streamrag.bench.provenance import versions
 from streamrag.bench.runner import CellFailed, run_cells
@@ -27,7 +27,9 @@ from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, digest, percentile
 from streamrag.cli.bench_view import CellsView
 from streamrag.cli.output import Output
-from streamrag.engine.costs import StepProfile, load_profile
+from streamrag.engine.costs import StepProfile
+from streamrag.engine.eviction import EVICTIONS
+from streamrag.engine.profile_files import load_profile
 from streamrag.files import write_whole
 
 PROFILES = ("h200-llama8b-tp2", "h200-llama8b-tp2-slow-host", "h200-llama8b-tp2-fast-host")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from streamrag.cli import main
-from streamrag.engine.costs import TableProfile, load_profile
+from streamrag.engine.costs import TableProfile
+from streamrag.engine.profile_files import load_profile
 from streamrag.engine.running_profile import check_fits
 
 

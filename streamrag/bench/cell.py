@@ -2,18 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
-from streamrag.engine.swapping import EvictionMode
+from streamrag.engine.eviction import EvictionMode
 from streamrag.records import RequestRecord
 
 Arm: TypeAlias = Literal["no-streaming", "warming", "stock-sessions", "streaming"]
 ARMS: tuple[Arm, ...] = ("no-streaming", "warming", "stock-sessions", "streaming")
 """What a client may do with chunks that arrive over time: wait for all of them; warm the prefix cache; use the sessions
 of vLLM's own scheduler, which can only append; stream into ours."""
-
-EVICTIONS: tuple[EvictionMode, ...] = get_args(EvictionMode)
-"""What becomes of KV that is taken away: dropped; copied to host memory; or what is expected to cost less."""
 
 CellProgress: TypeAlias = Callable[[int, int], None]
 """Called with how many requests of a cell have been answered, and of how many."""

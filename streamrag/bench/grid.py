@@ -7,9 +7,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from streamrag.bench.cell import ARMS, EVICTIONS, Arm, CellSettings
+from streamrag.bench.cell import ARMS, Arm, CellSettings
+from streamrag.engine.eviction import EVICTIONS, EvictionMode
 from streamrag.engine.policies import make_policy
-from streamrag.engine.swapping import EvictionMode
 from streamrag.errors import ConfigurationError
 
 GENERATED = ("crawler", "anns", "anns-last")

@@ -11,6 +11,7 @@ from streamrag.bench.grid import describe_load, describe_qps
 from streamrag.bench.report_canvas import require_matplotlib
 from streamrag.bench.report_html import Cell, Table, cell, render, require_jinja
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
+from streamrag.engine.eviction import FATES
 
 COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "num_bytes_in": 1e9}
 """Of `CopyTotals`, and what the report counts them in."""
@@ -127,7 +128,8 @@ def _goodput_at(comparison: Comparison, variant: str, qps: float | None, slos: S
 def _preemptions(comparison: Comparison) -> Table:
     digests = [digest for _, _, pool in _rows(comparison) for digest in pool.digests]
     fates = sorted({fate for digest in digests for fate in digest.num_preemptions or {}})
-    fates = sorted(fates, key=lambda fate: ["swap", "recompute"].index(fate) if fate in ("swap", "recompute") else 9)
+    known = [*reversed(FATES)]
+    fates = sorted(fates, key=lambda fate: known.index(fate) if fate in known else len(known))
     has_copies = any(digest.copy_totals for digest in digests)
     of_tokens = ["lost in them", "recomputed", "tax", "invalidated", *(["loaded"] if has_copies else [])]
     of_copies = ["saved", "loaded", "out", "in"] if has_copies else []

@@ -29,7 +29,8 @@ from streamrag.bench.workload import (
     make_load,
     token_budget,
 )
-from streamrag.engine.costs import StepProfile, load_profile
+from streamrag.engine.costs import StepProfile
+from streamrag.engine.profile_files import load_profile
 from streamrag.errors import ConfigurationError
 from streamrag.records import RequestRecord
 from streamrag.trace.values import Trace, TracedQuery

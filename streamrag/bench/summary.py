@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from streamrag.bench.cell import CellResult, CellSettings, CopyTotals, RequestResult
+from streamrag.engine.eviction import FATES
 from streamrag.errors import ConfigurationError
 
 PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
@@ -147,7 +148,7 @@ def digest(result: CellResult) -> Digest:
 
 
 def _by_fate(fates: Any) -> dict[str, int]:
-    return {"swap": 0, "recompute": 0, **Counter(fates)}
+    return {**dict.fromkeys(reversed(FATES), 0), **Counter(fates)}
 
 
 def _gaps(request: RequestResult) -> list[float]:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamrag.backends.vllm.client.arguments import EvictionMode, default_eviction
-from streamrag.bench.cell import ARMS, EVICTIONS
+from streamrag.backends.vllm.client.arguments import default_eviction
+from streamrag.bench.cell import ARMS
 from streamrag.bench.grid import GENERATED, Grid
 from streamrag.bench.summary import LIMITS
-from streamrag.engine.costs import load_profile
+from streamrag.engine.eviction import EVICTIONS, EvictionMode
+from streamrag.engine.profile_files import load_profile
 
 __all__ = ["DESCRIPTION", "EPILOG", "VERBS", "grid_of"]
 

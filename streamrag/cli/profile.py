@@ -85,8 +85,8 @@ def _json_object(text: str) -> dict[str, Any]:
 def _run(arguments: argparse.Namespace) -> int:
     from streamrag.bench.profile_picture import draw_profile
     from streamrag.bench.report_canvas import require_matplotlib
-    from streamrag.engine.costs import save_profile
     from streamrag.engine.fitting import require_scipy
+    from streamrag.engine.profile_files import save_profile
 
     console = Output(stderr=True)
     output = arguments.output or Path(f"profile-{_file_name(arguments.model or 'tiny-llama')}.json")

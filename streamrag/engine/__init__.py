@@ -5,9 +5,9 @@
 The vLLM scheduler and any simulator call the same functions; nothing here imports vLLM.
 """
 
+from streamrag.engine.eviction import Fate as Fate
 from streamrag.engine.pace import Pace as Pace
 from streamrag.engine.planning import Eviction as Eviction
-from streamrag.engine.planning import Fate as Fate
 from streamrag.engine.planning import Grant as Grant
 from streamrag.engine.planning import Limits as Limits
 from streamrag.engine.planning import Memory as Memory

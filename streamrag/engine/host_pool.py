@@ -45,10 +45,6 @@ class HostPool:
         """Slots that are not free, also those that wait only for the end of their copy."""
         return self.num_slots - len(self._free)
 
-    @property
-    def is_full(self) -> bool:
-        return not self._free
-
     def owned(self, owner: str) -> Collection[Hashable]:
         return self._keys_of.get(owner, ())
 
@@ -76,7 +72,7 @@ class HostPool:
         self._own(owner, key, block)
         return slot
 
-    def saved(self, slot: int, *, is_valid: bool) -> None:
+    def on_saved(self, slot: int, *, is_valid: bool) -> None:
         """The copy into `slot` has ended, well or not."""
         key = self._saving.pop(slot)
         block = self._blocks.get(key)

@@ -10,8 +10,9 @@ Source: arXiv 2604.16395, two-phase scheduling.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
+from streamrag.engine.eviction import Fate
 from streamrag.engine.request import RequestView
 
 BACKLOG_STEPS = 8
@@ -25,9 +26,6 @@ NUM_IN_TURN = 4
 """Positions of the order that have their turn in a step, so that everybody is asked some time."""
 
 NO_LIMIT = 1 << 62
-
-Fate: TypeAlias = Literal["recompute", "swap"]
-"""What becomes of a victim's KV: forgotten, or copied to host memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,10 @@ class Policy(Protocol):
     def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
         """All of `requests`, the most urgent first."""
 
-    def admitted(self, requests: Sequence[RequestView]) -> None:
+    def on_admitted(self, requests: Sequence[RequestView]) -> None:
         """Told which requests, not being computed before, were taken up in this step, in order."""
 
-    def runs_at(self, tokens_per_s: float) -> None:
+    def on_speed(self, tokens_per_s: float) -> None:
         """Told how fast the engine computes prompts, again and again."""
 
 
@@ -74,10 +74,10 @@ class KeyPolicy:
     def _place(self, r: RequestView, now_s: float) -> tuple[Any, ...]:
         return (not r.has_output, self.key(r, now_s), r.arrival_s, r.request_id)
 
-    def admitted(self, requests: Sequence[RequestView]) -> None:
+    def on_admitted(self, requests: Sequence[RequestView]) -> None:
         """Keeps nothing."""
 
-    def runs_at(self, tokens_per_s: float) -> None:
+    def on_speed(self, tokens_per_s: float) -> None:
         """Does not matter."""
 
 
@@ -139,7 +139,7 @@ class ShortestRemainingPolicy(KeyPolicy):
         self._tokens_per_s = tokens_per_s or FIRST_GUESS
         super().__init__(self._key, f"srpf({ageing:g})", is_static=True)
 
-    def runs_at(self, tokens_per_s: float) -> None:
+    def on_speed(self, tokens_per_s: float) -> None:
         known = self._tokens_per_s
         if not self._is_fixed and not known / MOST_DRIFT < tokens_per_s < known * MOST_DRIFT:
             self._tokens_per_s = tokens_per_s
@@ -192,10 +192,10 @@ class LongestPrefixPolicy:
             position += 1
         return order
 
-    def runs_at(self, tokens_per_s: float) -> None:
+    def on_speed(self, tokens_per_s: float) -> None:
         """Does not matter."""
 
-    def admitted(self, requests: Sequence[RequestView]) -> None:
+    def on_admitted(self, requests: Sequence[RequestView]) -> None:
         if not math.isinf(self.k):
             self._num_in_round = int((self._num_in_round + len(requests)) % self.k)
 

@@ -8,7 +8,8 @@ import pytest
 from streamrag.bench.cell import CopyTotals
 from streamrag.bench.step_time import CopyLog, StepTimes
 from streamrag.engine.copies import CopyCosts, linear_copies
-from streamrag.engine.costs import AnalyticProfile, load_profile
+from streamrag.engine.costs import AnalyticProfile
+from streamrag.engine.profile_files import load_profile
 
 H200 = load_profile("h200-llama8b-tp2")
 assert isinstance(H200, AnalyticProfile)

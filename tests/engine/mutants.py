@@ -41,6 +41,7 @@ LOG = "streamrag.backends.vllm.scheduler.request_log"
 PROMPTS, INTAKE = "streamrag.backends.vllm.scheduler.replacement", "streamrag.backends.vllm.scheduler.intake"
 SCHEDULER = "streamrag.backends.vllm.scheduler.scheduler"
 HOST_MEMORY, HOST_POOL = "streamrag.backends.vllm.scheduler.host_memory", "streamrag.engine.host_pool"
+HOST_LOADS, CONNECTOR = "streamrag.backends.vllm.scheduler.host_loads", "streamrag.backends.vllm.connector"
 WIRE = "streamrag.backends.vllm.chunk_wire"
 KV_MEMORY = "streamrag.backends.vllm.scheduler.kv_memory"
 REQUEST, PLANNING = "streamrag.backends.vllm.scheduler.request", "streamrag.engine.planning"
@@ -168,9 +169,9 @@ MUTANTS = (
     ),
     Mutant(
         "what was computed from a failed load stays",
-        HOST_MEMORY,
-        "suspects = [self._suspects, *self._in_flight]",
-        "suspects = [Suspects({}, set(block_ids), set())]",
+        HOST_LOADS,
+        "steps = [self._ended, *self._in_flight]",
+        "steps = [Suspects({}, set(block_ids), set())]",
         400,
     ),
     Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 400),
@@ -211,11 +212,11 @@ MUTANTS = (
         200,
     ),
     Mutant("finishing all requests finishes none", INTAKE, "ids = list(self.requests)", "ids = []", 200),
-    Mutant("a failed load is tried for ever", HOST_MEMORY, "        self.pool.drop(keys)\n", "", 3_000),
+    Mutant("a failed load is tried for ever", HOST_MEMORY, "        self.pool.drop(wrong.keys.values())\n", "", 3_000),
     Mutant(
         "a possibly bad load is written through",
         HOST_MEMORY,
-        "if any(blocks[index].block_id in suspects.blocks for suspects in self._in_flight):",
+        "if blocks[index].block_id in unheard_of:",
         "if False:",
         0,  # a partial prompt that loads, a load that fails, and little memory and time for a copy in between: too rare
         "tests/backends/vllm/scheduler/test_write_through.py"
@@ -281,8 +282,30 @@ MUTANTS = (
     ),
     Mutant("what the ended have lost is kept for them", HOST_MEMORY, "in request.released_blocks:", "in ():", 200),
     Mutant("lookups outlive their step", SCHEDULER, "            self.kv_memory.end_step()\n", "", 200),
-    Mutant("considerations outlive their step", HOST_MEMORY, "        self.costs.end_step()\n", "", 200),
-    Mutant("starts outlive their step", HOST_MEMORY, "        self._starts.clear()\n", "", 200),
+    Mutant(
+        "what was found is true of the next time",
+        CONNECTOR,
+        '(request_id, match), self._match = self._match, ("", None)',
+        "request_id, match = self._match",
+        0,  # who starts with KV that it holds was rarely asked about just before, and only its record would be wrong
+        "tests/backends/vllm/scheduler/test_host_memory.py"
+        "::test_what_was_found_for_a_request_counts_once_and_for_nobody_else",
+    ),
+    Mutant(
+        "what host memory has written through outlives the request",
+        HOST_MEMORY,
+        "        self._num_written.pop(request.request_id, None)\n",
+        "",
+        3_000,
+    ),
+    Mutant(
+        "what is written through is not written anew after a reset",
+        HOST_MEMORY,
+        "        self._num_written.clear()\n",
+        "",
+        0,  # all is recomputed then, and nothing is wrong
+        "tests/backends/vllm/scheduler/test_host_memory.py::test_idle_streams_write_through_again_after_a_reset",
+    ),
     # The next two make a step come out short; then the plan sees the true numbers. All is later, nothing is wrong.
     Mutant(
         "the watermark is not planned for",

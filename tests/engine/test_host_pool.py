@@ -10,7 +10,7 @@ def pool_with(*keys: str, owner: str = "a", num_slots: int = 4) -> HostPool:
     for key in keys:
         slot = pool.reserve(owner, key)
         assert slot is not None
-        pool.saved(slot, is_valid=True)
+        pool.on_saved(slot, is_valid=True)
     return pool
 
 
@@ -19,7 +19,7 @@ def test_a_block_can_be_loaded_only_after_its_copy_has_ended() -> None:
     slot = pool.reserve("a", "x")
     assert slot is not None
     assert pool.num_valid(["x"]) == 0
-    pool.saved(slot, is_valid=True)
+    pool.on_saved(slot, is_valid=True)
     assert pool.num_valid(["x"]) == 1
 
 
@@ -27,7 +27,7 @@ def test_what_was_not_saved_is_not_there_and_takes_no_room() -> None:
     pool = HostPool(1)
     slot = pool.reserve("a", "x")
     assert slot is not None
-    pool.saved(slot, is_valid=False)
+    pool.on_saved(slot, is_valid=False)
     assert (pool.num_valid(["x"]), pool.num_used) == (0, 0)
 
 
@@ -86,7 +86,7 @@ def test_a_spare_takes_no_room_from_others_and_is_none_when_the_device_has_lost_
     for key in "xy":
         slot = pool.reserve("a", key, is_spare=True)
         assert slot is not None
-        pool.saved(slot, is_valid=True)
+        pool.on_saved(slot, is_valid=True)
     assert pool.reserve("a", "z", is_spare=True) is None
     assert pool.claim("a", "y")
     assert pool.reserve("a", "z") is not None
@@ -109,7 +109,7 @@ def test_a_slot_is_free_only_when_the_copy_into_it_has_ended() -> None:
     assert slot is not None
     pool.release("a")
     assert pool.reserve("b", "y") is None
-    pool.saved(slot, is_valid=True)
+    pool.on_saved(slot, is_valid=True)
     assert pool.num_valid(["x"]) == 0
     assert pool.reserve("b", "y") == slot
 
@@ -121,9 +121,9 @@ def test_a_block_that_comes_back_while_its_first_copy_is_under_way_waits_for_the
     second = pool.reserve("b", "x")
     assert first is not None
     assert second is not None
-    pool.saved(first, is_valid=True)
+    pool.on_saved(first, is_valid=True)
     assert pool.num_valid(["x"]) == 0
-    pool.saved(second, is_valid=True)
+    pool.on_saved(second, is_valid=True)
     assert pool.num_valid(["x"]) == 1
 
 
@@ -143,7 +143,7 @@ def test_a_pool_can_turn_out_to_be_smaller() -> None:
     assert None not in slots
     pool.limit(1)
     for slot in slots:
-        pool.saved(slot or 0, is_valid=slot == 0)
+        pool.on_saved(slot or 0, is_valid=slot == 0)
     assert pool.num_valid("xy") == 1
     assert pool.reserve("a", "z") == 0
 
@@ -160,7 +160,7 @@ def test_after_any_calls_no_slot_is_lost_and_none_is_used_twice() -> None:
                 assert slot not in saving
                 saving += [slot] if slot is not None else []
             case 2 if saving:
-                pool.saved(saving.pop(rng.randrange(len(saving))), is_valid=rng.random() < 0.8)
+                pool.on_saved(saving.pop(rng.randrange(len(saving))), is_valid=rng.random() < 0.8)
             case 3:
                 pool.release(owner, but={key})
             case 4 if pool.num_valid([key]):
@@ -170,7 +170,7 @@ def test_after_any_calls_no_slot_is_lost_and_none_is_used_twice() -> None:
                 pool.clear()
         assert len(saving) <= pool.num_used <= pool.num_slots
     for slot in saving:
-        pool.saved(slot, is_valid=True)
+        pool.on_saved(slot, is_valid=True)
     for owner in "abc":
         pool.release(owner)
     assert pool.num_used == 0

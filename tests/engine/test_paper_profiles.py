@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from streamrag.engine.costs import TableProfile, load_profile, recompute_s
+from streamrag.engine.costs import TableProfile, recompute_s
+from streamrag.engine.profile_files import load_profile
 from streamrag.errors import ConfigurationError
 
 METADATA = {

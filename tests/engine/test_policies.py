@@ -69,9 +69,9 @@ def test_srpf_counts_in_seconds_of_the_engine_at_hand_unless_it_is_told_a_speed(
     long, short = view("long", num_tokens=10_000), view("short", num_tokens=100, last_chunk_s=9)
     policy, told = make_policy("srpf(0.25)"), make_policy("srpf(0.25, tokens_per_s=100_000)")
     for each in (policy, told):
-        each.runs_at(1_000_000.0)
+        each.on_speed(1_000_000.0)
         assert [r.request_id for r in each.order([long, short], 9.0)] == ["long", "short"]
-        each.runs_at(1_000.0)
+        each.on_speed(1_000.0)
     assert [r.request_id for r in policy.order([long, short], 9.0)] == ["short", "long"]
     assert [r.request_id for r in told.order([long, short], 9.0)] == ["long", "short"]
 
@@ -89,7 +89,7 @@ def test_k_lpm_continues_its_round_where_the_last_step_left_it() -> None:
     served = []
     while requests:
         first = policy.order(requests, 0.0)[0]
-        policy.admitted([first])
+        policy.on_admitted([first])
         requests.remove(first)
         served.append(first.request_id)
     assert served == ["r0", "r4", "r3", "r1", "r2"]
@@ -104,7 +104,7 @@ def test_k_lpm_admits_within_its_bound_whatever_comes_later(k: int, num_older: i
     for admission in range(1, k * (num_older + 1) + 1):
         waiting += [view(f"n{admission}-{j}", 100 + admission, num_cached_tokens=rng.randrange(90)) for j in range(3)]
         first = policy.order(waiting, 0.0)[0]
-        policy.admitted([first])
+        policy.on_admitted([first])
         if first.request_id == "victim":
             return
         waiting.remove(first)

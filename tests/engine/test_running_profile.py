@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from streamrag.engine.costs import AnalyticProfile, load_profile, recompute_s
+from streamrag.engine.costs import AnalyticProfile, recompute_s
+from streamrag.engine.profile_files import load_profile
 from streamrag.engine.running_profile import check_fits, decoder_shape, default_profile
 from streamrag.errors import ConfigurationError
 

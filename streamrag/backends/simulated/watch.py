@@ -40,7 +40,7 @@ class Watch:
         """A step that computes. Who was preempted for it lost its KV at its start."""
         for request_id in step.preempted_req_ids or ():
             if known := self._requests.get(request_id):
-                known.log.loses(known.num_held, DROPPED, start_s)
+                known.log.on_loss(known.num_held, DROPPED, start_s)
                 known.num_held = 0
         for request_id, (num_new, num_context) in parts_of(step):
             known = self._requests.get(request_id)
@@ -49,8 +49,8 @@ class Watch:
             start, end = (min(n, known.num_prompt_tokens) for n in (num_context, num_context + num_new))
             known.num_held = num_context + num_new
             if start < end:
-                known.log.computes(start, end, start_s)
-                known.log.has_computed(end_s, is_complete=end == known.num_prompt_tokens)
+                known.log.on_step(start, end, start_s)
+                known.log.on_step_end(end_s, is_complete=end == known.num_prompt_tokens)
 
     def brings(self, request_id: str, num_output_tokens: int) -> None:
         """Tokens of its answer."""
@@ -61,4 +61,4 @@ class Watch:
         known = self._requests.pop(request_id, None)
         if known is None:
             return None
-        return known.log.ends(outcome, now_s, known.num_prompt_tokens, known.num_output_tokens)
+        return known.log.end(outcome, now_s, known.num_prompt_tokens, known.num_output_tokens)

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
-from streamrag.backends.vllm.scheduler.host_memory import HostMemory, num_host_blocks
+from streamrag.backends.vllm.scheduler.host_costs import Match
+from streamrag.backends.vllm.scheduler.host_memory import HostMemory
 from streamrag.backends.vllm.scheduler.options import SchedulerOptions, why_no_host_memory
+from streamrag.backends.vllm.scheduler.swap_costs import make_price
 from streamrag.backends.vllm.worker.copier import HostCopier
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HostKVConnector"]
 
+logger = init_logger(__name__)
+
 
 class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM makes one in the scheduler's process and one in each worker."""
@@ -37,14 +42,17 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER:
-            self.host_memory = HostMemory(vllm_config, kv_cache_config)
-            return
         self._is_used = why_no_host_memory(kv_cache_config) is None
-        self.copier = HostCopier(
-            num_host_blocks(SchedulerOptions.of(vllm_config), kv_cache_config) if self._is_used else 0,
-            kv_cache_config.num_blocks,
-        )
+        if role == KVConnectorRole.WORKER:
+            options = SchedulerOptions.of(vllm_config)
+            num_slots = _num_slots(options, kv_cache_config) if self._is_used else 0
+            self.copier = HostCopier(num_slots, kv_cache_config.num_blocks)
+            return
+        self.host_memory: HostMemory | None = None
+        """None until vLLM has a KV cache, and for models whose blocks cannot be copied: what these lose is recomputed.
+        """
+        self._match: tuple[str, Match | None] = ("", None)
+        """The request that vLLM has asked about last, and what was found."""
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -54,30 +62,43 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.host_memory.bind(kv_cache_manager)
+        config, kv_cache_config = self._vllm_config, self._kv_cache_config
+        if why_not := why_no_host_memory(kv_cache_config):
+            logger.warning("This model has %s: what is evicted is recomputed, not copied.", why_not)
+            return
+        options = SchedulerOptions.of(config)
+        price = make_price(options, config, _block_bytes(kv_cache_config))
+        self.host_memory = HostMemory(kv_cache_manager, _num_slots(options, kv_cache_config), price)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
-        return self.host_memory.num_matched_tokens(request, num_computed_tokens), False
+        match = self.host_memory.look_up(request, num_computed_tokens) if self.host_memory else None
+        self._match = request.request_id, match
+        return match.num_tokens if match else 0, False
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        self.host_memory.allocated(request, num_external_tokens)
+        (request_id, match), self._match = self._match, ("", None)
+        if self.host_memory:
+            # It has not been asked about if it holds KV.
+            self.host_memory.commit(request, match if request_id == request.request_id else None, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> HostCopies:
-        return self.host_memory.copies(scheduler_output)
+        return self.host_memory.take_copies(scheduler_output) if self.host_memory else HostCopies()
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, CopyReport):
-            self.host_memory.reported(report)
+        if self.host_memory and isinstance(report, CopyReport):
+            self.host_memory.on_report(report)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.host_memory.finished(request)
+        if self.host_memory:
+            self.host_memory.on_finish(request)
         return False, None
 
     def reset_cache(self) -> bool:
-        self.host_memory.forget()
+        if self.host_memory:
+            self.host_memory.forget()
         return True
 
     # ------------------------------------------------------------------------------------------------------- worker
@@ -115,3 +136,15 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.WORKER:
             self.copier.close()
+
+
+def _num_slots(options: SchedulerOptions, config: "KVCacheConfig") -> int:
+    """Blocks that host memory has room for."""
+    if options.num_host_blocks is not None:
+        return options.num_host_blocks
+    return options.host_kv_bytes // _block_bytes(config)
+
+
+def _block_bytes(config: "KVCacheConfig") -> int:
+    """Of a block, all layers, on one device. Each tensor tells the size of the allocation that all are part of."""
+    return max((tensor.size for tensor in config.kv_cache_tensors), default=0) // config.num_blocks

@@ -48,7 +48,7 @@ class Checks:
         if self.run.host_memory is not None:
             pool = self.run.host_memory.pool
             check(pool.num_used <= pool.num_slots, f"{pool.num_used} of {pool.num_slots} host slots are in use")
-            self.met["steps with a full host memory"] += pool.is_full
+            self.met["steps with a full host memory"] += pool.num_used == pool.num_slots
             self.met["steps with blocks in host memory"] += pool.num_used > 0
 
     def _hashes(self) -> None:

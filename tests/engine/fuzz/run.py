@@ -21,7 +21,8 @@ from streamrag.backends.vllm.chunk_wire import EndOfInput as EndMessage
 from streamrag.backends.vllm.copy_wire import HostCopies
 from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
 from streamrag.engine.copies import CopyCosts
-from streamrag.engine.costs import TableProfile, save_profile
+from streamrag.engine.costs import TableProfile
+from streamrag.engine.profile_files import save_profile
 from tests.engine.sizes import container_sizes
 
 from .clients import VOCABULARY, AcceptedTokens, Client, check

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.engine import make_policy
-from streamrag.engine.swapping import EvictionMode
+from streamrag.engine.eviction import EvictionMode, check_eviction
 from streamrag.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def scheduler_args(
     return args | {"additional_config": {**theirs, KEY: options}}
 
 
-def _checked_eviction(options: Mapping[str, Any], engine_args: Mapping[str, Any]) -> str:
+def _checked_eviction(options: Mapping[str, Any], engine_args: Mapping[str, Any]) -> EvictionMode:
     """What is asked for; the default where it works."""
     host_kv_bytes = options.get("host_kv_bytes", 1)
     if not isinstance(host_kv_bytes, int) or host_kv_bytes <= 0:
@@ -105,10 +105,9 @@ def _checked_eviction(options: Mapping[str, Any], engine_args: Mapping[str, Any]
     given = options.get("eviction")
     if given is None:
         return "recompute" if reasons else default_eviction()  # those who ask hear of the reasons
-    if given not in get_args(EvictionMode):
-        raise ConfigurationError(f"eviction={given!r} must be one of {', '.join(map(repr, get_args(EvictionMode)))}")
-    if given != "recompute" and reasons:
+    mode = check_eviction(given)
+    if mode != "recompute" and reasons:
         raise ConfigurationError(
-            f'eviction={given!r} cannot be had: engine_args have {reasons[0]}. Leave that out, or set "recompute"'
+            f'eviction={mode!r} cannot be had: engine_args have {reasons[0]}. Leave that out, or set "recompute"'
         )
-    return str(given)
+    return mode

@@ -1,7 +1,7 @@
 """What decisions about KV in host memory were expected to cost, and what they did cost.
 
-    resumed ─▶ considers ─▶ begins ─▶ steps that recompute │ reports of copies ─▶ RestoreRecord.observed_s
-    evicted ─▶ saves, in steps that overwrite ─▶ reports of copies ─▶ PreemptionRecord.save_s
+    resumed ─▶ on_resume ─▶ steps that recompute │ reports of copies ─▶ RestoreRecord.observed_s
+    evicted ─▶ on_saves, in steps that overwrite ─▶ reports of copies ─▶ PreemptionRecord.save_s
 
 Reports of copies tell by numbers only what has ended; copies in one direction end in the order in which they were sent.
 """
@@ -14,10 +14,24 @@ from typing import NamedTuple
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
 from streamrag.engine.costs import Part
-from streamrag.engine.swapping import Comparison, SwapChoice
+from streamrag.engine.price import Price
+from streamrag.engine.swapping import Comparison
 from streamrag.records import RestoreRecord
 
-__all__ = ["HostCosts"]
+__all__ = ["HostCosts", "Match"]
+
+
+class Match(NamedTuple):
+    """What host memory has of a request that could run in this step."""
+
+    start: int
+    """The first block past what the prefix cache has."""
+    num_blocks: int
+    """So many blocks from there on."""
+    comparison: Comparison | None
+    """Of loading them with computing them; None if there are none."""
+    num_tokens: int
+    """To be loaded."""
 
 
 @dataclass(slots=True)
@@ -26,16 +40,6 @@ class _Entry:
 
     log: RequestLog
     index: int
-
-
-class _Considered(NamedTuple):
-    """How a request would run again. It may be asked in many steps before it does."""
-
-    start: int
-    num_blocks: int
-    comparison: Comparison | None
-    """None if host memory has nothing of it."""
-    at_s: float
 
 
 @dataclass(slots=True)
@@ -67,40 +71,34 @@ class _CopyQueue:
 
 
 class HostCosts:
-    """Fills in the records of preemptions and of restores, of requests that live."""
+    """Fills in the records of preemptions and of restores, of requests that live. Tells the price what is observed."""
 
-    def __init__(self, choice: SwapChoice, block_size: int) -> None:
-        self._choice = choice
+    def __init__(self, price: Price | None, block_size: int) -> None:
+        self.price = price
+        """None if nothing is compared: then nothing is expected to cost anything."""
         self._block_size = block_size
-        self._considered: dict[str, _Considered] = {}
         self._recomputing: dict[str, _Recomputing] = {}
         self._out, self._in = _CopyQueue(), _CopyQueue()
 
-    def end_step(self) -> None:
-        """Nobody is asked any more how it would run."""
-        self._considered.clear()
+    def on_chunk(self, num_computed: int, num_valid: int) -> None:
+        """A chunk found computed tokens, of which the KV of so many is still true."""
+        if self.price is not None:
+            self.price.observe_chunk(num_computed, num_valid)
 
-    def considers(self, request: StreamRequest, start: int, num_blocks: int, now_s: float) -> bool:
-        """Whether `request` is to load blocks [start, start + num_blocks), which are all that host memory has of it."""
-        comparison = self._choice.resume(start, num_blocks, now_s) if num_blocks else None
-        self._considered[request.request_id] = _Considered(start, num_blocks, comparison, now_s)
-        return comparison is not None and comparison.choice == "swap"
-
-    def begins(self, request: StreamRequest) -> None:
-        """It has blocks, and runs in this step as it was considered last."""
-        considered = self._considered.pop(request.request_id, None)
-        if considered is None or not request.was_evicted:
+    def on_resume(self, request: StreamRequest, match: Match, now_s: float) -> None:
+        """It runs in this step, with what was found."""
+        if not request.was_evicted:
             return
-        start, num_blocks, comparison, at_s = considered
+        start, num_blocks, comparison, _ = match
         if comparison is None:
             num_blocks = request.log.num_known // self._block_size - start  # what is in no whole block cannot be kept
             if num_blocks <= 0:
                 return
-            recompute_s, swap_s = self._choice.recompute_s(start, num_blocks), None
+            recompute_s = self.price.recompute_s(start, num_blocks) if self.price is not None else 0.0
+            record = RestoreRecord(now_s, "recompute", num_blocks * self._block_size, recompute_s, None, None)
         else:
-            recompute_s, swap_s = comparison.recompute_s, comparison.swap_s
-        choice = "recompute" if comparison is None else comparison.choice
-        record = RestoreRecord(at_s, choice, num_blocks * self._block_size, recompute_s, swap_s, None)
+            choice, recompute_s, swap_s = comparison.choice, comparison.recompute_s, comparison.swap_s
+            record = RestoreRecord(now_s, choice, num_blocks * self._block_size, recompute_s, swap_s, None)
         entry = _Entry(request.log, len(request.log.restores))
         request.log.restores.append(record)
         if record.choice == "swap":
@@ -109,23 +107,33 @@ class HostCosts:
             first = start * self._block_size
             self._recomputing[request.request_id] = _Recomputing(entry, first, first + record.num_tokens)
 
-    def saves(self, request: StreamRequest, num_blocks: int, num_together: int) -> None:
+    def on_saves(self, request: StreamRequest, num_blocks: int, num_together: int) -> None:
         """Blocks of an evicted request are sent to host memory, as some of `num_together` blocks."""
-        expected_s = self._choice.save_s(num_together) * num_blocks / num_together
+        together_s = self.price.save_s(num_together) if self.price is not None else 0.0
         entry = _Entry(request.log, len(request.log.preemptions) - 1)
-        request.log.saves(entry.index, num_blocks * self._block_size, expected_s)
+        request.log.on_saves(entry.index, num_blocks * self._block_size, together_s * num_blocks / num_together)
         self._out.sent.append((entry, num_blocks))
 
-    def writes_through(self, num_blocks: int) -> None:
+    def on_write_through(self, num_blocks: int) -> None:
         """Blocks are sent to host memory that nobody has lost."""
         self._out.sent.append((None, num_blocks))
 
-    def has_run(self, parts: Sequence[tuple[str, Part]], compute_s: float) -> None:
-        """A step has ended, which took `compute_s` without its copies."""
-        if not self._recomputing:
-            return
+    def on_sent(self, num_out: int, num_in: int, now_s: float) -> None:
+        """All copies of a step."""
+        if self.price is not None:
+            self.price.observe_sent(num_out, num_in, now_s)
+
+    def on_step_end(
+        self, parts: Sequence[tuple[str, Part]], duration_s: float, copies_s: float, *, is_held_up: bool
+    ) -> None:
+        """A step took `duration_s`, and its copies `copies_s`; some of these it may have had to wait for."""
         computed = [part for _, part in parts]
-        for index, (request_id, (num_new, num_before)) in enumerate(parts):
+        compute_s = duration_s
+        if self.price is not None:
+            self.price.observe_step(computed, duration_s, copies_s, is_held_up=is_held_up)
+            if not self.price.is_overlapped:
+                compute_s -= copies_s
+        for index, (request_id, (num_new, num_before)) in enumerate(parts if self._recomputing else ()):
             known = self._recomputing.get(request_id)
             if known is None:
                 continue
@@ -133,23 +141,30 @@ class HostCosts:
                 del self._recomputing[request_id]
                 continue
             known.done = min(num_before + num_new, known.end)
-            share = self._choice.share(computed, index, known.done - num_before)
-            known.observed_s += share * compute_s
+            known.observed_s += self._share(computed, index, known.done - num_before) * compute_s
             if known.done == known.end:
                 del self._recomputing[request_id]
-                known.entry.log.restored(known.entry.index, known.observed_s)
+                known.entry.log.on_restored(known.entry.index, known.observed_s)
 
-    def copied(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
+    def on_copied(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
         """Copies have ended."""
         for entry, seconds in self._out.ended(num_out, out_s):
-            entry.log.has_saved(entry.index, seconds)
+            entry.log.on_saved(entry.index, seconds)
         for entry, seconds in self._in.ended(num_in, in_s):
-            entry.log.restored(entry.index, seconds)
+            entry.log.on_restored(entry.index, seconds)
+        if self.price is not None:
+            self.price.observe_copies(num_out, out_s, num_in, in_s)
 
-    def lost_count(self) -> None:
-        """Some copies failed, so that numbers do not tell any more which have ended: nothing is said of those sent."""
+    def on_failed_copies(self) -> None:
+        """Numbers do not tell any more which copies have ended: nothing is said of those sent."""
         self._out.sent.clear()
         self._in.sent.clear()
 
-    def finished(self, request_id: str) -> None:
+    def on_finish(self, request_id: str) -> None:
         self._recomputing.pop(request_id, None)
+
+    def _share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
+        """Of the time of a step, that which the first `num_tokens` tokens of one part add; by tokens without prices."""
+        if self.price is not None:
+            return self.price.share(parts, index, num_tokens)
+        return num_tokens / sum(num_new for num_new, _ in parts)

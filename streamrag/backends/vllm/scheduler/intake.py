@@ -119,7 +119,7 @@ class StreamIntakeMixin(_Base):
         stream.num_in_flight_tokens = sum(counts.get(stream.request_id, 0) for counts in self._counts_in_flight)
         drop_output_in_flight(stream)
         if message is not None:
-            stream.log.adds(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0), num_left=0)
+            stream.log.on_chunk(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0), num_left=0)
             stream.is_replaced = self.forecast.replaces(stream.source)
         super().add_request(stream)
         self._settle(stream)
@@ -138,14 +138,14 @@ class StreamIntakeMixin(_Base):
         self.forecast.observe(message.source, now_s - stream.last_chunk_s, num_shared / num_held)
         stream.is_replaced = self.forecast.replaces(message.source)
         if self.host_memory is not None:
-            self.host_memory.changes(stream, num_computed, num_shared)
+            self.host_memory.on_chunk(stream, num_computed, num_shared)
         stream.sampling_params = request.sampling_params
         stream.max_tokens = request.max_tokens
         stream.last_chunk_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
         stream.expected_complete_s = message.expected_complete_s
         stream.view = None
         chunk = ChunkRecord(stream.last_chunk_s, stream.num_prompt_tokens, num_shared, num_computed)
-        stream.log.adds(chunk, num_left=stream.num_computed_tokens)
+        stream.log.on_chunk(chunk, num_left=stream.num_computed_tokens)
         self._requeue(stream)
         self._settle(stream)
 
@@ -232,7 +232,7 @@ class StreamIntakeMixin(_Base):
             self._send(stream, FinishReason.STOP, {KEY: ours})
         stream.num_acknowledged = num_chunks
 
-    def _waits_for_memory(self, stream: StreamRequest) -> None:
+    def _on_waiting_for_memory(self, stream: StreamRequest) -> None:
         """For how long is not known: a client that sends its next chunk only after this one must not wait for that."""
         if stream.num_in_flight_tokens <= stream.num_stale_output_tokens:
             self._acknowledge(stream, num_chunks=stream.num_chunks, is_waiting=True)
@@ -257,7 +257,7 @@ class StreamIntakeMixin(_Base):
         if prefills:
             now_s = self.clock()
             for request, is_complete in prefills:
-                request.log.has_computed(now_s, is_complete=is_complete)
+                request.log.on_step_end(now_s, is_complete=is_complete)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request, _ in prefills:
             if self.requests.get(request.request_id) is request:

@@ -67,8 +67,8 @@ class KvMemory:
         if view.request_id not in self._hits:
             request = self._request(view)
             blocks, num_local, _ = self._manager.get_computed_blocks(request)
-            num_loaded = self._host_memory.num_matched_tokens(request, num_local) if self._host_memory else 0
-            self._hits[view.request_id] = _Hit(blocks, num_local, num_local + num_loaded)
+            match = self._host_memory.look_up(request, num_local) if self._host_memory else None
+            self._hits[view.request_id] = _Hit(blocks, num_local, num_local + (match.num_tokens if match else 0))
         return self._hits[view.request_id]
 
     def num_cached_tokens(self, request: RequestView) -> int:

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from streamrag.backends.vllm.scheduler.record_file import RecordFile
-from streamrag.engine.swapping import EvictionMode
+from streamrag.engine.eviction import EvictionMode, check_eviction
 from streamrag.errors import ConfigurationError, UnsupportedVersionError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class SchedulerOptions:
     low_water: float = 0.1
     """See `streamrag.engine.Limits.num_blocks_kept_free`, as a share of the KV blocks."""
     eviction: EvictionMode = "cost"
-    """What becomes of a victim's KV: see `streamrag.engine.swapping`. Without our KV connector it is recomputed."""
+    """What becomes of a victim's KV: see `streamrag.engine.eviction`. Without our KV connector it is recomputed."""
     host_kv_bytes: int = 4 << 30
     """Host memory for KV, of each worker."""
     num_host_blocks: int | None = None
@@ -53,9 +53,7 @@ class SchedulerOptions:
         if unknown := set(values) - set(names):
             raise ConfigurationError(f"additional_config['streamrag'] has {sorted(unknown)}; it may have {names}")
         options = cls(**values)
-        modes = get_args(EvictionMode)
-        if options.eviction not in modes:
-            raise ConfigurationError(f"eviction={options.eviction!r} is none of {', '.join(modes)}")
+        check_eviction(options.eviction)
         return options
 
     def record_file(self) -> RecordFile | None:

@@ -46,8 +46,6 @@ class StreamRequest(Request):
     """While a partial prompt waits to be scheduled: as many of its tokens may be there after the step; None for all."""
     num_loaded_tokens: int
     """Tokens that the step for which it was admitted last loads from host memory."""
-    num_written_blocks: int
-    """Leading blocks that are in host memory, or were: written through."""
     released_blocks: set[int]
     """Device blocks that it had to give up and wants back; some may hold something else by now."""
     was_evicted: bool
@@ -81,7 +79,7 @@ class StreamRequest(Request):
         request.is_replaced = False
         request.num_chunks, request.num_acknowledged = 1, 0
         request.step_limit = request.num_visible_tokens = None
-        request.num_loaded_tokens = request.num_written_blocks = 0
+        request.num_loaded_tokens = 0
         request.released_blocks = set()
         request.was_evicted = False
         request.comparison = None
@@ -93,7 +91,7 @@ class StreamRequest(Request):
     def end(self, now_s: float) -> RequestRecord:
         """The record of a request whose status is final."""
         outcome = OUTCOMES.get(self.status, "finished")
-        self.record = self.log.ends(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
+        self.record = self.log.end(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
         return self.record
 
     @property
@@ -125,19 +123,18 @@ class StreamRequest(Request):
 
     def make_view(self, num_blocks: int, is_idle: bool) -> RequestView:
         return RequestView(
-            self.request_id,
-            self.arrival_s,
-            self.last_chunk_s,
-            self.num_tokens + self.num_output_placeholders,
-            self.num_computed_tokens,
-            num_blocks,
-            0,
-            self.is_complete,
-            self.has_output,
-            is_idle,
-            self.status == RequestStatus.RUNNING,
-            self.expected_complete_s,
-            self.source,
-            self.was_evicted,
-            not self.is_complete and self.is_replaced,
+            request_id=self.request_id,
+            arrival_s=self.arrival_s,
+            last_chunk_s=self.last_chunk_s,
+            num_tokens=self.num_tokens + self.num_output_placeholders,
+            num_computed_tokens=self.num_computed_tokens,
+            num_blocks=num_blocks,
+            is_complete=self.is_complete,
+            has_output=self.has_output,
+            is_idle=is_idle,
+            is_running=self.status == RequestStatus.RUNNING,
+            expected_complete_s=self.expected_complete_s,
+            source=self.source,
+            was_evicted=self.was_evicted,
+            is_speculative=not self.is_complete and self.is_replaced,
         )

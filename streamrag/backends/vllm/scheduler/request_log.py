@@ -34,14 +34,14 @@ class RequestLog:
     num_present: int = 0
     """Leading tokens of the prompt whose KV was there, or being computed, when last looked at."""
 
-    def adds(self, chunk: ChunkRecord, num_left: int) -> None:
+    def on_chunk(self, chunk: ChunkRecord, num_left: int) -> None:
         """A chunk came, after which the KV of `num_left` tokens is left."""
         self.chunks.append(chunk)
         self.num_invalidated += chunk.num_invalidated
         self.num_present = num_left
         self.num_known = min(self.num_known, chunk.num_shared)
 
-    def computes(self, start: int, end: int, now_s: float, num_loaded: int = 0) -> None:
+    def on_step(self, start: int, end: int, now_s: float, num_loaded: int = 0) -> None:
         """Prompt tokens [start, end) are computed in this step. What is new below `start` was in the prefix cache, but
         for `num_loaded` tokens from host memory."""
         if self.scheduled_s is None:
@@ -56,20 +56,20 @@ class RequestLog:
         self.num_known = max(self.num_known, end)
         self.num_present = end
 
-    def has_computed(self, now_s: float, *, is_complete: bool) -> None:
+    def on_step_end(self, now_s: float, *, is_complete: bool) -> None:
         """A step that computed prompt tokens has ended; of the complete prompt, the last ones."""
         if self.first_kv_s is None:
             self.first_kv_s = now_s
         if is_complete and self.last_kv_s is None:
             self.last_kv_s = now_s
 
-    def loses(self, num_tokens: int, comparison: Comparison, now_s: float) -> None:
+    def on_loss(self, num_tokens: int, comparison: Comparison, now_s: float) -> None:
         """All of its KV was taken away, which was that of `num_tokens`, the answer's included."""
         fate, recompute_s, swap_s = comparison.choice, comparison.recompute_s, comparison.swap_s
         self.preemptions.append(PreemptionRecord(now_s, fate, num_tokens, recompute_s, swap_s))
         self.num_present = 0
 
-    def saves(self, index: int, num_tokens: int, expected_s: float) -> None:
+    def on_saves(self, index: int, num_tokens: int, expected_s: float) -> None:
         """Some of what the preemption of that index took away is being copied to host memory."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(
@@ -78,17 +78,17 @@ class RequestLog:
             expected_save_s=known.expected_save_s + expected_s,
         )
 
-    def has_saved(self, index: int, seconds: float) -> None:
+    def on_saved(self, index: int, seconds: float) -> None:
         """Such copies took so long."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(known, save_s=known.save_s + seconds)
 
-    def restored(self, index: int, seconds: float) -> None:
+    def on_restored(self, index: int, seconds: float) -> None:
         """The restore of that index took so long, or so long for a part of it."""
         known = self.restores[index]
         self.restores[index] = replace(known, observed_s=(known.observed_s or 0.0) + seconds)
 
-    def ends(self, outcome: Outcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
+    def end(self, outcome: Outcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
         return RequestRecord(
             request_id=self.request_id,
             outcome=outcome,

@@ -19,13 +19,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from streamrag.backends.vllm.scheduler.host_memory import Suspects
+from streamrag.backends.vllm.scheduler.host_loads import Suspects
 from streamrag.backends.vllm.scheduler.intake import StreamIntakeMixin
 from streamrag.backends.vllm.scheduler.kv_memory import KvMemory
 from streamrag.backends.vllm.scheduler.options import SchedulerOptions, check_supported, check_version
 from streamrag.backends.vllm.scheduler.replacement import release_kv
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
-from streamrag.backends.vllm.scheduler.swap_costs import swap_choice
 from streamrag.engine import Fate, Limits, Pace, Plan, RequestView, make_policy, plan
 from streamrag.engine.swapping import DROPPED, Comparison
 
@@ -62,9 +61,6 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self.record_file = self.options.record_file()
         self.streaming_policy = make_policy(self.options.policy)
         self.kv_memory = KvMemory(self, self.host_memory)
-        if self.host_memory is not None:
-            choice = swap_choice(self.options, vllm_config, self.host_memory.block_bytes)
-            self.host_memory.attach(self.requests, choice)
         self.is_lean = self.options.num_partial_tokens is not None
         self.pace = Pace(self.options.num_partial_tokens or 0, self.options.partial_step_s)
         self._num_kept_free = int(self.options.low_water * self.kv_cache_manager.block_pool.num_gpu_blocks)
@@ -85,7 +81,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         for eviction in step.plan.evictions:
             self._evict(self._request(eviction.request))
         for view in step.plan.waiting:
-            self._waits_for_memory(self._request(view))
+            self._on_waiting_for_memory(self._request(view))
         running, waiting = self._set_aside(step)
         try:
             return super().schedule(throttle_prefills)
@@ -119,9 +115,9 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         duration_s = now_s - max(started_s, self._last_output_s)
         self.pace.observe(scheduler_output.total_num_scheduled_tokens, duration_s)
         if self.pace.tokens_per_s:
-            self.streaming_policy.runs_at(self.pace.tokens_per_s)
+            self.streaming_policy.on_speed(self.pace.tokens_per_s)
         if self.host_memory is not None:
-            self.host_memory.has_run(scheduler_output, model_runner_output.kv_connector_output, duration_s)
+            self.host_memory.on_step_end(scheduler_output, model_runner_output.kv_connector_output, duration_s)
         self._last_output_s = now_s
         if self._prefills_in_flight[0]:
             self._num_free_when_stuck = None  # the next plan tells those who got stuck while this step computed
@@ -156,7 +152,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         )
         order = policy.order(views, self._step_s)
         made = plan(order, self._idle_views, limits, self.kv_memory, self._fate)
-        policy.admitted([g.request for g in made.grants if not g.request.is_running])
+        policy.on_admitted([g.request for g in made.grants if not g.request.is_running])
         return _Step(made, order, decoding, held_up)
 
     def _split_running(self) -> tuple[list[Request], list[Request]]:
@@ -248,7 +244,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             if not request.is_complete:
                 partial.append(request)
                 if self.host_memory is not None:
-                    self.host_memory.computes(request)
+                    self.host_memory.on_partial(request)
         self._prefills_in_flight.append(prefills)
         self._counts_in_flight.append(scheduler_output.num_scheduled_tokens)
         self._started_s.append(self._step_s)
@@ -265,7 +261,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         num_prompt_tokens = request.num_prompt_tokens
         start = min(request.num_computed_tokens, num_prompt_tokens)
         end = min(request.num_computed_tokens + num_tokens, num_prompt_tokens)
-        request.log.computes(start, end, self._step_s, request.num_loaded_tokens)
+        request.log.on_step(start, end, self._step_s, request.num_loaded_tokens)
         request.num_loaded_tokens = 0
         return end == num_prompt_tokens  # never of a partial one, whose last token is hidden
 
@@ -278,13 +274,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             # It may be resumed in this very step, for which the first model runner must be sent its tokens.
             self.prev_step_scheduled_req_ids.discard(request.request_id)
         else:
-            self._gives_up_kv(request)
+            self._give_up_kv(request)
             release_kv(self, request)
             request.num_preemptions += 1
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         assert isinstance(request, StreamRequest)
-        self._gives_up_kv(request)
+        self._give_up_kv(request)
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _fate(self, view: RequestView) -> Fate:
@@ -295,13 +291,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
     def _compare(self, request: StreamRequest) -> Comparison:
         return DROPPED if self.host_memory is None else self.host_memory.compare(request)
 
-    def _gives_up_kv(self, request: StreamRequest) -> None:
+    def _give_up_kv(self, request: StreamRequest) -> None:
         comparison = request.comparison or self._compare(request)
         if self.host_memory is not None and comparison.choice == "swap":
-            self.host_memory.releases(request)
+            self.host_memory.on_release(request)
         request.view = request.comparison = None
         request.was_evicted = True
-        request.log.loses(request.num_computed_tokens, comparison, self.clock())
+        request.log.on_loss(request.num_computed_tokens, comparison, self.clock())
 
     def _handle_invalid_blocks(self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
         """KV could not be loaded: whoever holds some of it, idle streams included, starts again without it.
@@ -311,7 +307,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         """
         if self.host_memory is None:  # somebody else's KV connector
             return super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
-        wrong = self.host_memory.not_loaded(invalid_block_ids)
+        wrong = self.host_memory.on_failed_loads(invalid_block_ids)
         self.kv_cache_manager.evict_blocks(wrong.blocks)
         affected = [r for r in self.requests.values() if self._is_affected(r, wrong)]
         for request in affected:
@@ -330,7 +326,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         assert isinstance(request, StreamRequest)
         request.view = None
         if request.num_computed_tokens:
-            request.log.loses(request.num_computed_tokens, DROPPED, self.clock())
+            request.log.on_loss(request.num_computed_tokens, DROPPED, self.clock())
         if request.status == RequestStatus.RUNNING:
             self.running.remove(request)
             super()._preempt_request(request, time.monotonic(), drop_stale_output=True)

@@ -1,4 +1,4 @@
-"""By which costs an engine chooses between recomputing and copying."""
+"""By which prices an engine chooses between recomputing and copying."""
 
 import os
 from typing import TYPE_CHECKING
@@ -6,25 +6,26 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 
 from streamrag.backends.vllm.scheduler.options import SchedulerOptions
-from streamrag.engine.costs import ModelShape, StepProfile, load_profile
+from streamrag.engine.costs import ModelShape, StepProfile
+from streamrag.engine.price import Price
+from streamrag.engine.profile_files import load_profile
 from streamrag.engine.running_profile import check_fits, decoder_shape, default_profile
-from streamrag.engine.swapping import SwapAlways, SwapChoice, make_swap_choice
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["model_shape", "swap_choice"]
+__all__ = ["make_price", "model_shape"]
 
 
-def swap_choice(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> SwapChoice:
-    """What the options ask for. `block_bytes` is the size of a KV block, all layers, on one device.
+def make_price(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> Price | None:
+    """None with eviction="swap", which compares nothing. `block_bytes` is the size of a KV block on one device.
 
-    :raises ConfigurationError: there is no such profile, or it is that of another engine.
+    :raises ConfigurationError: there is no such profile, it does not say what copies take, or is of another engine.
     """
     if options.eviction == "swap":
-        return SwapAlways()
+        return None
     profile, budget = _profile(options, config, block_bytes), config.scheduler_config.max_num_batched_tokens
-    return make_swap_choice(options.eviction, profile, config.cache_config.block_size, budget)
+    return Price(profile, config.cache_config.block_size, budget)
 
 
 def model_shape(config: "VllmConfig") -> ModelShape:

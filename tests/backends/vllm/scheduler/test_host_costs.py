@@ -1,13 +1,16 @@
 """Expected and observed costs of KV in host memory, of requests that are told of by hand."""
 
+from collections.abc import Sequence
+
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from streamrag.backends.vllm.scheduler.host_costs import HostCosts
+from streamrag.backends.vllm.scheduler.host_costs import HostCosts, Match
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine.copies import linear_copies
-from streamrag.engine.costs import TableProfile
+from streamrag.engine.costs import Part, TableProfile
+from streamrag.engine.price import Price
 from streamrag.engine.swapping import DROPPED, CostChoice
 from streamrag.records import RestoreRecord
 
@@ -16,36 +19,44 @@ BLOCK_BYTES = 1_000
 FAST, SLOW = 1e9, 1e2  # bytes a second: a block takes a microsecond, or ten seconds
 
 
-def costs(bytes_per_s: float = FAST) -> HostCosts:
+def price(bytes_per_s: float) -> Price:
     """Of an engine whose steps take a millisecond a token, and nothing else."""
     copies = linear_copies(BLOCK_BYTES, bytes_per_s)
     points = ((1, 0.001), (1_000, 1.0))
     profile = TableProfile("p", "d", points, 0.0, 0.0, kv_tokens=0, block_size=BLOCK_SIZE, copies=copies)
-    return HostCosts(CostChoice(profile, copies, BLOCK_SIZE), BLOCK_SIZE)
+    return Price(profile, BLOCK_SIZE)
+
+
+def costs(bytes_per_s: float = FAST) -> HostCosts:
+    return HostCosts(price(bytes_per_s), BLOCK_SIZE)
 
 
 def evicted(name: str = "a", num_tokens: int = 40) -> StreamRequest:
     """A request that has lost the KV of its whole prompt."""
     request = Request(name, list(range(num_tokens)), SamplingParams(max_tokens=1), None)
     stream = StreamRequest.adopt(request, None, 0.0, 0.0)
-    stream.log.computes(0, num_tokens, 0.0)
+    stream.log.on_step(0, num_tokens, 0.0)
     lose(stream)
     return stream
 
 
 def lose(request: StreamRequest) -> None:
     request.was_evicted = True
-    request.log.loses(request.num_prompt_tokens, DROPPED, 1.0)
+    request.log.on_loss(request.num_prompt_tokens, DROPPED, 1.0)
 
 
 def loading(found: HostCosts, request: StreamRequest, num_blocks: int, now_s: float = 2.0) -> None:
-    assert found.considers(request, 0, num_blocks, now_s)
-    found.begins(request)
+    comparison = CostChoice(price(FAST)).resume(0, num_blocks, now_s)
+    found.on_resume(request, Match(0, num_blocks, comparison, num_blocks * BLOCK_SIZE), now_s)
 
 
 def recomputing(found: HostCosts, request: StreamRequest, start: int, num_blocks: int) -> None:
-    assert not found.considers(request, start, num_blocks, 2.0)
-    found.begins(request)
+    comparison = CostChoice(price(SLOW)).resume(start, num_blocks, 2.0) if num_blocks else None
+    found.on_resume(request, Match(start, num_blocks, comparison, 0), 2.0)
+
+
+def run(found: HostCosts, parts: Sequence[tuple[str, Part]], duration_s: float) -> None:
+    found.on_step_end(parts, duration_s, 0.0, is_held_up=False)
 
 
 def observed(request: StreamRequest) -> list[float | None]:
@@ -99,14 +110,6 @@ def test_who_has_lost_nothing_restores_nothing() -> None:
     assert request.log.restores == []
 
 
-def test_what_was_considered_in_an_earlier_step_does_not_count() -> None:
-    found, request = costs(), evicted()
-    assert found.considers(request, 0, 5, 2.0)
-    found.end_step()
-    found.begins(request)
-    assert request.log.restores == []
-
-
 # ------------------------------------------------------------------------------------------------------ what loads take
 
 
@@ -115,7 +118,7 @@ def test_a_load_takes_its_share_of_the_report_it_is_in() -> None:
     loading(found, a, 3)
     loading(found, b, 1)
     assert observed(a) == [None]
-    found.copied(0, 0.0, 4, 0.8)
+    found.on_copied(0, 0.0, 4, 0.8)
     assert observed(a) == [pytest.approx(0.6)]
     assert observed(b) == [pytest.approx(0.2)]
 
@@ -124,8 +127,8 @@ def test_a_load_in_two_reports_takes_its_share_of_both() -> None:
     found, a, b = costs(), evicted("a"), evicted("b")
     loading(found, a, 4)
     loading(found, b, 2)
-    found.copied(0, 0.0, 1, 0.1)
-    found.copied(0, 0.0, 5, 0.5)
+    found.on_copied(0, 0.0, 1, 0.1)
+    found.on_copied(0, 0.0, 5, 0.5)
     assert observed(a) == [pytest.approx(0.1 + 0.3)]
     assert observed(b) == [pytest.approx(0.2)]
 
@@ -133,10 +136,10 @@ def test_a_load_in_two_reports_takes_its_share_of_both() -> None:
 def test_each_restore_of_a_request_has_its_own_time() -> None:
     found, request = costs(), evicted()
     loading(found, request, 2)
-    found.copied(0, 0.0, 2, 0.5)
+    found.on_copied(0, 0.0, 2, 0.5)
     lose(request)
     loading(found, request, 2)
-    found.copied(0, 0.0, 2, 0.75)
+    found.on_copied(0, 0.0, 2, 0.75)
     assert observed(request) == [pytest.approx(0.5), pytest.approx(0.75)]
 
 
@@ -147,26 +150,26 @@ def test_a_recomputation_takes_its_share_of_each_step_that_it_is_in() -> None:
     found, request = costs(SLOW), evicted()
     recomputing(found, request, 0, 4)
     # A step of its own would have computed one token in any case.
-    found.has_run([("a", (8, 0))], 0.8)
+    run(found, [("a", (8, 0))], 0.8)
     assert observed(request) == [None]
-    found.has_run([("b", (24, 0)), ("a", (8, 8))], 2.0)
+    run(found, [("b", (24, 0)), ("a", (8, 8))], 2.0)
     assert observed(request) == [pytest.approx(0.8 * 7 / 8 + 2.0 * 8 / 32)]
 
 
 def test_what_a_step_computes_past_the_lost_tokens_does_not_count() -> None:
     found, request = costs(SLOW), evicted()
     recomputing(found, request, 2, 2)
-    found.has_run([("a", (32, 8))], 4.0)
+    run(found, [("a", (32, 8))], 4.0)
     assert observed(request) == [pytest.approx(1.0)]
-    found.has_run([("a", (1, 40))], 4.0)
+    run(found, [("a", (1, 40))], 4.0)
     assert observed(request) == [pytest.approx(1.0)]
 
 
 def test_steps_of_others_add_nothing() -> None:
     found, request = costs(SLOW), evicted()
     recomputing(found, request, 0, 2)
-    found.has_run([("b", (8, 0))], 100.0)
-    found.has_run([("b", (8, 8)), ("a", (8, 0))], 1.0)
+    run(found, [("b", (8, 0))], 100.0)
+    run(found, [("b", (8, 8)), ("a", (8, 0))], 1.0)
     assert observed(request) == [pytest.approx(0.5)]
 
 
@@ -174,22 +177,22 @@ def test_steps_of_others_add_nothing() -> None:
 def test_of_a_restore_that_is_cut_off_nothing_is_known(how: str) -> None:
     found, request = costs(SLOW), evicted()
     recomputing(found, request, 0, 4)
-    found.has_run([("a", (8, 0))], 1.0)
+    run(found, [("a", (8, 0))], 1.0)
     if how == "it starts again":
-        found.has_run([("a", (8, 0))], 1.0)
+        run(found, [("a", (8, 0))], 1.0)
     else:
-        found.finished("a")
-    found.has_run([("a", (8, 8))], 1.0)
+        found.on_finish("a")
+    run(found, [("a", (8, 8))], 1.0)
     assert observed(request) == [None]
 
 
 def test_a_restore_after_one_that_was_cut_off_is_observed() -> None:
     found, request = costs(SLOW), evicted()
     recomputing(found, request, 0, 4)
-    found.has_run([("a", (8, 0)), ("b", (8, 0))], 1.0)
+    run(found, [("a", (8, 0)), ("b", (8, 0))], 1.0)
     lose(request)
     recomputing(found, request, 0, 4)
-    found.has_run([("a", (16, 0)), ("b", (16, 8))], 1.0)
+    run(found, [("a", (16, 0)), ("b", (16, 8))], 1.0)
     assert observed(request) == [None, pytest.approx(0.5)]
 
 
@@ -198,54 +201,68 @@ def test_a_restore_after_one_that_was_cut_off_is_observed() -> None:
 
 def test_saves_are_expected_as_parts_of_one_copy() -> None:
     found, a, b = costs(SLOW), evicted("a"), evicted("b")
-    found.saves(a, 2, 3)
-    found.saves(b, 1, 3)
+    found.on_saves(a, 2, 3)
+    found.on_saves(b, 1, 3)
     expected = [(p.num_tokens_saved, p.expected_save_s, p.save_s) for r in (a, b) for p in r.log.preemptions]
     assert expected == [(8, pytest.approx(20), 0.0), (4, pytest.approx(10), 0.0)]
 
 
 def test_saves_end_in_the_order_in_which_they_were_sent() -> None:
     found, a, b = costs(), evicted("a"), evicted("b")
-    found.saves(a, 2, 3)
-    found.saves(b, 1, 3)
-    found.writes_through(2)
-    found.saves(b, 3, 3)
-    found.copied(4, 1.0, 0, 0.0)
+    found.on_saves(a, 2, 3)
+    found.on_saves(b, 1, 3)
+    found.on_write_through(2)
+    found.on_saves(b, 3, 3)
+    found.on_copied(4, 1.0, 0, 0.0)
     assert save_s(a) == [pytest.approx(0.5)]
     assert save_s(b) == [pytest.approx(0.25)]
-    found.copied(4, 2.0, 0, 0.0)  # the other block that was written through, and the last three
+    found.on_copied(4, 2.0, 0, 0.0)  # the other block that was written through, and the last three
     assert save_s(a) == [pytest.approx(0.5)]
     assert save_s(b) == [pytest.approx(0.25 + 1.5)]
 
 
 def test_a_save_belongs_to_the_eviction_that_made_it_necessary() -> None:
     found, request = costs(), evicted()
-    found.saves(request, 2, 2)
+    found.on_saves(request, 2, 2)
     lose(request)
-    found.saves(request, 1, 1)
-    found.copied(2, 0.5, 0, 0.0)
+    found.on_saves(request, 1, 1)
+    found.on_copied(2, 0.5, 0, 0.0)
     assert save_s(request) == [pytest.approx(0.5), 0.0]
-    found.copied(1, 0.125, 0, 0.0)
+    found.on_copied(1, 0.125, 0, 0.0)
     assert save_s(request) == [pytest.approx(0.5), pytest.approx(0.125)]
 
 
 def test_the_two_directions_are_counted_apart() -> None:
     found, a, b = costs(), evicted("a"), evicted("b")
-    found.saves(a, 2, 2)
+    found.on_saves(a, 2, 2)
     loading(found, b, 2)
-    found.copied(0, 0.0, 2, 0.25)
+    found.on_copied(0, 0.0, 2, 0.25)
     assert (save_s(a), observed(b)) == ([0.0], [pytest.approx(0.25)])
-    found.copied(2, 0.5, 0, 0.0)
+    found.on_copied(2, 0.5, 0, 0.0)
     assert (save_s(a), observed(b)) == ([pytest.approx(0.5)], [pytest.approx(0.25)])
 
 
 def test_after_a_failure_nothing_is_said_of_what_was_sent_before() -> None:
     found, a, b = costs(), evicted("a"), evicted("b")
-    found.saves(a, 2, 2)
+    found.on_saves(a, 2, 2)
     loading(found, b, 2)
-    found.lost_count()
-    found.copied(2, 0.5, 2, 0.5)
+    found.on_failed_copies()
+    found.on_copied(2, 0.5, 2, 0.5)
     assert (save_s(a), observed(b)) == ([0.0], [None])
-    found.saves(a, 2, 2)
-    found.copied(2, 0.75, 0, 0.0)
+    found.on_saves(a, 2, 2)
+    found.on_copied(2, 0.75, 0, 0.0)
     assert save_s(a) == [pytest.approx(0.75)]
+
+
+# ------------------------------------------------------------------------------------------- where nothing is compared
+
+
+def test_without_prices_nothing_is_expected_and_steps_are_shared_by_tokens() -> None:
+    found, request = HostCosts(None, BLOCK_SIZE), evicted()
+    recomputing(found, request, 0, 0)
+    assert [(r.recompute_s, r.swap_s) for r in request.log.restores] == [(0.0, None)]
+    found.on_step_end([("a", (40, 0)), ("b", (10, 0))], 1.0, 0.25, is_held_up=False)
+    assert observed(request) == [pytest.approx(0.8)]
+    found.on_saves(request, 2, 2)
+    found.on_copied(2, 0.5, 0, 0.0)
+    assert [(p.expected_save_s, p.save_s) for p in request.log.preemptions] == [(0.0, 0.5)]

@@ -77,9 +77,16 @@ def test_idle_streams_write_through_again_after_a_reset(bench: Make) -> None:
     b = bench(streamrag=SWAP)
     b.chunk("s", list(range(40)))
     b.run()
-    b.scheduler.requests["s"].num_written_blocks = 9
+    memory = b.scheduler.host_memory
+    memory.choice.num_to_write_through = lambda share_free: 100
+    b.chunk("s", [7], kept=40)
+    b.run()
+    assert memory.num_saved == 9
     load_new_weights(b)
-    assert b.scheduler.requests["s"].num_written_blocks == 0
+    for num_kept in (41, 42):  # what the first computes is written through beside the second
+        b.chunk("s", [8], kept=num_kept)
+        b.run()
+    assert memory.num_saved == 9 + 10
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -143,15 +150,36 @@ def test_a_failed_load_is_blamed_on_what_its_own_step_loaded(bench: Make) -> Non
     )
     block = SimpleNamespace(block_id=3)
     for key in ("first", "second"):
-        memory.pool.saved(memory.pool.reserve(key, key), is_valid=True)
+        memory.pool.on_saved(memory.pool.reserve(key, key), is_valid=True)
         request = SimpleNamespace(
             request_id=key, block_hashes=[key], num_tokens=6, skip_reading_prefix_cache=False, was_evicted=False
         )
-        assert memory.num_matched_tokens(request, 0) == 4
+        match = memory.look_up(request, 0)
+        assert match.num_tokens == 4
         memory._group.req_to_blocks[key] = [block]
-        memory.allocated(request, 4)
-        assert len(memory.copies(nothing_else).loads) == 1
+        memory.commit(request, match, match.num_tokens)
+        assert len(memory.take_copies(nothing_else).loads) == 1
         del memory._group.req_to_blocks[key]
-    memory.has_run(nothing_else, None, 0.0)
-    assert memory.not_loaded({3}).blocks == {3}
+    memory.on_step_end(nothing_else, None, 0.0)
+    assert memory.on_failed_loads({3}).blocks == {3}
     assert (memory.pool.num_valid(["first"]), memory.pool.num_valid(["second"])) == (0, 1)
+
+
+def test_what_was_found_for_a_request_counts_once_and_for_nobody_else(bench: Make) -> None:
+    connector = bench(streamrag=SWAP).scheduler.connector
+    memory = connector.host_memory
+    memory.pool.on_saved(memory.pool.reserve("a", "key"), is_valid=True)
+    committed = []
+    memory.commit = lambda request, match, num_tokens: committed.append((request.request_id, match is not None))
+    a, b = (
+        SimpleNamespace(
+            request_id=name, block_hashes=["key"], num_tokens=6, skip_reading_prefix_cache=False, was_evicted=True
+        )
+        for name in "ab"
+    )
+    assert connector.get_num_new_matched_tokens(a, 0) == (4, False)
+    connector.update_state_after_alloc(a, None, 4)
+    connector.update_state_after_alloc(a, None, 0)
+    connector.get_num_new_matched_tokens(a, 0)
+    connector.update_state_after_alloc(b, None, 0)
+    assert committed == [("a", True), ("a", False), ("b", False)]

@@ -13,7 +13,7 @@ from streamrag.records import RequestRecord, read_records
 
 
 def record(name: str) -> RequestRecord:
-    return RequestLog(name, False, 1.0, 2.0).ends("aborted", 3.0, 10, 0)
+    return RequestLog(name, False, 1.0, 2.0).end("aborted", 3.0, 10, 0)
 
 
 def test_records_are_in_the_file_at_once_and_the_file_is_made_with_the_first(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Loads that may have failed, as is known only once their step has ended, and what would be wrong then.
+
+step 7    loads block 3, and computes blocks 4 and 5 from it       3, 4, 5 ┐ suspects, until it is known
+step 8    another request has block 4 in front of its block 6         4, 6 ┘ that step 7 has loaded
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+__all__ = ["LoadsInFlight", "Suspects"]
+
+
+class Suspects(NamedTuple):
+    """What is wrong if a load of a step, or of one before it, has failed."""
+
+    keys: Mapping[int, Any]
+    """What the step loads, by the device block that it loads it into."""
+    blocks: set[int]
+    """Those, and what is computed from them."""
+    requests: set[str]
+    """Those that read them."""
+
+
+class LoadsInFlight:
+    """Of the steps whose output is still to come. Steps end in the order in which they start."""
+
+    def __init__(self, blocks_of: Mapping[str, Sequence["KVCacheBlock"]]) -> None:
+        self._blocks_of = blocks_of
+        """By request id, its blocks at this moment."""
+        self._in_flight: deque[Suspects] = deque()
+        self._ended = Suspects({}, set(), set())
+
+    def blocks(self) -> set[int]:
+        """Blocks of which it is not known yet whether they hold what they should."""
+        return set().union(*(suspects.blocks for suspects in self._in_flight))
+
+    def on_step(self, request_ids: Iterable[str], keys: Mapping[int, Any]) -> None:
+        """A step starts, which computes some of these requests, and loads `keys`, by device block."""
+        found = Suspects(keys, set(keys), set())
+        known = found.blocks | self.blocks()
+        for request_id in request_ids if known else ():
+            block_ids = [block.block_id for block in self._blocks_of[request_id]]
+            first = next((i for i, block_id in enumerate(block_ids) if block_id in known), None)
+            if first is not None:
+                found.blocks.update(block_ids[first:])
+                found.requests.add(request_id)
+        self._in_flight.append(found)
+
+    def on_step_end(self) -> None:
+        self._ended = self._in_flight.popleft()
+
+    def wrong(self, block_ids: Collection[int]) -> Suspects:
+        """If these loads failed, of the step that has just ended: what is wrong, of later steps too."""
+        steps = [self._ended, *self._in_flight]
+        # The keys of that step: the next one may have loaded something else into the same blocks already.
+        keys = {block_id: self._ended.keys[block_id] for block_id in block_ids}
+        return Suspects(keys, set().union(*(s.blocks for s in steps)), set().union(*(s.requests for s in steps)))

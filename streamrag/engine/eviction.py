@@ -1,0 +1,23 @@
+"""What can be asked to become of KV that is taken away, and what becomes of it: the names, for clients and engines."""
+
+from typing import Literal, TypeAlias, get_args
+
+from streamrag.errors import ConfigurationError
+
+__all__ = ["EVICTIONS", "FATES", "EvictionMode", "Fate", "check_eviction"]
+
+Fate: TypeAlias = Literal["recompute", "swap"]
+"""What becomes of a victim's KV: forgotten, or copied to host memory."""
+FATES: tuple[Fate, ...] = get_args(Fate)
+
+EvictionMode: TypeAlias = Literal[Fate, "cost"]
+"""Always the one, always the other, or each time what is expected to cost less."""
+EVICTIONS: tuple[EvictionMode, ...] = get_args(EvictionMode)
+
+
+def check_eviction(given: object) -> EvictionMode:
+    """:raises ConfigurationError: there is no such eviction."""
+    for mode in EVICTIONS:
+        if mode == given:
+            return mode
+    raise ConfigurationError(f"eviction={given!r} must be one of {', '.join(map(repr, EVICTIONS))}")

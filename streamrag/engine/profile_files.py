@@ -1,0 +1,126 @@
+"""Files of hardware profiles: JSON objects, which say where they come from.
+
+    {"kind": "table" or "analytic", and the fields of that class in `engine.costs`}
+    {"recomputation_latencies": ...}                                               Stream2LLM's: `engine.paper_profiles`
+
+Some are shipped, and known by name.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from streamrag.engine.costs import AnalyticProfile, StepProfile, TableProfile
+from streamrag.engine.paper_profiles import is_paper_profile, read_paper_costs
+from streamrag.errors import ConfigurationError
+from streamrag.files import write_whole
+from streamrag.reading import as_dataclass, parse_json, read_bytes
+
+__all__ = ["load_profile", "profile_names", "save_profile"]
+
+MAX_NUMBER = 10**15
+"""Of a whole number in a profile."""
+
+
+def profile_names() -> list[str]:
+    """The shipped profiles."""
+    folder = resources.files("streamrag.engine") / "profiles"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def load_profile(name_or_path: str) -> StepProfile:
+    """A shipped profile by its name, or one from a file.
+
+    Files of Stream2LLM's artifact are taken too: the one of recomputing, or both, with a comma between them.
+
+    :raises ConfigurationError: there is none of that name, or the file is no profile.
+    """
+    if name_or_path in profile_names():
+        text = (resources.files("streamrag.engine") / "profiles" / f"{name_or_path}.json").read_text()
+        return _from_dict(json.loads(text))
+    paths = [name_or_path] if Path(name_or_path).is_file() else [part.strip() for part in name_or_path.split(",")]
+    values: list[dict[str, Any]] = []
+    for path in paths:
+        if not Path(path).is_file():
+            raise ConfigurationError(f"no profile {path!r}: give a file, or one of {', '.join(profile_names())}")
+        values.append(_read(path))
+    try:
+        if any(is_paper_profile(each) for each in values):
+            return _from_paper(paths[0], values)
+        if len(values) > 1:
+            raise ValueError("only files of Stream2LLM come in pairs; give one")
+        return _from_dict(values[0])
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigurationError(f"{name_or_path} is no hardware profile: {reason}") from error
+
+
+def save_profile(profile: AnalyticProfile | TableProfile, path: Path) -> None:
+    """Write `profile` so that `load_profile` reads it.
+
+    :raises ConfigurationError: it cannot be written.
+    """
+    kind = "analytic" if isinstance(profile, AnalyticProfile) else "table"
+    write_whole(path, json.dumps({"kind": kind, **asdict(profile)}, indent=2) + "\n")
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        values = parse_json(read_bytes(path))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is no hardware profile: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path} is no hardware profile: it is no JSON object")
+    return values
+
+
+def _from_dict(values: Mapping[str, Any]) -> AnalyticProfile | TableProfile:
+    kinds: Mapping[Any, type[AnalyticProfile | TableProfile]] = {"analytic": AnalyticProfile, "table": TableProfile}
+    kind = values.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f'its "kind" is {str(kind)[:40]!r}, not "analytic" or "table"')
+    profile = as_dataclass(kinds[kind], {key: value for key, value in values.items() if key != "kind"})
+    _check(profile)
+    return profile
+
+
+def _check(profile: AnalyticProfile | TableProfile) -> None:
+    """:raises ValueError: a number that no machine has; times would be infinite, or run backwards."""
+    positive: dict[str, float | None] = {
+        name: getattr(profile, name) for name in ("block_size", "tensor_parallel_size", "num_layers")
+    }
+    counted: dict[str, float | None] = {"kv_tokens": profile.kv_tokens, "delivery_s": profile.delivery_s}
+    if isinstance(profile, AnalyticProfile):
+        positive |= {name: getattr(profile, name) for name in ("peak_flops", "efficiency", "bandwidth_bytes_per_s")}
+        positive["host_bandwidth_bytes_per_s"] = profile.host_bandwidth_bytes_per_s
+        counted |= {"overhead_s": profile.overhead_s, "host_latency_s": profile.host_latency_s}
+        counted |= {f"model.{name}": value for name, value in asdict(profile.model).items() if name != "name"}
+    else:
+        counted |= {name: getattr(profile, name) for name in ("pair_s", "own_pair_s", "request_s")}
+        counted["points"] = min(second for point in profile.points for second in point)
+        counted["unsteadiness"] = min(profile.unsteadiness, default=None)
+    for name, value in (positive | counted).items():
+        is_wrong = value is not None and (value < 0 or (name in positive and value == 0))
+        if is_wrong or (isinstance(value, int) and value > MAX_NUMBER):
+            raise ValueError(f"{name}={value:g} cannot be")
+
+
+def _from_paper(path: str, values: Sequence[Mapping[str, Any]]) -> TableProfile:
+    costs = read_paper_costs(values)
+    profile = TableProfile(
+        name=Path(path).stem,
+        device=costs.device,
+        points=costs.points,
+        pair_s=costs.pair_s,
+        request_s=0.0,
+        kv_tokens=0,
+        block_size=costs.block_size,
+        tensor_parallel_size=costs.tensor_parallel_size,
+        copies=costs.copies,
+        provenance=costs.provenance,
+    )
+    _check(profile)
+    return profile
