@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context clean
+.PHONY: help demo test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context clean
 
 RUN := .venv/bin/python
 
@@ -10,8 +10,11 @@ help: ## list the targets
 demo: .venv/installed ## crawl and search real documentation into a real vLLM, streaming and not; prints and draws it
 	$(RUN) examples/demo.py
 
-test: .venv/installed check ## types, style and all tests
-	$(RUN) -m pytest -n 2
+test: .venv/installed check ## types, style and all tests but the long ones
+	$(RUN) -m pytest -n 2 -m "not long"
+
+test-long: .venv/installed ## the tests that take minutes: the whole demo
+	$(RUN) -m pytest -m long
 
 check: .venv/installed ## types and style
 	.venv/bin/ruff check .

@@ -1,5 +1,6 @@
 """What more than one folder of tests uses."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -19,9 +20,22 @@ settings.load_profile("streamrag")
 # these, several take six times the CPU time of one. Read when torch is imported, here and in processes started here.
 os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
 
+# Looking for garbage takes a quarter of the time in which vLLM is imported, so it waits until all tests are.
+gc.disable()
+
 # A shell's background job ignores Ctrl-C, and so would the programs that are started here to see what they do on it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()  # what was imported stays
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # some modules complain of what is left when Python ends
 
 
 class OneWithEngines(LoadScopeScheduling):

@@ -42,30 +42,24 @@ def test_a_real_engine_refuses_virtual_time() -> None:
 
 
 @pytest.mark.engine
-def test_contexts_longer_than_the_model_are_cut_and_answered(tiny_model: Path) -> None:
-    trace = Trace((appending("q", 0.0, 6_000, 6_000, 500), appending("r", 0.0, 100)))
-    result = run_cell(wall(model=str(tiny_model), max_num_batched_tokens=2_048, kv_tokens=16_384), trace=trace)
-    assert [request.query_id for request in result.requests] == ["q", "r"]
-    assert result.provenance["num_contexts_cut"] == 1
-    assert result.provenance["max_context_tokens"] == 8_192 - NUM_TAIL_TOKENS - 2
-    record = result.requests[0].record
-    assert record is not None
-    assert record.num_prompt_tokens == 6_500 + NUM_TAIL_TOKENS
-
-
-@pytest.mark.engine
-def test_a_cell_runs_on_the_real_engine(tiny_model: Path) -> None:
-    trace = Trace(tuple(appending(f"q{i}", 0.1 * i, 200, 150, 90, gap_s=0.2) for i in range(4)))
-    cell = wall(model=str(tiny_model), max_num_batched_tokens=256, num_output_tokens=3, kv_tokens=4_096)
+def test_a_cell_runs_on_the_real_engine_and_a_context_longer_than_the_model_is_cut(tiny_model: Path) -> None:
+    queries = [appending(f"q{i}", 0.1 * i, 200, 150, 90, gap_s=0.2) for i in range(4)]
+    trace = Trace((*queries, appending("long", 1.0, 6_000, 6_000, 500)))
+    cell = wall(model=str(tiny_model), max_num_batched_tokens=512, num_output_tokens=3, kv_tokens=16_384)
     result = run_cell(cell, trace=trace, keep_steps=True)
-    assert [r.query_id for r in result.requests] == ["q0", "q1", "q2", "q3"]
-    assert result.provenance["kv_tokens"] >= 4_064  # vLLM keeps a block for itself
+    assert [r.query_id for r in result.requests] == ["q0", "q1", "q2", "q3", "long"]
+    assert result.provenance["kv_tokens"] >= 16_352  # vLLM keeps a block for itself
+    assert result.provenance["num_contexts_cut"] == 1
+    assert result.provenance["max_context_tokens"] == 8_192 - NUM_TAIL_TOKENS - 4
     for request in result.requests:
         assert request.retrieval_end_s >= request.arrival_s + 0.6
         assert request.retrieval_end_s < request.first_token_s < request.finished_s <= result.completion_s
-        assert 0 < request.floor_s < 5
         assert request.record is not None
         assert request.record.num_computed >= 440
         assert request.arrival_s <= request.record.arrival_s <= request.record.finished_s
+    *short, long = result.requests
+    assert all(0 < request.floor_s < 5 for request in short)
+    assert long.record is not None
+    assert long.record.num_prompt_tokens == 6_500 + NUM_TAIL_TOKENS
     assert 0 < result.busy_s < result.wall_s
-    assert sum(step.num_tokens for step in result.steps) >= 4 * (440 + 32)
+    assert sum(step.num_tokens for step in result.steps) >= 4 * (440 + 32) + 6_500 + 32

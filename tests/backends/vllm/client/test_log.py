@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,6 +124,22 @@ def test_all_that_a_spawned_process_and_its_children_print_is_kept(
     assert log.last_lines() == "from below\nbad"
     assert capfd.readouterr() == ("", "")
     assert multiprocessing.spawn.get_executable() == python
+
+
+class WhenItIsImported:
+    """Becomes whether the new process looks for garbage while it imports what it is to run."""
+
+    def __reduce__(self) -> Any:
+        return eval, ("__import__('gc').isenabled()",)
+
+
+def test_a_spawned_process_looks_for_garbage_as_soon_as_it_runs(log: EngineLog) -> None:
+    code = "import gc; print(was, gc.isenabled())"
+    with log.redirected():
+        process = multiprocessing.get_context("spawn").Process(target=exec, args=(code, {"was": WhenItIsImported()}))
+        process.start()
+    process.join(20)
+    assert log.last_lines() == "False True"
 
 
 def test_where_scripts_may_not_run_processes_print_as_usual(log: EngineLog, monkeypatch: pytest.MonkeyPatch) -> None:
