@@ -17,7 +17,7 @@ import random
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from streamrag.backends.vllm.client.arguments import scheduler_args
-from streamrag.backends.vllm.client.processes import EngineProcesses, import_vllm
+from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
 from streamrag.bench.provenance import versions
@@ -80,17 +80,9 @@ def prefixes(chunks: Chunks) -> list[list[int]]:
 
 @asynccontextmanager
 async def running(model: Path, engine_args: Mapping[str, Any]) -> AsyncIterator["AsyncLLM"]:
-    await asyncio.to_thread(import_vllm)  # not here: modules that keep what they could not import keep this frame too
-    processes = EngineProcesses()
     args = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", **engine_args}
-    try:
-        engine = await processes.start(str(model), args)
-        try:
-            yield engine
-        finally:
-            await processes.stop(engine)
-    finally:
-        await processes.aclose()
+    async with aclosing(EngineProcesses(model)) as processes:
+        yield await processes.start(args)
 
 
 async def ask(engine: "AsyncLLM", name: str, prompt: Sequence[int]) -> Answer:

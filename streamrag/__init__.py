@@ -11,8 +11,7 @@ is used: each name loads its own module.
 from typing import TYPE_CHECKING
 
 from streamrag.lazy import attributes
-
-__version__ = "0.1.0"
+from streamrag.versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from streamrag.asked import QueryOptions as QueryOptions

@@ -7,7 +7,6 @@ import asyncio
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Generic, Self, TypeAlias, TypeVar
 
 import anyio
@@ -116,9 +115,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         self._started()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:

@@ -112,6 +112,7 @@ class QueryRun:
         self._source_error: SourceError | None = None
         self._cut_short: str | None = None
         self._num_invalidated = 0
+        self._complete: AssembledPrompt | None = None
 
     async def run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
         """The answer, once the pipeline has `started` and `admission` has let the query in.
@@ -183,9 +184,8 @@ class QueryRun:
         await self._emit(RetrievalStarted(queued_s, self._query.text))
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
-        last: list[AssembledPrompt] = []
         async with (
-            aclosing(self._prompts(last)) as prompts,
+            aclosing(self._prompts()) as prompts,
             closing(self._backend.generate(prompts, self._query.params)) as events,
         ):
             async for event in events:
@@ -206,7 +206,7 @@ class QueryRun:
                 await self._emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
         if not chunks or chunks[-1].finish_reason is None:
             raise BackendError(f"{part_name(self._backend)} ended without finishing its answer")
-        if not last:
+        if self._complete is None:
             raise BackendError(f"{part_name(self._backend)} ended its answer before it had the complete prompt")
         total_s = self._now()
         first_token_s = total_s if first_token_s is None else first_token_s
@@ -218,12 +218,12 @@ class QueryRun:
             ttft_after_retrieval_s=first_token_s - self._retrieval_s,
             total_s=total_s,
         )
-        answer = self._answer(chunks, last[-1], timings)
+        answer = self._answer(chunks, self._complete, timings)
         await self._emit(Answered(total_s, answer))
         return answer
 
-    async def _prompts(self, assembled: list[AssembledPrompt]) -> AsyncGenerator[Prompt, None]:
-        """Pulled by the backend: retrieves, and yields a prompt for each state of the context. Keeps the last one."""
+    async def _prompts(self) -> AsyncGenerator[Prompt, None]:
+        """Pulled by the backend: retrieves, and yields a prompt for each state of the context."""
         query = self._query
         assembler = await self._in_thread(
             partial(
@@ -272,7 +272,7 @@ class QueryRun:
             if affected:
                 await self._emit(kind(self._now(), affected, assembler.max_context_tokens))
         await self._emit(ContextComplete(self._now(), len(step.included), len(step.prompt.token_ids)))
-        assembled.append(step)
+        self._complete = step
         yield step.prompt
 
     async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:

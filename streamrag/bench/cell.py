@@ -49,7 +49,7 @@ class CellSettings:
     """Token budget of a step; None for the workload's published one."""
     max_num_seqs: int = 256
     scheduler_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Further options of our scheduler, by name; see `streamrag.backends.vllm.scheduler.options.SchedulerOptions`."""
+    """Further options of our scheduler, by name; see `streamrag.backends.vllm.options.SchedulerOptions`."""
     max_context_tokens: int | None = None
     """As in a pipeline: chunks that do not fit are left out. None for what the model's length has room for."""
 

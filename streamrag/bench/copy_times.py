@@ -16,7 +16,7 @@ from streamrag.engine.fitting import fit_copies
 if TYPE_CHECKING:
     import torch
 
-    from streamrag.backends.vllm.client.facts import EngineFacts
+    from streamrag.backends.vllm.facts import EngineFacts
 
 
 NUM_WARM_UPS, NUM_REPEATS = 1, 5

@@ -17,7 +17,7 @@ from streamrag.bench.recompute import NUM_CONTEXT_BESIDE, RecomputeTimes, measur
 from streamrag.engine.costs import TableProfile, recompute_s
 
 if TYPE_CHECKING:
-    from streamrag.backends.vllm.client.facts import EngineFacts
+    from streamrag.backends.vllm.facts import EngineFacts
 
 
 StepProgress: TypeAlias = Callable[[str, int, int | None], None]

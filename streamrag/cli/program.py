@@ -7,9 +7,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from streamrag import __version__
 from streamrag.cli.output import Output, markup
 from streamrag.errors import StreamRagError
+from streamrag.versions import __version__
 
 __all__ = ["run"]
 

@@ -13,10 +13,9 @@ import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,6 +43,7 @@ from streamrag.sources.passages import (
 )
 from streamrag.sources.search import BUILD_COMPLEXITY, GRAPH_DEGREE, require_diskann
 from streamrag.sources.workers import WorkerJobError, WorkerPool
+from streamrag.versions import installed_versions
 
 NUM_TEXTS_AT_ONCE = 128
 """In one job of the embedding worker, which sorts them by length: 2-5 s on a CPU, after which progress is told."""
@@ -260,14 +260,8 @@ def _write_manifest(
         passage_words=passage_words,
         graph_degree=GRAPH_DEGREE,
         build_complexity=BUILD_COMPLEXITY,
-        packages=dict(_versions("streamrag", "diskannpy", "numpy", "sentence-transformers", "torch")),
+        packages=installed_versions("streamrag", "diskannpy", "numpy", "sentence-transformers", "torch"),
         files=describe_files(unfinished),
     )
     (unfinished / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
     return manifest
-
-
-def _versions(*packages: str) -> Iterator[tuple[str, str]]:
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            yield package, version(package)

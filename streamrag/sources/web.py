@@ -11,7 +11,6 @@ from typing import TypeAlias
 import anyio
 import httpcore
 
-import streamrag
 from streamrag.core import Progress, Skipped, SourceEvent
 from streamrag.errors import (
     ConfigurationError,
@@ -27,6 +26,7 @@ from streamrag.sources.crawl import Crawl, CrawlOptions
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers import WorkerPool, WorkerStartError
 from streamrag.tasks import wait_regardless
+from streamrag.versions import __version__
 
 StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]
 """Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""
@@ -111,7 +111,7 @@ class WebSource:
             max_page_cpu_s=max_page_cpu_s,
             max_page_memory_bytes=max_page_memory_bytes,
             allow_private=allow_private,
-            user_agent=user_agent or f"streamrag/{streamrag.__version__}",
+            user_agent=user_agent or f"streamrag/{__version__}",
             cdp_url=cdp_url,
         )
         self._num_workers = num_workers

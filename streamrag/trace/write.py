@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from streamrag import __version__
 from streamrag.core import Hint
 from streamrag.errors import TraceError
 from streamrag.reading import parse_json, without_lone_surrogates
@@ -32,6 +31,7 @@ from streamrag.trace.lines import (
     hint_fields,
 )
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedSkip
+from streamrag.versions import __version__
 
 KEY_BYTES = 12
 """Of a hash: enough for any number of chunks that fits on a disk."""

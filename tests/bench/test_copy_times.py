@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from streamrag.backends.vllm.client.facts import EngineFacts
+from streamrag.backends.vllm.facts import EngineFacts
 from streamrag.bench.copy_times import CopyTimes, block_counts, measure_copies
 
 FACTS = EngineFacts(
@@ -10,6 +10,7 @@ FACTS = EngineFacts(
     dtype="float32",
     is_cuda=False,
     device="CPU",
+    num_cores=2,
     tensor_parallel_size=1,
     num_layers=2,
     num_kv_heads=2,

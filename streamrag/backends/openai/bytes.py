@@ -5,8 +5,9 @@ what is sent around them.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpcore
 import httpx
@@ -46,15 +47,8 @@ class CountingTransport(httpx.AsyncHTTPTransport):
 
 
 class _CountingSockets(httpcore.AnyIOBackend):
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        return CountedStream(await super().connect_tcp(host, port, timeout, local_address, socket_options))
+    async def connect_tcp(self, *args: Any, **kwargs: Any) -> httpcore.AsyncNetworkStream:
+        return CountedStream(await super().connect_tcp(*args, **kwargs))
 
 
 def bound_body(response: httpx.Response, bounds: Bounds) -> None:

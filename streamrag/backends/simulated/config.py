@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
+from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.client.arguments import kv_transfer_config
 
 __all__ = ["EngineShape", "kv_cache_config", "vllm_config"]
@@ -80,7 +81,7 @@ def vllm_config(shape: EngineShape) -> VllmConfig:
     config.cache_config.block_size = shape.block_size
     config.cache_config.enable_prefix_caching = shape.has_prefix_cache
     config.cache_config.num_gpu_blocks = shape.num_blocks + 1
-    config.additional_config = {"streamrag": dict(shape.streamrag)}
+    config.additional_config = {KEY: dict(shape.streamrag)}
     if shape.streamrag.get("eviction", "recompute") != "recompute":
         config.kv_transfer_config = kv_transfer_config()
     return config

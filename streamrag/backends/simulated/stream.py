@@ -57,12 +57,10 @@ class SimulatedStream:
         new = list(token_ids)
         self._send(new, common_prefix_len(self._token_ids, new), is_complete, hint)
 
-    def _send(self, new: list[int], num_kept: int, is_complete: bool, hint: Hint | None) -> None:
+    def _send(self, new: list[int], num_shared: int, is_complete: bool, hint: Hint | None) -> None:
         now_s = asyncio.get_running_loop().time()
-        num_kept = min(num_kept, len(new) - 1)  # as with the real engine, which takes no empty input
-        expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
-        message = ChunkMessage(self._num_chunks, num_kept, is_complete, now_s, expected_s)
-        self._send_chunk(self._request_id, new[num_kept:], self._num_output_tokens, message)
+        message = ChunkMessage.of(self._num_chunks, len(new), num_shared, is_complete, now_s, hint)
+        self._send_chunk(self._request_id, new[message.num_kept :], self._num_output_tokens, message)
         self._token_ids = new
         self._num_chunks += 1
 

@@ -6,8 +6,9 @@
                     ◀─ copy_wire ──▶
     worker/       vLLM's workers'         copies KV between the device and host memory
 
-`connector` is what vLLM calls for copies, in the scheduler's process and in the workers. All but `client` and
-`chunk_wire` import vLLM, which `client` does when an engine starts.
+`connector` is what vLLM calls for copies, in the scheduler's process and in the workers. Client and scheduler share the
+`options` of the scheduler, vLLM's `version` and the `facts` of an engine; neither these nor `client` nor `chunk_wire`
+import vLLM before an engine starts.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from streamrag.core import Hint
+
 __all__ = ["KEY", "ChunkMessage", "EndOfInput", "MalformedChunkError", "decode"]
 
 KEY = "streamrag"
@@ -42,6 +44,22 @@ class ChunkMessage:
     """When the retriever expects the prompt to be complete, on the same clock."""
     source: str = ""
     """What kind of retriever the chunk comes from: those of one kind are expected to behave alike."""
+
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        num_tokens: int,
+        num_shared: int,
+        is_complete: bool,
+        now_s: float,
+        hint: Hint | None,
+        source: str = "",
+    ) -> "ChunkMessage":
+        """Makes the prompt `num_tokens` long, of which `num_shared` are those of the last one."""
+        num_kept = min(num_shared, num_tokens - 1)  # vLLM takes no empty input
+        expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
+        return cls(index, num_kept, is_complete, now_s, expected_s, source)
 
     def extra_args(self) -> dict[str, Any]:
         fields = asdict(self)

@@ -14,9 +14,10 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
+from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.host_costs import Match
 from streamrag.backends.vllm.scheduler.host_memory import HostMemory
-from streamrag.backends.vllm.scheduler.options import SchedulerOptions, why_no_host_memory
+from streamrag.backends.vllm.scheduler.supported import why_no_host_memory
 from streamrag.backends.vllm.scheduler.swap_costs import make_price
 from streamrag.backends.vllm.worker.copier import HostCopier
 

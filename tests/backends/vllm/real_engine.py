@@ -3,17 +3,17 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
 from streamrag.core import SamplingParams
@@ -52,37 +52,25 @@ def make_model(folder: Path) -> Path:
 
 @asynccontextmanager
 async def running_engine(model: Path, monkeypatch: pytest.MonkeyPatch, **engine_args: Any) -> AsyncIterator[AsyncLLM]:
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     # Else vLLM splits the context of few tokens over its threads, and adds up in another order where a request starts
     # from other tokens: differences of up to 1e-5 that have nothing to do with us.
     monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # vLLM would compile what ranks logprobs: 20 s
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=str(model),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=MAX_MODEL_LEN,
-            max_num_batched_tokens=32,  # several steps per prompt, so that chunks come in between
-            max_num_seqs=4,
-            block_size=BLOCK_SIZE,
-            num_gpu_blocks_override=MAX_MODEL_LEN // BLOCK_SIZE + 10,  # hardly more than one request may need
-            enforce_eager=True,
-            scheduler_cls="rotating.RotatingScheduler",
-            disable_log_stats=True,
-            **engine_args,
-        )
-    )
-    try:
-        yield engine
-    finally:
-        resources = engine.engine_core.resources
-        tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
-        await asyncio.to_thread(engine.shutdown)
-        await asyncio.wait(tasks)
-        await asyncio.to_thread(resources.ctx.destroy, 0)  # vLLM leaves its sockets open
+    args = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_batched_tokens": 32,  # several steps per prompt, so that chunks come in between
+        "max_num_seqs": 4,
+        "block_size": BLOCK_SIZE,
+        "kv_cache_memory_bytes": 1 << 30,
+        "num_gpu_blocks_override": MAX_MODEL_LEN // BLOCK_SIZE + 10,  # hardly more than one request may need
+        "scheduler_cls": "rotating.RotatingScheduler",
+        **engine_args,
+    }
+    async with aclosing(EngineProcesses(model)) as processes:
+        yield await processes.start(args)
 
 
 @dataclass

@@ -6,5 +6,5 @@ streaming, answer_text          answering a growing prompt by such a stream; the
 processes, spawned_main, log    the engine's processes begin and end, and what they print
 arguments, sampling             what an engine and a request are told
 calls, errors                   calls that end, also when the engine dies, and vLLM's errors as ours
-measured, facts                 an engine for benchmarks and profiles
+measured                        an engine for benchmarks and profiles
 """

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from streamrag.backends.vllm.chunk_wire import KEY
+from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.engine import make_policy
 from streamrag.engine.eviction import EvictionMode, check_eviction
 from streamrag.errors import ConfigurationError
@@ -42,27 +43,17 @@ def kv_transfer_config() -> "KVTransferConfig":
 
 
 def scheduler_args(
-    strategy: str,
-    policy: str,
-    can_partial_evict: bool | None,
-    engine_args: Mapping[str, Any],
-    *,
-    eviction: str | None = None,
-    host_kv_bytes: int | None = None,
-    profile: str | None = None,
+    strategy: str, policy: str, can_partial_evict: bool | None, engine_args: Mapping[str, Any], **others: Any
 ) -> dict[str, Any]:
-    """What makes vLLM run our scheduler, merged with what `engine_args` say. None is the scheduler's default.
+    """What makes vLLM run our scheduler, merged with what `engine_args` say.
+
+    `others` are further `SchedulerOptions`; None is the scheduler's default.
 
     :raises ConfigurationError: they exclude each other, or there is no such policy or eviction.
     """
     if strategy not in get_args(Strategy):
         raise ConfigurationError(f"strategy={strategy!r} must be one of {', '.join(map(repr, get_args(Strategy)))}")
-    named = {
-        "can_partial_evict": can_partial_evict,
-        "eviction": eviction,
-        "host_kv_bytes": host_kv_bytes,
-        "profile": profile,
-    }
+    named = {"can_partial_evict": can_partial_evict, **others}
     options: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if strategy == "warming":
         if policy != "fcfs":
@@ -72,7 +63,6 @@ def scheduler_args(
                 f'{options} is for strategy="streaming": with "warming", vLLM\'s own scheduler decides'
             )
         return {}
-    make_policy(policy)
     if engine_args.get("scheduler_cls") is not None:
         raise ConfigurationError(
             'engine_args: scheduler_cls cannot be given with strategy="streaming", which brings its own scheduler. '
@@ -82,6 +72,7 @@ def scheduler_args(
     if not isinstance(theirs, dict):
         raise ConfigurationError(f'engine_args: additional_config={theirs!r} must be a dict with strategy="streaming"')
     options = {"policy": policy} | options | theirs.get(KEY, {})
+    make_policy(SchedulerOptions.named(options).policy)
     args: dict[str, Any] = {"scheduler_cls": SCHEDULER}
     if (chosen := _checked_eviction(options, engine_args)) != "recompute":
         options["eviction"] = chosen
@@ -91,12 +82,6 @@ def scheduler_args(
 
 def _checked_eviction(options: Mapping[str, Any], engine_args: Mapping[str, Any]) -> EvictionMode:
     """What is asked for; the default where it works."""
-    host_kv_bytes = options.get("host_kv_bytes", 1)
-    if not isinstance(host_kv_bytes, int) or host_kv_bytes <= 0:
-        raise ConfigurationError(
-            f"host_kv_bytes={host_kv_bytes!r} must be a positive number of bytes; "
-            'for none, leave it out and set eviction="recompute"'
-        )
     reasons = []
     if engine_args.get("enable_prefix_caching", True) is False:
         reasons.append("enable_prefix_caching=False, and KV blocks are known by the hashes of the prefix cache")

@@ -4,7 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import anyio.to_thread
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
 from streamrag.backends.vllm.client.arguments import EvictionMode, Strategy, scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
-from streamrag.backends.vllm.client.processes import EngineProcesses, check_can_start, import_vllm
+from streamrag.backends.vllm.client.processes import EngineProcesses, import_vllm
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStreams, check_prompt_len, record_of
@@ -145,14 +145,13 @@ class VllmBackend:
         """
         assert self._engine is None, "started already"
         began_s = time.monotonic()
-        check_can_start(self._path or self._model_name)
-        self._processes = processes = EngineProcesses(self._log_path)
+        self._processes = processes = EngineProcesses(self._path or self._model_name, self._log_path)
         try:
             progress("importing vLLM")
             self._vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
             progress(f"loading {self._model_name}" + ("" if self._path else " from the Hugging Face hub or its cache"))
             tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer, abandon_on_cancel=True)
-            self._engine = await processes.start(self._path or self._model_name, self._engine_args)
+            self._engine = await processes.start(self._engine_args)
             if "generate" not in await self._ask(self._engine.get_supported_tasks()):
                 raise ModelError(f"{self._model_name} does not generate text")
         except BaseException:
@@ -184,14 +183,11 @@ class VllmBackend:
             await run_regardless(self._close(engine, streams, processes), "vLLM backend closes")
 
     async def _close(self, engine: Any, streams: TokenStreams | None, processes: EngineProcesses) -> None:
-        async with AsyncExitStack() as ends:
-            ends.push_async_callback(processes.aclose)
-            if engine is not None:
-                ends.push_async_callback(processes.stop, engine)
-                if streams is not None:
-                    await streams.aclose()
-                if not engine.errored:
-                    await engine.abort(list(self._request_ids))
+        async with aclosing(processes):
+            if streams is not None:
+                await streams.aclose()
+            if engine is not None and not engine.errored:
+                await engine.abort(list(self._request_ids))
 
     # ------------------------------------------------------------------------------------------------------- answering
 
@@ -249,7 +245,7 @@ class VllmBackend:
     def _why_dead(self) -> str:
         if self._engine is None or self._processes is None:
             return "the engine was closed"
-        return self._processes.why_dead(self._engine)
+        return self._processes.why_dead()
 
     # ----------------------------------------------------------------------------------------------------- maintenance
 

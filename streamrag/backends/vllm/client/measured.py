@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
@@ -19,9 +18,9 @@ import anyio.to_thread
 from streamrag.backends.tokenizer import local_model_path
 from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
-from streamrag.backends.vllm.client.facts import EngineFacts, engine_facts
 from streamrag.backends.vllm.client.processes import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams, record_of
+from streamrag.backends.vllm.facts import EngineFacts, engine_facts
 from streamrag.core import Hint, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, ModelError
 from streamrag.records import RequestRecord
@@ -80,19 +79,12 @@ async def running_engine(
     if getattr(asyncio.get_running_loop(), "is_virtual", False):
         raise ConfigurationError("a real engine runs on the wall clock only: simulate the cell, or use asyncio.run")
     name_or_path = local_model_path(model) or model
-    check_can_start(name_or_path)
-    processes = EngineProcesses()
-    try:
+    async with aclosing(EngineProcesses(name_or_path)) as processes:
         vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
         log = _Steps()
         args = _for_measuring(engine_args, policy, kv_tokens, is_cpu=vllm.platforms.current_platform.is_cpu())
-        engine = await processes.start(name_or_path, args, stat_loggers=[lambda config, index: log])
-        try:
-            yield EngineClient(engine, log.steps, partial(processes.why_dead, engine))
-        finally:
-            await processes.stop(engine)
-    finally:
-        await processes.aclose()
+        engine = await processes.start(args, stat_loggers=[lambda config, index: log])
+        yield EngineClient(engine, log.steps, processes.why_dead)
 
 
 def model_len(model: str) -> int:

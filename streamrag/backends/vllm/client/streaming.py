@@ -51,7 +51,8 @@ async def _push(prompts: AsyncIterator[Prompt], stream: TokenStream) -> None:
         if not stream.is_complete:
             async for prompt in prompts:
                 if prompt.token_ids or prompt.is_complete:
-                    await stream.update(prompt.token_ids, is_complete=prompt.is_complete, hint=prompt.hint)
+                    new, num_shared = prompt.token_ids, prompt.num_shared
+                    await stream.update(new, is_complete=prompt.is_complete, hint=prompt.hint, num_shared=num_shared)
                 if prompt.is_complete:
                     return
             raise BackendError(NO_COMPLETE_PROMPT)

@@ -136,10 +136,13 @@ class TokenStream:
         await self._let_others_run()
         self._push(self._token_ids + added, len(self._token_ids), hint=hint)
 
-    async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
+    async def update(
+        self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None, num_shared: int = 0
+    ) -> None:
         """Replace the prompt by this one, of which KV is kept up to the longest common prefix.
 
-        If it `is_complete`, have the answer sampled, as `finish` does.
+        If it `is_complete`, have the answer sampled, as `finish` does. The first `num_shared` tokens are known to be
+        shared with the prompt so far; the prefix is looked for behind them.
 
         :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
         :raises EngineDeadError: the engine's processes are gone.
@@ -147,7 +150,7 @@ class TokenStream:
         """
         new = list(token_ids)
         await self._let_others_run()
-        self._push(new, common_prefix_len(self._token_ids, new), is_complete=is_complete, hint=hint)
+        self._push(new, common_prefix_len(self._token_ids, new, num_shared), is_complete=is_complete, hint=hint)
 
     async def finish(self, token_ids: Sequence[int] = (), *, params: SamplingParams | None = None) -> None:
         """Append these tokens, if any, and have the answer sampled.
@@ -170,7 +173,7 @@ class TokenStream:
     def _push(
         self,
         new: list[int],
-        num_kept: int,
+        num_shared: int,
         *,
         is_complete: bool = False,
         hint: Hint | None = None,
@@ -185,14 +188,13 @@ class TokenStream:
         if not new:
             raise ConfigurationError("a prompt needs at least one token")
         check_prompt_len(len(new), self._max_model_len)
-        num_kept = min(num_kept, len(new) - 1)  # vLLM takes no empty input
-        now_s = self._clock()
-        expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
-        message = ChunkMessage(self._num_chunks, num_kept, is_complete, now_s, expected_s, self._source)
+        message = ChunkMessage.of(
+            self._num_chunks, len(new), num_shared, is_complete, self._clock(), hint, self._source
+        )
         answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
         chunk_params = for_stream(answer_params)
         chunk_params.extra_args = {**(chunk_params.extra_args or {}), **message.extra_args()}
-        chunk = StreamingInput(tokens_input(new[num_kept:]), chunk_params)
+        chunk = StreamingInput(tokens_input(new[message.num_kept :]), chunk_params)
         text = AnswerText(self._engine.tokenizer, new, answer_params) if is_complete else None
         # Nothing below can fail, or be cancelled: the chunk is sent and all says so, or neither.
         self._token_ids, self._answer_params, self._text = new, answer_params, text

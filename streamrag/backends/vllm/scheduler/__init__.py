@@ -7,5 +7,5 @@ host_memory, host_costs         which blocks are copied out and back, and what t
 host_loads                      what is wrong if a load has failed
 swap_costs, step_parts          by which costs is chosen, and what a step computes
 request_log, record_file        what a request went through, and the file for it
-options                         what the scheduler is told, and runs on
+supported                       what engines and models the scheduler runs on
 """

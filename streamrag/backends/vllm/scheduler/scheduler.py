@@ -11,6 +11,7 @@ out of its sight until it returns.
 
 import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -19,12 +20,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.host_loads import Suspects
 from streamrag.backends.vllm.scheduler.intake import StreamIntakeMixin
 from streamrag.backends.vllm.scheduler.kv_memory import KvMemory
-from streamrag.backends.vllm.scheduler.options import SchedulerOptions, check_supported, check_version
+from streamrag.backends.vllm.scheduler.record_file import RecordFile
 from streamrag.backends.vllm.scheduler.replacement import release_kv
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
+from streamrag.backends.vllm.scheduler.supported import check_supported
+from streamrag.backends.vllm.version import check_version
 from streamrag.engine import Fate, Limits, Pace, Plan, RequestView, make_policy, plan
 from streamrag.engine.swapping import DROPPED, Comparison
 
@@ -58,7 +62,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         check_supported(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.options = SchedulerOptions.of(vllm_config)
-        self.record_file = self.options.record_file()
+        self.record_file = RecordFile(Path(self.options.records)) if self.options.records else None
         self.streaming_policy = make_policy(self.options.policy)
         self.kv_memory = KvMemory(self, self.host_memory)
         self.is_lean = self.options.num_partial_tokens is not None

@@ -1,11 +1,9 @@
 """By which prices an engine chooses between recomputing and copying."""
 
-import os
 from typing import TYPE_CHECKING
 
-from vllm.platforms import current_platform
-
-from streamrag.backends.vllm.scheduler.options import SchedulerOptions
+from streamrag.backends.vllm.facts import EngineFacts, engine_facts
+from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.engine.costs import ModelShape, StepProfile
 from streamrag.engine.price import Price
 from streamrag.engine.profile_files import load_profile
@@ -13,8 +11,6 @@ from streamrag.engine.running_profile import check_fits, decoder_shape, default_
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-__all__ = ["make_price", "model_shape"]
 
 
 def make_price(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> Price | None:
@@ -28,44 +24,42 @@ def make_price(options: SchedulerOptions, config: "VllmConfig", block_bytes: int
     return Price(profile, config.cache_config.block_size, budget)
 
 
-def model_shape(config: "VllmConfig") -> ModelShape:
+def _model_shape(facts: EngineFacts, config: "VllmConfig") -> ModelShape:
     """Of a dense transformer with a gated feed-forward part. For other models a guess, which their steps correct."""
-    model, parallel = config.model_config, config.parallel_config
-    text = model.hf_text_config
+    model, text = config.model_config, config.model_config.hf_text_config
     return decoder_shape(
-        model.model,
+        facts.model,
         hidden_size=text.hidden_size,
         intermediate_size=getattr(text, "intermediate_size", 4 * text.hidden_size),
         vocab_size=text.vocab_size,
-        num_layers=text.num_hidden_layers,
-        num_heads=model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
+        num_layers=facts.num_layers,
+        num_heads=model.get_num_attention_heads(config.parallel_config) * facts.tensor_parallel_size,
         num_kv_heads=model.get_total_num_kv_heads(),
-        head_dim=model.get_head_size(),
+        head_dim=facts.head_dim,
         dtype_bytes=model.dtype.itemsize,
     )
 
 
 def _profile(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> StepProfile:
-    block_size, num_ranks = config.cache_config.block_size, config.parallel_config.tensor_parallel_size
-    is_cpu = current_platform.is_cpu()
+    facts = engine_facts(config)
     if options.profile is None:
         return default_profile(
-            model_shape(config),
-            device="cpu" if is_cpu else "cuda",
-            device_name="" if is_cpu else current_platform.get_device_name(),
-            num_cores=len(os.sched_getaffinity(0)) if is_cpu else 1,
-            tensor_parallel_size=num_ranks,
-            block_size=block_size,
+            _model_shape(facts, config),
+            device="cuda" if facts.is_cuda else "cpu",
+            device_name=facts.device if facts.is_cuda else "",
+            num_cores=facts.num_cores,
+            tensor_parallel_size=facts.tensor_parallel_size,
+            block_size=facts.block_size,
             is_async=config.scheduler_config.async_scheduling,
         )
     profile = load_profile(options.profile)
     if options.num_host_blocks is None:  # else it is a simulated engine, on a host that has nothing to do with it
         check_fits(
             profile,
-            block_size=block_size,
-            tensor_parallel_size=num_ranks,
+            block_size=facts.block_size,
+            tensor_parallel_size=facts.tensor_parallel_size,
             block_bytes=block_bytes,
-            is_overlapped=not is_cpu,
-            model=config.model_config.model,
+            is_overlapped=facts.is_cuda,
+            model=facts.model,
         )
     return profile

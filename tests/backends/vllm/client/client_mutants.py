@@ -8,7 +8,7 @@ from streamrag.backends.vllm.client import token_streams
 
 YIELDS = "await self._let_others_run()"
 ADDS = "self._push(self._token_ids + added, len(self._token_ids), hint=hint)"
-UPDATES = "self._push(new, common_prefix_len(self._token_ids, new), is_complete=is_complete, hint=hint)"
+UPDATES = "self._push(new, common_prefix_len(self._token_ids, new, num_shared), is_complete=is_complete, hint=hint)"
 FINISHES = "self._push(self._token_ids + added, len(self._token_ids), is_complete=True, params=params)"
 NEXT = "\n        "
 
@@ -56,8 +56,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "self.is_complete = is_complete\n        if not new:",
     ),
     "an update keeps a token too many": (
-        "common_prefix_len(self._token_ids, new)",
-        "common_prefix_len(self._token_ids, new) + 1",
+        "common_prefix_len(self._token_ids, new, num_shared)",
+        "common_prefix_len(self._token_ids, new, num_shared) + 1",
     ),
     "a dead engine is not noticed by a push": ("if self._engine.errored:", "if False:"),
     "a refused stream is not noticed by a push": ("self._is_aborted or self._error or", "self._is_aborted or"),

@@ -15,9 +15,9 @@ from vllm.v1.request import RequestStatus
 
 from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.vllm.scheduler.options import CHECKS, check_supported, check_version
 from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
-from streamrag.errors import ConfigurationError, UnsupportedVersionError
+from streamrag.backends.vllm.scheduler.supported import CHECKS, check_supported
+from streamrag.errors import ConfigurationError
 from tests.engine.oracle import V1OracleRunner
 
 Make = Callable[..., Any]
@@ -351,9 +351,3 @@ def test_an_unsupported_engine_is_refused_by_name(part: str, field: str, value: 
 def test_an_unknown_option_is_refused(bench: Make) -> None:
     with pytest.raises(ConfigurationError, match="polcy"):
         bench(streamrag={"polcy": "fcfs"})
-
-
-def test_another_series_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.backends.vllm.scheduler.options.version", lambda package: "0.33.1")
-    with pytest.raises(UnsupportedVersionError, match=r"vLLM 0\.33\.1 is installed"):
-        check_version()

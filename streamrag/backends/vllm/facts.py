@@ -1,4 +1,4 @@
-"""What a profile of an engine is about: its model, its device and its limits."""
+"""What a profile of an engine is about: its model, its device and its limits, as vLLM is configured."""
 
 import os
 import platform
@@ -22,6 +22,7 @@ class EngineFacts:
     is_cuda: bool
     device: str
     """As CUDA calls it; of a CPU how many cores, and of which kind."""
+    num_cores: int
     tensor_parallel_size: int
     num_layers: int
     num_kv_heads: int
@@ -47,12 +48,14 @@ def engine_facts(config: "VllmConfig") -> EngineFacts:
     model, parallel, scheduler = config.model_config, config.parallel_config, config.scheduler_config
     kv_dtype = get_kv_cache_torch_dtype(config.cache_config.cache_dtype, model.dtype)
     is_cpu = current_platform.is_cpu()
-    cores = f"CPU, {len(os.sched_getaffinity(0))} cores ({platform.machine()})"
+    num_cores = len(os.sched_getaffinity(0))
+    cores = f"CPU, {num_cores} cores ({platform.machine()})"
     return EngineFacts(
         model=Path(model.model).name if Path(model.model).is_dir() else model.model,
         dtype=str(model.dtype).removeprefix("torch."),
         is_cuda=not is_cpu,
         device=cores if is_cpu else current_platform.get_device_name(),
+        num_cores=num_cores,
         tensor_parallel_size=parallel.tensor_parallel_size,
         num_layers=model.get_num_layers(parallel),
         num_kv_heads=model.get_num_kv_heads(parallel),

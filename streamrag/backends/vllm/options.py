@@ -1,0 +1,66 @@
+"""The options of the scheduler: the client checks and writes them, the engine's processes read them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from streamrag.backends.vllm.chunk_wire import KEY
+from streamrag.engine.eviction import EvictionMode, check_eviction
+from streamrag.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["SchedulerOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What `additional_config={"streamrag": {...}}` of the engine's arguments may say.
+
+    :raises ConfigurationError: there is no such eviction, memory or file.
+    """
+
+    policy: str = "fcfs"
+    """See `streamrag.engine.make_policy`."""
+    can_partial_evict: bool = False
+    """See `streamrag.engine.Limits`."""
+    num_partial_tokens: int | None = 2_048
+    """See `streamrag.engine.Limits`; None fills every step."""
+    partial_step_s: float = 0.05
+    """See `streamrag.engine.Pace`."""
+    low_water: float = 0.1
+    """See `streamrag.engine.Limits.num_blocks_kept_free`, as a share of the KV blocks."""
+    eviction: EvictionMode = "cost"
+    """What becomes of a victim's KV: see `streamrag.engine.eviction`. Without our KV connector it is recomputed."""
+    host_kv_bytes: int = 4 << 30
+    """Host memory for KV, of each worker."""
+    num_host_blocks: int | None = None
+    """Overrides `host_kv_bytes`: KV blocks that host memory holds."""
+    profile: str | None = None
+    """Hardware profile by which costs are compared, by name or path; None for one made from the model's shape."""
+    records: str | None = None
+    """A file to which the record of every request that ends is appended; see `streamrag.records.read_records`."""
+
+    def __post_init__(self) -> None:
+        check_eviction(self.eviction)
+        if not isinstance(self.host_kv_bytes, int) or self.host_kv_bytes <= 0:
+            raise ConfigurationError(
+                f"host_kv_bytes={self.host_kv_bytes!r} must be a positive number of bytes; "
+                'for none, leave it out and set eviction="recompute"'
+            )
+        if self.records is not None and (not isinstance(self.records, str) or not self.records):
+            raise ConfigurationError(f"records={self.records!r}: give the path of a file, as text")
+
+    @classmethod
+    def of(cls, config: "VllmConfig") -> "SchedulerOptions":
+        given = config.additional_config
+        return cls.named(given.get(KEY, {}) if isinstance(given, dict) else {})
+
+    @classmethod
+    def named(cls, values: Mapping[str, Any]) -> "SchedulerOptions":
+        """:raises ConfigurationError: there is no option of such a name, or it cannot have that value."""
+        names = [f.name for f in fields(cls)]
+        if unknown := set(values) - set(names):
+            raise ConfigurationError(f"additional_config[{KEY!r}] has {sorted(unknown)}; it may have {names}")
+        return cls(**values)

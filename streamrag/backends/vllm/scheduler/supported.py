@@ -1,0 +1,54 @@
+"""What engines and models the scheduler runs on."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+from streamrag.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["check_supported", "why_no_host_memory"]
+
+CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
+    "pipeline parallelism": lambda c: c.parallel_config.pipeline_parallel_size > 1,
+    "data parallelism": lambda c: c.parallel_config.data_parallel_size > 1,
+    "context parallelism": lambda c: (
+        c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
+    ),
+    "speculative decoding": lambda c: c.speculative_config is not None,
+    "an encoder-decoder model": lambda c: c.model_config.is_encoder_decoder,
+    "a pooling model": lambda c: c.model_config.runner_type == "pooling",
+    "a diffusion model": lambda c: c.model_config.is_diffusion,
+    "an encoder cache connector": lambda c: c.ec_transfer_config is not None,
+    "vLLM's priority scheduling": lambda c: c.scheduler_config.policy != "fcfs",
+    "a threshold for long prefills": lambda c: c.scheduler_config.long_prefill_token_threshold > 0,
+    "prefill without chunks": lambda c: not c.scheduler_config.enable_chunked_prefill,
+}
+
+
+def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> None:
+    """:raises ConfigurationError: the engine is set up in a way in which streaming has not been made to work."""
+    found = [name for name, is_used in CHECKS.items() if is_used(config)]
+    if kv_cache_config.has_mamba_layers:
+        found.append("a model with Mamba layers")
+    if found:
+        raise ConfigurationError(
+            f"streaming does not work with {', '.join(found)}; switch that off, or use vLLM's own scheduler"
+        )
+
+
+def why_no_host_memory(config: KVCacheConfig) -> str | None:
+    """What keeps blocks of this KV from being copied: they must be of one kind, kept whole and written by us alone."""
+    if len(config.kv_cache_groups) != 1:
+        return f"{len(config.kv_cache_groups)} kinds of KV blocks"
+    (group,) = config.kv_cache_groups
+    spec = group.kv_cache_spec
+    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    for each in specs:
+        # Their subclasses give blocks up, or keep tokens in them that are not the request's.
+        if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
+            return f"KV of the kind {type(each).__name__}"
+    return "KV of mixed precision" if config.needs_kv_cache_zeroing else None

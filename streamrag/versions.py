@@ -1,0 +1,18 @@
+"""Which version this is, and which ones of other packages are installed."""
+
+from importlib import metadata
+
+__all__ = ["__version__", "installed_versions"]
+
+__version__ = "0.1.0"
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """By package; those that are not installed are left out."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
