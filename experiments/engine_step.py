@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.simulated.runner import BlindRunner
-from streamrag.backends.vllm.chunk_wire import ChunkMessage
+from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.scheduler import StreamingScheduler
 
 NUM_PROMPT_TOKENS = 7_000
@@ -104,7 +104,7 @@ def short_of_memory(num: int, policy: str) -> tuple[float, float]:
     made = engine(num, StreamingScheduler, policy, num_blocks=max(num * 63 // 3, 2_100))
     rng = random.Random(0)
     for i in range(num):
-        made.add(f"s{i}", prompt(rng, 1_000), SamplingParams(max_tokens=500), ChunkMessage(0, 0, i % 3 == 0))
+        made.add(f"s{i}", prompt(rng, 1_000), SamplingParams(max_tokens=500), PromptMessage(0, 0, i % 3 == 0))
     return step_times(made, 100)
 
 
@@ -115,13 +115,13 @@ def update_time(num_shared: int, num_kept: int) -> float:
     first = prompt(rng)
     times_s = []
     for i in range(30):
-        made.add(f"s{i}", first, SamplingParams(max_tokens=1), ChunkMessage(0, 0, False))
+        made.add(f"s{i}", first, SamplingParams(max_tokens=1), PromptMessage(0, 0, False))
         while made.has_work:
             made.step()
         second = first[:num_shared] + prompt(rng, NUM_PROMPT_TOKENS - num_shared)
         add_s: list[float] = []
         with timed(made, "add_request", add_s):
-            made.add(f"s{i}", second[num_kept:], SamplingParams(max_tokens=1), ChunkMessage(1, num_kept, False))
+            made.add(f"s{i}", second[num_kept:], SamplingParams(max_tokens=1), PromptMessage(1, num_kept, False))
         times_s += add_s
         made.abort(f"s{i}")
         made.step()

@@ -12,8 +12,6 @@ import anyio.to_thread
 from streamrag.core import Tokenizer
 from streamrag.tasks import wait_regardless
 
-__all__ = ["in_thread"]
-
 T = TypeVar("T")
 
 _limiters = anyio.lowlevel.RunVar[WeakKeyDictionary[object, anyio.CapacityLimiter]]("streamrag tokenizers")

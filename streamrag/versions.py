@@ -2,8 +2,6 @@
 
 from importlib import metadata
 
-__all__ = ["__version__", "installed_versions"]
-
 __version__ = "0.1.0"
 
 

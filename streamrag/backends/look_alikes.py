@@ -25,8 +25,6 @@ from unicodedata import category, normalize
 
 from streamrag.core import Tokenizer, Turn
 
-__all__ = ["TextTokenizer", "break_look_alikes", "break_matches", "folded"]
-
 _ASCII_SPACES = " \t\n\r"
 # Not all of `str.isspace`, which has control characters that some tokenizers drop.
 _SPACES = _ASCII_SPACES + "\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))

@@ -14,8 +14,6 @@ from streamrag.core import Turn, plain_chat
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 from streamrag.reading import without_lone_surrogates
 
-__all__ = ["CodePointTokenizer", "HuggingFaceTokenizer", "local_model_path"]
-
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """`owner/name` or `name`, as the Hugging Face hub has them."""
 MARKER = re.compile(r"\[/?[A-Z_]{2,40}\]|<{1,2}/?[A-Z_]{2,40}>{1,2}|<\|[^\s<>|]{1,40}\|>|</?[a-z]{1,10}>")

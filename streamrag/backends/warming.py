@@ -30,8 +30,6 @@ from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
 from streamrag.errors import BackendError
 from streamrag.tasks import cancel_regardless
 
-__all__ = ["Generate", "Prefill", "warm_then_generate"]
-
 Prefill: TypeAlias = Callable[[tuple[int, ...]], Awaitable[None]]
 """Computes the KV of these tokens; cancelled when that is no longer wanted."""
 

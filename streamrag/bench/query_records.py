@@ -11,8 +11,6 @@ from streamrag.engine.costs import StepProfile
 from streamrag.records import RequestRecord
 from streamrag.trace.values import TracedQuery
 
-__all__ = ["merged", "request_results", "shifted"]
-
 
 def request_results(
     settings: CellSettings,

@@ -11,8 +11,6 @@ from typing import NoReturn
 
 from streamrag.showing import shown
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program. The exit status is 0, 1 after an error that was explained, 130 after Ctrl-C.

@@ -20,8 +20,6 @@ from streamrag.pipeline import Pipeline
 from streamrag.showing import one_line
 from streamrag.telemetry import Answer
 
-__all__ = ["add_arguments", "as_json"]
-
 EPILOG = """\
 examples:
   streamrag ask "How do I cancel a task group?" --url https://anyio.readthedocs.io --model ./Llama-3.1-8B-Instruct

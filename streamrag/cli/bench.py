@@ -23,8 +23,6 @@ from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
 from streamrag.showing import json_text
 
-__all__ = ["add_arguments"]
-
 TABLE_WIDTH = 120
 """Where there is no terminal, of the table of figures."""
 

@@ -14,8 +14,6 @@ from streamrag.bench.summary import LIMITS
 from streamrag.engine.eviction import EVICTIONS, EvictionMode
 from streamrag.engine.profile_files import load_profile
 
-__all__ = ["DESCRIPTION", "EPILOG", "VERBS", "grid_of"]
-
 T = TypeVar("T")
 
 DEFAULT_PROFILE = "h200-llama8b-tp2"

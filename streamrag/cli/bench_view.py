@@ -20,8 +20,6 @@ from streamrag.cli.output import Output, markup
 from streamrag.cli.steps import StepLines, bar
 from streamrag.showing import one_line
 
-__all__ = ["CellsView", "print_comparison"]
-
 LEGEND = (
     "s: ttft_after_retrieval_s of all requests of all seeds; below it, the least and the most of one seed. "
     "up: speed-up over no-streaming. /floor: ratio to the request alone on the engine. "

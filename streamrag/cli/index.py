@@ -8,8 +8,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from streamrag.cli.output import Output
 from streamrag.cli.steps import StepLines, bar
 
-__all__ = ["add_arguments"]
-
 DESCRIPTION = """\
 Splits every text, Markdown and HTML file below FOLDER into passages, embeds
 them, and writes a DiskANN index with the passages beside it.

@@ -16,9 +16,6 @@ from rich.text import Text
 from streamrag.errors import StreamRagError
 from streamrag.showing import json_text, one_line, shown
 
-__all__ = ["Output", "OutputError", "markup"]
-
-
 MIN_NAMES_WIDTH = 14
 """Of the first column of a table."""
 MAX_WIDTH = 10_000

@@ -20,8 +20,6 @@ from streamrag.scratch import ScratchFolder, remove_left_behind
 if TYPE_CHECKING:
     from streamrag.engine.costs import TableProfile
 
-__all__ = ["add_arguments"]
-
 DESCRIPTION = """\
 Starts vLLM, measures what recomputing tokens takes and what copying their KV
 to host memory and back does, and writes both to a file and to a picture. A

@@ -11,8 +11,6 @@ from streamrag.cli.output import Output, markup
 from streamrag.errors import StreamRagError
 from streamrag.versions import __version__
 
-__all__ = ["run"]
-
 COMMANDS = {
     "ask": "answer one question from the web or from an index",
     "index": "make an index of a folder of documents",

@@ -24,8 +24,6 @@ from streamrag.showing import one_line
 if TYPE_CHECKING:
     from streamrag.trace.recorder import CountTokens
 
-__all__ = ["WORDS", "WORDS_NOTE", "add_arguments", "make_counter", "passage_counter"]
-
 DESCRIPTION = """\
 Retrieves for each question and writes a trace: what came, when, how large it
 was. No model is needed. An existing trace is appended to.

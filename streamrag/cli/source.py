@@ -4,8 +4,6 @@ import argparse
 
 from streamrag.core import Source
 
-__all__ = ["add_source_arguments", "make_source"]
-
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that name a crawl or a search."""

@@ -6,8 +6,6 @@ from rich.progress import Progress, ProgressColumn
 from streamrag.cli.output import Output
 from streamrag.clock import Clock, monotonic
 
-__all__ = ["StepLines", "bar"]
-
 EVERY_S = 10.0
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from streamrag.trace.statistics import Distribution, TraceStatistics
     from streamrag.trace.values import Trace
 
-__all__ = ["add_arguments"]
-
 DESCRIPTION = """\
 A trace is a file of what retrieval did for some questions: what came, when,
 how large it was. `streamrag record` writes one, `streamrag bench` replays it.

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from streamrag.cli.output import Output
 
-__all__ = ["add_arguments"]
-
 DESCRIPTION = """\
 Writes a trace with the published statistics of one of the Stream2LLM paper's
 workloads: crawled pages that are appended, or the pools of a vector search

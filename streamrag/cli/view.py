@@ -26,8 +26,6 @@ from streamrag.telemetry import (
     TokensGenerated,
 )
 
-__all__ = ["print_sources", "print_timings", "watch"]
-
 
 async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Console | None = None) -> Answer:
     """Show a query's events as they come, and return its answer.

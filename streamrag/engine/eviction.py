@@ -4,8 +4,6 @@ from typing import Literal, TypeAlias, get_args
 
 from streamrag.errors import ConfigurationError
 
-__all__ = ["EVICTIONS", "FATES", "EvictionMode", "Fate", "check_eviction"]
-
 Fate: TypeAlias = Literal["recompute", "swap"]
 """What becomes of a victim's KV: forgotten, or copied to host memory."""
 FATES: tuple[Fate, ...] = get_args(Fate)

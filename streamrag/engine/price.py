@@ -8,8 +8,6 @@ from statistics import median
 from streamrag.engine.costs import DEFAULT_BUDGET, Part, StepProfile, recompute_s
 from streamrag.errors import ConfigurationError
 
-__all__ = ["Price"]
-
 WEIGHT = 0.1
 """Of the newest observation in a running mean."""
 NUM_NEWEST = 9

@@ -19,8 +19,6 @@ from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
 from streamrag.reading import as_dataclass, parse_json, read_bytes
 
-__all__ = ["load_profile", "profile_names", "save_profile"]
-
 MAX_NUMBER = 10**15
 """Of a whole number in a profile."""
 

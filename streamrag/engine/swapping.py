@@ -12,8 +12,6 @@ from typing import Protocol
 from streamrag.engine.eviction import Fate
 from streamrag.engine.price import Price
 
-__all__ = ["DROPPED", "Comparison", "CostChoice", "SwapAlways", "SwapChoice"]
-
 WRITE_THROUGH_BELOW = 0.3
 """Share of the KV blocks that is free, from which on evictions are near enough to copy ahead of them."""
 MOST_WRITTEN_THROUGH = 1_024

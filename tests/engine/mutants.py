@@ -95,15 +95,15 @@ MUTANTS = (
     Mutant(
         "a chunk that is superseded is not acknowledged",
         INTAKE,
-        "        self._acknowledge(stream, num_chunks=stream.num_chunks)\n        stream.num_chunks += 1\n",
-        "        stream.num_chunks += 1\n",
+        "        self._acknowledge(stream, num_messages=stream.num_messages)\n        stream.num_messages += 1\n",
+        "        stream.num_messages += 1\n",
         50,
     ),
     Mutant(
         "a chunk that is computed is not acknowledged",
         INTAKE,
         "        self.idle[stream.request_id] = stream\n"
-        "        self._acknowledge(stream, num_chunks=stream.num_chunks)\n",
+        "        self._acknowledge(stream, num_messages=stream.num_messages)\n",
         "        self.idle[stream.request_id] = stream\n",
         50,
     ),
@@ -247,7 +247,7 @@ MUTANTS = (
         "        if is_blocked or not self._handle_blocked_waiting_request(request):\n",
         200,
     ),
-    Mutant("a gap is not noticed", INTAKE, "if message.index != stream.num_chunks:", "if False:", 100),
+    Mutant("a gap is not noticed", INTAKE, "if message.index != stream.num_messages:", "if False:", 100),
     Mutant(
         "chunks of a stream that has ended are answered with errors",
         INTAKE,

@@ -7,6 +7,4 @@ http                requests, retries, limits
 bytes               what it sends, counted
 """
 
-from streamrag.backends.openai.backend import OpenAIBackend
-
-__all__ = ["OpenAIBackend"]
+from streamrag.backends.openai.backend import OpenAIBackend as OpenAIBackend

@@ -9,8 +9,6 @@ from streamrag.core import AnswerChunk
 from streamrag.errors import ServerError
 from streamrag.reading import without_lone_surrogates
 
-__all__ = ["answer_chunk", "length", "objects", "token_ids"]
-
 MAX_NUMBER = 2**31 - 1
 MAX_REASON_CHARS = 100
 GIVEN_UP = ("abort", "cancelled", "error")

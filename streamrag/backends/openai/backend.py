@@ -19,8 +19,6 @@ from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Promp
 from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, ServerError
 from streamrag.tokenizing import in_thread
 
-__all__ = ["OpenAIBackend"]
-
 PROBE = "The server says which tokens it was sent."
 RESERVED = {"model", "prompt", "stream", "n"}
 

@@ -14,8 +14,6 @@ import httpx
 
 from streamrag.sources.counted import CountedStream
 
-__all__ = ["Bounds", "CountingTransport", "TooMuchError", "bound_body"]
-
 KEEP_ALIVE_S = 5.0
 MAX_OVERHEAD_BYTES = 1 << 16
 """Around the content of an answer, such as the sizes of its chunks, beside once more what the content has."""

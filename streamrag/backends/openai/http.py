@@ -20,8 +20,6 @@ from streamrag.errors import ConfigurationError, ServerError
 from streamrag.reading import parse_json
 from streamrag.sources.counted import ResponseTooLargeError
 
-__all__ = ["MAX_ANSWER_BYTES", "RefusedError", "Server", "shown"]
-
 MAX_MESSAGE_CHARS = 500
 MAX_ERROR_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 22

@@ -15,8 +15,6 @@ from streamrag.core import Turn, plain_chat
 from streamrag.errors import ServerError
 from streamrag.reading import without_lone_surrogates
 
-__all__ = ["ServerTokenizer", "ask_for_tokenizer"]
-
 T = TypeVar("T")
 
 BEGIN = "@@streamrag-begin@@"

@@ -26,7 +26,7 @@ from streamrag.backends.simulated.loop import Abort, EngineLoop, Input, check_vi
 from streamrag.backends.simulated.runner import BlindRunner
 from streamrag.backends.simulated.stream import Answer, SimulatedStream
 from streamrag.backends.simulated.watch import Watch
-from streamrag.backends.vllm.chunk_wire import KEY, ChunkMessage
+from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
 from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.copies import CopyCosts
@@ -34,8 +34,6 @@ from streamrag.engine.costs import Part
 from streamrag.errors import BackendError
 from streamrag.records import RequestRecord
 from streamrag.tasks import wait_regardless
-
-__all__ = ["SimulatedClient", "SimulatedStep", "by_parts", "simulated_engine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,7 @@ class SimulatedClient:
         request_id: str,
         token_ids: Sequence[int],
         num_output_tokens: int,
-        chunk: ChunkMessage | None = None,
+        chunk: PromptMessage | None = None,
         *,
         is_session: bool = False,
     ) -> None:

@@ -16,8 +16,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.client.arguments import kv_transfer_config
 
-__all__ = ["EngineShape", "kv_cache_config", "vllm_config"]
-
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:

@@ -18,11 +18,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
 from streamrag.backends.simulated.runner import Runner
-from streamrag.backends.vllm.chunk_wire import ChunkMessage
+from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.copy_wire import HostCopies
 from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
-
-__all__ = ["BlockHasher", "SimulatedEngine", "always"]
 
 BlockHasher: TypeAlias = Callable[[Request], list[Any]]
 """The hashes of those whole blocks of a request that have none yet."""
@@ -96,7 +94,7 @@ class SimulatedEngine:
         request_id: str,
         token_ids: Sequence[int],
         params: SamplingParams,
-        chunk: ChunkMessage | None = None,
+        chunk: PromptMessage | None = None,
         *,
         is_session: bool = False,
         arrival_s: float | None = None,

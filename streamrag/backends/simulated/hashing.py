@@ -10,8 +10,6 @@ from vllm.v1.request import Request
 
 from streamrag.backends.simulated.engine import BlockHasher
 
-__all__ = ["quick_block_hasher"]
-
 
 def quick_block_hasher(block_size: int) -> BlockHasher:
     """For requests of text without adapters. Blocks are equal where their tokens and all before them are."""

@@ -15,10 +15,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput
 
 from streamrag.backends.simulated.engine import SimulatedEngine
-from streamrag.backends.vllm.chunk_wire import ChunkMessage
+from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.errors import ConfigurationError
-
-__all__ = ["Abort", "EngineLoop", "Input", "check_virtual"]
 
 MOST_EMPTY_TURNS = 8
 """Turns that compute nothing and bring nothing, after which only new input can change anything."""
@@ -31,7 +29,7 @@ class Input(NamedTuple):
     token_ids: Sequence[int]
     params: SamplingParams
     sent_s: float
-    chunk: ChunkMessage | None = None
+    chunk: PromptMessage | None = None
     is_session: bool = False
     """A chunk of one of vLLM's sessions. An input that is none ends the session of its id."""
 

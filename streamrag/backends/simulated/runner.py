@@ -8,8 +8,6 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.engine.copies import CopyCosts
 
-__all__ = ["BlindRunner", "Runner"]
-
 
 class Runner(Protocol):
     """What a simulated engine needs of a model runner."""

@@ -7,12 +7,10 @@ from typing import TypeAlias
 
 from vllm.v1.engine import EngineCoreOutput
 
-from streamrag.backends.vllm.chunk_wire import ChunkMessage
+from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.core import Hint, common_prefix_len
 
-__all__ = ["Answer", "Send", "SimulatedStream"]
-
-Send: TypeAlias = Callable[[str, Sequence[int], int, ChunkMessage], None]
+Send: TypeAlias = Callable[[str, Sequence[int], int, PromptMessage], None]
 """Puts a chunk on its way: the request's id, new tokens, length of the answer, and what else there is to say."""
 
 
@@ -46,7 +44,7 @@ class SimulatedStream:
         self._answer = answer
         self._num_output_tokens = num_output_tokens
         self._token_ids: list[int] = []
-        self._num_chunks = 0
+        self._num_messages = 0
 
     async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
         """Let the prompt grow; if it `is_complete`, have the answer sampled."""
@@ -59,10 +57,10 @@ class SimulatedStream:
 
     def _send(self, new: list[int], num_shared: int, is_complete: bool, hint: Hint | None) -> None:
         now_s = asyncio.get_running_loop().time()
-        message = ChunkMessage.of(self._num_chunks, len(new), num_shared, is_complete, now_s, hint)
+        message = PromptMessage.of(self._num_messages, len(new), num_shared, is_complete, now_s, hint)
         self._send_chunk(self._request_id, new[message.num_kept :], self._num_output_tokens, message)
         self._token_ids = new
-        self._num_chunks += 1
+        self._num_messages += 1
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
         """The answer as it comes."""

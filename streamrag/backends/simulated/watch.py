@@ -9,8 +9,6 @@ from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.swapping import DROPPED
 from streamrag.records import Outcome, RequestRecord
 
-__all__ = ["Watch"]
-
 
 @dataclass
 class _Watched:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.backend import VllmBackend as VllmBackend
 
-__all__ = ["VllmBackend"]
-
 
 def __getattr__(name: str) -> Any:
     """The backend is the client's: the engine's own processes never load it."""

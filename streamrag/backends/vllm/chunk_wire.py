@@ -13,8 +13,6 @@ from typing import Any
 
 from streamrag.core import Hint
 
-__all__ = ["KEY", "ChunkMessage", "EndOfInput", "MalformedChunkError", "decode"]
-
 KEY = "streamrag"
 LONGEST_SOURCE = 1_000
 """Characters. The scheduler remembers sources by their names."""
@@ -24,12 +22,12 @@ LATEST_S = 1e12
 """On any clock; also keeps out what is not a number, and what is too large for arithmetic."""
 
 
-class MalformedChunkError(ValueError):
+class MalformedMessageError(ValueError):
     """`extra_args` do not say what they must; the message says so to whoever has sent them."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkMessage:
+class PromptMessage:
     """What the scheduler must know of a chunk beside its tokens."""
 
     index: int
@@ -55,7 +53,7 @@ class ChunkMessage:
         now_s: float,
         hint: Hint | None,
         source: str = "",
-    ) -> "ChunkMessage":
+    ) -> "PromptMessage":
         """Makes the prompt `num_tokens` long, of which `num_shared` are those of the last one."""
         num_kept = min(num_shared, num_tokens - 1)  # vLLM takes no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
@@ -82,29 +80,29 @@ class EndOfInput:
 END = {"is_end": True}
 
 
-def decode(extra_args: Any) -> ChunkMessage | EndOfInput | None:
+def decode(extra_args: Any) -> PromptMessage | EndOfInput | None:
     """What `extra_args` say; None for a plain request.
 
-    :raises MalformedChunkError: they say something of ours that cannot be.
+    :raises MalformedMessageError: they say something of ours that cannot be.
     """
     fields = extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
     if fields is None:
         return None
     # What was sent is not shown in errors: it may be as long, and as deep, as it likes.
     if not isinstance(fields, dict):
-        raise MalformedChunkError(f"extra_args[{KEY!r}] has the fields of a chunk, it cannot be a {_kind(fields)}")
+        raise MalformedMessageError(f"extra_args[{KEY!r}] has the fields of a chunk, it cannot be a {_kind(fields)}")
     if fields.keys() == END.keys() and fields["is_end"] is True:
         return EndOfInput()
     if not REQUIRED <= fields.keys() <= CHECKS.keys():
-        raise MalformedChunkError(
+        raise MalformedMessageError(
             f"extra_args[{KEY!r}] must have {', '.join(sorted(REQUIRED))}, and may have "
             f"{', '.join(sorted(CHECKS.keys() - REQUIRED))}, but nothing else"
         )
     for name, value in fields.items():
         is_right, what = CHECKS[name]
         if not is_right(value):
-            raise MalformedChunkError(f"extra_args[{KEY!r}][{name!r}] must be {what}; a {_kind(value)} came")
-    return ChunkMessage(**fields)
+            raise MalformedMessageError(f"extra_args[{KEY!r}][{name!r}] must be {what}; a {_kind(value)} came")
+    return PromptMessage(**fields)
 
 
 def _is_count(value: Any) -> bool:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["HostKVConnector"]
-
 logger = init_logger(__name__)
 
 

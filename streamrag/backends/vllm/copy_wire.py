@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-__all__ = ["CopyReport", "HostCopies"]
-
 
 @dataclass(slots=True)
 class HostCopies(KVConnectorMetadata):

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["EngineFacts", "engine_facts"]
-
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:

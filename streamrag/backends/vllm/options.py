@@ -11,8 +11,6 @@ from streamrag.errors import ConfigurationError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["SchedulerOptions"]
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:

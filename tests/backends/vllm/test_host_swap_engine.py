@@ -29,7 +29,7 @@ from real_engine import (
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from streamrag.backends.vllm.chunk_wire import KEY, ChunkMessage
+from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.client.arguments import kv_transfer_config
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
@@ -111,12 +111,20 @@ async def fails(engine: AsyncLLM, params: Any, name: str, prompt: list[int]) -> 
     return False
 
 
-NONSENSE: list[Any] = [5, 0, [1, 2], "x", {}, {"index": -1}, {**ChunkMessage(0, 0, False).extra_args()[KEY], "mode": 1}]
+NONSENSE: list[Any] = [
+    5,
+    0,
+    [1, 2],
+    "x",
+    {},
+    {"index": -1},
+    {**PromptMessage(0, 0, False).extra_args()[KEY], "mode": 1},
+]
 
 
 async def test_requests_with_nonsense_in_extra_args_fail_alone(engine: AsyncLLM) -> None:
     prompt = tokens(random.Random(2), 200)
-    nonsense = [{KEY: each} for each in NONSENSE] + [{"kv_transfer_params": 5}, ChunkMessage(0, 0, True).extra_args()]
+    nonsense = [{KEY: each} for each in NONSENSE] + [{"kv_transfer_params": 5}, PromptMessage(0, 0, True).extra_args()]
     async with TokenStreams(engine).open(prompt, GREEDY) as stream:
         events = await prefilled(stream)
         for number, extra_args in enumerate(nonsense):
@@ -133,9 +141,9 @@ async def test_a_chunk_that_is_lost_on_its_way_fails_its_stream_alone(engine: As
     prompt = tokens(random.Random(3), 100)
     async with TokenStreams(engine).open(prompt, GREEDY) as stream:
         events = await prefilled(stream)
-        stream._num_chunks += 1
+        stream._num_messages += 1
         await stream.append([7])
-        with pytest.raises(BackendError, match="came instead of chunk 1"):
+        with pytest.raises(BackendError, match="came instead of message 1"):
             await answer_of(events)
     assert not await engine.engine_core.call_utility_async("has_work")
 

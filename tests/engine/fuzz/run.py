@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.vllm.chunk_wire import KEY, ChunkMessage
+from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.chunk_wire import EndOfInput as EndMessage
 from streamrag.backends.vllm.copy_wire import HostCopies
 from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
@@ -247,7 +247,7 @@ class Run:
             self.met["streams without a first chunk"] += client.lacks_start
         if self.current[client.request_id] is not client:
             return  # its id is somebody else's now: vLLM's client would not send it
-        message = ChunkMessage(event.index, event.num_kept, event.is_complete, self.engine.now_s)
+        message = PromptMessage(event.index, event.num_kept, event.is_complete, self.engine.now_s)
         self.engine.add(client.request_id, event.prompt[event.num_kept :], self._params(event), message)
 
     def _add_malformed(self, event: Malformed) -> None:

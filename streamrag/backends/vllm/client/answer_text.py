@@ -12,8 +12,6 @@ from streamrag.errors import ConfigurationError
 if TYPE_CHECKING:
     import vllm
 
-__all__ = ["AnswerText", "TextPiece"]
-
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:

@@ -13,8 +13,6 @@ from streamrag.errors import ConfigurationError
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
-__all__ = ["EvictionMode", "Strategy", "default_eviction", "kv_transfer_config", "scheduler_args"]
-
 Strategy: TypeAlias = Literal["streaming", "warming"]
 """How partial prompts are prefilled: by streams into our scheduler, or by requests that fill vLLM's prefix cache."""
 

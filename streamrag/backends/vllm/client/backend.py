@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
-from streamrag.backends.vllm.client.arguments import EvictionMode, Strategy, scheduler_args
+from streamrag.backends.vllm.client.arguments import Strategy, scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
 from streamrag.backends.vllm.client.processes import EngineProcesses, import_vllm
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
@@ -19,10 +19,9 @@ from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStreams, check_prompt_len, record_of
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
+from streamrag.engine.eviction import EvictionMode
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
 from streamrag.tasks import run_regardless
-
-__all__ = ["VllmBackend"]
 
 T = TypeVar("T")
 

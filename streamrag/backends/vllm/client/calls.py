@@ -12,8 +12,6 @@ from streamrag.tasks import wait_regardless
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["abort_surely", "ask_engine", "request_outputs"]
-
 T = TypeVar("T")
 
 DEATH_POLL_S = 0.1

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 from streamrag.errors import BackendError, EngineDeadError, StreamRagError
 
-__all__ = ["vllm_errors_translated"]
-
 
 @contextmanager
 def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:

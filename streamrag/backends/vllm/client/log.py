@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["EngineLog", "last_exception"]
-
 FATAL = re.compile(r"^.*(failed to start\.|fatal error\.|WorkerProc failed\.).*\n(?=Traceback)", re.MULTILINE)
 OF_THIS_PROCESS = re.compile(r"^(WARNING|ERROR|CRITICAL) vllm[\w.]*: ", re.MULTILINE)
 TRACEBACK = "Traceback (most recent call last):\n"

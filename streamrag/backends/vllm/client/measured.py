@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["EngineClient", "EngineStream", "MeasuredStep", "model_len", "running_engine"]
-
 GPU_BLOCK_SIZE = 16
 """vLLM's default."""
 

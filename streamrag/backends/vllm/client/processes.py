@@ -31,8 +31,6 @@ from streamrag.tasks import run_regardless
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["EngineProcesses", "check_can_start", "import_vllm"]
-
 SCRATCH = "vllm"
 SPAWN_POLL_S = 0.01
 SHUTDOWN_GRACE_S = 15.0

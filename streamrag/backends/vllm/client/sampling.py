@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     import vllm
     from vllm.config import VllmConfig
 
-__all__ = ["for_stream", "to_vllm"]
-
 RESERVED = {"n", "output_kind", "detokenize"}
 """Sampling parameters of vLLM that would break the stream of one answer's text."""
 

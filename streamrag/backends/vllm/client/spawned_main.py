@@ -13,8 +13,6 @@ sys.path.append(str(Path(__file__).parents[4]))
 
 from streamrag.orphans import end_with_parent
 
-__all__: list[str] = []
-
 BEFORE = """\
 import gc, multiprocessing.process as p, multiprocessing.spawn as s
 s.set_executable({!r})

@@ -15,8 +15,6 @@ from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, Samplin
 from streamrag.errors import BackendError
 from streamrag.tasks import cancel_regardless
 
-__all__ = ["stream_then_generate"]
-
 NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
 
 

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from streamrag.backends.vllm.chunk_wire import KEY, ChunkMessage, EndOfInput
+from streamrag.backends.vllm.chunk_wire import KEY, EndOfInput, PromptMessage
 from streamrag.backends.vllm.client.answer_text import AnswerText
 from streamrag.backends.vllm.client.calls import abort_surely, ask_engine
 from streamrag.backends.vllm.client.errors import vllm_errors_translated
@@ -34,8 +34,6 @@ from streamrag.tasks import wait_regardless
 if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.engine.async_llm import AsyncLLM
-
-__all__ = ["StreamedTokens", "TokenStream", "TokenStreams", "check_prompt_len", "record_of"]
 
 GIVEN_UP = "the engine gave the stream up; was it aborted, or the backend closed?"
 
@@ -96,7 +94,7 @@ class TokenStream:
         self._answer_params = to_vllm(params, engine.vllm_config)
         self._max_model_len: int = engine.model_config.max_model_len
         self._token_ids: list[int] = []
-        self._num_chunks = 0
+        self._num_messages = 0
         self._num_answered = 0
         self._text: AnswerText | None = None
         # Without a limit, as is vLLM's own way to the engine's process: it takes chunks as fast as they come.
@@ -188,8 +186,8 @@ class TokenStream:
         if not new:
             raise ConfigurationError("a prompt needs at least one token")
         check_prompt_len(len(new), self._max_model_len)
-        message = ChunkMessage.of(
-            self._num_chunks, len(new), num_shared, is_complete, self._clock(), hint, self._source
+        message = PromptMessage.of(
+            self._num_messages, len(new), num_shared, is_complete, self._clock(), hint, self._source
         )
         answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
         chunk_params = for_stream(answer_params)
@@ -198,7 +196,7 @@ class TokenStream:
         text = AnswerText(self._engine.tokenizer, new, answer_params) if is_complete else None
         # Nothing below can fail, or be cancelled: the chunk is sent and all says so, or neither.
         self._token_ids, self._answer_params, self._text = new, answer_params, text
-        self._num_chunks += 1
+        self._num_messages += 1
         self.is_complete = is_complete
         self._chunks.put_nowait(chunk)
 
@@ -267,7 +265,7 @@ class TokenStream:
         if part.finish_reason in ("error", "abort"):
             raise BackendError(GIVEN_UP)
         if "chunk" in ours:  # the end of a chunk, not of the answer; of an older prompt it says nothing
-            is_newest = ours["chunk"] == self._num_chunks - 1
+            is_newest = ours["chunk"] == self._num_messages - 1
             return Prefilled(ours["num_computed"]) if is_newest else None
         self.record = record_of(output) or self.record
         new = part.token_ids[self._num_answered :]

@@ -18,8 +18,6 @@ from streamrag.engine.price import Price
 from streamrag.engine.swapping import Comparison
 from streamrag.records import RestoreRecord
 
-__all__ = ["HostCosts", "Match"]
-
 
 class Match(NamedTuple):
     """What host memory has of a request that could run in this step."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-__all__ = ["LoadsInFlight", "Suspects"]
-
 
 class Suspects(NamedTuple):
     """What is wrong if a load of a step, or of one before it, has failed."""

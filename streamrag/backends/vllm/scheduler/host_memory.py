@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
-__all__ = ["HostMemory", "host_memory_of"]
-
 
 class _Released(NamedTuple):
     """What a block holds that its request had to give up."""

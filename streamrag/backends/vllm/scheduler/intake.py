@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from streamrag.backends.vllm.chunk_wire import KEY, ChunkMessage, EndOfInput, MalformedChunkError, decode
+from streamrag.backends.vllm.chunk_wire import KEY, EndOfInput, MalformedMessageError, PromptMessage, decode
 from streamrag.backends.vllm.scheduler.host_memory import HostMemory, host_memory_of
 from streamrag.backends.vllm.scheduler.record_file import RecordFile
 from streamrag.backends.vllm.scheduler.replacement import drop_output_in_flight, replace_prompt
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     class _Base(Scheduler): ...
 else:
     _Base = object
-
-__all__ = ["StreamIntakeMixin"]
 
 NUM_GONE = 1_000
 """Requests that were not finished, of which it is remembered that chunks may still come."""
@@ -71,7 +69,7 @@ class StreamIntakeMixin(_Base):
         """
         try:
             message = decode(request.sampling_params.extra_args if request.sampling_params else None)
-        except MalformedChunkError as error:
+        except MalformedMessageError as error:
             self._refuse(request, str(error))
             return
         if isinstance(message, EndOfInput):
@@ -91,7 +89,7 @@ class StreamIntakeMixin(_Base):
         """Whether it is a chunk that was on its way when its stream ended. Its error would reach who has the id now."""
         return request.resumable and request.request_id in self._gone
 
-    def _refuse(self, request: Request, problem: str, message: ChunkMessage | None = None) -> None:
+    def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
         """Fail a request that has not been taken in, or the stream that it is a chunk of."""
         existing = self.requests.get(request.request_id)
         if request.resumable and isinstance(existing, StreamRequest) and not existing.is_finished():
@@ -102,11 +100,11 @@ class StreamIntakeMixin(_Base):
         self._record_end(stream)
         self._send_error(stream, problem)
 
-    def _adopt(self, request: Request, message: ChunkMessage | None) -> StreamRequest:
+    def _adopt(self, request: Request, message: PromptMessage | None) -> StreamRequest:
         now_s = self.clock()
         return StreamRequest.adopt(request, message, now_s - (self.wall_clock() - request.arrival_time), now_s)
 
-    def _open(self, request: Request, message: ChunkMessage | None) -> None:
+    def _open(self, request: Request, message: PromptMessage | None) -> None:
         problem = self._problem(request, message)
         if problem is None and message is not None and message.index > 0:
             problem = f"chunk {message.index} came, but no chunk 0: it was lost, or the stream has ended"
@@ -124,13 +122,13 @@ class StreamIntakeMixin(_Base):
         super().add_request(stream)
         self._settle(stream)
 
-    def _add_chunk(self, stream: StreamRequest, request: Request, message: ChunkMessage) -> None:
+    def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
         now_s = self.clock()
         if problem := self._misfit(stream, request, message) or self._problem(request, message):
             self._fail(stream, problem)
             return
-        self._acknowledge(stream, num_chunks=stream.num_chunks)
-        stream.num_chunks += 1
+        self._acknowledge(stream, num_messages=stream.num_messages)
+        stream.num_messages += 1
         num_held = len(stream._all_token_ids)
         num_computed = stream.num_computed_tokens
         stream.is_complete = message.is_complete  # first: a complete prompt has one token more to hash
@@ -177,12 +175,12 @@ class StreamIntakeMixin(_Base):
         stream.status = RequestStatus.WAITING
         stream.view = None
         self.idle[stream.request_id] = stream
-        self._acknowledge(stream, num_chunks=stream.num_chunks)
+        self._acknowledge(stream, num_messages=stream.num_messages)
 
-    def _misfit(self, stream: StreamRequest, request: Request, message: ChunkMessage) -> str | None:
+    def _misfit(self, stream: StreamRequest, request: Request, message: PromptMessage) -> str | None:
         """Why the chunk cannot be the next of the stream. What it keeps is meant of the one before."""
-        if message.index != stream.num_chunks:
-            return f"chunk {message.index} came instead of chunk {stream.num_chunks}: one was lost, or came twice"
+        if message.index != stream.num_messages:
+            return f"message {message.index} came instead of message {stream.num_messages}: one was lost, or came twice"
         if stream.is_complete:
             return f"chunk {message.index} came after the last one"
         num_held = len(stream._all_token_ids)
@@ -192,7 +190,7 @@ class StreamIntakeMixin(_Base):
             return f"chunk {message.index} has another LoRA adapter, or another cache salt, than its stream"
         return None
 
-    def _problem(self, request: Request, message: ChunkMessage | None) -> str | None:
+    def _problem(self, request: Request, message: PromptMessage | None) -> str | None:
         if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
             return "extra_args['kv_transfer_params'] must be a mapping"
         num_tokens = request.num_prompt_tokens + (message.num_kept if message else 0)
@@ -219,23 +217,23 @@ class StreamIntakeMixin(_Base):
         stream = self.requests.get(request_id)
         # A complete one is answered. vLLM's client sends no end of a stream that it has aborted.
         if isinstance(stream, StreamRequest) and not stream.is_complete and not stream.is_finished():
-            self._fail(stream, f"its input ended after chunk {stream.num_chunks - 1}, which is not the last one")
+            self._fail(stream, f"its input ended after chunk {stream.num_messages - 1}, which is not the last one")
 
     # ------------------------------------------------------------------------------------------------- what goes out
 
-    def _acknowledge(self, stream: StreamRequest, num_chunks: int, *, is_waiting: bool = False) -> None:
-        """Send the client the finishes that it expects for its first `num_chunks` chunks."""
-        for index in range(stream.num_acknowledged, num_chunks):
+    def _acknowledge(self, stream: StreamRequest, num_messages: int, *, is_waiting: bool = False) -> None:
+        """Send the client the finishes that it expects for its first `num_messages` chunks."""
+        for index in range(stream.num_acknowledged, num_messages):
             ours: dict[str, Any] = {"chunk": index, "num_computed": stream.num_computed_tokens}
             if is_waiting:
                 ours["is_waiting"] = True
             self._send(stream, FinishReason.STOP, {KEY: ours})
-        stream.num_acknowledged = num_chunks
+        stream.num_acknowledged = num_messages
 
     def _on_waiting_for_memory(self, stream: StreamRequest) -> None:
         """For how long is not known: a client that sends its next chunk only after this one must not wait for that."""
         if stream.num_in_flight_tokens <= stream.num_stale_output_tokens:
-            self._acknowledge(stream, num_chunks=stream.num_chunks, is_waiting=True)
+            self._acknowledge(stream, num_messages=stream.num_messages, is_waiting=True)
 
     def _fail(self, stream: StreamRequest, problem: str) -> None:
         self.finish_requests(stream.request_id, RequestStatus.FINISHED_ERROR)

@@ -11,8 +11,6 @@ from streamrag.backends.vllm.scheduler.host_memory import HostMemory
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine import RequestView
 
-__all__ = ["KvMemory"]
-
 
 class _Hit(NamedTuple):
     """What a request finds."""

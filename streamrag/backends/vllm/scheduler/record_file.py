@@ -10,8 +10,6 @@ import msgspec
 from streamrag.errors import ConfigurationError
 from streamrag.records import RequestRecord
 
-__all__ = ["RecordFile"]
-
 logger = logging.getLogger(__name__)
 
 

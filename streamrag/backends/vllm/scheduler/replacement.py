@@ -19,8 +19,6 @@ from streamrag.core import common_prefix_len
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["drop_output_in_flight", "release_kv", "replace_prompt"]
-
 
 def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, new: "Request") -> int:
     """Give `request` the first `num_kept` tokens of its prompt and then those of `new`. Returns the LCP of old and new.

@@ -2,13 +2,11 @@
 
 from vllm.v1.request import Request, RequestStatus
 
-from streamrag.backends.vllm.chunk_wire import ChunkMessage
+from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
 from streamrag.engine import RequestView
 from streamrag.engine.swapping import Comparison
 from streamrag.records import Outcome, RequestRecord
-
-__all__ = ["StreamRequest", "has_prompt_logprobs"]
 
 OUTCOMES: dict[RequestStatus, Outcome] = {
     RequestStatus.FINISHED_ABORTED: "aborted",
@@ -37,7 +35,7 @@ class StreamRequest(Request):
     source: str
     is_replaced: bool
     """Whether its source is known to replace what it has sent."""
-    num_chunks: int
+    num_messages: int
     num_acknowledged: int
     """Chunks for which the client has been sent a finish. It expects exactly one each."""
     step_limit: int | None
@@ -59,7 +57,7 @@ class StreamRequest(Request):
     """What the log says in the end; None as long as the request lives."""
 
     @classmethod
-    def adopt(cls, request: Request, chunk: ChunkMessage | None, sent_s: float, now_s: float) -> "StreamRequest":
+    def adopt(cls, request: Request, chunk: PromptMessage | None, sent_s: float, now_s: float) -> "StreamRequest":
         """Make `request`, which nobody else has seen yet, one of ours. A plain one was sent at `sent_s`.
 
         vLLM creates its requests before any scheduler sees them; changing the class keeps all that it has set up.
@@ -77,7 +75,7 @@ class StreamRequest(Request):
         request.expected_complete_s = chunk.expected_complete_s if chunk else None
         request.source = chunk.source if chunk else ""
         request.is_replaced = False
-        request.num_chunks, request.num_acknowledged = 1, 0
+        request.num_messages, request.num_acknowledged = 1, 0
         request.step_limit = request.num_visible_tokens = None
         request.num_loaded_tokens = 0
         request.released_blocks = set()

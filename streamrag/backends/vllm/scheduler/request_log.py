@@ -5,8 +5,6 @@ from dataclasses import dataclass, field, replace
 from streamrag.engine.swapping import Comparison
 from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRecord, RestoreRecord
 
-__all__ = ["RequestLog"]
-
 
 @dataclass(slots=True)
 class RequestLog:

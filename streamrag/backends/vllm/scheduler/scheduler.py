@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import ModelRunnerOutput
 
-__all__ = ["AsyncStreamingScheduler", "StreamingScheduler", "StreamingSchedulerMixin", "streaming_scheduler"]
-
 check_version()
 
 

@@ -6,8 +6,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from streamrag.engine.costs import Part
 
-__all__ = ["parts_of"]
-
 
 def parts_of(step: SchedulerOutput) -> Iterator[tuple[str, Part]]:
     """The requests of a step, in its order of new ones before others, and what it computes of each."""

@@ -10,8 +10,6 @@ from streamrag.errors import ConfigurationError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["check_supported", "why_no_host_memory"]
-
 CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
     "pipeline parallelism": lambda c: c.parallel_config.pipeline_parallel_size > 1,
     "data parallelism": lambda c: c.parallel_config.data_parallel_size > 1,

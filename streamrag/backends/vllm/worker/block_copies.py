@@ -7,8 +7,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["CpuCopies", "CudaCopies", "Layer", "Measured", "Pairs"]
-
 Pairs: TypeAlias = Sequence[tuple[int, int]]
 """(from, to) of blocks to be copied."""
 

@@ -18,8 +18,6 @@ from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.backends.vllm.worker.block_copies import CpuCopies, CudaCopies, Layer, Pairs
 from streamrag.errors import ConfigurationError
 
-__all__ = ["HostCopier"]
-
 logger = logging.getLogger(__name__)
 
 

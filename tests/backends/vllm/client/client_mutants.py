@@ -49,7 +49,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "the parameters of a finish do not count": ("if params is None else", "if True else"),
     "a push that is refused is counted": (
         "check_prompt_len(len(new), self._max_model_len)",
-        "self._num_chunks += len(new) >= self._max_model_len; check_prompt_len(len(new), self._max_model_len)",
+        "self._num_messages += len(new) >= self._max_model_len; check_prompt_len(len(new), self._max_model_len)",
     ),
     "a push that is refused has completed the prompt": (
         "if not new:",

@@ -38,7 +38,7 @@ class Held:
     """A request in the engine."""
 
     prompt: list[int]
-    num_chunks: int = 1
+    num_messages: int = 1
     num_acknowledged: int = 0
     is_complete: bool = False
     params: Any = None
@@ -128,21 +128,21 @@ class FakeCore:
         elif held is None:
             return  # aborted
         else:
-            if message.index != held.num_chunks or held.is_complete or message.num_kept > len(held.prompt):
+            if message.index != held.num_messages or held.is_complete or message.num_kept > len(held.prompt):
                 self.problems.append(f"{message} does not follow {held}")
             held.prompt = held.prompt[: message.num_kept] + new
-            held.num_chunks += 1
+            held.num_messages += 1
         held.is_complete = message is None or message.is_complete
         held.params = request.sampling_params
         if self.answers_after is not None:
-            self._answer_later(request_id, held.num_chunks, self.answers_after)
+            self._answer_later(request_id, held.num_messages, self.answers_after)
 
-    def _answer_later(self, request_id: str, num_chunks: int, num_turns: int) -> None:
+    def _answer_later(self, request_id: str, num_messages: int, num_turns: int) -> None:
         held = self.held.get(request_id)
-        if held is None or held.num_chunks != num_chunks:
+        if held is None or held.num_messages != num_messages:
             return
         if num_turns:
-            asyncio.get_running_loop().call_soon(self._answer_later, request_id, num_chunks, num_turns - 1)
+            asyncio.get_running_loop().call_soon(self._answer_later, request_id, num_messages, num_turns - 1)
             return
         self.acknowledge(request_id)
         if held.is_complete:
@@ -151,7 +151,7 @@ class FakeCore:
     def acknowledge(self, request_id: str) -> None:
         """The finishes that the client expects for all chunks but the last one of a complete prompt."""
         held = self.held[request_id]
-        for index in range(held.num_acknowledged, held.num_chunks - held.is_complete):
+        for index in range(held.num_acknowledged, held.num_messages - held.is_complete):
             self._send(request_id, [], FinishReason.STOP, {"chunk": index, "num_computed": len(held.prompt) - 1})
             held.num_acknowledged += 1
 

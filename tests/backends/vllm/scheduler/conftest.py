@@ -9,7 +9,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.vllm.chunk_wire import ChunkMessage
+from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
 from streamrag.records import RequestRecord
 from tests.engine.oracle import V1OracleRunner
@@ -39,7 +39,7 @@ class Bench:
         assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
         self.scheduler = self.engine.scheduler
         self.outputs: list[EngineCoreOutput] = []
-        self._num_chunks: dict[str, int] = {}
+        self._num_messages: dict[str, int] = {}
 
     def plain(self, name: str, num_tokens: int, *, first: int = 0, max_tokens: int = 2) -> None:
         tokens = range(first, first + num_tokens)
@@ -48,8 +48,8 @@ class Bench:
     def chunk(
         self, name: str, tokens: list[int], *, kept: int = 0, is_complete: bool = False, max_tokens: int = 2
     ) -> None:
-        index = self._num_chunks[name] = self._num_chunks.get(name, -1) + 1
-        message = ChunkMessage(index, kept, is_complete, self.engine.now_s)
+        index = self._num_messages[name] = self._num_messages.get(name, -1) + 1
+        message = PromptMessage(index, kept, is_complete, self.engine.now_s)
         self.engine.add(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0), message)
 
     def step(self) -> list[EngineCoreOutput]:

@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
-from streamrag.backends.vllm.chunk_wire import KEY, ChunkMessage, EndOfInput
+from streamrag.backends.vllm.chunk_wire import KEY, EndOfInput, PromptMessage
 from streamrag.backends.vllm.scheduler.intake import NUM_GONE
 from tests.engine.sizes import container_sizes, what_has_grown
 
@@ -79,13 +79,14 @@ def test_kv_transfer_params_that_are_no_mapping_fail_their_request_alone(
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_a_chunk_that_comes_as_a_plain_request_is_refused(bench: Make, is_complete: bool) -> None:
     b = bench()
-    send(b, "p", ChunkMessage(0, 0, is_complete).extra_args(), resumable=False)
+    send(b, "p", PromptMessage(0, 0, is_complete).extra_args(), resumable=False)
     b.check_empty()
     assert "streamed inputs" in error(b, "p")
 
 
 @pytest.mark.parametrize(
-    ("index", "why"), [(0, "came instead of chunk 2"), (1, "came instead of"), (3, "came instead of"), (2**70, "came")]
+    ("index", "why"),
+    [(0, "came instead of message 2"), (1, "came instead of"), (3, "came instead of"), (2**70, "came")],
 )
 @pytest.mark.parametrize("is_complete", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 1, 20])
@@ -98,7 +99,7 @@ def test_a_gap_or_a_repetition_fails_its_stream_alone(
     b.chunk("s", [7], kept=40)
     for _ in range(num_steps):
         b.step() if b.engine.has_work else None
-    b.engine.add("s", [8], GREEDY, ChunkMessage(index, 41, is_complete))
+    b.engine.add("s", [8], GREEDY, PromptMessage(index, 41, is_complete))
     b.chunk("s", [9], kept=42, is_complete=True)  # comes too late
     b.run()
     assert why in error(b, "s")
@@ -140,7 +141,7 @@ def test_a_chunk_after_the_last_one_fails_its_stream(bench: Make) -> None:
 def test_a_chunk_of_nobody_that_comes_as_a_plain_request_is_refused(bench: Make, index: int, is_complete: bool) -> None:
     b = bench()
     for name in ("p", "p again"):
-        send(b, name, ChunkMessage(index, 2, is_complete).extra_args(), resumable=False)
+        send(b, name, PromptMessage(index, 2, is_complete).extra_args(), resumable=False)
         b.check_empty()
         assert "streamed inputs" in error(b, name)
 
@@ -150,7 +151,7 @@ def test_a_stream_whose_first_chunk_is_lost_fails_once(bench: Make, is_complete:
     b = bench()
     at_start = container_sizes(b.scheduler)
     for index in (1, 2, 3):
-        send(b, "s", ChunkMessage(index, 40, is_complete and index == 3).extra_args(), resumable=True)
+        send(b, "s", PromptMessage(index, 40, is_complete and index == 3).extra_args(), resumable=True)
         b.check_empty()
     assert "chunk 1 came, but no chunk 0" in error(b, "s")
     assert b.num_finishes("s") == 1
@@ -172,11 +173,11 @@ def test_late_chunks_of_a_stream_do_not_reach_the_next_owner_of_its_id(
         send(b, "again", {KEY: 5}, resumable=True)
     b.run()
     b.outputs.clear()
-    late = ChunkMessage(1, 40, False).extra_args()
+    late = PromptMessage(1, 40, False).extra_args()
     send(b, "again", late, resumable=True)
     b.run()
     assert b.outputs == []
-    send(b, "again", ChunkMessage(0, 0, True).extra_args() if is_stream else None, resumable=is_stream)
+    send(b, "again", PromptMessage(0, 0, True).extra_args() if is_stream else None, resumable=is_stream)
     if not is_stream:
         send(b, "again", late, resumable=True)
     b.run()
@@ -186,14 +187,14 @@ def test_late_chunks_of_a_stream_do_not_reach_the_next_owner_of_its_id(
 def test_no_more_is_remembered_of_those_that_failed_than_the_last_thousand(bench: Make) -> None:
     b = bench()
     for i in range(NUM_GONE + 5):
-        send(b, f"s{i}", ChunkMessage(1, 0, False).extra_args(), resumable=True)
+        send(b, f"s{i}", PromptMessage(1, 0, False).extra_args(), resumable=True)
     assert len(b.scheduler._gone) == NUM_GONE
 
 
 @pytest.mark.parametrize("resumable", [False, True])
 def test_an_empty_prompt_is_refused(bench: Make, resumable: bool) -> None:
     b = bench()
-    send(b, "e", ChunkMessage(0, 0, False).extra_args() if resumable else None, resumable=resumable, tokens=[])
+    send(b, "e", PromptMessage(0, 0, False).extra_args() if resumable else None, resumable=resumable, tokens=[])
     b.check_empty()
     assert "at least one token" in error(b, "e")
 
@@ -228,12 +229,12 @@ def test_a_chunk_with_another_adapter_or_salt_than_its_stream_fails_it(
 ) -> None:
     b = bench()
     ours = {"lora_request": LoRARequest("a", 1, "/a"), "cache_salt": "a"}
-    send(b, "good", ChunkMessage(0, 0, False).extra_args(), resumable=True, **ours)
-    send(b, "bad", ChunkMessage(0, 0, False).extra_args(), resumable=True, **ours)
+    send(b, "good", PromptMessage(0, 0, False).extra_args(), resumable=True, **ours)
+    send(b, "bad", PromptMessage(0, 0, False).extra_args(), resumable=True, **ours)
     b.run()
-    send(b, "bad", ChunkMessage(1, num_kept, True).extra_args(), resumable=True, **{**ours, **other})
+    send(b, "bad", PromptMessage(1, num_kept, True).extra_args(), resumable=True, **{**ours, **other})
     same = {"lora_request": LoRARequest("a", 1, "/a"), "cache_salt": "a"}
-    send(b, "good", ChunkMessage(1, num_kept, True).extra_args(), resumable=True, **same)
+    send(b, "good", PromptMessage(1, num_kept, True).extra_args(), resumable=True, **same)
     b.check_empty()
     assert "another LoRA adapter, or another cache salt" in error(b, "bad")
     assert b.tokens("good") == b.fresh_answer(TOKENS[:num_kept] + TOKENS)

@@ -136,9 +136,9 @@ def test_log_probabilities_of_a_prompt_are_whole_though_it_gave_up_its_slot(
 
 @pytest.mark.parametrize("wanted", [{"prompt_logprobs": 1}, {"prompt_logprob_token_ids": [[1]] * 40}])
 def test_streams_cannot_have_log_probabilities_of_their_prompt(bench: Make, wanted: dict[str, Any]) -> None:
-    from streamrag.backends.vllm.chunk_wire import ChunkMessage
+    from streamrag.backends.vllm.chunk_wire import PromptMessage
 
     b = bench()
-    b.engine.add("s", TOKENS, SamplingParams(max_tokens=2, **wanted), ChunkMessage(0, 0, True))
+    b.engine.add("s", TOKENS, SamplingParams(max_tokens=2, **wanted), PromptMessage(0, 0, True))
     b.check_empty()
     assert "log-probabilities of the prompt" in str(b.outputs[-1].kv_transfer_params)
