@@ -48,7 +48,7 @@ class Result:
     num_computed: int
     """Tokens that are computed when every page is prefilled as it arrives."""
     num_late: int
-    """Of these, those that are computed after retrieval has ended."""
+    """Those of them that are computed after retrieval has ended."""
 
 
 def ask(

@@ -96,7 +96,7 @@ class Comparison:
     num_blocks: float
     """A step."""
     share: float
-    """Of the time, that copies were under way."""
+    """Share of the time in which copies were under way."""
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -115,7 +115,7 @@ async def held(client: EngineClient, tokens: FreshTokens, num_tokens: int) -> As
 
 
 def sizes(client: EngineClient, num_tokens: int) -> Iterator[int]:
-    """Of prompts that together are so long, and each not too long."""
+    """Lengths of prompts that together have `num_tokens`, none of them too long."""
     most = min(client.facts.max_model_len - 2, LONGEST_HELD)
     for num_before in range(0, num_tokens, most):
         yield min(most, num_tokens - num_before)

@@ -20,7 +20,7 @@ Kind: TypeAlias = Literal["recompute", "load", "save"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 GOAL = 0.2
-"""Of the median relative error."""
+"""The median relative error that is aimed at."""
 LOOKS = {"recompute": ("o", "#d9762b"), "load": ("s", "#2f6690"), "save": ("^", "#5f9e6e")}
 LABELS = {"recompute": "computed again", "load": "copied in", "save": "copied out"}
 
@@ -91,7 +91,7 @@ def show_decisions(decisions: Sequence[Decision], console: Console) -> None:
 
 
 def example(records: Sequence[RequestRecord], profile: TableProfile, budget: int) -> dict[str, Any] | None:
-    """Of a request that was evicted once, saved, and loaded again: what its record and the profile say of that.
+    """What its record and the profile say of a request that was evicted once, saved, and loaded again.
 
     None if none was.
     """

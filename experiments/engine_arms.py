@@ -68,7 +68,7 @@ def num_prompt_tokens(query: TracedQuery) -> int:
 
 
 Turns = dict[tuple[int, Arm], list[CellResult]]
-"""Of each memory and arm."""
+"""The results of each memory and arm."""
 
 
 def measure(

@@ -35,7 +35,7 @@ from streamrag.files import write_whole
 PROFILES = ("h200-llama8b-tp2", "h200-llama8b-tp2-slow-host", "h200-llama8b-tp2-fast-host")
 SHARES = (1.0, 0.5, 0.25)
 HOST_KV_BYTES = 128 << 30
-"""Of each GPU's worker: half of the host memory that a usual node has for each of its GPUs."""
+"""Bytes for each GPU's worker: half of the host memory that a usual node has for each of its GPUs."""
 TOLERANCE = 0.02
 BETTER_AT = (50, 95, 99)
 STREAMING_AT = (50, 90, 95, 99)
@@ -152,7 +152,7 @@ def read(plan: Plan, store: CellStore) -> Digests:
 
 
 def after_retrieval(digests: Sequence[Digest]) -> list[Sequence[float]]:
-    """Of each seed."""
+    """The values of each seed."""
     return [d.ttft_after_retrieval_s for d in digests]
 
 

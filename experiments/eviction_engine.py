@@ -45,9 +45,10 @@ from streamrag.trace.values import Trace, TracedQuery
 NUM_OUTPUT_TOKENS = 4
 BUDGET, NUM_SEQS = 1_024, 32
 UTILISATION = 0.5
-"""Of the engine if nothing were computed twice, as the profile has it: queries arrive at the rate that makes it so."""
+"""Share of the time in which the engine would compute, as the profile has it, if nothing were computed twice: queries
+arrive at the rate that makes it so."""
 SHARE_OF_KV = 0.3
-"""Of what the streams that live at one time hold, as much memory as there is for it."""
+"""KV memory, as a share of what the streams that live at one time hold."""
 AMPLE_HOST, LITTLE_HOST = 4.0, 0.1
 """Host memory, in times of the KV memory."""
 NUM_WARM_UP, WARM_UP_PACE = 12, 4.0
@@ -137,7 +138,7 @@ def warming(plan: Plan, settings: CellSettings) -> tuple[CellSettings, tuple[Tra
 
 
 Results = dict[tuple[str, Way], list[CellResult]]
-"""Of each load and way, one a turn."""
+"""The results of each load and way, one a turn."""
 
 
 async def play(plan: Plan, done: Callable[[str], None]) -> Results:

@@ -45,14 +45,15 @@ MAX_PAGES = 12
 PASSAGE_WORDS = 110
 NUM_PASSAGES = 40
 NUM_CANDIDATES = (40, 80, 160, 320)
-"""Of each stage of the search. The nearest alone would not do: DiskANN finds the ten nearest of this index, in order,
-with its shortest list already, for every question. What refines a result is ranking ever more candidates again."""
+"""Candidates of each stage of the search. The nearest alone would not do: DiskANN finds the ten nearest of this index,
+in order, with its shortest list already, for every question. What refines a result is ranking ever more candidates
+again."""
 
 WORDS_WEIGHT = 0.2
 """A passage's score is its cosine similarity, and so much more if it has all longer words of the question."""
 
 STRETCH = 4.0
-"""Of the search's times after its first result, as if the index lay on slower storage."""
+"""Factor on the search's times after its first result, as if the index lay on slower storage."""
 
 NOT_PAGES = ("genindex*.html", "contents.html", "search.html", "_static", "_sources", "_images", "_downloads")
 """What the documentation has beside its pages: long lists of links, the pages' sources, pictures."""

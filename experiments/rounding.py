@@ -138,7 +138,7 @@ def pairs(part: Any) -> Answer:
 
 
 async def measure(model: Path, num_prompts: int, done: Callable[[], None]) -> list[dict[str, Answer]]:
-    """Of each prompt, each way."""
+    """The answers to each prompt, each way."""
     answers: list[dict[str, Answer]] = [{} for _ in range(num_prompts)]
     for is_ours in (False, True):
         args = scheduler_args("streaming", "fcfs", None, {}) if is_ours else {}

@@ -33,7 +33,7 @@ CHUNK_TOKENS = (400, 1_600)
 SPREAD_S = 40.0
 """In which all streams arrive."""
 SHARES = (0.35, 0.25, 0.15)
-"""Of the memory that all complete prompts would need."""
+"""KV memory, as shares of what all complete prompts would need."""
 PROFILE = "h200-llama8b-tp2"
 TARGET = 0.25
 RULES: Mapping[str, Mapping[str, Any]] = {

@@ -45,12 +45,13 @@ NUM_QUERIES, NUM_CHUNKS = 40, 6
 MEAN_GAP_S = 0.6
 CHUNK_TOKENS = (50, 250)
 UTILISATION = 0.5
-"""Of the engine, as the profile has it: queries arrive at the rate that makes it so, whatever the machine."""
+"""Share of the time in which the engine computes, as the profile has it: queries arrive at the rate that makes it so,
+whatever the machine."""
 NUM_OUTPUT_TOKENS = 4
 BUDGET, NUM_SEQS = 1_024, 32
 TOLERANCE = 0.15
 NUM_SIMULATIONS = 9
-"""Of each run: the machine is slow for a moment now and then, in each of them at other times."""
+"""Simulations of each run: the machine is slow for a moment now and then, in each of them at other times."""
 PERCENTILES = {"p50": 0.5, "p95": 0.95}
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
@@ -123,7 +124,7 @@ class Measured:
     engine: Engine | None = None
 
     def profile(self, at: float | None = None) -> TableProfile:
-        """Of all passes; on a machine that is always as slow as `at`, or sometimes slower, as it was."""
+        """The profile of all passes; on a machine that is always as slow as `at`, or sometimes slower, as it was."""
         assert self.engine
         passes = self.passes
         if at is not None:

@@ -26,7 +26,7 @@ SECTIONS = {
     "Parts of your own": "Source Mode Backend Startable Progress SourceEvent Append Update Skipped CutShort Chunk Hint "
     "BackendEvent Prefilled Prompt ModelInfo Tokenizer plain_chat",
 }
-"""Of `streamrag`, in the order of the page. Errors come behind them."""
+"""Groups of the names of `streamrag`, in the order of the page. Errors come after them."""
 
 GIVEN = {"AnswerStream", "EventStream", "TokenStream", "TokenStreams"}
 """Classes whose objects a caller is given: how they are made is no promise."""
@@ -357,7 +357,7 @@ def module_at(package: griffe.Module, path: str) -> griffe.Module:
 
 
 def public_names(module: griffe.Module) -> list[str]:
-    """Of `__all__`, or of the names that load their modules when they are used."""
+    """The names in `__all__`, or those that load their modules when they are used."""
     if "_HOMES" in module.members:
         return sorted(str(key).strip("'\"") for key in module["_HOMES"].value.keys)
     return [str(name) for name in module.exports or ()]

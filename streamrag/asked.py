@@ -1,4 +1,4 @@
-"""What a caller may ask and say, and what of it cannot work."""
+"""Queries and their options, and the checks for what cannot work."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,7 +14,7 @@ LATE_SHARE = 0.25
 """A third or a half found the answer no more often in experiments/context_choice.py, and leave more to compute last."""
 
 MAX_QUERY_CHARACTERS = 100_000
-"""A query is embedded and searched for, besides being tokenised: a document is none."""
+"""A query is embedded and searched for, besides being tokenised: it should not be a whole document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Query:
 
 
 class QueryOptions(TypedDict, total=False):
-    """What a caller may say about one query, beside its text."""
+    """The options of one query."""
 
     system: str
     """Replaces the template's system text."""
@@ -82,15 +82,15 @@ class QueryOptions(TypedDict, total=False):
     params: SamplingParams
     """How to sample the answer; the default is greedy, with at most 256 tokens."""
     max_context_tokens: int
-    """Most tokens of context; the default takes what the model's length leaves. What does not fit is told."""
+    """The most tokens of context; by default, all that the model's length leaves. What does not fit is reported."""
     deadline_s: float
-    """Most seconds from submission to the last token; the default waits for ever. Waiting for the
+    """The most seconds from submission to the last token; by default, there is no limit. Waiting for the
     engine to start, or for a place, counts."""
     overlap: bool
     """Whether to prefill while retrieval runs; the default is the pipeline's."""
     late_share: float
-    """Of a context that grows chunk by chunk, what is kept for the best of those that no longer fit; the default is a
-    quarter. With 0 chunks are taken by arrival alone, and whole."""
+    """Share of the token budget that is kept for the best of the chunks that no longer fit, in a context that grows
+    chunk by chunk; the default is a quarter. With 0, chunks are taken by arrival alone, and whole."""
 
 
 def check_options(options: Mapping[str, object]) -> None:

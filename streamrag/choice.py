@@ -1,4 +1,4 @@
-"""What matters to a question, of one page and among several: for contexts that do not hold everything.
+"""Which parts of a page, and which pages, matter to a question: for contexts that do not hold everything.
 
 BM25 over a page's parts, and over pages by their best parts. Words are compared by how they begin, which does for a
 stemmer here: nothing has to be installed, and what is compared are documents of one query.
@@ -12,17 +12,18 @@ from streamrag.core import Chunk
 from streamrag.sources.relevance import Passage, relevant_terms, split_markdown, terms
 
 NUM_LETTERS = 5
-"""By which words are compared: "cancelled" and "cancelling" are the same then."""
+"""First letters by which words are compared: "cancelled" and "cancelling" are the same then."""
 
 MIN_READ_CHARS = 200_000
-"""Of a text, so much is compared, or twice as much as is wanted of it: time must not grow with what cannot be used."""
+"""At least so many characters of a text are compared, and at most twice as many as are wanted of it if that is more:
+time must not grow with what cannot be used."""
 
 K1, B = 1.5, 0.75
 """BM25's usual weights of repeated words, and of length."""
 
 
 class Relevance:
-    """Knows one question. Blocking, and of a time in proportion to the text, or to what may be used of it."""
+    """Judges texts by one question. Blocking, for a time in proportion to the text, or to what may be used of it."""
 
     def __init__(self, question: str) -> None:
         self._wanted = relevant_terms(question, _stem)
@@ -73,7 +74,7 @@ class Relevance:
         lengths = [document.total() for document in documents]
         mean = sum(lengths) / max(len(lengths), 1) or 1.0
         wanted = set(self._wanted)
-        # Of each document only the terms that it has: a question may have as many words as a document.
+        # Only the terms that each document has: a question may have as many words as a document.
         found = [sorted(document.keys() & wanted) for document in documents]
         num_with = Counter(term for terms_of_one in found for term in terms_of_one)
         weights = {term: math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for term, n in num_with.items()}

@@ -50,7 +50,7 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """The context grows by one chunk, behind what it holds already."""
+    """The context grows by one chunk, at its end."""
 
     chunk: Chunk
     hint: Hint | None = None
@@ -74,9 +74,9 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class CutShort:
-    """Retrieval ends before it has done what it was to do: its time is up, or what it needs was kept busy by others.
+    """Retrieval ends before it is done: its time is up, or others kept busy what it needs.
 
-    What was found stands, but that something was not found means nothing.
+    What was found is good, but what was not found may exist all the same.
     """
 
     reason: str
@@ -120,7 +120,7 @@ class Prompt:
     hint: Hint | None = None
     """What the retriever expects still to come."""
     source_name: str = ""
-    """The `part_name` of the retriever it comes from: those of one name are expected to behave alike."""
+    """The `part_name` of the retriever that it comes from. Retrievers of the same name are expected to behave alike."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_shared <= len(self.token_ids)
@@ -142,7 +142,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the engine as it is, for parameters that streamrag does not name."""
+    """Passed to the engine unchanged, for parameters that streamrag does not name."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, list):
@@ -188,7 +188,7 @@ class AnswerChunk:
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     record: RequestRecord | None = None
-    """What the engine did with the request; on the last chunk only, from engines that tell."""
+    """What the engine did with the request; on the last chunk only, and None if the engine keeps no records."""
 
 
 BackendEvent: TypeAlias = Prefilled | AnswerChunk
@@ -236,12 +236,12 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a pipeline must know of the model behind a backend."""
+    """What a pipeline must know about the model behind a backend."""
 
     name: str
     tokenizer: Tokenizer
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """The most tokens that prompt and answer may have together."""
     is_exact: bool = True
     """Whether the tokens that are sent are the tokens that the model sees."""
     breaks_look_alikes: bool = False
@@ -249,7 +249,7 @@ class ModelInfo:
 
 
 class Source(Protocol):
-    """A retriever. It may have a `name`, by which errors and schedulers call it; else they call it by its class."""
+    """A retriever. It may have a `name` for errors and schedulers; else they use the name of its class."""
 
     def stream(self, query: str) -> AsyncIterator[SourceEvent]:
         """Chunk events as they arrive; the context is complete when the iterator ends.
@@ -275,16 +275,16 @@ class Backend(Protocol):
     def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
         """Prefill each prompt as it comes; sample the answer to the complete one, which is the last.
 
-        `prompts` is read at once, whatever is being computed. Closing the iterator aborts the request.
+        `prompts` is read without delay, whatever is being computed. Closing the iterator aborts the request.
 
         :raises BackendError: when the engine fails.
         """
 
 
 def part_name(part: object) -> str:
-    """What a source or a backend is called: its attribute `name` if that is a text, else its class.
+    """The name of a source or a backend: its attribute `name` if that is a str, else the name of its class.
 
-    One line of at most 80 characters, whatever the name is made of.
+    The result is one line of at most 80 characters, whatever the attribute holds.
 
     >>> class Tickets: name = "tickets\\nof 2026"
     >>> part_name(Tickets())

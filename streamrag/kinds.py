@@ -1,4 +1,4 @@
-"""What a value is that somebody else's code gave: for checks, and for what they say."""
+"""Kinds of values that somebody else's code gave: for checks and their messages."""
 
 import math
 from contextlib import suppress
@@ -6,12 +6,12 @@ from numbers import Integral, Real
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number of whatever type; True and False are none."""
+    """Whether it is a whole number of any type; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number of whatever type that a float can hold; NaN is none by its name."""
+    """Whether it is a number of any type that a float can hold; NaN is not."""
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             return not math.isnan(float(value))

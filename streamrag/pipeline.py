@@ -1,4 +1,4 @@
-"""A source, a mode and a backend become one thing that answers queries."""
+"""A source, a mode and a backend that together answer queries."""
 
 import asyncio
 import warnings
@@ -36,7 +36,7 @@ class Pipeline:
     owns_backend: the same of the backend.
     mode: folds chunk events into a context; the default, `UpdateMode`, follows the source.
     template: the words around the context.
-    overlap: False retrieves everything before the model hears of it: the baseline of every measurement.
+    overlap: False retrieves everything before the model gets any of it: the baseline of every measurement.
     max_concurrent_queries: those that run at once; past it a query waits, or is refused.
     when_full: "wait", or "refuse", which raises TooManyQueriesError.
     on_source_error: "raise", or "answer" from what had arrived when the source failed, and tell the model so.
@@ -120,7 +120,7 @@ class Pipeline:
         return EventStream(lambda emit: self._start_query(asked, emit))
 
     async def start(self) -> None:
-        """Start the engine and the workers, unless they are. Queries that come meanwhile wait for it.
+        """Start the engine and the workers, unless they are running. Queries that come meanwhile wait.
 
         Raises ConfigurationError and BackendError; nothing is left running then, and the next call tries again.
         """
@@ -144,8 +144,8 @@ class Pipeline:
     async def aclose(self, *, drain_s: float = 0.0) -> None:
         """Refuse new queries, let the running ones go on for up to `drain_s` seconds, abort them, stop all parts.
 
-        Whoever is cancelled in here aborts them at once, and still returns only when all is stopped. So does a second
-        caller. Aborted queries raise PipelineClosedError.
+        A call that is cancelled aborts them at once, and still returns only when all is stopped. So does a second call.
+        Aborted queries raise PipelineClosedError.
         """
         if not is_number(drain_s) or drain_s < 0:
             raise ConfigurationError(f"drain_s={short(drain_s)} must be a number of seconds, 0 or more")

@@ -22,20 +22,20 @@ from streamrag.errors import MissingDependencyError
 T = TypeVar("T")
 
 MAX_FILE_BYTES = 1 << 30
-"""Of a trace or a result, unpacked."""
+"""Bytes of a trace or a result, unpacked."""
 MAX_SMALL_FILE_BYTES = 16 << 20
-"""Of what a person writes, or what only says how something was made."""
+"""Bytes of what a person writes, or of what only says how something was made."""
 MAX_LINE_BYTES = 16 << 20
 MAX_JSON_BYTES = 512 << 20
-"""Of one JSON text, and of the memory that its characters take."""
+"""Bytes of one JSON text, and of the memory that its characters take."""
 MAX_VALUES = 5_000_000
-"""In one JSON text; one with a name of its own takes 200 bytes of memory."""
+"""Values in one JSON text; one with a name of its own takes 200 bytes of memory."""
 MAX_DEPTH = 32
 MAX_DIGITS = 18
-"""Of a whole number: less than 2 ** 63, and a float holds its size."""
+"""Digits of a whole number: it is less than 2 ** 63, and a float holds its size."""
 
 COMPRESSED_OTHERWISE = {".7z", ".br", ".bz2", ".lz4", ".lzma", ".rar", ".xz", ".zip"}
-"""Names of files that hold what is neither read nor written here."""
+"""Suffixes of files in formats that are neither read nor written here."""
 
 READ_BYTES = 1 << 16
 UNPACKED_BYTES = 1 << 20

@@ -29,7 +29,7 @@ class ChunkRecord:
 
     @property
     def num_invalidated(self) -> int:
-        """Computed tokens past the LCP, whose KV is of no use any more."""
+        """Computed tokens past the LCP, whose KV is no longer valid."""
         return max(self.num_computed - self.num_shared, 0)
 
 
@@ -41,17 +41,17 @@ class PreemptionRecord:
     fate: str
     """"recompute": it was dropped; "swap": what others overwrite of it is copied to host memory."""
     num_tokens_lost: int
-    """Tokens of prompt and answer whose KV that was. What nobody has overwritten is found again."""
+    """Tokens of prompt and answer whose KV was lost. What nobody has overwritten is found again."""
     recompute_s: float = 0.0
-    """What it was expected to take to compute it again; 0 if nothing was compared."""
+    """Seconds that computing it again was expected to take; 0 if nothing was compared."""
     swap_s: float = 0.0
-    """What it was expected to take to copy it out and back."""
+    """Seconds that copying it out and back was expected to take."""
     num_tokens_saved: int = 0
-    """Of those lost, tokens that others were about to overwrite, and that were copied to host memory before."""
+    """Lost tokens that others were about to overwrite, and that were copied to host memory before."""
     expected_save_s: float = 0.0
-    """What these copies were expected to take when they were sent."""
+    """Seconds that these copies were expected to take when they were sent."""
     save_s: float = 0.0
-    """What they took. Zero too if nobody has measured it."""
+    """Seconds that they took; also 0 if nobody has measured it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,16 @@ class RestoreRecord:
     """Tokens that there was a choice for: those that host memory has, past what the prefix cache still has. If it has
     none, all that were lost in whole blocks."""
     recompute_s: float
-    """What it was expected to take to compute them again."""
+    """Seconds that computing them again was expected to take."""
     swap_s: float | None
-    """What it was expected to take to copy them; None if host memory had nothing."""
+    """Seconds that copying them was expected to take; None if host memory had nothing."""
     observed_s: float | None
     """What it took: to copy them, or the share that computing them had in their steps. None if it did not come to that,
     because the request was evicted again, changed or ended; or if nobody has measured it."""
 
     @property
     def expected_s(self) -> float:
-        """Of what was chosen."""
+        """Seconds that the chosen way was expected to take."""
         return self.swap_s if self.choice == "swap" and self.swap_s is not None else self.recompute_s
 
 
@@ -83,12 +83,12 @@ class RequestRecord:
     """One request, streamed or plain, from its arrival to its end. Source of the event names: arXiv 2604.16395."""
 
     request_id: str
-    """The engine's, which is the client's and a few random characters."""
+    """The engine's id for it: the client's and a few random characters."""
     outcome: Outcome
     is_stream: bool
     """False for a plain request, whose prompt came in one piece."""
     arrival_s: float
-    """When the client submitted it. Of a plain request vLLM knows it on the wall clock only: it is converted."""
+    """When the client submitted it. For a plain request vLLM knows it only on the wall clock, so it is converted."""
     queued_s: float
     """When the scheduler saw it first."""
     scheduled_s: float | None
@@ -99,19 +99,19 @@ class RequestRecord:
     """When the KV of its complete prompt was on the device, for the first time."""
     finished_s: float
     num_prompt_tokens: int
-    """Of the last prompt that was taken in."""
+    """Tokens of the last prompt that was taken in."""
     num_output_tokens: int
     num_computed: int
     """Prompt tokens computed, all in all."""
     num_recomputed: int
-    """Of these, tokens whose KV had been there before, and which no update had invalidated: lost to a preemption, or
+    """Those of them whose KV had been there before, and which no update had invalidated: lost to a preemption, or
     beyond the last block that an update could keep."""
     num_invalidated: int
     """Computed tokens that updates made useless: the sum over the chunks."""
     num_from_cache: int
     """Prompt tokens served by the prefix cache."""
     chunks: tuple[ChunkRecord, ...] = ()
-    """In order of arrival; of a plain request none."""
+    """In order of arrival; empty for a plain request."""
     preemptions: tuple[PreemptionRecord, ...] = ()
     num_loaded: int = 0
     """Prompt tokens that came back from host memory."""
@@ -119,7 +119,7 @@ class RequestRecord:
     """Prompt tokens that were copied to host memory while the request held them, in idle copy time. What was copied
     when it had lost them is in `preemptions`."""
     restores: tuple[RestoreRecord, ...] = ()
-    """In order of time, of engines with host memory."""
+    """In order of time; only from engines with host memory."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

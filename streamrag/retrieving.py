@@ -16,7 +16,7 @@ from streamrag.kinds import is_number, is_whole, kind_of, short
 from streamrag.tasks import cancel_regardless
 
 MAX_COUNT = (1 << 31) - 1
-"""Of passages: what a trace can hold."""
+"""The largest number of a passage: what a trace can hold."""
 
 T = TypeVar("T")
 

@@ -78,7 +78,7 @@ class ScriptedBackend:
     ) -> None:
         self.model = ModelInfo("scripted", CodePointTokenizer(), max_model_len)
         self.prompts: list[list[Prompt]] = []
-        """Of each query, in order."""
+        """The prompts of each query, in order."""
         self.num_requests = 0
         self.is_started = False
         self._answer = answer

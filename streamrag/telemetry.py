@@ -63,7 +63,7 @@ class DocumentSkipped:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalCutShort:
-    """The source ended before it had done what it was to do; what had arrived is used, and the model is told."""
+    """The source ended before it was done; what had arrived is used, and the model is told."""
 
     at_s: float
     reason: str
@@ -88,12 +88,12 @@ class ContextChanged:
     num_shared: int
     """Leading tokens that the previous prompt had too: their KV stays valid."""
     num_invalidated: int
-    """Tokens of the previous prompt past those: their KV is of no use any more."""
+    """Tokens of the previous prompt after those: their KV is no longer valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunksLeftOut:
-    """Chunks that do not fit the context's token budget, by rank or arrival; told when the context is complete."""
+    """Chunks that do not fit the context's token budget, by rank or arrival; reported when the context is complete."""
 
     at_s: float
     chunks: tuple[Chunk, ...]
@@ -156,7 +156,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A passage of the prompt, under the number by which the model was told it."""
+    """A passage of the prompt, with the number that the model saw."""
 
     number: int
     """Place in the prompt, from 1: the rank in update mode, the order of arrival in append mode."""
@@ -176,11 +176,11 @@ class Answer:
     finish_reason: str
     """"stop" or "length"; a server may have reasons of its own."""
     citations: tuple[Citation, ...]
-    """What the prompt held, in prompt order."""
+    """The passages of the prompt, in prompt order."""
     left_out: tuple[Chunk, ...]
-    """What did not fit the token budget."""
+    """Chunks that did not fit the token budget."""
     shortened: tuple[Chunk, ...]
-    """What fits it only in part, as it arrived; `sources` has the part."""
+    """Chunks that fit it only in part, as they arrived; `sources` has the parts."""
     num_prompt_tokens: int
     num_invalidated: int
     """Tokens that went to the backend and were replaced by a later prompt, over all prompts of the query."""
@@ -195,14 +195,14 @@ class Answer:
     the clock of `record` too: `record.first_kv_s - submitted_s` compares with the timings and with every `at_s`."""
     timings: Timings
     record: RequestRecord | None = None
-    """What the engine did with the request, from engines that tell."""
+    """What the engine did with the request; None if the engine keeps no records."""
     breaks_look_alikes: bool = False
     """Whether look-alikes of special tokens were broken by a space, because a server tokenised the text. Otherwise the
     model saw them as they are, as text; in neither case as special tokens."""
 
     @property
     def has_context(self) -> bool:
-        """False when nothing was retrieved that could be used: the model was told so."""
+        """Whether anything usable was retrieved; if not, the model was told so."""
         return bool(self.citations)
 
 

@@ -30,8 +30,8 @@ _ASCII_SPACES = " \t\n\r"
 _SPACES = _ASCII_SPACES + "\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _FOLDED = dict.fromkeys(_SPACES, " ") | {"◁": "<", "▷": ">", "￨": "|"}
 
-# Of the folded text. Each begins with one character and looks ahead over what cannot hold that character again, so that
-# all are linear.
+# Shapes in the folded text. Each begins with one character and looks ahead over text that cannot hold that character
+# again, so that all are linear.
 _LOOK_ALIKE = re.compile(
     r"""
     < (?= \| | [^ \t\n\r<>]* (?: > | \Z ) )

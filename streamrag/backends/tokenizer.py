@@ -94,7 +94,7 @@ class HuggingFaceTokenizer:
             text = break_matches(self._markers, text)
         if self._fast:
             tokenizer = self._fast if allow_special else self._plain
-            # Of a batch, even of one, because `encode` keeps the interpreter from all other threads meanwhile.
+            # As a batch of one: `encode` would keep the interpreter from all other threads meanwhile.
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
             return list(encoding.ids)
         if allow_special:

@@ -61,7 +61,7 @@ class Pool:
         return Pool(tuple(digest for digest in self.digests if digest.settings.seed in kept))
 
     def values(self, of: Values) -> list[float]:
-        """Of all requests of all seeds."""
+        """The values of all requests of all seeds."""
         return [value for digest in self.digests for value in of(digest)]
 
     def figure(self, of: Values, name: str) -> Figure:
@@ -76,7 +76,7 @@ class Pool:
         return _figure(mean(alone), alone)
 
     def ratio_to_floor(self, name: str) -> float:
-        """Of a percentile of `ttft_after_retrieval_s` to that of the floor."""
+        """Ratio of a percentile of `ttft_after_retrieval_s` to the same percentile of the floor."""
         floor = self.figure(_floor, name).value
         return self.figure(_after, name).value / floor if floor > 0 else math.nan
 

@@ -12,7 +12,7 @@ SPREAD = (5, 95)
 
 
 class Ratio(NamedTuple):
-    """Of two percentiles, and between what the bootstrap samples have it, but for 5 % at each end."""
+    """The ratio of two percentiles, and the range of the bootstrap samples without 5 % at each end."""
 
     value: float
     low: float

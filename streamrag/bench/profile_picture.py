@@ -23,7 +23,7 @@ def step_budget(profile: StepProfile) -> int:
 
 
 def most_tokens(profile: StepProfile) -> int:
-    """Of the longest prompt that there can be."""
+    """Tokens of the longest prompt that there can be."""
     return int(profile.provenance.get("max_model_len", DEFAULT_MOST_TOKENS))
 
 

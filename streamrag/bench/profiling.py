@@ -30,7 +30,7 @@ NUM_IN_VOCABULARY = 512
 """Token ids are below this, which every model has."""
 NUM_BLOCKER_TOKENS = 128
 HEAD_START_S = 0.002
-"""For the blocker to reach the engine: its step has begun then, and the batch arrives before it ends."""
+"""Seconds for the blocker to reach the engine: its step has begun then, and the batch arrives before it ends."""
 SIZES = (16, 50, 100, 200, 400, 700, 1_000, 2_000, 4_000)
 """Most are no multiples of anything, as chunks are not."""
 LONE_SIZES = (16, 100, 200)
@@ -38,7 +38,7 @@ NUM_DECODES = 3
 NUM_PASSES = 3
 PASSES_S = 10.0
 NUM_TRIES = 4
-"""To have a batch in one step, before it is left out. The quicker the engine, the harder it is."""
+"""Attempts to have a batch in one step, before it is left out. The quicker the engine, the harder it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class _Batch:
 
     @property
     def num_most_tokens(self) -> int:
-        """Of one of its requests, answer included."""
+        """Tokens of one of its requests, answer included."""
         return self.num_context + self.num_tokens + self.num_output_tokens
 
     def parts(self) -> Iterator[tuple[Part, ...]]:
-        """Of each of its steps."""
+        """The parts of each of its steps."""
         yield ((self.num_tokens, self.num_context),) * self.num_requests
         num_before = self.num_context + self.num_tokens
         for index in range(self.num_output_tokens - 1):
@@ -78,7 +78,7 @@ class Pass:
 
     steps: tuple[StepTime, ...]
     beside_s: tuple[float, ...]
-    """Of requests that were alone: the time from asking to the first token, less that of the model."""
+    """For requests that were alone: the time from asking to the first token, less the time of the model."""
 
     def times(self, factor: float) -> "Pass":
         """The same on a machine that takes so many times as long for everything."""
@@ -138,7 +138,7 @@ def table_profile(passes: Sequence[Pass], engine: KvFacts, name: str) -> TablePr
 
 
 def slowness(passes: Sequence[Pass]) -> list[float]:
-    """Of each pass: how much longer its steps took than such steps usually do, as a factor.
+    """For each pass: how much longer its steps took than such steps usually do, as a factor.
 
     A machine that others use as well is faster in one minute than in the next.
     """
@@ -147,7 +147,7 @@ def slowness(passes: Sequence[Pass]) -> list[float]:
 
 
 def _usual_s(passes: Sequence[Pass]) -> dict[tuple[Part, ...], float]:
-    """Of each kind of step."""
+    """Median seconds of each kind of step."""
     steps_s: dict[tuple[Part, ...], list[float]] = {}
     for step in (step for one in passes for step in one.steps):
         steps_s.setdefault(step.parts, []).append(step.step_s)
@@ -155,7 +155,7 @@ def _usual_s(passes: Sequence[Pass]) -> dict[tuple[Part, ...], float]:
 
 
 def _factors(one: Pass, usual_s: Mapping[tuple[Part, ...], float]) -> list[float]:
-    """Of the steps of a pass that are longer than most; of shorter ones, what disturbs them is a larger share."""
+    """Factors of the steps that are longer than most; disturbances are a larger share of shorter ones."""
     usually_s = median(usual_s.values())
     return [step.step_s / usual_s[step.parts] for step in one.steps if usual_s[step.parts] >= usually_s]
 
@@ -186,7 +186,7 @@ async def measure(client: "EngineClient", budget: int, max_model_len: int, max_n
 
 
 def _sizes(most: int) -> list[int]:
-    """Of steps of one request, the largest last and not too close to the one before."""
+    """Tokens of steps of one request, the largest last and not too close to the one before."""
     return [*(size for size in SIZES if size <= 0.75 * most), most]
 
 
@@ -230,7 +230,7 @@ async def _steps_of(
 
 
 async def _beside_s(client: "EngineClient", token_ids: list[int]) -> float:
-    """Of a request that is alone: what its first token takes beside the model."""
+    """Seconds that the first token of a request takes beside the model, if the request is alone."""
     clock, num_before = asyncio.get_running_loop().time, len(client.steps)
     start_s = clock()
     await answer(client, "alone", token_ids, 1)

@@ -7,5 +7,5 @@ from streamrag.versions import installed_versions
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter, and of Python."""
+    """Versions of the packages that matter, and of Python."""
     return {"python": platform.python_version(), **installed_versions("streamrag", *DISTRIBUTIONS, "torch")}

@@ -20,7 +20,8 @@ def request_results(
     records: Mapping[str, Sequence[RequestRecord]],
     start_s: float = 0.0,
 ) -> tuple[RequestResult, ...]:
-    """Of the queries that were answered. `start_s` is when the cell began, on the clock of timings and records."""
+    """The results of the queries that were answered. `start_s` is when the cell began, on the clock of timings and
+    records."""
     results = []
     for query in queries:
         timing, record = timings.get(query.query_id), merged(records.get(query.query_id, ()))

@@ -27,9 +27,9 @@ NUM_REPEATS, NUM_REPEATS_SMALL = 3, 9
 SMALL = 1_024
 """Prompts of so many tokens are quick, and what disturbs them weighs more."""
 NUM_TRIES = 5
-"""To have a prompt computed in the steps that it should take."""
+"""Attempts to have a prompt computed in the steps that it should take."""
 NUM_WAITS = 1_000
-"""Of a millisecond, until the engine has told of all steps."""
+"""Waits of a millisecond each, at most, until the engine has told of all steps."""
 NUM_IDLE = 5
 """Steps that only decode, to compare the others with."""
 NUM_CONTEXT_BESIDE = 32

@@ -14,7 +14,7 @@ from streamrag.engine.eviction import FATES
 from streamrag.versions import __version__
 
 COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "num_bytes_in": 1e9}
-"""Of `CopyTotals`, and what the report counts them in."""
+"""Fields of `CopyTotals`, and the unit that the report counts each in."""
 
 
 def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, str] | None = None) -> str:
@@ -167,7 +167,7 @@ def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]
 
 
 def _arrivals(comparison: Comparison) -> dict[str, Any]:
-    """Of one cell whose engine told about chunks, else of any: all variants have the same load."""
+    """What arrived in one cell, if possible of an engine that told about chunks: all variants have the same load."""
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     chosen = max(digests, key=lambda d: (len(d.gaps_s) > 0, len(d.num_tokens) > 0, len(d.num_chunks)))
     listed: list[tuple[str, Sequence[float]]] = [

@@ -20,7 +20,7 @@ from streamrag.errors import StreamRagError
 from streamrag.orphans import end_with_parent
 
 MIN_GAP_S = 0.1
-"""Between two reports of progress of one cell."""
+"""Seconds between two reports of progress of one cell."""
 PATIENCE_S = 10.0
 """How long an interrupted cell has to end by itself; a real engine frees its memory and its own processes."""
 PARENT = "STREAMRAG_PARENT"

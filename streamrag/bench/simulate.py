@@ -84,7 +84,7 @@ def _checked_profile(settings: CellSettings) -> StepProfile:
 
 
 def _model_len(profile: StepProfile) -> int | None:
-    """Of the engine that was measured, if that is where the profile comes from."""
+    """Model length of the engine that was measured; None if the profile comes from elsewhere."""
     found = profile.provenance.get("max_model_len")
     return found if type(found) is int else None
 

@@ -57,7 +57,7 @@ class StepTimes:
 
     @property
     def totals(self) -> CopyTotals | None:
-        """Of all steps so far; None without a host memory."""
+        """Copies of all steps so far; None without a host memory."""
         if self._clock is None:
             return None
         # Each rank copies its share of every block.

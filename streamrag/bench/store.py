@@ -41,7 +41,7 @@ def _version_of_vllm() -> str | None:
 
 
 def _hash_of(path: str) -> str | None:
-    """Of a file's content; of a folder's names and sizes; None for what is not a path, such as a profile's name."""
+    """Hash of a file's content, or of a folder's names and sizes; None for what is no path, as a profile's name."""
     digest = hashlib.sha256()
     try:
         if os.path.isdir(path):

@@ -74,19 +74,19 @@ class Digest:
     retrieval_s: tuple[float, ...]
     num_chunks: tuple[int, ...]
     gaps_s: tuple[float, ...]
-    """Between the chunks of a request, of all requests; empty where the engine does not tell."""
+    """Seconds between the chunks of a request, for all requests; empty where the engine does not tell."""
     num_tokens: tuple[int, ...]
-    """Of the complete prompts; empty where the engine does not tell, as are the next two."""
+    """Tokens of the complete prompts; empty where the engine does not tell, as are the next two."""
     num_invalidated: tuple[int, ...]
     num_recomputed: tuple[int, ...]
     num_preemptions: Mapping[str, int] | None
-    """By what became of the KV; None where the engine does not tell."""
+    """Preemptions, by what became of the KV; None where the engine does not tell."""
     num_tokens_lost: int
-    """In preemptions."""
+    """Tokens whose KV was lost in preemptions."""
     num_computed: int
     """Prompt tokens that were computed, all in all."""
     num_taxed: int
-    """Of these, those that had to be computed again because of preemption: the recompute tax."""
+    """Those of them that had to be computed again because of preemption: the recompute tax."""
     num_loaded: int
     """Prompt tokens that came back from host memory."""
     busy_s: float
@@ -135,7 +135,7 @@ def digest(result: CellResult) -> Digest:
         num_preemptions=_by_fate(p.fate for p in preemptions) if records else None,
         num_tokens_lost=sum(p.num_tokens_lost for p in preemptions),
         num_computed=sum(record.num_computed for record in records),
-        # Of the others, what was computed again is the rest of a block that an update could not keep.
+        # Without a preemption, what was computed again is the rest of a block that an update could not keep.
         num_taxed=sum(record.num_recomputed for record in records if record.preemptions),
         num_loaded=sum(record.num_loaded for record in records),
         busy_s=result.busy_s,

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 PATIENCE_S = 60.0
-"""Without any answer, after which an engine is taken to stand still: idle stock sessions can starve the rest."""
+"""Seconds without any answer, after which an engine is taken to stand still: idle stock sessions can starve the
+rest."""
 
 
 def _no_progress(num_done: int, num_total: int) -> None: ...

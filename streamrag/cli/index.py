@@ -18,7 +18,7 @@ examples:
   streamrag ask "Who approves travel?" --index ./handbook-index --model ./Llama-3.1-8B-Instruct
 """
 MAX_PATHS = 5
-"""Of the files that were skipped for one reason, these are named."""
+"""Files that are named, at most, for each reason to skip files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

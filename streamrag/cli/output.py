@@ -17,7 +17,7 @@ from streamrag.errors import StreamRagError
 from streamrag.showing import json_text, one_line, shown
 
 MIN_NAMES_WIDTH = 14
-"""Of the first column of a table."""
+"""Characters of the first column of a table, at least."""
 MAX_WIDTH = 10_000
 
 

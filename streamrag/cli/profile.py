@@ -37,7 +37,7 @@ Measure with the step budget that the engine will run with. Nothing else should 
 
 SCRATCH = "profile"
 NAMED = ("tensor_parallel_size", "max_num_batched_tokens", "max_model_len")
-"""Of the engine's arguments, those that have options of their own."""
+"""The engine's arguments that have options of their own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

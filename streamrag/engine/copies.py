@@ -35,7 +35,7 @@ class CopyCosts:
     out_points: tuple[CopyPoint, ...]
     in_points: tuple[CopyPoint, ...]
     block_bytes: int
-    """Of one block on one device: with tensor parallelism a rank's share."""
+    """Bytes of one block on one device: with tensor parallelism, of a rank's share."""
     is_overlapped: bool
     """Whether the device computes while copies run (CUDA). It stands still meanwhile otherwise (CPU)."""
 
@@ -93,7 +93,7 @@ class CopyClock:
 
     costs: CopyCosts
     num_layers: int
-    """Of the model: as fine as loads and the forward overlap."""
+    """Layers of the model: loads and the forward overlap layer by layer."""
     busy_out_s: float = 0.0
     busy_in_s: float = 0.0
     _out_free_s: float = field(default=0.0, init=False)

@@ -31,7 +31,7 @@ class StepProfile(Protocol):
     def tensor_parallel_size(self) -> int: ...
     @property
     def num_layers(self) -> int:
-        """Of the model: as fine as copies and the forward can overlap."""
+        """Layers of the model: copies and the forward can overlap layer by layer."""
 
     @property
     def copies(self) -> CopyCosts | None:
@@ -82,21 +82,21 @@ class AnalyticProfile:
     tensor_parallel_size: int
     model: ModelShape
     peak_flops: float
-    """Of one device, dense, per second."""
+    """FLOPs per second of one device, dense."""
     efficiency: float
     """Share of the peak that a step reaches when it is bound by compute."""
     bandwidth_bytes_per_s: float
-    """Of one device's memory."""
+    """Bandwidth of one device's memory."""
     overhead_s: float
-    """Of each step: launches, sampling, what the scheduler does not hide."""
+    """Overhead of each step: launches, sampling, what the scheduler does not hide."""
     kv_tokens: int
     block_size: int = 16
     is_async: bool = True
     delivery_s: float = 0.0
     host_bandwidth_bytes_per_s: float | None = None
-    """Of one device's link to host memory, in each direction; None if nothing is known of copies."""
+    """Bandwidth of one device's link to host memory, in each direction; None if nothing is known of copies."""
     host_latency_s: float = 0.0
-    """Of each copy."""
+    """Latency of each copy."""
     is_overlapped: bool = True
     """Whether the device computes while copies run."""
     provenance: Mapping[str, Any] = field(default_factory=dict)

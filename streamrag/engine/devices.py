@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """Of one device. Bandwidths are in bytes per second."""
+    """The speed of one device. Bandwidths are in bytes per second."""
 
     name: str
     peak_flops: float
@@ -38,10 +38,10 @@ CUDA_DEVICES = (
 )
 OTHER_CUDA_DEVICE = DeviceSpeed("another GPU", 60e12, 500e9, 12e9)
 FULL_PRECISION = 1 / 16
-"""Of the 16-bit peak, for products of 32 bits."""
+"""Peak of 32-bit products, as a share of the 16-bit peak."""
 
 CORE_FLOPS = 40e9
-"""Of one core of a CPU, with 32 bits."""
+"""FLOPs per second of one CPU core, with 32 bits."""
 CPU_BANDWIDTH_BYTES_PER_S = 10e9
 CPU_COPY_BYTES_PER_S = 4e9
 

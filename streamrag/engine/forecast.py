@@ -5,11 +5,11 @@ from typing import NamedTuple
 from streamrag.engine.request import RequestView
 
 WEIGHT = 0.05
-"""Of the newest chunk in the running means."""
+"""Weight of the newest chunk in the running means."""
 SURE_SHARE = 0.9
-"""Of a prompt, on average: a source that keeps so much of it from chunk to chunk appends rather than replaces."""
+"""A source that on average keeps this share of a prompt from chunk to chunk appends rather than replaces."""
 MOST_SOURCES = 1_000
-"""That are remembered; names come from outside."""
+"""Sources that are remembered; their names come from outside."""
 
 
 class _Habits(NamedTuple):
@@ -18,7 +18,7 @@ class _Habits(NamedTuple):
     gap_s: float
     """Seconds since the chunk before."""
     kept_share: float
-    """Of the prompt before it, what the chunk keeps at its front: all if it appends, little if it replaces."""
+    """Share of the previous prompt that the chunk keeps at its front: all if it appends, little if it replaces."""
 
 
 class ChunkForecast:

@@ -3,7 +3,7 @@
 FEWEST_TOKENS = 64
 """Smaller steps say more about what a step costs than about what a token does."""
 WEIGHT = 0.2
-"""Of the newest step in the running mean."""
+"""Weight of the newest step in the running mean."""
 
 
 class Pace:

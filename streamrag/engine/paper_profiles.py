@@ -22,9 +22,9 @@ RECOMPUTE, SWAP_IN, SWAP_OUT, METADATA = "recomputation_latencies", "swap_in_lat
 SHARED = ("model_name", "tensor_parallel_size")
 """What must be the same in a pair of files."""
 KV_BYTES_PER_TOKEN = {"llama-3.1-8b": 131_072, "llama-3.1-70b": 327_680}
-"""Of models with 16 bits, by what their names begin with."""
+"""KV bytes per token of models with 16 bits, by what their names begin with."""
 NUM_FITTED = 3
-"""Of the costs of a step: what each takes, what a token takes, and what a pair of tokens takes."""
+"""Costs of a step that are fitted: what each step takes, what a token takes, and what a pair of tokens takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ Key: TypeAlias = Callable[[RequestView, float], Any]
 class Policy(Protocol):
     """An order of requests.
 
-    It must not turn against a request because that was served, or requests could evict each other for ever.
+    It must not rank a request lower because it was served: requests could evict each other for ever.
     """
 
     needs_prefix_hits: bool
@@ -37,14 +37,14 @@ class Policy(Protocol):
         """All of `requests`, the most urgent first."""
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
-        """Told which requests, not being computed before, were taken up in this step, in order."""
+        """Called with the requests that this step took up, in order; they were not being computed before."""
 
     def on_speed(self, tokens_per_s: float) -> None:
-        """Told how fast the engine computes prompts, again and again."""
+        """Called again and again with the speed at which the engine computes prompts."""
 
 
 class KeyPolicy:
-    """The order of a key. `is_static` if the key of a request does not change while its view does not."""
+    """Orders requests by a key. `is_static` says that a request's key changes only with its view."""
 
     needs_prefix_hits = False
 
@@ -75,10 +75,10 @@ class KeyPolicy:
         return (not r.has_output, self.key(r, now_s), r.arrival_s, r.request_id)
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
-        """Keeps nothing."""
+        """Ignored: this order does not depend on who was admitted."""
 
     def on_speed(self, tokens_per_s: float) -> None:
-        """Does not matter."""
+        """Ignored: this order does not depend on speed."""
 
 
 def arrival() -> Policy:
@@ -193,7 +193,7 @@ class LongestPrefixPolicy:
         return order
 
     def on_speed(self, tokens_per_s: float) -> None:
-        """Does not matter."""
+        """Ignored: this order does not depend on speed."""
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
         if not math.isinf(self.k):
@@ -226,7 +226,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 def make_policy(spec: str) -> Policy:
     """The policy that `spec` names: `"fcfs"`, `"k_lpm(4)"`, `"srpf(ageing=0.25)"`, or `"package.module.function"`.
 
-    A function of one's own is given a `RequestView` and the time in seconds, and returns something to sort by.
+    Your own function is given a `RequestView` and the time in seconds, and returns something to sort by.
 
     :raises ConfigurationError: there is no such policy, or it does not take these parameters.
     """

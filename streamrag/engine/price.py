@@ -9,7 +9,7 @@ from streamrag.engine.costs import DEFAULT_BUDGET, Part, StepProfile, recompute_
 from streamrag.errors import ConfigurationError
 
 WEIGHT = 0.1
-"""Of the newest observation in a running mean."""
+"""Weight of the newest observation in a running mean."""
 NUM_NEWEST = 9
 """Observations that correct a profile."""
 FEWEST_TOKENS = 64
@@ -33,7 +33,8 @@ class _Scale:
 
 
 class Price:
-    """Of an engine with blocks of `block_size` tokens and steps of `budget` tokens. Times are on the engine's clock.
+    """The choice for an engine with blocks of `block_size` tokens and steps of `budget` tokens. Times are on the
+    engine's clock.
 
     :raises ConfigurationError: the profile does not know what copies take.
     """
@@ -48,9 +49,9 @@ class Price:
         self.is_overlapped = profile.copies.is_overlapped
         """Whether copies run beside the computation."""
         self.share_valid = 1.0
-        """Of the computed tokens that chunks find, the share whose KV is still true afterwards."""
+        """Share of the computed tokens that chunks find whose KV is still valid afterwards."""
         self.step_s = self.mean_step_s = 0.0
-        """Of the last step that computed; and of steps."""
+        """Seconds of the last step that computed, and of steps on average."""
         self._copies = profile.copies
         self._block_size = block_size
         self._budget = budget
@@ -82,7 +83,7 @@ class Price:
         return max(self._in_free_s - now_s, 0.0)
 
     def share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
-        """Of a step with these parts, the share of its time that the first `num_tokens` tokens of one of them add."""
+        """Share of the time of a step with these parts that the first `num_tokens` tokens of part `index` add."""
         num_new, num_before = parts[index]
         rest = [(num_new - num_tokens, num_before + num_tokens)] if num_tokens < num_new else []
         # A step of its own would have computed one token after them in any case.

@@ -20,7 +20,7 @@ from streamrag.files import write_whole
 from streamrag.reading import as_dataclass, parse_json, read_bytes
 
 MAX_NUMBER = 10**15
-"""Of a whole number in a profile."""
+"""The largest whole number in a profile."""
 
 
 def profile_names() -> list[str]:

@@ -15,7 +15,7 @@ from streamrag.engine.price import Price
 WRITE_THROUGH_BELOW = 0.3
 """Share of the KV blocks that is free, from which on evictions are near enough to copy ahead of them."""
 MOST_WRITTEN_THROUGH = 1_024
-"""Blocks in one step."""
+"""Blocks that are written through in one step, at most."""
 UNNOTICED = 0.03
 """Saving blocks at the last moment holds nobody up if it takes less than this share of computing as many."""
 RUN = 64

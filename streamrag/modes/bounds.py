@@ -1,17 +1,17 @@
-"""How much text is tokenised at most, whatever is asked or retrieved."""
+"""A bound on the text that is tokenised, whatever is asked or retrieved."""
 
 from collections.abc import Callable
 
 from streamrag.core import Tokenizer
 
 CHARACTERS_PER_TOKEN = 8
-"""More than text of most kinds has; code with much white space has more."""
+"""Most kinds of text have fewer; code with much white space has more."""
 
 
 def encode_at_most(tokenizer: Tokenizer, text: str, max_tokens: int, written: Callable[[str], str] = str) -> list[int]:
-    """The token ids of `text`; if it surely has more than `max_tokens`, only those of its beginning, which are more.
+    """The token ids of `text`, or if it surely has more than `max_tokens`, of a beginning that has more.
 
-    How a text is cut changes the tokens at the cut alone. So one whose beginning has a quarter more tokens than can be
+    Cutting a text changes only the tokens at the cut. So a text whose beginning has a quarter more tokens than can be
     used is never tokenised whole, nor `written` as the prompt has it, and takes no more time and memory than that
     beginning.
     """

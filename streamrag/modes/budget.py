@@ -1,4 +1,4 @@
-"""What of a context goes into a prompt that has no room for all of it.
+"""Which chunks of a context go into a prompt that has no room for all of them.
 
     | by arrival: whole chunks, at most a third of the budget each | late: the best of what there was no room for |
     |<----------------------- three quarters --------------------->|<---- a quarter, when retrieval has ended --->|
@@ -15,17 +15,17 @@ from streamrag.core import Chunk
 from streamrag.modes.bounds import CHARACTERS_PER_TOKEN
 
 PAGE_SHARE = 1 / 3
-"""Of the budget, for one chunk that arrives: the first must not leave out all that come later."""
+"""Share of the budget for one chunk that arrives: the first must not leave out all that come later."""
 MIN_PAGE_TOKENS = 512
-"""A chunk is not shortened below it while there is room: less hardly answers anything."""
+"""A chunk is not shortened to fewer tokens while there is room: less hardly answers anything."""
 MIN_LATE_TOKENS = 64
-"""With less room, nothing more is looked for."""
+"""With room for fewer tokens, nothing more is looked for."""
 NUM_TRIES = 8
-"""To shorten a chunk: how many tokens a text of so many characters has is a guess, and the next one knows better."""
+"""Attempts to shorten a chunk: the number of tokens in a text is a guess, which each attempt improves."""
 
 
 class Relevance(Protocol):
-    """What matters to the question that is asked."""
+    """Judges what matters to the question."""
 
     def shorten(self, text: str, max_chars: int) -> tuple[str, str]:
         """The parts of `text` that matter most, at most `max_chars` of them, and the rest."""
@@ -41,13 +41,13 @@ class Included:
     whole: Chunk
     """As it arrived."""
     part: Chunk
-    """What the prompt has of it."""
+    """The part of it that is in the prompt."""
     rest: str = ""
-    """What the prompt does not have of it."""
+    """The text of it that is not in the prompt."""
 
 
 class Budget:
-    """Chooses for one query. `count(number, chunk)` is the tokens of a chunk as the passage of that number.
+    """Chooses chunks for one query. `count(number, chunk)` gives the tokens of a chunk as the passage of that number.
 
     Without `relevance` every context is taken in its order.
     """
@@ -69,7 +69,7 @@ class Budget:
         self._room = self._max_tokens - int(self._max_tokens * self._late_share)
 
     def by_rank(self, chunks: Sequence[Chunk]) -> list[Included]:
-        """Those that fit as a whole, the earlier going first."""
+        """The chunks that fit as a whole; earlier ones go first."""
         taken: list[Included] = []
         room = self._max_tokens
         for chunk in chunks:
@@ -80,7 +80,7 @@ class Budget:
         return taken
 
     def by_arrival(self, chunks: Sequence[Chunk], *, is_complete: bool) -> list[Included]:
-        """Those that fit as they arrived, the larger ones shortened; and when all have come, the best of the rest."""
+        """The chunks that fit, as they arrived, larger ones shortened; and once all have come, the best of the rest."""
         if self._relevance is None:
             return self.by_rank(chunks)
         if tuple(chunks[: len(self._arrived)]) != self._arrived:
@@ -92,7 +92,7 @@ class Budget:
         return [*taken, *self._late(self._relevance, taken, late)] if is_complete and late else list(taken)
 
     def _arrive(self, relevance: Relevance, chunk: Chunk) -> None:
-        """Takes one more chunk, or lets it wait: those before it are not asked about again for each."""
+        """Takes one more chunk, or lets it wait. Earlier chunks are not looked at again."""
         number = len(self._taken) + 1
         short = self._shorten(relevance, number, chunk, max(int(self._max_tokens * PAGE_SHARE), MIN_PAGE_TOKENS))
         num_tokens = self._count(number, short.part) if short else 0
@@ -105,7 +105,7 @@ class Budget:
             self._waiting.append(Included(chunk, replace(chunk, text=short.rest)))
 
     def _late(self, relevance: Relevance, taken: Sequence[Included], late: Sequence[Included]) -> list[Included]:
-        """What of `late` fits behind `taken`: all in its order, or the best, each having its share of the room."""
+        """What fits of `late` after `taken`: all in order, or the best, each with its share of the room."""
         room = self._max_tokens - sum(self._count(number, each.part) for number, each in enumerate(taken, 1))
         left = room
         for number, each in enumerate(late, len(taken) + 1):
@@ -128,7 +128,7 @@ class Budget:
         return found
 
     def _shorten(self, relevance: Relevance, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
-        """The chunk, or its most relevant part if its passage has more tokens than that; None if none is so small."""
+        """The chunk, or its most relevant part if its passage has over `max_tokens`; None if none is small enough."""
         if self._count(number, chunk) <= max_tokens:
             return Included(chunk, chunk)
         key = (number, chunk, max_tokens)

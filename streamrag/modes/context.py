@@ -7,10 +7,11 @@ from streamrag.core import Append, Chunk, Update
 
 
 class Context(tuple[Chunk, ...]):
-    """The chunks of a context, among which one is found in the same time however many they are."""
+    """The chunks of a context, in which one is found in constant time."""
 
     _places: dict[Chunk, int]
-    """Of each chunk; shared with the contexts that this one has grown from, which have only the first ones."""
+    """The place of each chunk; shared with the contexts that this one has grown from, which have only the first
+    ones."""
 
     def __new__(cls, chunks: Iterable[Chunk] = ()) -> Self:
         self = super().__new__(cls, chunks)

@@ -19,13 +19,13 @@ MAX_TITLE_CHARS = 200
 MAX_SOURCE_CHARS = 500
 
 MARKS = ("> ", "| ", "~ ")
-"""The first that does not make another of the template's lines is put before a line that imitates one."""
+"""Marks for a line that imitates one of the template's: the first that does not make it another such line."""
 
 TWINS = {"[": "(", "]": ")", "<": "(", ">": ")", '"': "'", "|": "/"}
-"""In titles and addresses, for what the template puts around its fields."""
+"""Replacements, in titles and addresses, for what the template puts around its fields."""
 
 ADDRESS = re.compile(r"[\w+.-]*://\S*|(?<![^\W_])_*www\.\S*")
-"""In a folded text: not what merely may be one, as `bank.org/login`, for so do names of files and modules look."""
+"""An address in a folded text. `bank.org/login` is not taken for one: names of files and modules look like that too."""
 
 BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\U00013441\U00013442\U0001d159")
 """Letters and symbols that are drawn as nothing; the other invisible characters are known by their categories."""
@@ -37,8 +37,8 @@ _INVISIBLE = dict.fromkeys((*range(0x21), 0x7F))
 class PassageFormat:
     """Formats passages by `passage`, with `number`, `title`, `uri` and `text`.
 
-    `others` are the formats of all else in the prompt; a line of theirs cannot be imitated either. What a line begins
-    with, up to its first field, makes it known; one that is all words must be imitated as a whole. Case, white space,
+    `others` are the formats of all else in the prompt; a line of theirs cannot be imitated either. A line is known by
+    what it begins with, up to its first field; a line without fields must be imitated as a whole. Case, white space,
     accents, invisible characters and compatible forms such as full-width letters make no difference.
     """
 
@@ -57,7 +57,7 @@ class PassageFormat:
         return self._passage.format(number=number, title=title, uri=uri, text=self._marked(chunk.text))
 
     def _one_line(self, text: str, max_chars: int) -> str:
-        """At most so much of a text that stands among the template's own words, without what they are known by."""
+        """At most `max_chars` of a text that stands among the template's own words, without what those are known by."""
         text = text[: 2 * max_chars + 1]
         words = "".join(c if c.isprintable() else " " for c in text).split()
         line = "".join(self._twins.get(unicodedata.normalize("NFKC", c), c) for c in " ".join(words))
@@ -76,7 +76,7 @@ class PassageFormat:
 
 
 def _folded(line: str) -> str:
-    """What of a line a reader goes by: no case, no white space, no accents, nothing invisible."""
+    """What a reader recognises a line by: no case, no white space, no accents, nothing invisible."""
     if line.isascii():
         return line.casefold().translate(_INVISIBLE)
     return "".join(map(_folded_character, line))
@@ -90,13 +90,14 @@ def _folded_character(character: str) -> str:
 
 
 def _is_invisible(character: str) -> bool:
-    """Whether it is drawn as nothing, or only upon another: control, format and unassigned, white space, accents."""
+    """Whether it is invisible, or drawn only on top of another character: control, format and unassigned, white space,
+    accents."""
     category = unicodedata.category(character)
     return category[0] in "CZ" or category in ("Mn", "Me") or character in BLANKS
 
 
 def _without_addresses(text: str) -> str:
-    """A short text, in which an ellipsis stands for each address, in whatever form a reader would take for one."""
+    """A short text with an ellipsis for each address, in any form that a reader would take for one."""
     folded = [" " if c.isspace() else _folded_character(c) for c in text]
     origin = [i for i, characters in enumerate(folded) for _ in characters]
     kept, end = "", 0

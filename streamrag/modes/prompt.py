@@ -70,7 +70,7 @@ class AssembledPrompt:
 
     prompt: Prompt
     included: tuple[Chunk, ...]
-    """The passages; of a shortened chunk there may be two."""
+    """The passages; a shortened chunk may have two."""
     num_invalidated: int
     """Tokens of the previous prompt that this one does not share."""
     left_out: tuple[Chunk, ...] = ()
@@ -80,7 +80,7 @@ class AssembledPrompt:
 
 
 class PromptAssembler:
-    """Turns the successive contexts of one query into prompts. Blocking; not for two threads at once.
+    """Turns the successive contexts of one query into prompts. Blocking, and for one thread at a time.
 
     `max_context_tokens` bounds the passages; None leaves them all that the model's length has room for beside the
     rest of the prompt and `max_tokens` of answer. With `relevance`, what does not fit is chosen by it in a
@@ -131,7 +131,7 @@ class PromptAssembler:
     def assemble(
         self, chunks: Sequence[Chunk], *, is_complete: bool, is_cut_short: bool = False, is_ranked: bool = True
     ) -> AssembledPrompt:
-        """The prompt for `chunks` in this order; what does not fit the budget is left out, the earlier going first.
+        """The prompt for `chunks` in this order. Earlier ones go first, and what does not fit the budget is left out.
 
         A complete one tells the model when retrieval `is_cut_short`, behind the passages: nothing before it changes.
         Chunks that are not ranked are in the order of their arrival.
@@ -146,7 +146,7 @@ class PromptAssembler:
         num_shared = common_prefix_len(self._previous, token_ids)
         num_invalidated = len(self._previous) - num_shared
         self._previous = token_ids
-        parts = {each.whole: each for each in fit}  # of those that are in it twice, the last
+        parts = {each.whole: each for each in fit}  # for a chunk that is in it twice, the last
         return AssembledPrompt(
             Prompt(token_ids, num_shared, is_complete),
             included=tuple(each.part for each in fit),
@@ -182,7 +182,7 @@ class PromptAssembler:
         return self._passages[key]
 
     def _encode(self, text: str) -> list[int]:
-        """Token ids of a text that is not the chat template's; of one that cannot fit, those of its beginning."""
+        """Token ids of a text that is not part of the chat template; if it cannot fit, those of its beginning."""
         return encode_at_most(self._tokenizer, text, self._max_model_len)
 
     def _split(self, question: str, history: Sequence[Turn]) -> tuple[list[int], list[int]]:
@@ -217,5 +217,5 @@ class PromptAssembler:
 
 
 def _escaped(text: str) -> str:
-    """A format that makes this text."""
+    """A format string that produces this text."""
     return text.replace("{", "{{").replace("}", "}}")

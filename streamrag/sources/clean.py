@@ -50,15 +50,15 @@ from streamrag.sources.worker_main import OUT_OF_MEMORY
 
 MAX_LINKS = 500
 MAX_LINKS_CHARS = 50_000
-"""Together. Reading the answer must not hold up the caller's event loop."""
+"""Characters of all links together. Reading the answer must not hold up the caller's event loop."""
 
 MAX_TITLE_CHARS = 300
 
 MAX_PASSAGES = 8000
-"""Each is ranked with all of its headings, which may be much longer than itself."""
+"""Passages of a page. Each is ranked with all of its headings, which may be much longer than itself."""
 
 MAX_LEFT_BYTES = 256 << 20
-"""That pages may leave behind in a worker, until it is replaced."""
+"""Bytes that pages may leave behind in a worker before it is replaced."""
 
 NOT_OF_PAGES = {"idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-7"}
 """Python's codecs that are no charset of any page. Decoding punycode takes quadratic time."""
@@ -131,7 +131,7 @@ class _Scraper(LXMLWebScrapingStrategy):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.pruned: Pruned | None = None
-        """Of the page that is being read."""
+        """What is left of the page that is being read."""
 
     def scrap(self, url: str, html: str, **options: Any) -> Any:
         self.pruned = self.pruned or prune(url, html)
@@ -196,8 +196,8 @@ def _limit_memory(num_more_bytes: int) -> None:
 class PageCleaner:
     """Answers the jobs of `WebSource`: see `__call__`.
 
-    With `cdp_url`, pages are fetched by the browser there, in a context of their own that the user's sessions and tabs
-    are no part of.
+    With `cdp_url`, pages are fetched by the browser there, in a context of their own, apart from the user's sessions
+    and tabs.
     """
 
     def __init__(

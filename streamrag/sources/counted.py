@@ -6,13 +6,13 @@ from typing import Any
 import httpcore
 
 MAX_HEAD_BYTES = 1 << 15
-"""From the request to the end of the response's head, any number of interim responses (1xx) included. Common servers
-send less than 8 KiB."""
+"""Bytes from the request to the end of the response's head, any number of interim responses (1xx) included. Common
+servers send less than 8 KiB."""
 
 MAX_HEAD_LINES = 400
 
 HEAD_PIECE_BYTES = 1 << 12
-"""Read at a time while a head is awaited: parsing it blocks the event loop."""
+"""Bytes read at a time while a head is awaited: parsing it blocks the event loop."""
 
 
 class ResponseTooLargeError(Exception):
@@ -26,7 +26,7 @@ class CountedStream(httpcore.AsyncNetworkStream):
         self._stream = stream
         self._max_bytes: int | None = None  # None: the head is awaited
         self.num_bytes = 0
-        """Read from the socket since the request was sent."""
+        """Bytes read from the socket since the request was sent."""
         self._num_lines = 0
 
     def begin_body(self, max_bytes: int) -> None:

@@ -35,13 +35,13 @@ from streamrag.sources.workers import (
 from streamrag.tasks import wait_regardless
 
 MAX_COSTLY_PAGES = 2
-"""Of one host. Then it is given up for the rest of the crawl."""
+"""Pages of one host that may take too much before it is given up for the rest of the crawl."""
 
 MAX_LOOKUPS = 4
 """Names that one crawl looks up at the same time."""
 
 MAX_REASON_CHARS = 500
-"""Of an error that nobody expected."""
+"""Characters that are shown of an unexpected error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Target:
 
 
 class Crawl:
-    """Not to be used any more once `absorb` has raised, but for `aclose`."""
+    """One crawl. Once `absorb` has raised, only `aclose` may be called."""
 
     def __init__(
         self, query: str, options: CrawlOptions, workers: WorkerPool, ssl_context: ssl.SSLContext, lookups: Threads
@@ -112,7 +112,7 @@ class Crawl:
         return self._deadline
 
     def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
-        """Launch the start URLs. Those that `may_be_unsafe` are not the program's own: ones that are, are skipped."""
+        """Launch the start URLs. If they `may_be_unsafe`, others chose them, and unsafe ones are skipped."""
         self._may_be_unsafe = may_be_unsafe
         for url in urls:
             if self._num_launched == self._options.max_pages:
@@ -180,7 +180,7 @@ class Crawl:
             raise kind(f"none of the {len(errors)} start URLs can be reached; {errors[0]}") from errors[0]
 
     def cut_short(self) -> CutShort | None:
-        """Why something that was not found may be there all the same. In our words: a model may be told."""
+        """Why something that was not found may exist all the same. The words are ours: a model may be told."""
         num_given_up = sum(num_costly >= MAX_COSTLY_PAGES for num_costly in self._num_costly.values())
         causes = {
             f"crawl_timeout_s={self._options.crawl_timeout_s:g} were over before all pages were finished": self._pages

@@ -22,7 +22,7 @@ from streamrag.sources.addresses import CheckedBackend, Resolve, normalize_url
 from streamrag.sources.counted import CountedStream, ResponseTooLargeError
 
 PIECE_BYTES = 1 << 16
-"""Decompressed at a time."""
+"""Bytes that are decompressed at a time."""
 
 MAX_HEADER_FIELDS = 200
 

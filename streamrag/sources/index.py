@@ -46,7 +46,7 @@ from streamrag.sources.workers import WorkerJobError, WorkerPool
 from streamrag.versions import installed_versions
 
 NUM_TEXTS_AT_ONCE = 128
-"""In one job of the embedding worker, which sorts them by length: 2-5 s on a CPU, after which progress is told."""
+"""Texts in one job of the embedding worker, which sorts them by length: 2-5 s on a CPU; then progress is reported."""
 
 MAX_EMBEDDING_THREADS = 8
 

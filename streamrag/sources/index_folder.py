@@ -35,7 +35,7 @@ FORMAT_VERSION: Literal[1] = 1
 MANIFEST, PASSAGES = "manifest.json", "passages.jsonl"
 NEEDED = {PASSAGES, "ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
 MAYBE = {f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")}
-"""What DiskANN writes beside those, of large indexes and other metrics."""
+"""Files that DiskANN writes beside those, for large indexes and other metrics."""
 
 MAX_HASHED_BYTES = 64 << 20
 """Files up to this size are read and compared with their SHA-256 when an index is opened; larger ones are not."""
@@ -67,7 +67,7 @@ class Manifest(BaseModel):
     """The first numbers of what the embedder makes of one sentence; tells embedders apart whatever they are called."""
     is_normalized: Literal[True] = True
     metric: Literal["l2"] = "l2"
-    """Of DiskANN's distances, which are squared: between unit vectors they are 2 - 2 * cosine similarity."""
+    """The metric of DiskANN's distances, which are squared: between unit vectors they are 2 - 2 * cosine similarity."""
     num_documents: _Count
     num_passages: _Count
     passage_words: _Count
@@ -89,7 +89,7 @@ def looks_like_index(folder: Path) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal."""
+    """SHA-256 of a file's content, in hexadecimal."""
     with open_regular(path, follow_links=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

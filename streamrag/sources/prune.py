@@ -14,21 +14,21 @@ from lxml import html as lxml_html
 from streamrag.sources.addresses import normalize_url
 
 MAX_ELEMENTS = 30_000
-"""What comes behind them on a page is not read. crawl4ai takes a second or two for as many."""
+"""Elements of a page; what comes after them is not read. crawl4ai takes a second or two for this many."""
 
 MAX_CONTENT_CHARS = 1_000_000
-"""Of a page's HTML after pruning, or of its text. What comes behind them is not read."""
+"""Characters of a page's HTML after pruning, or of its text. What comes after them is not read."""
 
 MAX_ANCHORS = 10_000
 MAX_LINK_ELEMENTS = 20
-"""Within a link, that are looked at for its text. Links can stand within links."""
+"""Elements within a link that are looked at for its text. Links can be nested."""
 
 NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture", "nav", "footer", "button", "select"}
 NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link"}
 """Not `form`: whole sites stand in one."""
 
 EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}
-"""What means something without any text."""
+"""Elements that mean something without any text."""
 
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
 
@@ -46,7 +46,7 @@ class Pruned(NamedTuple):
 
     html: str
     links: dict[str, str]
-    """Address to text, those of the content first; of the whole page."""
+    """From address to text, for the whole page; links in the content come first."""
     is_cut: bool
     """Whether the page is larger than what is looked at."""
 
@@ -131,7 +131,7 @@ def _cut(document: Any) -> bool:
 
 
 def _beginning(anchor: Any) -> str:
-    """Of a link's text."""
+    """The beginning of a link's text."""
     inside = itertools.islice(anchor.iter(), MAX_LINK_ELEMENTS)
     texts = ((part.text or "") + ("" if part is anchor else part.tail or "") for part in inside)
     return " ".join(" ".join(texts).split())[:200]

@@ -21,7 +21,7 @@ TARGET_CHARS = 600
 MAX_BLOCK_CHARS = 2000
 MAX_HEADING_CHARS = 200
 MAX_WORD_CHARS = 100
-"""Of a word as a term. Stems are remembered, and a page may be one word of a megabyte."""
+"""Characters of a word as a term. Stems are remembered, and a page may be one word of a megabyte."""
 
 MAX_STEMS = 10_000
 """Different words of a page that begin like one of the query and are stemmed: half a second, and enough for a book."""
@@ -33,7 +33,7 @@ MIN_NEWS_CHARS = 20
 """Shorter paragraphs are no news: they are what is left of a page that differs from another in its page number."""
 
 MIN_SCORE = 0.25
-"""Of the page's best score. Passages below it share a common word with the query, and little else."""
+"""Share of the page's best score. Passages below it share a common word with the query, and little else."""
 
 MAX_TERMS_REQUIRED = 3
 

@@ -11,7 +11,7 @@ from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.sources.threads import Threads
 
 MAX_CALLS = 32
-"""At the same time. Further queries wait: a retriever that hangs takes no threads but these."""
+"""Calls at the same time. Further queries wait: a retriever that hangs takes no threads but these."""
 
 WANTED = "passages: str, Chunk, (text, source), or objects with page_content and metadata"
 
@@ -42,7 +42,7 @@ class RetrieverSource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """One `Update`.
 
-        :raises SourceError: `retrieve` raised, or returned something else than passages.
+        :raises SourceError: `retrieve` raised, or returned something other than passages.
         """
         try:
             found = await self._found(query)

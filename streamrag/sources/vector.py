@@ -30,9 +30,9 @@ class _Opened:
 class VectorSource:
     """Searches an index made by `build_index` or `streamrag index build`.
 
-    A search runs in stages, each with a longer list of candidates than the one before. A stage after which the `k` best
-    passages, or their order, are others than before yields an `Update` with all of them, best first; `Hint.num_chunks`
-    counts the stages still to come. A chunk's `score` is the cosine similarity to the query.
+    A search runs in stages, each with a longer list of candidates than the one before. A stage that changes the `k`
+    best passages, or their order, yields an `Update` with all of them, best first; `Hint.num_chunks` counts the stages
+    still to come. A chunk's `score` is the cosine similarity to the query.
 
     index: the index's folder.
     k: passages to find; all of them if the index has fewer.
@@ -49,7 +49,7 @@ class VectorSource:
     """
 
     name = "VectorSource"
-    """What errors and schedulers call it; give two that behave differently two names."""
+    """Its name for errors and schedulers; give two sources that behave differently two names."""
 
     def __init__(
         self,

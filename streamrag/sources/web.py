@@ -32,10 +32,10 @@ StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable
 """Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""
 
 MAX_LOOKUPS = 32
-"""Names that all crawls look up at the same time. One that is not answered holds its thread for half a minute."""
+"""Names that all crawls together look up at the same time. One without an answer holds a thread for 30 s."""
 
 MAX_CALLS = 32
-"""Of the function that gives start URLs, at the same time."""
+"""Calls of the function that gives start URLs, at the same time."""
 
 INSTALL = "pip install 'streamrag[crawl]'"
 SCRATCH = "crawl"
@@ -48,7 +48,7 @@ class WebSource:
     page ends as an `Append` or as a `Skipped` that says why. A host of which two pages take too much is given up. A
     crawl that left something out because time or a page's limits ran out ends with a `CutShort`.
 
-    A start URL in a list that is not allowed is an error; of those that a function gives, it is skipped, and an error
+    A start URL that is not allowed is an error if it is in a list; if a function gave it, it is skipped, and an error
     only if none is left.
 
     urls: where to start.
@@ -60,7 +60,7 @@ class WebSource:
     page_timeout_s: how long fetching a page may take, and then how long cleaning it may.
     crawl_timeout_s: when a crawl ends with what it has.
     max_body_bytes: pages that are larger, before or after decompression, are skipped.
-    max_page_chars: of the relevant part of a page.
+    max_page_chars: the most characters of the relevant part of a page.
     max_page_cpu_s: computing time for cleaning a page. A large page takes about a second, and one that is made to be
         slow is cut before it takes more than two or three; over the limit, its worker is replaced.
     max_page_memory_bytes: what cleaning a page may take beyond the 0.2 GB that a worker has (on Linux).
@@ -75,7 +75,7 @@ class WebSource:
     """
 
     name = "WebSource"
-    """What errors and schedulers call it; give two that behave differently two names."""
+    """Its name for errors and schedulers; give two sources that behave differently two names."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class WebSource:
             await crawl.aclose()
 
     async def _start_urls(self, query: str, deadline: float) -> "tuple[Iterable[str], list[Skipped]]":
-        """Where to start, and what of that which the function gives is no start."""
+        """Where to start, and what the function gave that cannot be a start."""
         if not callable(self._urls):
             return self._urls, []
         give, is_async = self._urls, inspect.iscoroutinefunction(self._urls)
@@ -264,7 +264,7 @@ def _parse(urls: object) -> Iterable[str]:
 
 
 def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
-    """Those of `urls` that a page may be at, and why the others are left out.
+    """The `urls` at which a page may be, and why the others are left out.
 
     :raises SourceError: none is left; an UnsafeUrlError if that is what they are.
     """

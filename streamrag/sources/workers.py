@@ -31,7 +31,7 @@ _Slot: TypeAlias = "asyncio.Task[WorkerProcess]"
 
 
 _LIMITS = {-signal.SIGPROF: "computing time", OUT_OF_MEMORY: "memory"}
-"""By how a worker ended."""
+"""What a worker ran out of, by its exit code."""
 
 
 class WorkerLimitError(WorkerError):
@@ -83,7 +83,7 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the workers that are free or busy; not of those still starting."""
+        """Process ids of the workers that are free or busy; not of those still starting."""
         return [worker.process.pid for slot in self._slots if (worker := _started(slot))]
 
     async def start(self) -> None:

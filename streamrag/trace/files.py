@@ -11,7 +11,7 @@ from streamrag.files import replacing
 from streamrag.reading import COMPRESSED_OTHERWISE, DamagedError, Unpacked, import_zstandard, lines_of
 
 MAX_LINES = 2_000_000
-"""Of a trace: in memory, a line takes some hundreds of bytes beside its texts."""
+"""Lines of a trace: in memory, each takes some hundreds of bytes beside its texts."""
 REMEDY = "make several files of it"
 
 
@@ -53,7 +53,7 @@ class LineWriter:
         self._file.flush()
 
     def fileno(self) -> int:
-        """Of the file."""
+        """The file's descriptor."""
         return self._file.fileno()
 
     def abandon(self) -> None:

@@ -32,14 +32,14 @@ class Workload:
     """How many of 1,000 queries have 1, 2, ... chunk events."""
     timing: Timing
     sigma_chunk: float
-    """Of the logarithm of the tokens of one chunk, among the chunks of a query."""
+    """Standard deviation of the logarithm of a chunk's tokens, among the chunks of a query."""
     sigma_query: float
-    """Of what all chunks of a query share."""
+    """Standard deviation of the logarithm of what all chunks of a query share."""
     max_sigmas: float
     """No chunk is longer than the median by more than so many `sigma_chunk`, before it is scaled to its query."""
 
     def length(self, rng: Random) -> float:
-        """Of a chunk, in terms of the median one."""
+        """Length of a chunk, in terms of the median one."""
         return exp(self.sigma_chunk * min(rng.gauss(), self.max_sigmas))
 
 
@@ -95,7 +95,7 @@ ANNS = Workload(
     max_sigmas=2.0,
 )
 NUM_DOCUMENTS = 10
-"""In every pool of the ANNS workload."""
+"""Documents in every pool of the ANNS workload."""
 MAX_CONTEXT_TOKENS = 120_000
 """No pool of the ANNS workload has more, so that the prompts fit the published model's 131,072."""
 

@@ -20,7 +20,7 @@ class Marginal:
     """
 
     points: tuple[tuple[float, float], ...]
-    """Of (rank between 0 and 1, value), both ascending."""
+    """Pairs of (rank between 0 and 1, value), both ascending."""
 
     def __post_init__(self) -> None:
         ranks, values = zip(*self.points, strict=True)

@@ -14,7 +14,7 @@ from streamrag.trace.values import Outcome
 VERSION = 1
 
 OF_THE_READER = ("tokenizer", "text", "num_sessions", "notes")
-"""In a trace's provenance, what reading a file says of it; never what a file says."""
+"""Keys of a trace's provenance that reading a file sets, whatever the file says."""
 
 TextMode: TypeAlias = Literal["full", "hash"]
 """Whether the texts of chunks are recorded, or only their hashes and lengths."""

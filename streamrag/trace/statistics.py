@@ -76,30 +76,30 @@ class TraceStatistics:
     qps: float
     """Arrivals per second between the first and the last; 0 if all came at once."""
     prefix_seen_share: float
-    """Of the tokens of all final contexts, the share that lies in a prefix that an earlier query had too."""
+    """Share of the tokens of all final contexts that lie in a prefix that an earlier query had too."""
     interarrival_s: Distribution
     tokens_per_query: Distribution
-    """Of the final context."""
+    """Tokens of the final context."""
     chunks_per_query: Distribution
     """Chunk events: appends, or updates."""
     passages_per_query: Distribution
     """Chunks of the final context."""
     tokens_per_chunk: Distribution
-    """Of each chunk that comes to a query for the first time."""
+    """Tokens of each chunk that comes to a query for the first time."""
     retrieval_s: Distribution
     """From the query's arrival to the end of its retrieval."""
     first_chunk_s: Distribution
     """From the query's arrival to its first chunk event."""
     first_chunk_to_end_s: Distribution
     gap_ms: Distribution
-    """Between two chunk events of a query."""
+    """Milliseconds between two chunk events of a query."""
     changed_share: Distribution
-    """Of each update but a query's first event: the share of its tokens past the LCP with the context before."""
+    """Share of an update's tokens past the LCP with the context before, for each update but a query's first event."""
     num_invalidated: Distribution
     """Per query, if all tokens delivered had been computed at once: the tokens of each context past its LCP with the
     next one, summed."""
     num_output_tokens: Distribution
-    """Of the queries whose trace tells."""
+    """Tokens of the answers, for the queries whose trace tells."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; a distribution becomes its summary."""

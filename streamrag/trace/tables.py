@@ -12,7 +12,7 @@ from streamrag.reading import MAX_LINE_BYTES
 from streamrag.trace.files import numbered_lines_of
 
 MAX_FIELDS = 1_000_000
-"""In a row. Each comma counts, also within quotes."""
+"""Fields in a row. Each comma counts, also within quotes."""
 
 T = TypeVar("T")
 

@@ -34,7 +34,7 @@ from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedSkip
 from streamrag.versions import __version__
 
 KEY_BYTES = 12
-"""Of a hash: enough for any number of chunks that fits on a disk."""
+"""Bytes of a hash: enough for any number of chunks that fits on a disk."""
 
 clean = without_lone_surrogates
 

@@ -48,7 +48,8 @@ UPDATES = Trace(tuple(updating(f"u{i}", 0.2 * i, ("a", "b", "c"), ("a", "d", "b"
 
 
 def settings(**changes: object) -> CellSettings:
-    """Of an engine with room for all of such a load; the profile's would take a second to make."""
+    """Settings of an engine with room for all of such a load; one with the profile's capacity takes a second to
+    make."""
     values = {"clock": "virtual", "workload": "crawler", "arm": "streaming", "profile": PROFILE, "kv_tokens": 200_000}
     return CellSettings(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -36,7 +36,7 @@ class StaleKVError(AssertionError):
 
 
 def fingerprint(before: int, token: int) -> int:
-    """Of a prefix, given that of the prefix without its last token. The empty one is 0."""
+    """Fingerprint of a prefix, given the fingerprint without its last token. The empty prefix has 0."""
     return (before * 1_000_003 + token + 1) % FINGERPRINTS
 
 
@@ -95,7 +95,7 @@ class OracleRunner(ABC):
         self.num_saved = self.num_loaded = self.num_not_loaded = self.num_failed = 0
         """Blocks; the last counts both directions."""
         self.num_written_through = 0
-        """Of those saved."""
+        """The saved blocks that were written through."""
         self.tainted: dict[int, int] = {}
         """Blocks that were not loaded, or computed from such, and for how many steps more the scheduler cannot know."""
         self.last_sampled: dict[str, int] = {}

@@ -26,7 +26,7 @@ def container_sizes(scheduler: Any) -> dict[str, int]:
 
 
 def what_has_grown(scheduler: Any, at_start: dict[str, int]) -> dict[str, str]:
-    """Of a scheduler without requests, the containers that are not as large as they were at its start."""
+    """The containers of a scheduler without requests that are not as large as they were at its start."""
     now = container_sizes(scheduler)
     return {name: f"{at_start.get(name, 0)} -> {now[name]}" for name in now if now[name] != at_start.get(name, 0)}
 

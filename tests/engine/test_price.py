@@ -14,7 +14,7 @@ def profile(copies: CopyCosts | None) -> TableProfile:
 
 
 def price(*, is_overlapped: bool = True) -> Price:
-    """Of an engine that copies a block in a millisecond."""
+    """The prices of an engine that copies a block in a millisecond."""
     return Price(profile(linear_copies(1_000_000, 1e9, is_overlapped=is_overlapped)), 16)
 
 

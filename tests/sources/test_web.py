@@ -43,7 +43,7 @@ SLOW = "<p>Penguins swim.</p>" + attributes(1_000_000)
 """A page that takes a worker many seconds to read."""
 
 WORKERS_OWN_TASKS = {"crawl worker start", "crawl worker stderr", "crawl worker end"}
-"""Of workers that are being replaced."""
+"""Tasks of workers that are being replaced."""
 
 NewSource = Callable[..., WebSource]
 
@@ -101,7 +101,7 @@ async def crawl(source: WebSource, query: str = QUERY) -> list[SourceEvent]:
 
 
 def paths(events: Sequence[SourceEvent], kind: type = Append) -> list[str]:
-    """Of the pages that ended as this kind of event."""
+    """Paths of the pages that ended as this kind of event."""
     urls = [event.chunk.uri if isinstance(event, Append) else event.uri for event in events if type(event) is kind]
     return ["/" + url.split("/", 3)[3] for url in urls]
 
@@ -404,8 +404,8 @@ async def test_a_page_of_which_only_the_beginning_is_read_leaves_a_gap(site: Web
 
 
 async def test_a_hostile_crawl_does_not_keep_another_from_its_pages(site: Website, new: NewSource) -> None:
-    """Of 20 pages of 60 KB, each once took minutes to split at its headings; now, each that is slow at all is stopped
-    in time, and their query has no more workers than its share."""
+    """Each of 20 pages of 60 KB once took minutes to split at its headings. Now each that is slow at all is stopped in
+    time, and their query has no more workers than its share."""
     site.add("/evil", text("Evil", *(f"/evil/{i}" for i in range(19))))
     for i in range(19):
         slow = TEXT["no-break spaces in a heading"](60_000) if i % 2 else SLOW

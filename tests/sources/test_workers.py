@@ -47,7 +47,7 @@ async def pool() -> AsyncIterator[WorkerPool]:
 
 
 def started(folder: Path) -> list[int]:
-    """Of the workers that hang while they start."""
+    """Process ids of the workers that hang while they start."""
     return [int(path.name.partition("-")[2]) for path in folder.iterdir()]
 
 

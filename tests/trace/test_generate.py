@@ -48,7 +48,7 @@ def distances(trace: Trace, workload: str) -> dict[str, float]:
 
 
 def share_that_invalidates(trace: Trace, tokens_per_s: float) -> float:
-    """Of the queries, those that invalidate over 10,000 tokens alone on an engine that prefills at this rate."""
+    """Share of the queries that invalidate over 10,000 tokens alone on an engine that prefills at this rate."""
     num_over = 0
     for query in trace.queries:
         num_computed = num_invalidated = 0.0

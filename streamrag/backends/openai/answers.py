@@ -16,7 +16,7 @@ GIVEN_UP = ("abort", "cancelled", "error")
 
 
 def objects(value: Any) -> Iterator[dict[str, Any]]:
-    """What of a list from outside is an object."""
+    """The objects in a list from outside."""
     return (entry for entry in value if isinstance(entry, dict)) if isinstance(value, list) else iter(())
 
 

@@ -23,17 +23,18 @@ PROBE = "The server says which tokens it was sent."
 RESERVED = {"model", "prompt", "stream", "n"}
 
 MAX_PROMPT_TOKEN_BYTES = 64
-"""Of an answer, for each token of the prompt, which servers may repeat."""
+"""Bytes of an answer for each token of the prompt, which servers may repeat."""
 MAX_TOKEN_BYTES = 1 << 12
-"""Of an answer, for each of its tokens, which comes with a few hundred bytes, or the log-probabilities of others."""
+"""Bytes of an answer for each of its tokens: one comes with a few hundred bytes, or with the log-probabilities of
+others."""
 MAX_STREAM_BYTES = 64 << 20
-"""Of any streamed answer, in all: 200,000 tokens of a common server."""
+"""Bytes of any streamed answer, in all: 200,000 tokens of a common server."""
 MAX_EVENT_BYTES = 1 << 16
-"""Of one event, beside the prompt's token ids and its share of the answer, which may come in few pieces."""
+"""Bytes of one event, beside the prompt's token ids and its share of the answer, which may come in few pieces."""
 MAX_EVENT_TOKEN_BYTES = 32
 MAX_TOKEN_EVENTS = 2
 MAX_SPARE_EVENTS = 1000
-"""Events that hold no token: that the server is still there, or what was used."""
+"""Events that hold no token: signs of life, or what was used."""
 
 
 class OpenAIBackend:
@@ -43,8 +44,8 @@ class OpenAIBackend:
     and `model.is_exact` is False: the server tokenises that text in its own way, so that a streamed prompt and the same
     prompt in one piece may differ. Where there is no tokenizer at all, lengths count characters.
 
-    No text of others becomes a special token. In token ids of the model's own tokenizer it stays as it is; where the
-    server tokenises it, look-alikes are broken by a space first (`model.breaks_look_alikes`).
+    Text from outside never becomes a special token. In token ids of the model's own tokenizer it is unchanged; where
+    the server tokenises it, look-alikes are broken by a space first (`model.breaks_look_alikes`).
 
     Answers have token ids only where the server sends them. What the server may send is bounded by `max_tokens` and the
     length of the prompt. Proxies and other settings in the environment are not used.
@@ -134,7 +135,7 @@ class OpenAIBackend:
         )
 
     async def _make_tokenizer(self, server: Server) -> Tokenizer:
-        """The one that counts and encodes; sets `_takes_ids`."""
+        """The tokenizer that counts and encodes; sets `_takes_ids`."""
         self._takes_ids, self._optional = False, {}
         given: Tokenizer | None
         if isinstance(self._given_tokenizer, str | os.PathLike):
@@ -220,7 +221,7 @@ class OpenAIBackend:
         return text.removeprefix(getattr(model.tokenizer, "bos_text", ""))
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """One token, whatever it is."""
+        """Ask for one token, whatever it is."""
         body = {"model": self._model_name, "max_tokens": 1, "temperature": 0.0, **body}
         return await self._running().ask("POST", "/completions", body)
 
@@ -257,7 +258,7 @@ class OpenAIBackend:
 
 
 def _body(params: SamplingParams) -> dict[str, Any]:
-    """What all servers know, and what only vLLM knows if it is asked for."""
+    """Parameters that all servers know, and those that only vLLM knows, if they are asked for."""
     body: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,

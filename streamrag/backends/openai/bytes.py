@@ -16,11 +16,11 @@ from streamrag.sources.counted import CountedStream
 
 KEEP_ALIVE_S = 5.0
 MAX_OVERHEAD_BYTES = 1 << 16
-"""Around the content of an answer, such as the sizes of its chunks, beside once more what the content has."""
+"""Bytes around the content of an answer, such as the sizes of its chunks, beside as many as the content has."""
 
 
 class TooMuchError(Exception):
-    """What would have been enough, in words."""
+    """More was sent than is allowed; the message says what would have been enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class _BoundedBody(httpx.AsyncByteStream):
         self._num_bytes = 0
         self._num_lines = 0
         self._num_line_bytes = 0
-        """Of the line that has begun."""
+        """Bytes of the line that has begun."""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for piece in self._body:

@@ -23,11 +23,11 @@ from streamrag.sources.counted import ResponseTooLargeError
 MAX_MESSAGE_CHARS = 500
 MAX_ERROR_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 22
-"""Of a JSON answer: a list of a thousand models, or a prompt of 500,000 token ids."""
+"""Bytes of a JSON answer: enough for a list of a thousand models, or a prompt of 500,000 token ids."""
 MAX_VALUES = 1 << 19
-"""In a JSON text: each takes up to 70 bytes of memory, and time in which nothing else runs."""
+"""Values in a JSON text: each takes up to 70 bytes of memory, and time in which nothing else runs."""
 MAX_EVENT_LINES = 8
-"""Of a stream, for each of its events: two, or four where they end in two characters, and as many for comments."""
+"""Lines of a stream for each event: two, or four where lines end in two characters, and as many for comments."""
 CONNECT_TIMEOUT_S = 10.0
 
 

@@ -23,7 +23,7 @@ PROBE = "a"
 MAX_PROBE_TOKENS = 64
 """More are not compared: one is usual, and one at the beginning."""
 MAX_BYTES_PER_CHARACTER = 64
-"""Of an answer: a character has at most four tokens, one a byte, and an id at most ten digits."""
+"""Bytes of an answer for each character: it has at most four tokens, one a byte, and an id at most ten digits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class _Progress:
-    """Of one session: chunks sent, chunks answered."""
+    """How far one session is: chunks sent, chunks answered."""
 
     num_sent: int = 0
     num_answered: int = 0

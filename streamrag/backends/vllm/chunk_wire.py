@@ -15,11 +15,11 @@ from streamrag.core import Hint
 
 KEY = "streamrag"
 LONGEST_NAME = 1_000
-"""Characters. The scheduler remembers sources by their names."""
+"""Characters of a source's name, by which the scheduler remembers it."""
 LARGEST_COUNT = 1 << 63
-"""One of thousands of digits could not even be shown in an error."""
+"""A number of thousands of digits could not even be shown in an error."""
 LATEST_S = 1e12
-"""On any clock; also keeps out what is not a number, and what is too large for arithmetic."""
+"""Seconds on any clock; also keeps out what is not a number, and what is too large for arithmetic."""
 
 
 class MalformedMessageError(ValueError):

@@ -145,5 +145,5 @@ def _num_slots(options: SchedulerOptions, config: "KVCacheConfig") -> int:
 
 
 def _block_bytes(config: "KVCacheConfig") -> int:
-    """Of a block, all layers, on one device. Each tensor tells the size of the allocation that all are part of."""
+    """Bytes of a block, all layers, on one device. Each tensor tells the size of the allocation that all share."""
     return max((tensor.size for tensor in config.kv_cache_tensors), default=0) // config.num_blocks

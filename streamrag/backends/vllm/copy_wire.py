@@ -30,7 +30,7 @@ class CopyReport(KVConnectorWorkerMetadata):
     """Blocks whose copies `out_s` and `in_s` have measured: those that ended. On CUDA they may be of earlier steps."""
     num_bytes_out: int = 0
     num_bytes_in: int = 0
-    """Of the same blocks, over all workers."""
+    """Bytes of the same blocks, over all workers."""
     out_s: float = 0.0
     in_s: float = 0.0
     """Measured, of the slowest worker."""
@@ -38,7 +38,7 @@ class CopyReport(KVConnectorWorkerMetadata):
     """How many slots there are, where they are fewer than the scheduler was promised."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "CopyReport":
-        """Of two workers, which were given the same copies: what one has not saved is not saved."""
+        """Join the reports of two workers that were given the same copies: what one has not saved is not saved."""
         assert isinstance(other, CopyReport)
         saved = set(self.saved) & set(other.saved)
         failed = (set(self.saved) | set(other.saved) | set(self.failed) | set(other.failed)) - saved

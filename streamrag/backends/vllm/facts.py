@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Of each rank, where ranks share something."""
+    """Facts about one engine. What its ranks divide between them is counted for each rank."""
 
     model: str
     """Without the folder that it is in."""
@@ -34,12 +34,12 @@ class EngineFacts:
 
     @property
     def block_bytes(self) -> int:
-        """Of a KV block, keys and values of all layers."""
+        """Bytes of a KV block: keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * self.kv_dtype_bytes
 
 
 def engine_facts(config: "VllmConfig") -> EngineFacts:
-    """Of an engine of this configuration, whose layers all have attention of the usual kind."""
+    """Facts about an engine of this configuration, whose layers must all have attention of the usual kind."""
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 

@@ -93,7 +93,7 @@ SURFACE = {
 
 
 def fingerprint(name: str) -> str:
-    """Of the code of a function or class, without its comments, docstrings and layout."""
+    """Fingerprint of the code of a function or class, without its comments, docstrings and layout."""
     module, _, path = name.partition(":")
     found = importlib.import_module(module)
     for part in path.split("."):

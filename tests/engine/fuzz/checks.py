@@ -65,7 +65,7 @@ class Checks:
     def asleep(self) -> None:
         """That nobody waits for something that only the engine can bring."""
         for client in self.run.clients.values():
-            # Of what was computed after all, its client does not hear again.
+            # A client does not hear again of what was computed after all.
             is_settled = not client.lacks_memory or client.request_id in self.scheduler.idle
             if client.is_waiting and not (is_settled and client.num_acknowledged == client.num_chunks):
                 self._lacks_memory(client)

@@ -40,11 +40,11 @@ class Counting(OracleRunner):
 
 
 class CountingV1Runner(Counting, V1OracleRunner):
-    """Of the first kind."""
+    """Counts for the first kind of model runner."""
 
 
 class CountingV2Runner(Counting, V2OracleRunner):
-    """Of the second kind."""
+    """Counts for the second kind of model runner."""
 
 
 def problems(record: RequestRecord, client: Client, has_prefix_cache: bool) -> list[str]:

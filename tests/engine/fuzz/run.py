@@ -47,7 +47,8 @@ __all__ = ["Run"]
 
 COPIES = CopyCosts(((1, 0.5), (9, 0.9)), ((1, 0.5), (9, 0.9)), block_bytes=1, is_overlapped=True)
 PROFILE = TableProfile("fuzz", "none", ((1, 0.1), (100, 10.0)), 0.0, 0.0, kv_tokens=0, copies=COPIES)
-"""Of an engine on which copying a few blocks takes less time than computing them, and copying one takes more."""
+"""The profile of an engine on which copying a few blocks takes less time than computing them, and copying one takes
+more."""
 MOST_EMPTY_STEPS = 4
 MOST_STEPS = 5_000
 BY_ARRIVAL = ("fcfs", "arrival")

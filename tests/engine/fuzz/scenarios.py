@@ -31,7 +31,7 @@ class Scenario:
     eviction: str
     num_host_blocks: int
     share_of_faults: float
-    """Of the copies between device and host memory, those that fail."""
+    """Share of the copies between device and host memory that fail."""
     low_water: float
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -43,11 +43,11 @@ class Scenario:
     bad_saves: frozenset[int] = frozenset()
     """Host slots that cannot be written."""
     share_of_evicted_loaders: float = 0.0
-    """Of the requests for which a step loads, those that lose their KV before that step has ended."""
+    """Share of the requests for which a step loads that lose their KV before that step has ended."""
     num_true_host_blocks: int | None = None
     """How many there are, if fewer than the scheduler was promised."""
     reused_ids: Mapping[str, str] = field(default_factory=dict)
-    """Of some requests, whose id they have, if that one has ended by then."""
+    """From a request to the one whose id it takes, if that one has ended by then."""
 
 
 def make_load(seed: int) -> Scenario:

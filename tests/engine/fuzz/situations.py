@@ -207,7 +207,7 @@ def _last_s(scenario: Scenario) -> float:
 
 
 def _names(scenario: Scenario) -> list[str]:
-    """Of all requests, in the order in which they come."""
+    """Names of all requests, in the order in which they come."""
     return list(dict.fromkeys(e.request_id for _, e in scenario.events if isinstance(e, Plain | Chunk)))
 
 

@@ -54,7 +54,7 @@ class VllmBackend:
     gpu_memory_utilization: the share of the device's memory to use, of a CPU's too.
     seed: of vLLM's random numbers, for requests that have none.
     log_path: where the engine's own log goes; else a temporary file, which is read when the engine fails.
-    engine_args: further arguments of `vllm.AsyncEngineArgs`; they win.
+    engine_args: further arguments of `vllm.AsyncEngineArgs`; they take precedence.
 
     :raises ConfigurationError: values that cannot work.
     """
@@ -134,7 +134,7 @@ class VllmBackend:
     # ------------------------------------------------------------------------------------------- starting and stopping
 
     async def start(self, progress: Progress) -> None:
-        """Start the engine's processes, which takes 20 to 60 s, most of it imports. Must be called once only.
+        """Start the engine's processes, which takes 20 to 60 s, most of it imports. Call it only once.
 
         :raises MissingDependencyError: when vLLM is not installed.
         :raises UnsupportedVersionError: when it is not 0.32.
@@ -211,7 +211,7 @@ class VllmBackend:
                 yield event
 
     def _warm_then_generate(self, prompts: AsyncIterator[Prompt], answering: Any) -> AsyncGenerator[BackendEvent, None]:
-        # Greedy and without text: of the one token nothing is used.
+        # Greedy and without text: the one token is not used.
         warming = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
         async def prefill(token_ids: tuple[int, ...]) -> None:
@@ -250,7 +250,7 @@ class VllmBackend:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the engine's first processes; those may have started others."""
+        """Process ids of the engine's first processes; those may have started others."""
         if self._engine is None:
             return []
         return [process.pid for process in self._engine.engine_core.resources.engine_manager.processes]

@@ -57,7 +57,7 @@ class StreamedTokens:
     """New tokens of the answer; `finish_reason` is set on the last ones only, which may be none."""
 
     text: str
-    """Of these tokens; as with `AnswerChunk`, it may lag behind them."""
+    """Text of these tokens; as with `AnswerChunk`, it may lag behind them."""
     token_ids: tuple[int, ...]
     logprobs: Any = None
     """As vLLM has them, one entry per token, if the sampling parameters ask for them."""
@@ -331,7 +331,7 @@ class TokenStreams:
     ) -> AsyncIterator[TokenStream]:
         """A stream whose prompt begins with these tokens, or is these. Leaving the context aborts what is not finished.
 
-        `source_name` is that of the retriever that brings the chunks: the engine learns when to expect the next of each.
+        `source_name` is that of the retriever that brings the chunks: the engine learns when to expect each's next.
 
         :raises PromptTooLongError: the prompt leaves no room for an answer.
         :raises ConfigurationError: `params` have what vLLM refuses, or what a streamed prompt cannot have.

@@ -25,11 +25,11 @@ class Match(NamedTuple):
     start: int
     """The first block past what the prefix cache has."""
     num_blocks: int
-    """So many blocks from there on."""
+    """Number of blocks from there on."""
     comparison: Comparison | None
-    """Of loading them with computing them; None if there are none."""
+    """Compares loading them with computing them; None if there are none."""
     num_tokens: int
-    """To be loaded."""
+    """Tokens to be loaded."""
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class HostCosts:
         self._recomputing.pop(request_id, None)
 
     def _share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
-        """Of the time of a step, that which the first `num_tokens` tokens of one part add; by tokens without prices."""
+        """Share of a step's time that the first `num_tokens` tokens of part `index` add; without prices, by tokens."""
         if self.price is not None:
             return self.price.share(parts, index, num_tokens)
         return num_tokens / sum(num_new for num_new, _ in parts)

@@ -24,7 +24,7 @@ class Suspects(NamedTuple):
 
 
 class LoadsInFlight:
-    """Of the steps whose output is still to come. Steps end in the order in which they start."""
+    """The loads of the steps whose output is still to come. Steps end in the order in which they start."""
 
     def __init__(self, blocks_of: Mapping[str, Sequence["KVCacheBlock"]]) -> None:
         self._blocks_of = blocks_of
@@ -33,7 +33,7 @@ class LoadsInFlight:
         self._ended = Suspects({}, set(), set())
 
     def blocks(self) -> set[int]:
-        """Blocks of which it is not known yet whether they hold what they should."""
+        """Blocks that may not hold what they should: the outcome is not known yet."""
         return set().union(*(suspects.blocks for suspects in self._in_flight))
 
     def on_step(self, request_ids: Iterable[str], keys: Mapping[int, Any]) -> None:

@@ -53,7 +53,7 @@ class HostMemory:
         self.choice: SwapChoice = SwapAlways() if price is None else CostChoice(price)
         self.costs = HostCosts(price, self._block_size)
         self.num_saved = self.num_loaded = self.num_failed = 0
-        """Blocks, all in all."""
+        """Blocks in total."""
         self._now_s = 0.0
         self._released: dict[int, _Released] = {}
         self._loads: list[tuple[int, int, Any]] = []  # of this step: slot, device block, key
@@ -67,7 +67,7 @@ class HostMemory:
         self._now_s = now_s
 
     def compare(self, request: StreamRequest) -> Comparison:
-        """Dropping the KV of a victim with saving it."""
+        """Compare dropping the KV of a victim with saving it."""
         num_blocks = self._num_known(request)
         num_saved = self.pool.num_valid(request.block_hashes[:num_blocks])
         return self.choice.evict(num_blocks, num_blocks - num_saved, self._now_s)
@@ -82,7 +82,8 @@ class HostMemory:
             request.released_blocks.add(block_id)
 
     def on_chunk(self, request: StreamRequest, num_computed: int, num_shared: int) -> None:
-        """Of the prompt of `request`, which had `num_computed` tokens computed, the first `num_shared` are left."""
+        """The prompt of `request` changes: `num_computed` tokens of it were computed, its first `num_shared` are
+        left."""
         if num_computed:
             self.costs.on_chunk(num_computed, min(num_computed, num_shared))
         if self.pool.owned(request.request_id):
@@ -104,7 +105,7 @@ class HostMemory:
             self.costs.on_step_end(list(parts_of(step)), duration_s, copies_s, is_held_up=is_held_up)
 
     def on_failed_loads(self, block_ids: set[int]) -> Suspects:
-        """Of the step that has just ended, these loads failed. Returns what may be wrong, of later steps too."""
+        """These loads of the step that has just ended failed. Returns what may be wrong, in later steps too."""
         wrong = self._in_flight.wrong(block_ids)
         self.num_failed += len(wrong.keys)
         self.costs.on_failed_copies()
@@ -194,7 +195,7 @@ class HostMemory:
     def _saves(
         self, step: "SchedulerOutput", unheard_of: set[int], losers: Counter[StreamRequest]
     ) -> Iterator[tuple[int, int]]:
-        """Of the released blocks that are overwritten in this step, those that somebody wants back. Counts for whom."""
+        """Saves of the released blocks that this step overwrites and that somebody wants back. Counts for whom."""
         for block_id in _blocks_in(step):
             released = self._released.get(block_id)
             if released is None:
@@ -219,7 +220,7 @@ class HostMemory:
         return index < len(request.block_hashes) and request.block_hashes[index] == released.key
 
     def _write_through(self, unheard_of: set[int]) -> Iterator[tuple[int, int]]:
-        """Blocks of partial prompts, which hold them still, as many as there is time for. Computed long ago first."""
+        """Saves of blocks that partial prompts still hold, as many as there is time for, the oldest first."""
         pool = self._block_pool
         num_left = self.choice.num_to_write_through(pool.get_num_free_blocks() / pool.num_gpu_blocks)
         while num_left > 0 and self._unwritten:

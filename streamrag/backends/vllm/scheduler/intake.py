@@ -55,8 +55,8 @@ class StreamIntakeMixin(_Base):
         self._outbox: list[tuple[int, EngineCoreOutput]] = []
         # Ids of the last that failed or were aborted. Their clients know, and may use them again.
         self._gone: deque[str] = deque(maxlen=NUM_GONE)
-        # Of each step whose output is still to come, the requests of whose prompts it computes tokens, and whether the
-        # last of a complete one. vLLM calls `update_from_output` once per step, in order.
+        # For each step whose output is still to come: the requests whose prompts it computes tokens of, and whether
+        # these are the last of a complete prompt. vLLM calls `update_from_output` once per step, in order.
         self._prefills_in_flight: deque[list[tuple[StreamRequest, bool]]] = deque()
         self._counts_in_flight: deque[dict[str, int]] = deque()  # likewise, of all requests, the tokens computed
 

@@ -16,7 +16,7 @@ class _Hit(NamedTuple):
     """What a request finds."""
 
     blocks: KVCacheBlocks
-    """Of the prefix cache."""
+    """Blocks of the prefix cache."""
     num_local: int
     """Tokens in these, or in what the request holds."""
     num_tokens: int

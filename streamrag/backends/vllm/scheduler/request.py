@@ -15,7 +15,7 @@ OUTCOMES: dict[RequestStatus, Outcome] = {
 
 
 def has_prompt_logprobs(request: Request) -> bool:
-    """Whether log-probabilities are asked for of the prompt, which the model runner collects step by step."""
+    """Whether log-probabilities of the prompt are asked for, which the model runner collects step by step."""
     params = request.sampling_params
     return params is not None and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
 

@@ -68,7 +68,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self._num_kept_free = int(self.options.low_water * self.kv_cache_manager.block_pool.num_gpu_blocks)
         self._step_s = 0.0
         self._last_output_s = 0.0
-        self._started_s: deque[float] = deque()  # of each step whose output is still to come
+        self._started_s: deque[float] = deque()  # for each step whose output is still to come
         self._num_free_when_stuck: int | None = None
 
     # ----------------------------------------------------------------------------------------------------- one step
@@ -216,7 +216,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         return rest, waiting
 
     def _beyond_slots(self, rest: list[Request], num_wanted: int) -> list[Request]:
-        """Of the running requests that get nothing in this step, the last `num_wanted`. Most keep their KV.
+        """The last `num_wanted` of the running requests that get nothing in this step. Most keep their KV.
 
         One that has shown a token keeps its slot as well: as a waiting request it would lose its output.
         """

@@ -25,7 +25,8 @@ def make_price(options: SchedulerOptions, config: "VllmConfig", block_bytes: int
 
 
 def _model_shape(facts: EngineFacts, config: "VllmConfig") -> ModelShape:
-    """Of a dense transformer with a gated feed-forward part. For other models a guess, which their steps correct."""
+    """The shape of a dense transformer with a gated feed-forward part. For other models it is a guess, which their
+    steps correct."""
     model, text = config.model_config, config.model_config.hf_text_config
     return decoder_shape(
         facts.model,

@@ -30,7 +30,7 @@ class HostCopier:
     def __init__(self, num_slots: int, num_blocks: int) -> None:
         self.num_slots = num_slots
         self.block_bytes = 0
-        """Of a block of all layers."""
+        """Bytes of a block of all layers."""
         self._num_blocks = num_blocks
         self._num_slots_promised = num_slots
         self.fail()

@@ -80,7 +80,7 @@ class Requests:
         """Length of each plain one."""
         self.outputs: list[list[Any]] = []
         self.logprobs: list[float] = []
-        """Of the last request's tokens."""
+        """Log-probabilities of the last request's tokens."""
         self._generate = engine.generate
         monkeypatch.setattr(engine, "generate", self.generate)
         self._events = TokenStream.events
@@ -116,7 +116,7 @@ class Requests:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the last plain request."""
+        """Cached tokens of the last plain request."""
         return int(self.outputs[-1][-1].num_cached_tokens)
 
 
@@ -198,7 +198,7 @@ async def one_shot_chunks(backend: VllmBackend, prompt: Sequence[int], params: S
 # ------------------------------------------------------------------------------------------------------ the same answer
 
 EXPECTED: dict[Prompt, tuple[list[int], list[float]]] = {}
-"""Of complete prompts: the tokens and their log-probabilities."""
+"""The tokens of complete prompts' answers, and their log-probabilities."""
 
 A, B, C, D = (text(700, seed) for seed in range(4))
 QUESTION = text(40, 9)
@@ -325,7 +325,7 @@ async def test_streaming_computes_each_token_once_and_tells_what_it_did(backend:
     ]
     num_invalidated = 699 - common_prefix_len(B, C)
     assert record.num_invalidated == num_invalidated
-    # Of the block in which the LCP ends, which the prefix cache shares, the tokens before it are computed again.
+    # The prefix cache shares the block in which the LCP ends: its tokens before the LCP's end are computed again.
     num_again = (700 + common_prefix_len(B, C)) % 32
     assert record.num_computed == 1440 + num_invalidated + num_again
     assert (record.num_recomputed, record.num_from_cache) == (num_again, 0)

@@ -9,7 +9,7 @@ import pytest
 from streamrag.backends.vllm.client.measured import running_engine
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 
-# Of a client that fails while it is made, vLLM closes the sockets but not their context.
+# When a client fails while it is made, vLLM closes its sockets but not their context.
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
 
 PROGRAM = """

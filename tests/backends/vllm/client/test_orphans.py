@@ -67,7 +67,7 @@ class Running:
         return met
 
     def all_ended(self) -> None:
-        """Of all that were there when `spawned` was called last, within the time that is promised."""
+        """All that were there when `spawned` was called last have ended, within the time that is promised."""
         until_s = time.monotonic() + PROMISED_S
         while left := [each for each in self.family if self._is_alive(each)]:
             assert time.monotonic() < until_s, left

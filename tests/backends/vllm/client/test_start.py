@@ -34,7 +34,7 @@ from streamrag.errors import (
     UnsupportedVersionError,
 )
 
-# Of a client that fails while it is made, vLLM closes the sockets but not their context.
+# When a client fails while it is made, vLLM closes its sockets but not their context.
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
 
 ENDLESS = SamplingParams(max_tokens=8000, ignore_eos=True)
@@ -157,7 +157,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def engine_processes() -> list[int]:
-    """Of this process: the engine's first process and all below it."""
+    """Process ids of this process's engine: its first process and all below it."""
     psutil = importlib.import_module("psutil")  # vLLM needs it
 
     def is_engine(process: Any) -> bool:

@@ -20,7 +20,7 @@ FAST, SLOW = 1e9, 1e2  # bytes a second: a block takes a microsecond, or ten sec
 
 
 def price(bytes_per_s: float) -> Price:
-    """Of an engine whose steps take a millisecond a token, and nothing else."""
+    """Costs of an engine whose steps take a millisecond a token, and nothing else."""
     copies = linear_copies(BLOCK_BYTES, bytes_per_s)
     points = ((1, 0.001), (1_000, 1.0))
     profile = TableProfile("p", "d", points, 0.0, 0.0, kv_tokens=0, block_size=BLOCK_SIZE, copies=copies)

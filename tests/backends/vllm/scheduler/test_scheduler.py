@@ -283,7 +283,7 @@ def test_a_paused_engine_goes_on_where_it_was(bench: Make, state: PauseState) ->
 
 
 class FailingLoads(V1OracleRunner):
-    """Of what another connector was to load for a new request, nothing comes."""
+    """Nothing comes of what another connector was to load for a new request."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         missing: set[int] = set()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 Memory = dict[str, list[Any]]
-"""Of each layer, what its blocks or slots hold."""
+"""What the blocks or slots of each layer hold."""
 
 
 def do_nothing() -> None: ...

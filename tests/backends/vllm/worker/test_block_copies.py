@@ -27,11 +27,11 @@ class Step:
     """What the scheduler may ask of a worker in one step."""
 
     saves: list[tuple[int, int]]
-    """Of blocks that the step overwrites."""
+    """Saves of blocks that the step overwrites."""
     held_saves: list[tuple[int, int]]
-    """Of blocks that nothing overwrites in this step."""
+    """Saves of blocks that nothing overwrites in this step."""
     loads: list[tuple[int, int]]
-    """Of slots that were saved in an earlier step, into blocks of this one."""
+    """Loads of slots that were saved in an earlier step, into blocks of this one."""
     written: list[int]
     by_layer: bool
     layers: tuple[str, ...]
