@@ -19,7 +19,8 @@ MODULES = ["streamrag", "streamrag.telemetry", "streamrag.trace", "streamrag.tes
 
 SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
-    "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource ReplaySource",
+    "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages from_rankings Merged "
+    "ReplaySource",
     "Modes": "UpdateMode AppendMode",
     "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
     "Recording": "TraceRecorder",

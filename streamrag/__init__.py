@@ -70,8 +70,11 @@ if TYPE_CHECKING:
     from streamrag.modes import PromptTemplate as PromptTemplate
     from streamrag.modes import UpdateMode as UpdateMode
     from streamrag.pipeline import Pipeline as Pipeline
+    from streamrag.sources.generators import from_passages as from_passages
+    from streamrag.sources.generators import from_rankings as from_rankings
     from streamrag.sources.index import IndexSummary as IndexSummary
     from streamrag.sources.index import build_index as build_index
+    from streamrag.sources.merged import Merged as Merged
     from streamrag.sources.replay import ReplaySource as ReplaySource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
     from streamrag.sources.vector import VectorSource as VectorSource
@@ -100,6 +103,7 @@ _HOMES = {
     "IndexMismatchError": "streamrag.errors",
     "IndexMissingError": "streamrag.errors",
     "IndexSummary": "streamrag.sources.index",
+    "Merged": "streamrag.sources.merged",
     "MissingDependencyError": "streamrag.errors",
     "Mode": "streamrag.core",
     "ModelError": "streamrag.errors",
@@ -143,6 +147,8 @@ _HOMES = {
     "WebSource": "streamrag.sources.web",
     "WorkerError": "streamrag.errors",
     "build_index": "streamrag.sources.index",
+    "from_passages": "streamrag.sources.generators",
+    "from_rankings": "streamrag.sources.generators",
     "plain_chat": "streamrag.core",
 }
 

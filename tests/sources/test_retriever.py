@@ -114,7 +114,7 @@ async def async_generator(query: str) -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (None, r"lambda> returned None, not a list of passages: str, Chunk, \(text, source\)"),
+        (None, r"lambda> returned None, not a list of passages: str, Chunk, \(text, uri\)"),
         ("text", "returned str 'text'"),
         (Chunk("text", "source"), "returned Chunk"),
         ({"text": 1}, "returned dict"),
@@ -122,7 +122,7 @@ async def async_generator(query: str) -> AsyncIterator[str]:
         ([b"bytes"], "returned bytes b'bytes' among its passages"),
         ([("text", 0.5)], "returned tuple"),
         ([Document(None)], "returned Document"),  # type: ignore[arg-type]
-        (async_generator("query"), r"returned an async iterator; .* core\.Source"),
+        (async_generator("query"), r"returned an async iterator: streamrag\.from_passages makes a source"),
     ],
 )
 async def test_results_that_are_no_passages_are_an_error(found: object, message: str) -> None:

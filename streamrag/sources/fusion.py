@@ -1,0 +1,27 @@
+"""Several rankings of passages as one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from streamrag.core import Chunk
+
+RRF_K = 60
+"""Source: Cormack, Clarke and Buettcher, "Reciprocal Rank Fusion", SIGIR 2009, where it is the best for most tasks."""
+
+
+def reciprocal_rank_fusion(
+    rankings: Sequence[Sequence[Chunk]], weights: Sequence[float] | None = None, *, k: int = RRF_K
+) -> tuple[Chunk, ...]:
+    """The chunks of all `rankings`, each of them best first, by the sum of weight / (k + rank), ranks from 1.
+
+    The same text of the same document is one chunk, as the first ranking has it. Of equals the one that is earlier in
+    an earlier ranking goes first. Scores are dropped: those of different retrievers cannot be compared.
+    """
+    scores: dict[tuple[str, str], float] = {}
+    chunks: dict[tuple[str, str], Chunk] = {}
+    for weight, ranking in zip(weights or [1.0] * len(rankings), rankings, strict=True):
+        for rank, chunk in enumerate(ranking, 1):
+            key = (chunk.uri, chunk.text)
+            chunks.setdefault(key, chunk)
+            scores[key] = scores.get(key, 0.0) + weight / (k + rank)
+    return tuple(replace(chunks[key], score=None) for key in sorted(scores, key=lambda key: -scores[key]))

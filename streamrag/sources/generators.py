@@ -1,0 +1,120 @@
+"""Generators that find passages, as sources: `from_passages` for those that find them one by one, `from_rankings` for
+those that find better and better lists."""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from streamrag.core import Append, Chunk, SourceEvent, Update
+from streamrag.errors import ConfigurationError, SourceError
+from streamrag.kinds import kind_of
+from streamrag.retrieving import closing
+from streamrag.sources.passage_like import PassageReader
+from streamrag.sources.retriever import MAX_CALLS, name_of
+from streamrag.sources.threads import Threads
+
+_END = object()
+
+
+def from_passages(find: Callable[[str], AsyncIterable[Any] | Iterable[Any]], *, name: str = "") -> "GeneratorSource":
+    """A source of what `find(query)` yields, a generator of passages: each is an `Append`.
+
+    A passage is what `RetrieverSource` takes for one. A generator that is not async runs in a thread of its own, one
+    step for each passage that is wanted; when the query is stopped, it is closed after the step it is in. `name` is the
+    function's unless given.
+
+    :raises ConfigurationError: `find` cannot be called.
+    """
+    return GeneratorSource(find, name, lambda reader, item: Append(reader.chunk(item)))
+
+
+def from_rankings(find: Callable[[str], AsyncIterable[Any] | Iterable[Any]], *, name: str = "") -> "GeneratorSource":
+    """A source of what `find(query)` yields, a generator of lists of passages, best first: each is an `Update`.
+
+    Otherwise as `from_passages`.
+
+    :raises ConfigurationError: `find` cannot be called.
+    """
+    return GeneratorSource(find, name, _ranking)
+
+
+class GeneratorSource:
+    """What `from_passages` and `from_rankings` make."""
+
+    def __init__(
+        self, find: Callable[[str], Any], name: str, event_of: Callable[[PassageReader, Any], SourceEvent]
+    ) -> None:
+        if not callable(find):
+            raise ConfigurationError(f"{find!r} cannot be called; give a generator function of the query")
+        self.name = name or name_of(find)
+        self._find = find
+        self._event_of = event_of
+        self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
+        call = getattr(find, "__call__", None)  # noqa: B004 - an object's method may be async where it is not
+        self._is_async = any(
+            test(each)
+            for test in (inspect.isasyncgenfunction, inspect.iscoroutinefunction)
+            for each in (find, call, getattr(find, "func", None))
+        )
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
+        """One event for each item.
+
+        :raises SourceError: the generator is none, or yields something else. What it raises is raised.
+        """
+        reader = PassageReader(self.name)
+        found: Any = _in_thread(partial(self._find, query), self._calls)
+        if self._is_async:
+            found = self._find(query)
+            if inspect.isawaitable(found):
+                found = await found
+            if not isinstance(found, AsyncIterable):
+                raise SourceError(f"{self.name} returned {kind_of(found)}, and must be a generator")
+        async with closing(aiter(found)) as items:
+            async for item in items:
+                yield self._event_of(reader, item)
+
+
+def _ranking(reader: PassageReader, item: Any) -> Update:
+    if isinstance(item, str | bytes | Mapping | Chunk) or not isinstance(item, Iterable):
+        raise SourceError(f"a ranking is {kind_of(item)}, and must be a list of passages")
+    return Update(tuple(map(reader.chunk, item)))
+
+
+async def _in_thread(make: Callable[[], Any], threads: Threads) -> AsyncGenerator[Any, None]:
+    """The items of what `make` returns, all made by one thread, and each only when it is asked for."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Queue[Any] = asyncio.Queue()
+    wanted = threading.Semaphore(0)
+    is_stopped = threading.Event()
+
+    def work() -> None:
+        items = make()
+        if isinstance(items, str | bytes | Mapping | Chunk) or not isinstance(items, Iterable):
+            raise SourceError(f"it returned {kind_of(items)}, and must be a generator")
+        iterator = iter(items)
+        try:
+            while wanted.acquire() and not is_stopped.is_set():
+                item = next(iterator, _END)
+                if item is _END or is_stopped.is_set():
+                    return
+                loop.call_soon_threadsafe(made.put_nowait, item)
+        finally:
+            if close := getattr(iterator, "close", None):
+                close()
+
+    task = asyncio.create_task(threads.run(work), name="streamrag generator")
+    task.add_done_callback(lambda task: made.put_nowait(_END))
+    try:
+        wanted.release()
+        while (item := await made.get()) is not _END:
+            yield item
+            wanted.release()
+        await task
+    finally:
+        is_stopped.set()
+        wanted.release()
+        task.cancel()  # the thread goes on to the end of its step, and nobody waits for it

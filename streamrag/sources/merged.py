@@ -1,0 +1,129 @@
+"""Several sources at once, as one."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import TypeAlias
+
+from streamrag.core import (
+    Append,
+    Chunk,
+    CutShort,
+    Progress,
+    Skipped,
+    Source,
+    SourceEvent,
+    Startable,
+    Update,
+    part_name,
+)
+from streamrag.errors import ConfigurationError, SourceError, StreamRagError
+from streamrag.kinds import is_number, short
+from streamrag.modes.context import UpdateMode
+from streamrag.retrieving import Retrieval
+from streamrag.sources.fusion import reciprocal_rank_fusion
+from streamrag.tasks import cancel_regardless
+
+_Came: TypeAlias = tuple[int, SourceEvent | BaseException | None, asyncio.Event]
+"""The number of a source, what came from it, or None at its end, and what is set when that has been used."""
+
+
+class Merged:
+    """Asks all `sources` at once.
+
+    While they only append, so does this, in order of arrival. Once one of them has sent an `Update`, every event is an
+    `Update` with the passages of all, fused by reciprocal rank; `weights`, one for each source, say whose ranks count
+    for more. A source that fails is skipped and reported; when all fail, so does this. The sources are started and
+    closed with it.
+
+    :raises ConfigurationError: there is no source, or `weights` are not as many positive numbers.
+    """
+
+    def __init__(self, *sources: Source, weights: Sequence[float] | None = None, name: str = "") -> None:
+        if not sources:
+            raise ConfigurationError("Merged needs at least one source")
+        for source in sources:
+            if not callable(getattr(source, "stream", None)):
+                raise ConfigurationError(f"Merged: {short(source)} is no source: it has no method 'stream'")
+        if weights is not None and (
+            len(weights) != len(sources)
+            or not all(is_number(weight) and 0 < weight < float("inf") for weight in weights)
+        ):
+            raise ConfigurationError(f"Merged: weights={short(weights)} must be a positive number for each source")
+        self._sources = sources
+        self._weights = weights
+        self.name = name or f"Merged({', '.join(map(part_name, sources))})"
+
+    async def start(self, progress: Progress) -> None:
+        """Start the sources that must be, at once. If one cannot be, all are closed."""
+        starts = [asyncio.create_task(part.start(progress)) for part in self._sources if isinstance(part, Startable)]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            await cancel_regardless(starts)
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Close the sources."""
+        closed = await asyncio.gather(
+            *(part.aclose() for part in self._sources if isinstance(part, Startable)), return_exceptions=True
+        )
+        for error in closed:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
+        """The events of all sources.
+
+        :raises SourceError: all of them failed.
+        """
+        came: asyncio.Queue[_Came] = asyncio.Queue()
+        pulls = [asyncio.create_task(_pull(i, each, query, came)) for i, each in enumerate(self._sources)]
+        rankings: list[tuple[Chunk, ...]] = [()] * len(pulls)
+        appended: set[tuple[str, str]] = set()
+        fused: tuple[Chunk, ...] | None = None
+        errors: list[BaseException] = []
+        num_running = len(pulls)
+        try:
+            while num_running:
+                number, event, is_used = await came.get()
+                if isinstance(event, Append | Update):
+                    rankings[number] = UpdateMode().fold(rankings[number], event)
+                    if isinstance(event, Append) and fused is None:
+                        if (place := (event.chunk.uri, event.chunk.text)) not in appended:
+                            appended.add(place)
+                            yield event
+                    else:
+                        before, fused = fused, reciprocal_rank_fusion(rankings, self._weights)
+                        if fused != before:
+                            yield Update(fused)
+                elif isinstance(event, Skipped | CutShort):
+                    yield event
+                elif isinstance(event, StreamRagError) and not isinstance(event, SourceError):
+                    raise event  # the program's mistake, not a failed retrieval
+                else:
+                    num_running -= 1
+                    if event is not None:
+                        errors.append(event)
+                        yield Skipped(part_name(self._sources[number]), str(event) or type(event).__name__)
+                is_used.set()
+        finally:
+            await cancel_regardless(pulls)
+        if len(errors) == len(pulls):
+            raise SourceError(f"{self.name} failed: {'; '.join(map(str, errors))}") from errors[0]
+
+
+async def _pull(number: int, source: Source, query: str, came: "asyncio.Queue[_Came]") -> None:
+    """Each event, once the one before has been used; then its error, or None for its end."""
+    end: BaseException | None = None
+    retrieval = Retrieval(source, query)
+    try:
+        async for event in retrieval.events():
+            is_used = asyncio.Event()
+            came.put_nowait((number, event, is_used))
+            await is_used.wait()
+    except Exception as error:
+        end = error
+    finally:
+        await retrieval.aclose()
+    came.put_nowait((number, end, asyncio.Event()))

@@ -1,0 +1,141 @@
+"""Several sources as one: in order of arrival, or fused by reciprocal rank; one that fails takes no other with it."""
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrag import Append, Chunk, CutShort, Merged, Pipeline, Skipped, Update
+from streamrag.core import SourceEvent
+from streamrag.errors import ConfigurationError, SourceError
+from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion
+from streamrag.testing import ScriptedBackend, ScriptedSource
+
+A, B, C, D = (Chunk(text, f"{text}.md", score=1.0) for text in "abcd")
+
+
+def plain(*chunks: Chunk) -> Update:
+    return Update(tuple(Chunk(chunk.text, chunk.uri) for chunk in chunks))
+
+
+async def events(*sources: Any, **options: Any) -> list[SourceEvent]:
+    with anyio.fail_after(20):
+        return [event async for event in Merged(*sources, **options).stream("Why?")]
+
+
+async def test_while_all_append_it_appends_in_order_of_arrival_and_nothing_twice() -> None:
+    first = ScriptedSource([Append(A), 0.1, Append(C)])
+    second = ScriptedSource([0.05, Append(B), Append(Chunk("a", "a.md", score=2.0))])
+    assert await events(first, second) == [Append(A), Append(B), Append(C)]
+
+
+async def test_after_an_update_all_is_fused() -> None:
+    ranks = ScriptedSource([0.05, Update((B, C)), 0.1, Update((C,))])
+    appends = ScriptedSource([Append(A), 0.1, Append(B)])
+    found = await events(ranks, appends)
+    assert found[0] == Append(A)
+    assert found[1] == plain(B, A, C)
+    assert found[-1] == plain(C, A, B)
+
+
+async def test_an_update_that_changes_nothing_is_not_sent() -> None:
+    assert await events(ScriptedSource([Update((A, B)), Update((A, B))])) == [plain(A, B)]
+
+
+async def test_weights_say_whose_ranks_count_for_more() -> None:
+    first, second = ScriptedSource([Update((A, B))]), ScriptedSource([0.05, Update((B, C))])
+    assert (await events(first, second))[-1] == plain(B, A, C)
+    first, second = ScriptedSource([Update((A,))]), ScriptedSource([0.05, Update((C,))])
+    assert (await events(first, second, weights=[1, 3]))[-1] == plain(C, A)
+
+
+async def test_what_is_skipped_and_cut_short_is_told() -> None:
+    told = [Skipped("x", "gone"), CutShort("no time")]
+    assert await events(ScriptedSource([told[0]]), ScriptedSource([0.05, told[1]])) == told
+
+
+async def test_one_that_fails_is_skipped_and_all_that_fail_are_an_error() -> None:
+    fails = ScriptedSource([Append(A), SourceError("no route")])
+    found = await events(fails, ScriptedSource([0.05, Append(B)]))
+    assert found == [Append(A), Skipped("ScriptedSource", "no route"), Append(B)]
+    with pytest.raises(SourceError, match=r"Merged\(ScriptedSource, ScriptedSource\) failed: no route; no rope"):
+        await events(
+            ScriptedSource([SourceError("no route")]), ScriptedSource([Append(A), 0.05, SourceError("no rope")])
+        )
+
+
+async def test_the_programs_own_mistake_is_no_failed_retrieval() -> None:
+    with pytest.raises(ConfigurationError, match="not started"):
+        await events(ScriptedSource([ConfigurationError("not started")]), ScriptedSource([Append(A)]))
+
+
+async def test_stopping_stops_all_sources() -> None:
+    sources = [ScriptedSource([Append(A), 3600.0]), ScriptedSource([3600.0])]
+    async with Pipeline(Merged(*sources), ScriptedBackend()) as pipeline:
+        with anyio.move_on_after(0.2):
+            _ = [chunk async for chunk in pipeline.stream("Why?")]
+        assert [source.num_streams for source in sources] == [0, 0]
+
+
+class Held(ScriptedSource):
+    """Must be started and closed."""
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        super().__init__([Append(A)])
+        self.fault = fault
+        self.log: list[str] = []
+
+    async def start(self, progress: Any) -> None:
+        await asyncio.sleep(0)
+        if self.fault:
+            raise self.fault
+        self.log.append("start")
+
+    async def aclose(self) -> None:
+        self.log.append("close")
+
+
+async def test_sources_are_started_and_closed_with_it() -> None:
+    held = [Held(), Held()]
+    async with Pipeline(Merged(*held, ScriptedSource([Append(B)])), ScriptedBackend("ok")) as pipeline:
+        _ = [chunk async for chunk in pipeline.stream("Why?")]
+        assert [each.log for each in held] == [["start"], ["start"]]
+    assert [each.log for each in held] == [["start", "close"], ["start", "close"]]
+
+
+async def test_where_one_cannot_be_started_all_are_closed() -> None:
+    held = [Held(), Held(ConfigurationError("no such index"))]
+    with pytest.raises(ConfigurationError, match="no such index"):
+        await Merged(*held).start(lambda line: None)
+    assert all(each.log[-1] == "close" for each in held)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, "2"], []])
+def test_what_cannot_be_merged_is_named(weights: Any) -> None:
+    sources = [ScriptedSource([]), ScriptedSource([])]
+    with pytest.raises(ConfigurationError, match=r"weights=.* must be a positive number for each source"):
+        Merged(*sources, weights=weights)
+    with pytest.raises(ConfigurationError, match="at least one source"):
+        Merged()
+    with pytest.raises(ConfigurationError, match="5 is no source"):
+        Merged(ScriptedSource([]), 5)  # type: ignore[arg-type]
+
+
+RANKINGS = st.lists(st.lists(st.sampled_from([A, B, C, D]), unique=True, max_size=4), max_size=4)
+
+
+@given(RANKINGS)
+def test_fusion_is_what_its_formula_says(rankings: list[list[Chunk]]) -> None:
+    fused = reciprocal_rank_fusion(rankings)
+    exact = {
+        chunk.uri: sum(1 / (RRF_K + ranking.index(chunk) + 1) for ranking in rankings if chunk in ranking)
+        for ranking in rankings
+        for chunk in ranking
+    }
+    assert {chunk.uri for chunk in fused} == exact.keys()
+    scores = [exact[chunk.uri] for chunk in fused]
+    assert all(a >= b - 1e-12 for a, b in pairwise(scores))
