@@ -13,7 +13,7 @@ PACKAGE = Path(streamrag.__file__).parent
 # Imports run down this list only; parts on one line never import each other.
 LINES = [
     {"cli"},
-    {"bench", "testing"},
+    {"adapters", "bench", "testing"},
     {"pipeline"},
     {"backends"},
     {"sources"},
