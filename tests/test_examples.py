@@ -50,6 +50,12 @@ def test_record_and_replay_keeps_nothing_without_a_file_and_explains_itself(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_merged_sources() -> None:
+    *arrived, citations = run("merged_sources.py").splitlines()
+    assert [line.split()[2] for line in arrived] == ["T-101:", "T-103:", "handbook#12:", "handbook#40:", "handbook#7:"]
+    assert citations == "[1] T-101 [2] handbook#7 [3] T-103"
+
+
 @pytest.mark.engine
 def test_wrap_a_function(tiny_model: Path) -> None:
     lines = run("wrap_a_function.py", str(tiny_model)).splitlines()
