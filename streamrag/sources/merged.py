@@ -20,7 +20,7 @@ from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.kinds import is_number, short
 from streamrag.modes.context import UpdateMode
 from streamrag.retrieving import Retrieval
-from streamrag.sources.fusion import reciprocal_rank_fusion
+from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion
 from streamrag.tasks import cancel_regardless
 
 _Came: TypeAlias = tuple[int, SourceEvent | BaseException | None, asyncio.Event]
@@ -32,13 +32,15 @@ class Merged:
 
     While they only append, so does this, in order of arrival. Once one of them has sent an `Update`, every event is an
     `Update` with the passages of all, fused by reciprocal rank; `weights`, one for each source, say whose ranks count
-    for more. A source that fails is skipped and reported; when all fail, so does this. The sources are started and
-    closed with it.
+    for more, and the larger `k` is, the less the first ranks differ from the others. A source that fails is skipped and
+    reported; when all fail, so does this. The sources are started and closed with it.
 
     :raises ConfigurationError: there is no source, or `weights` are not as many positive numbers.
     """
 
-    def __init__(self, *sources: Source, weights: Sequence[float] | None = None, name: str = "") -> None:
+    def __init__(
+        self, *sources: Source, weights: Sequence[float] | None = None, k: int = RRF_K, name: str = ""
+    ) -> None:
         if not sources:
             raise ConfigurationError("Merged needs at least one source")
         for source in sources:
@@ -51,6 +53,7 @@ class Merged:
             raise ConfigurationError(f"Merged: weights={short(weights)} must be a positive number for each source")
         self._sources = sources
         self._weights = weights
+        self._k = k
         self.name = name or f"Merged({', '.join(map(part_name, sources))})"
 
     async def start(self, progress: Progress) -> None:
@@ -94,7 +97,7 @@ class Merged:
                             appended.add(place)
                             yield event
                     else:
-                        before, fused = fused, reciprocal_rank_fusion(rankings, self._weights)
+                        before, fused = fused, reciprocal_rank_fusion(rankings, self._weights, k=self._k)
                         if fused != before:
                             yield Update(fused)
                 elif isinstance(event, Skipped | CutShort):
