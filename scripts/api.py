@@ -32,8 +32,11 @@ SECTIONS = {
 GIVEN = {"AnswerStream", "EventStream", "TokenStream", "TokenStreams"}
 """Classes whose objects a caller is given: how they are made is no promise."""
 
-INTERNAL = {"PromptTemplate.passage_format", "TokenStream.fail"}
-"""Methods of public classes that are there for other parts of the package."""
+INTERNAL = {"PromptTemplate.passage_format", "StreamragChatModel.home", "StreamragRetriever.home", "TokenStream.fail"}
+"""Members of public classes that are there for other parts of the package."""
+
+OF_FIELDS = ("BaseChatModel", "BaseRetriever", "NamedTuple", "TypedDict")
+"""Bases of classes whose options are their fields."""
 
 STARS = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}
 
@@ -130,11 +133,11 @@ class Reference:
 
     def _class(self, found: griffe.Class) -> Iterator[str]:
         fields = [
-            member for member in found.members.values() if isinstance(member, griffe.Attribute) and is_field(member)
+            member
+            for name, member in found.members.items()
+            if isinstance(member, griffe.Attribute) and is_field(member) and f"{found.name}.{name}" not in INTERNAL
         ]
-        has_fields = bool({"dataclass"} & found.labels) or any(
-            "NamedTuple" in str(base) or "TypedDict" in str(base) for base in found.bases
-        )
+        has_fields = "dataclass" in found.labels or any(str(base).endswith(OF_FIELDS) for base in found.bases)
         if has_fields:
             rows = [self._field(member) for member in fields]
             document = self._text(found.docstring, ())

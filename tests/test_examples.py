@@ -56,6 +56,28 @@ def test_merged_sources() -> None:
     assert citations == "[1] T-101 [2] handbook#7 [3] T-103"
 
 
+def test_langchain_retriever() -> None:
+    *found, answer = run("langchain_retriever.py").splitlines()
+    assert found == ["found T-101", "found T-103"]
+    assert answer == "T-101 The printer on floor 2 jams when the paper is thick."
+
+
+def test_langchain_chain() -> None:
+    assert run("langchain_chain.py").splitlines() == [
+        "It jams on thick paper [1].",
+        "[1] T-101: The printer jams on thick paper.",
+        "[2] T-102: Travel needs approval.",
+    ]
+
+
+def test_langgraph_agent() -> None:
+    called, *found, tool, answer = run("langgraph_agent.py").splitlines()
+    assert called == "ai: ''"
+    assert found == ["found T-101", "found T-103"]
+    assert tool == r"tool: 'The printer jams on thick paper.\nIts driver is new.'"
+    assert answer == "ai: 'It jams on thick paper.'"
+
+
 @pytest.mark.engine
 def test_wrap_a_function(tiny_model: Path) -> None:
     lines = run("wrap_a_function.py", str(tiny_model)).splitlines()

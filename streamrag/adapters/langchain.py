@@ -1,8 +1,5 @@
 """LangChain, both ways: streamrag's sources and pipelines as LangChain's parts, and LangChain's retrievers as sources.
 
-    model = StreamragChatModel(pipeline=Pipeline(from_langchain(retriever), OpenAIBackend(url)))
-    chain = model | StrOutputParser()
-
 Needs `pip install 'streamrag[langchain]'`.
 """
 
@@ -59,7 +56,7 @@ except ImportError as error:
 
 from streamrag.adapters.home import Home
 
-__all__ = ["LangchainSource", "StreamragChatModel", "StreamragRetriever", "from_langchain"]
+__all__ = ["StreamragChatModel", "StreamragRetriever", "from_langchain"]
 
 SAMPLING = {field.name for field in fields(SamplingParams)}
 
@@ -87,7 +84,7 @@ class _Housed:
         self.home.close()
 
     def close(self) -> None:
-        """Stop what the first call has started. What is dropped is closed too."""
+        """Stop what the first call has started."""
         self.home.close()
 
     async def aclose(self) -> None:
@@ -97,10 +94,6 @@ class _Housed:
 
 class StreamragRetriever(_Housed, BaseRetriever):
     """Any source of streamrag as a LangChain retriever: the documents are the context as it is when the source ends.
-
-    source: where chunks come from.
-    k: the most documents, the first of the context; by default all. A call may have its own: `invoke(query, k=3)`.
-    owns_source: False if somebody else starts and closes the source.
 
     Each document has `source`, `title`, `passage` and, if the source has one, `score` as its metadata, and an `id` that
     the same text of the same document always has. While the source is at work, custom events tell what it brings:
@@ -113,8 +106,11 @@ class StreamragRetriever(_Housed, BaseRetriever):
     """
 
     source: Any
+    """Where chunks come from."""
     k: PositiveInt | None = None
+    """The most documents, the first of the context; by default all. A call may have its own: `invoke(query, k=3)`."""
     owns_source: bool = True
+    """False if somebody else starts and closes the source."""
     home: Any = Field(default=None, exclude=True, repr=False)
     """Where the source lives; copies of this share it."""
 
@@ -216,14 +212,6 @@ class StreamragChatModel(_Housed, BaseChatModel):
     """A pipeline as a LangChain chat model: the last human message is the query, and its documents are retrieved while
     the model reads them.
 
-    pipeline: what retrieves and answers.
-    temperature: of sampling; greedy by default.
-    top_p: of sampling.
-    max_tokens: the most tokens of the answer, 256 by default.
-    seed: of sampling.
-    stop: texts that end the answer.
-    timeout: the most seconds for one answer, retrieval included.
-
     Leading system messages take the place of the template's system text; the messages between are the conversation. A
     call may have options of its own: all of these, and those of `SamplingParams` and `QueryOptions`.
 
@@ -237,12 +225,17 @@ class StreamragChatModel(_Housed, BaseChatModel):
     """
 
     pipeline: Pipeline
+    """What retrieves and answers."""
     temperature: float | None = None
+    """Of sampling, which is greedy by default."""
     top_p: float | None = None
     max_tokens: int | None = None
+    """The most tokens of the answer; 256 by default."""
     seed: int | None = None
     stop: list[str] | None = None
+    """Texts that end the answer."""
     timeout: float | None = None
+    """The most seconds for an answer, retrieval included."""
     home: Any = Field(default=None, exclude=True, repr=False)
     """Where the pipeline runs; copies of this share it."""
 
@@ -324,7 +317,7 @@ class StreamragChatModel(_Housed, BaseChatModel):
         params = given.pop("params", SamplingParams())
         system, history, query = _conversation(messages)
         return query, {
-            "params": replace(params, **sampling),
+            "params": replace(params, **sampling) if isinstance(params, SamplingParams) else params,
             **({"system": system} if system else {}),
             "history": history,
             **given,

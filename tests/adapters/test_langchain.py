@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import inspect
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -20,7 +22,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField, RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
-from langchain_tests.integration_tests import RetrieversIntegrationTests
+from langchain_tests.integration_tests import ChatModelIntegrationTests, RetrieversIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from streamrag import Append, Chunk, ConfigurationError, CutShort, Pipeline, Skipped, SourceError, Update
@@ -108,11 +110,36 @@ def benchmark() -> Callable[[Callable[[], None]], None]:
 
 
 @pytest.fixture
+def vcr() -> None:
+    """For LangChain's suite, which can record what goes over a network. Here nothing does."""
+
+
+@pytest.fixture
 def snapshot() -> None:
     """For LangChain's suite, of models that can be written to a file. A pipeline cannot."""
 
 
 class TestChatModel(ChatModelUnitTests):
+    """Tools, structured output and pictures are the model's own business, and a pipeline has none of them."""
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return StreamragChatModel
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"pipeline": Pipeline(ScriptedSource([Append(A)]), ScriptedBackend())}
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def has_structured_output(self) -> bool:
+        return False
+
+
+class TestChatModelAtWork(ChatModelIntegrationTests):
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
         return StreamragChatModel
@@ -439,6 +466,14 @@ async def test_options_are_the_models_the_calls_and_those_of_a_query(
         await model.ainvoke("Why?", temprature=1.0)
     with pytest.raises(ConfigurationError, match="temperature=-1"):
         await model.ainvoke("Why?", temperature=-1)
+    with pytest.raises(ConfigurationError, match="must be a SamplingParams"):
+        await model.ainvoke("Why?", params={}, max_tokens=3)
+
+
+def test_without_langchain_the_error_has_the_install_line() -> None:
+    code = "import sys; sys.modules['langchain_core'] = None; import streamrag.adapters.langchain"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "langchain-core is not installed. Install it with:  pip install 'streamrag[langchain]'" in ended.stderr
 
 
 async def test_cancelling_stops_the_query() -> None:
