@@ -59,6 +59,13 @@ def streamrag_tasks() -> list[str]:
     return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("streamrag")]
 
 
+async def test_it_tells_in_which_loop_it_was_started() -> None:
+    pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
+    assert pipeline.loop is None
+    async with pipeline:
+        assert pipeline.loop is asyncio.get_running_loop()
+
+
 async def test_the_answer_streams_and_its_result_cites_the_context_in_prompt_order() -> None:
     async with Pipeline(ScriptedSource([Append(A), Append(B)]), ScriptedBackend("Yes.")) as pipeline:
         stream = pipeline.stream("Why?")

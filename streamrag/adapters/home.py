@@ -184,8 +184,7 @@ class _Life:
                 self._is_started = True
 
     async def ended(self) -> None:
-        for each in list(self.pulled):
-            await each.aclose()
+        await asyncio.gather(*(each.aclose() for each in self.pulled), return_exceptions=True)
         await self._aclose()
 
 

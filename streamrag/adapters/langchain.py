@@ -35,6 +35,7 @@ from streamrag.sources.passage_like import PassageReader
 from streamrag.telemetry import Answer
 
 try:
+    from langchain_core.caches import BaseCache
     from langchain_core.callbacks import (
         AsyncCallbackManagerForLLMRun,
         AsyncCallbackManagerForRetrieverRun,
@@ -236,6 +237,8 @@ class StreamragChatModel(_Housed, BaseChatModel):
     """Texts that end the answer."""
     timeout: float | None = None
     """The most seconds for an answer, retrieval included."""
+    cache: BaseCache | bool | None = Field(default=False, exclude=True)
+    """LangChain's, off by default: the same question has another answer when other documents are found."""
     home: Any = Field(default=None, exclude=True, repr=False)
     """Where the pipeline runs; copies of this share it."""
 

@@ -35,7 +35,7 @@ class Merged:
     for more, and the larger `k` is, the less the first ranks differ from the others. A source that fails is skipped and
     reported; when all fail, so does this. The sources are started and closed with it.
 
-    :raises ConfigurationError: there is no source, or `weights` are not as many positive numbers.
+    :raises ConfigurationError: there is no source, or `weights` are not as many positive numbers, or `k` is below 0.
     """
 
     def __init__(
@@ -51,6 +51,8 @@ class Merged:
             or not all(is_number(weight) and 0 < weight < float("inf") for weight in weights)
         ):
             raise ConfigurationError(f"Merged: weights={short(weights)} must be a positive number for each source")
+        if not is_number(k) or not 0 <= k < float("inf"):
+            raise ConfigurationError(f"Merged: k={short(k)} must be a number, at least 0")
         self._sources = sources
         self._weights = weights
         self._k = k

@@ -11,10 +11,12 @@ from typing import Any
 
 import anyio
 import pytest
+from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.document_loaders import BaseLoader
 from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.globals import set_llm_cache
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
@@ -304,6 +306,24 @@ def test_what_is_dropped_is_closed() -> None:
     assert not thread.is_alive()
 
 
+def test_a_program_that_closes_nothing_ends_and_closes_it() -> None:
+    code = """
+from streamrag import Append, Chunk, Pipeline
+from streamrag.adapters.langchain import StreamragChatModel
+from streamrag.testing import ScriptedBackend, ScriptedSource
+
+class Backend(ScriptedBackend):
+    async def aclose(self):
+        print("closed")
+
+model = StreamragChatModel(pipeline=Pipeline(ScriptedSource([Append(Chunk("a", "a.md"))]), Backend()))
+print(model.invoke("Why?").text)
+"""
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("An answer.\nclosed\n", "")
+
+
 def test_closing_ends_the_calls_that_are_under_way() -> None:
     class Source(ScriptedSource):
         def stream(self, query: str) -> AsyncIterator[SourceEvent]:
@@ -474,6 +494,18 @@ def test_without_langchain_the_error_has_the_install_line() -> None:
     code = "import sys; sys.modules['langchain_core'] = None; import streamrag.adapters.langchain"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "langchain-core is not installed. Install it with:  pip install 'streamrag[langchain]'" in ended.stderr
+
+
+async def test_a_cache_for_all_models_does_not_keep_answers_from_documents(
+    model: StreamragChatModel, backend: ScriptedBackend
+) -> None:
+    set_llm_cache(InMemoryCache())
+    try:
+        for _ in range(2):
+            await model.ainvoke("Why?")
+    finally:
+        set_llm_cache(None)
+    assert len(backend.prompts) == 2
 
 
 async def test_cancelling_stops_the_query() -> None:

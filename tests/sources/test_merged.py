@@ -53,6 +53,14 @@ async def test_weights_say_whose_ranks_count_for_more() -> None:
     assert (await events(first, second, weights=[1, 3]))[-1] == plain(C, A)
 
 
+async def test_with_a_small_k_one_first_rank_is_worth_more_than_two_later_ones() -> None:
+    rankings = [(A, B), (C, B)]
+    for k, first in ((60, B), (0, A)):
+        found = await events(*(ScriptedSource([Update(each)]) for each in rankings), k=k)
+        assert isinstance(found[-1], Update)
+        assert found[-1].chunks[0].text == first.text
+
+
 async def test_what_is_skipped_and_cut_short_is_told() -> None:
     told = [Skipped("x", "gone"), CutShort("no time")]
     assert await events(ScriptedSource([told[0]]), ScriptedSource([0.05, told[1]])) == told
@@ -123,6 +131,8 @@ def test_what_cannot_be_merged_is_named(weights: Any) -> None:
         Merged()
     with pytest.raises(ConfigurationError, match="5 is no source"):
         Merged(ScriptedSource([]), 5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="k=-1 must be a number, at least 0"):
+        Merged(ScriptedSource([]), k=-1)
 
 
 RANKINGS = st.lists(st.lists(st.sampled_from([A, B, C, D]), unique=True, max_size=4), max_size=4)
