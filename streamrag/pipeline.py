@@ -105,6 +105,11 @@ class Pipeline:
         """Queries that are waiting or running."""
         return sum(not task.done() for task in self._queries)
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop that it was started on, and must be used on; None while it has not been started."""
+        return self._starting.get_loop() if self._starting is not None else None
+
     def stream(self, query: str, **options: Unpack[QueryOptions]) -> AnswerStream:
         """The answer to `query`, chunk by chunk; `options` are those of `QueryOptions`.
 
