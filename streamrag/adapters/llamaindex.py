@@ -37,7 +37,7 @@ try:
 except ImportError:
     raise MissingDependencyError("llama-index-core", "pip install 'streamrag[llamaindex]'") from None
 
-__all__ = ["LlamaIndexSource", "StreamragQueryEngine", "StreamragNodeRetriever"]
+__all__ = ["LlamaIndexSource", "StreamragNodeRetriever", "StreamragQueryEngine"]
 
 URIS = ("uri", "url", "source", "file_path", "file_name")
 """What a node's metadata may call the address of its document; the first that is there counts."""
