@@ -29,7 +29,6 @@ from streamrag.telemetry import TokensGenerated
 
 try:
     from haystack import Document, component
-    from haystack.components.retrievers import MultiRetriever
     from haystack.dataclasses import (
         ChatMessage,
         ComponentInfo,
@@ -245,7 +244,7 @@ class HaystackSource:
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
         """Lists that are better and better: of chunks, or of the documents that Haystack has made."""
         documents: list[Document] = []
-        if isinstance(self._retriever, MultiRetriever):
+        if isinstance(getattr(self._retriever, "retrievers", None), dict):  # as the experimental MultiRetriever
             fused = self._fused(query, reader)
             try:
                 async for found in fused:
@@ -270,7 +269,7 @@ class HaystackSource:
         watched.retrievers = {
             name: _Watched(partial(self._documents, part), came.put_nowait) for name, part in watched.retrievers.items()
         }
-        top_k = self._inputs.get("top_k") or watched.top_k
+        top_k = self._inputs.get("top_k") or getattr(watched, "top_k", None)
         rankings: list[tuple[Chunk, ...]] = []
         task = asyncio.create_task(self._documents(watched, query=query, **self._inputs), name="streamrag fusion")
         task.add_done_callback(lambda _: came.put_nowait(None))
