@@ -4,6 +4,8 @@ source = HaystackSource(InMemoryBM25Retriever(store), rankers=[ranker])
 pipeline = haystack.Pipeline()
 pipeline.add_component("rag", StreamragGenerator(streamrag.Pipeline(source, OpenAIBackend(url))))
 pipeline.run({"rag": {"query": "How do I cancel a task group?", "streaming_callback": print_streaming_chunk}})
+
+Haystack's own `pipeline.close()` stops what this has started.
 """
 
 import asyncio

@@ -3,6 +3,8 @@
 source = LlamaIndexSource(index.as_retriever(), node_postprocessors=[reranker])
 with StreamragQueryEngine(Pipeline(source, OpenAIBackend(url)), streaming=True) as engine:
     engine.query("How do I cancel a task group?").print_response_stream()
+
+A `StreamragNodeRetriever` is the other way round: a source of streamrag in a LlamaIndex application.
 """
 
 import asyncio
@@ -95,7 +97,8 @@ class StreamragQueryEngine(BaseQueryEngine):
     their own ids and metadata. `response.metadata["streamrag"]` has the numbers of the answer, once it is complete.
 
     `aquery` runs in the caller's event loop. `query` starts the pipeline in a thread, unless it is running in an event
-    loop already, which it then uses. `close`, or the end of a `with` block, closes a pipeline that this started.
+    loop already, which it then uses. `close` closes the pipeline, and so does the end of a `with` block; in an event
+    loop it is `aclose`.
 
     pipeline: what answers.
     streaming: whether to return LlamaIndex's streaming responses.
@@ -124,6 +127,12 @@ class StreamragQueryEngine(BaseQueryEngine):
         """Close the pipeline, if it was started, and end the thread."""
         if self._pipeline.loop is not None:
             self._host.blocking(self._pipeline.aclose())
+        self._host.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for a pipeline that runs in this event loop."""
+        if self._pipeline.loop is not None:
+            await self._host.awaited(self._pipeline.aclose())
         self._host.close()
 
     def __enter__(self) -> Self:
