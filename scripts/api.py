@@ -15,7 +15,15 @@ import griffe
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 
-MODULES = ["streamrag", "streamrag.telemetry", "streamrag.trace", "streamrag.testing", "streamrag.adapters.langchain"]
+MODULES = [
+    "streamrag",
+    "streamrag.telemetry",
+    "streamrag.trace",
+    "streamrag.testing",
+    "streamrag.adapters.haystack",
+    "streamrag.adapters.langchain",
+    "streamrag.adapters.llamaindex",
+]
 
 SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",

@@ -271,7 +271,8 @@ class QueryRun:
         for kind, affected in ((ChunksShortened, step.shortened), (ChunksLeftOut, step.left_out)):
             if affected:
                 await self._emit(kind(self._now(), affected, assembler.max_context_tokens))
-        await self._emit(ContextComplete(self._now(), len(step.included), len(step.prompt.token_ids)))
+        num_tokens = len(step.prompt.token_ids)
+        await self._emit(ContextComplete(self._now(), len(step.included), num_tokens, step.included))
         self._complete = step
         yield step.prompt
 

@@ -116,6 +116,8 @@ class ContextComplete:
     at_s: float
     num_chunks: int
     num_tokens: int
+    chunks: tuple[Chunk, ...]
+    """The passages of the prompt, in prompt order; the answer's `citations` will be these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,9 @@ settings.load_profile("streamrag")
 # these, several take six times the CPU time of one. Read when torch is imported, here and in processes started here.
 os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
 
+# Haystack tells its makers of every run otherwise. Read when it is imported.
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
+
 # Looking for garbage takes a quarter of the time in which vLLM is imported, so it waits until all tests are.
 gc.disable()
 

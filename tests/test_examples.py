@@ -78,6 +78,19 @@ def test_langgraph_agent() -> None:
     assert answer == "ai: 'It jams on thick paper.'"
 
 
+def test_llamaindex_query_engine() -> None:
+    lines = run("llamaindex_query_engine.py").splitlines()
+    assert lines[0] == "A scope does."
+    assert [line.partition("): ")[2] for line in lines if line.startswith("> Source")] == [
+        "Cancelling a scope cancels every task in it.",
+        "An event wakes every task that waits for it.",
+    ]
+
+
+def test_haystack_pipeline() -> None:
+    assert run("haystack_pipeline.py").splitlines() == ["A scope does.", "from: Scopes"]
+
+
 @pytest.mark.engine
 def test_wrap_a_function(tiny_model: Path) -> None:
     lines = run("wrap_a_function.py", str(tiny_model)).splitlines()

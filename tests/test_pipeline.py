@@ -109,6 +109,16 @@ async def test_events_tell_the_whole_story_in_order() -> None:
     answered = events[-1]
     assert isinstance(answered, Answered)
     assert answered.answer.num_invalidated == second.num_invalidated
+    [context] = (event for event in events if isinstance(event, ContextComplete))
+    assert [chunk.text for chunk in context.chunks] == [citation.text for citation in answered.answer.citations]
+    assert context.num_chunks == len(context.chunks)
+
+
+async def test_a_pipeline_tells_the_event_loop_that_it_was_started_on() -> None:
+    pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
+    assert pipeline.loop is None
+    async with pipeline:
+        assert pipeline.loop is asyncio.get_running_loop()
 
 
 async def test_overlap_does_not_change_the_final_prompt_only_when_the_backend_hears_of_it() -> None:

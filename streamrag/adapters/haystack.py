@@ -1,0 +1,342 @@
+"""streamrag in Haystack, and Haystack's retrievers as sources. Needs `pip install 'streamrag[haystack]'`.
+
+source = HaystackSource(InMemoryBM25Retriever(store), rankers=[ranker])
+pipeline = haystack.Pipeline()
+pipeline.add_component("rag", StreamragGenerator(streamrag.Pipeline(source, OpenAIBackend(url))))
+pipeline.run({"rag": {"query": "How do I cancel a task group?", "streaming_callback": print_streaming_chunk}})
+
+Haystack's own `pipeline.close()` stops what this has started.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from inspect import isawaitable
+from typing import Any, Unpack
+
+from streamrag.adapters.hosting import Asked, FoundChunk, Host
+from streamrag.asked import QueryOptions, check_options
+from streamrag.core import Chunk, Progress, Skipped, SourceEvent, Turn, Update
+from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
+from streamrag.kinds import kind_of
+from streamrag.pipeline import Pipeline
+from streamrag.sources.fusion import reciprocal_rank_fusion
+from streamrag.sources.passage_like import PassageReader
+from streamrag.sources.retriever import MAX_CALLS
+from streamrag.sources.threads import Threads
+from streamrag.tasks import cancel_regardless
+from streamrag.telemetry import TokensGenerated
+
+try:
+    from haystack import Document, component
+    from haystack.dataclasses import (
+        ChatMessage,
+        ComponentInfo,
+        StreamingCallbackT,
+        StreamingChunk,
+        select_streaming_callback,
+    )
+except ImportError:
+    raise MissingDependencyError("haystack-ai", "pip install 'streamrag[haystack]'") from None
+
+__all__ = ["HaystackSource", "StreamragGenerator"]
+
+URIS = ("uri", "url", "source", "file_path", "source_id")
+"""What a document's meta may call where it is from; the first that is there counts."""
+
+
+@component
+class StreamragGenerator:
+    """A pipeline as a Haystack component: a query goes in, the answer and the documents of its prompt come out.
+
+    It stands in the place of retriever, ranker, prompt builder and generator. Its `replies` and `documents` connect to
+    an `AnswerBuilder`. Documents that came from a `HaystackSource` come out with their own ids and meta.
+
+    `run_async` runs in the caller's event loop. `run` starts the pipeline in a thread, unless it is running in an event
+    loop already, which it then uses. Haystack's `Pipeline.close` closes it for good.
+
+    pipeline: what answers.
+    streaming_callback: called with each piece of text, unless `run` is given another.
+    options: those of `QueryOptions`, for every query.
+
+    :raises ConfigurationError: an option that is unknown.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        streaming_callback: StreamingCallbackT | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> None:
+        check_options(options)
+        self._pipeline = pipeline
+        self._streaming_callback = streaming_callback
+        self._options = options
+        self._host = Host(lambda: pipeline.loop)
+
+    def warm_up(self) -> None:
+        """Start the pipeline."""
+        self._host.blocking(self._pipeline.start())
+
+    async def warm_up_async(self) -> None:
+        """Start the pipeline in this event loop."""
+        await self._host.awaited(self._pipeline.start())
+
+    def close(self) -> None:
+        """Close the pipeline, if it was started."""
+        if self._pipeline.loop is not None:
+            self._host.blocking(self._pipeline.aclose())
+        self._host.close()
+
+    async def close_async(self) -> None:
+        """Close the pipeline, if it was started."""
+        if self._pipeline.loop is not None:
+            await self._host.awaited(self._pipeline.aclose())
+        self._host.close()
+
+    @component.output_types(replies=list[ChatMessage], documents=list[Document])
+    def run(
+        self,
+        query: str,
+        history: list[ChatMessage] | None = None,
+        streaming_callback: StreamingCallbackT | None = None,
+    ) -> dict[str, Any]:
+        """Answer `query`.
+
+        query: the question.
+        history: earlier messages of the conversation.
+        streaming_callback: called with each piece of text, in this thread.
+        """
+        callback = select_streaming_callback(self._streaming_callback, streaming_callback, requires_async=False)
+        asked = self._asked(query, history)
+        chunks = self._host.blocking(asked.context())
+        for number, event in enumerate(self._host.blocking_items(asked.tokens())):
+            if callback is not None:
+                callback(self._streamed(event, number))
+        return self._outputs(asked, chunks)
+
+    @component.output_types(replies=list[ChatMessage], documents=list[Document])
+    async def run_async(
+        self,
+        query: str,
+        history: list[ChatMessage] | None = None,
+        streaming_callback: StreamingCallbackT | None = None,
+    ) -> dict[str, Any]:
+        """As `run`; the callback may be async."""
+        callback = select_streaming_callback(self._streaming_callback, streaming_callback, requires_async=True)
+        asked = self._asked(query, history)
+        chunks = await self._host.awaited(asked.context())
+        events = self._host.items(asked.tokens())
+        number = 0
+        try:
+            async for event in events:
+                if callback is not None and isawaitable(done := callback(self._streamed(event, number))):
+                    await done
+                number += 1
+        finally:
+            await events.aclose()
+        return self._outputs(asked, chunks)
+
+    def _asked(self, query: str, history: Sequence[ChatMessage] | None) -> Asked:
+        options = self._options
+        if history:
+            turns = [Turn(message.role.value, message.text or "") for message in history]  # type: ignore[arg-type]
+            options = {**options, "history": turns}
+        return Asked(self._pipeline.events(query, **options))
+
+    def _streamed(self, event: TokensGenerated, number: int) -> StreamingChunk:
+        return StreamingChunk(
+            event.text,
+            meta={"model": self._pipeline.backend.model.name},
+            component_info=ComponentInfo.from_component(self),
+            index=0,
+            start=number == 0,
+            finish_reason=event.finish_reason,  # type: ignore[arg-type]
+        )
+
+    def _outputs(self, asked: Asked, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        answer = asked.answer
+        assert answer is not None
+        num_tokens = len(answer.token_ids)
+        meta = {
+            "model": self._pipeline.backend.model.name,
+            "index": 0,
+            "finish_reason": answer.finish_reason,
+            "usage": {
+                "prompt_tokens": answer.num_prompt_tokens,
+                "completion_tokens": num_tokens,
+                "total_tokens": answer.num_prompt_tokens + num_tokens,
+            },
+            "retrieval_s": answer.timings.retrieval_s,
+            "ttft_s": answer.timings.ttft_s,
+            "total_s": answer.timings.total_s,
+        }
+        replies = [ChatMessage.from_assistant(answer.text, meta=meta)]
+        return {"replies": replies, "documents": list(map(_document, chunks))}
+
+
+class HaystackSource:
+    """A Haystack retriever component as a source.
+
+    Each `Update` is what is known by then. A `MultiRetriever` has one whenever one of its retrievers answers, by
+    reciprocal rank; what it returns itself makes the next. Then each of the `rankers` makes one if it changes
+    something. So the last one is what Haystack would have put into the prompt, and the model has read the ones before,
+    as far as they agree with it, when it comes.
+
+    Components that are not async run in threads, where cancelling the query cannot stop them. They are warmed up when
+    the source is started, and closed with it.
+
+    retriever: a component that takes a `query` and returns `documents`. One that takes an embedding becomes that in
+        Haystack's `TextEmbeddingRetriever`.
+    rankers: components that its documents go through, in this order; they take `documents`, and perhaps the `query`.
+    inputs: the retriever's other inputs, as in `{"top_k": 5}`.
+    name: the source's; the retriever's class by default.
+
+    :raises ConfigurationError: `retriever` or a ranker is no such component.
+    """
+
+    def __init__(
+        self, retriever: Any, *, rankers: Sequence[Any] = (), inputs: Mapping[str, Any] | None = None, name: str = ""
+    ) -> None:
+        _check(retriever, "query", "a retriever; put one that takes an embedding into a TextEmbeddingRetriever")
+        for ranker in rankers:
+            _check(ranker, "documents", "a ranker")
+        self.name = name or type(retriever).__name__
+        self._retriever = retriever
+        self._rankers = tuple(rankers)
+        self._inputs = dict(inputs or {})
+        self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
+
+    async def start(self, progress: Progress) -> None:
+        """Warm the components up."""
+        try:
+            for part in (self._retriever, *self._rankers):
+                await self._call(part, "warm_up")
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Close the components."""
+        for part in (self._retriever, *self._rankers):
+            await self._call(part, "close")
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
+        """An `Update` for each list of documents that differs from the one before, and what had no text."""
+        reader = PassageReader(self.name)
+        before: tuple[Chunk, ...] | None = None
+        skipped: set[str] = set()
+        found = self._found(query, reader)
+        try:
+            async for documents in found:
+                for document in documents:
+                    if isinstance(document, Document) and document.content is None and document.id not in skipped:
+                        skipped.add(document.id)
+                        yield Skipped(document.id, "it has no text")
+                if (chunks := _chunks(documents, reader)) != before:
+                    before = chunks
+                    yield Update(chunks)
+        finally:
+            await found.aclose()
+
+    async def _found(
+        self, query: str, reader: PassageReader
+    ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
+        """Lists that are better and better: of chunks, or of the documents that Haystack has made."""
+        documents: list[Document] = []
+        if isinstance(getattr(self._retriever, "retrievers", None), dict):  # as the experimental MultiRetriever
+            fused = self._fused(query, reader)
+            try:
+                async for found in fused:
+                    yield found
+                    documents = found if isinstance(found, list) else documents
+            finally:
+                await fused.aclose()
+        else:
+            documents = await self._documents(self._retriever, query=query, **self._inputs)
+            yield documents
+        for ranker in self._rankers:
+            inputs = {"query": query} if "query" in ranker.__haystack_input__ else {}
+            documents = await self._documents(ranker, documents=documents, **inputs)
+            yield documents
+
+    async def _fused(
+        self, query: str, reader: PassageReader
+    ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
+        """What the retrievers that have answered have found, fused, and at last what Haystack makes of all."""
+        came: asyncio.Queue[list[Document] | None] = asyncio.Queue()
+        watched = copy(self._retriever)
+        watched.retrievers = {
+            name: _Watched(partial(self._documents, part), came.put_nowait) for name, part in watched.retrievers.items()
+        }
+        top_k = self._inputs.get("top_k") or getattr(watched, "top_k", None)
+        rankings: list[tuple[Chunk, ...]] = []
+        task = asyncio.create_task(self._documents(watched, query=query, **self._inputs), name="streamrag fusion")
+        task.add_done_callback(lambda _: came.put_nowait(None))
+        try:
+            while (documents := await came.get()) is not None:
+                rankings.append(_chunks(documents, reader))
+                if len(rankings) < len(watched.retrievers):  # else what Haystack makes of all is next
+                    yield reciprocal_rank_fusion(rankings)[:top_k]
+            yield task.result()
+        finally:
+            await cancel_regardless([task])
+
+    async def _documents(self, part: Any, **inputs: Any) -> list[Document]:
+        found = (await self._call(part, "run", **inputs) or {}).get("documents")
+        if not isinstance(found, list):
+            raise SourceError(f"{type(part).__name__} returned {kind_of(found)} as documents, and must return a list")
+        return found
+
+    async def _call(self, part: Any, method: str, **inputs: Any) -> Any:
+        """Its async method, or the other one in a thread, or nothing."""
+        if run_async := getattr(part, f"{method}_async", None):
+            return await run_async(**inputs)
+        if run := getattr(part, method, None):
+            return await self._calls.run(partial(run, **inputs))
+        return None
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """One of the retrievers of a `MultiRetriever` that tells what it answers, when it does."""
+
+    ask: Callable[..., Awaitable[list[Document]]]
+    tell: Callable[[list[Document]], None]
+
+    async def run_async(self, **inputs: Any) -> dict[str, list[Document]]:
+        documents = await self.ask(**inputs)
+        self.tell(documents)
+        return {"documents": documents}
+
+
+def _check(part: Any, wanted: str, what: str) -> None:
+    if isinstance(part, type) or wanted not in getattr(part, "__haystack_input__", ()):
+        raise ConfigurationError(f"HaystackSource: {kind_of(part)} does not take {wanted!r}, and cannot be {what}")
+
+
+def _chunks(found: Sequence[Document] | tuple[Chunk, ...], reader: PassageReader) -> tuple[Chunk, ...]:
+    return tuple(
+        each if isinstance(each, Chunk) else _chunk(each, reader)
+        for each in found
+        if isinstance(each, Chunk) or each.content is not None
+    )
+
+
+def _chunk(document: Document, reader: PassageReader) -> Chunk:
+    meta = document.meta
+    uri = next((meta[key] for key in URIS if meta.get(key)), document.id)
+    chunk = reader.chunk(
+        {"text": document.content, "uri": uri, "title": meta.get("title") or "", "score": document.score}
+    )
+    return FoundChunk(chunk.text, chunk.uri, chunk.title, chunk.passage, chunk.score, origin=document)
+
+
+def _document(chunk: Chunk) -> Document:
+    """The document that the chunk was made of, or one with the same id for the same place."""
+    if isinstance(chunk, FoundChunk):
+        return chunk.origin  # type: ignore[no-any-return]
+    meta = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}
+    return Document(id=f"{chunk.uri}#{chunk.passage}", content=chunk.text, meta=meta, score=chunk.score)

@@ -1,0 +1,355 @@
+"""streamrag in LlamaIndex, and LlamaIndex's retrievers as sources. Needs `pip install 'streamrag[llamaindex]'`.
+
+source = LlamaIndexSource(index.as_retriever(), node_postprocessors=[reranker])
+with StreamragQueryEngine(Pipeline(source, OpenAIBackend(url)), streaming=True) as engine:
+    engine.query("How do I cancel a task group?").print_response_stream()
+
+A `StreamragNodeRetriever` is the other way round: a source of streamrag in a LlamaIndex application.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Self, TypeVar, Unpack
+
+from streamrag.adapters.hosting import Asked, FoundChunk, Host, HostedSource
+from streamrag.asked import QueryOptions, check_options
+from streamrag.core import Chunk, Source, SourceEvent, Update
+from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.kinds import kind_of
+from streamrag.pipeline import Pipeline
+from streamrag.sources.fusion import reciprocal_rank_fusion
+from streamrag.sources.passage_like import PassageReader
+from streamrag.sources.retriever import MAX_CALLS
+from streamrag.sources.threads import Threads
+from streamrag.tasks import cancel_regardless
+
+try:
+    from llama_index.core.base.base_query_engine import BaseQueryEngine
+    from llama_index.core.base.base_retriever import BaseRetriever
+    from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
+    from llama_index.core.callbacks.base import CallbackManager
+    from llama_index.core.callbacks.schema import CBEventType, EventPayload
+    from llama_index.core.postprocessor.types import BaseNodePostprocessor
+    from llama_index.core.prompts.mixin import PromptMixinType
+    from llama_index.core.retrievers import QueryFusionRetriever
+    from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
+except ImportError:
+    raise MissingDependencyError("llama-index-core", "pip install 'streamrag[llamaindex]'") from None
+
+__all__ = ["LlamaIndexSource", "StreamragNodeRetriever", "StreamragQueryEngine"]
+
+URIS = ("uri", "url", "source", "file_path", "file_name")
+"""What a node's metadata may call the address of its document; the first that is there counts."""
+
+T = TypeVar("T")
+
+
+class StreamragNodeRetriever(BaseRetriever):
+    """A source as a LlamaIndex retriever: `retrieve` and `aretrieve` return everything that it has found, in its order.
+
+    A source that must be started is started by the first query, on an event loop of the retriever's own in a thread;
+    `close`, or the end of a `with` block, closes it. Any other runs on the caller's event loop.
+
+    source: where passages come from.
+    top_k: the most nodes that are returned.
+    callback_manager: LlamaIndex's.
+
+    :raises ConfigurationError: `source` is none, or `top_k` is less than 1.
+    """
+
+    def __init__(
+        self, source: Source, *, top_k: int | None = None, callback_manager: CallbackManager | None = None
+    ) -> None:
+        if top_k is not None and top_k < 1:
+            raise ConfigurationError(f"top_k={top_k} must be at least 1, or None for all")
+        self._hosted = HostedSource(source)
+        self._top_k = top_k
+        super().__init__(callback_manager=callback_manager)
+
+    def close(self) -> None:
+        """Close the source, if it was started."""
+        self._hosted.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return self._nodes(self._hosted.host.blocking(self._hosted.found(query_bundle.query_str)))
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return self._nodes(await self._hosted.host.awaited(self._hosted.found(query_bundle.query_str)))
+
+    def _nodes(self, chunks: Sequence[Chunk]) -> list[NodeWithScore]:
+        return list(map(_node, chunks[: self._top_k]))
+
+
+class StreamragQueryEngine(BaseQueryEngine):
+    """A pipeline as a LlamaIndex query engine.
+
+    `query` and `aquery` return when retrieval is complete, with `source_nodes`; with `streaming` the text follows as it
+    is generated, otherwise they return the whole. Nodes that came from a `LlamaIndexSource` are in `source_nodes` with
+    their own ids and metadata. `response.metadata["streamrag"]` has the numbers of the answer, once it is complete.
+
+    `aquery` runs in the caller's event loop. `query` starts the pipeline in a thread, unless it is running in an event
+    loop already, which it then uses. `close` closes the pipeline, and so does the end of a `with` block; in an event
+    loop it is `aclose`.
+
+    pipeline: what answers.
+    streaming: whether to return LlamaIndex's streaming responses.
+    callback_manager: LlamaIndex's.
+    options: those of `QueryOptions`, for every query.
+
+    :raises ConfigurationError: an option that is unknown.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        streaming: bool = False,
+        callback_manager: CallbackManager | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> None:
+        check_options(options)
+        self._pipeline = pipeline
+        self._streaming = streaming
+        self._options = options
+        self._host = Host(lambda: pipeline.loop)
+        super().__init__(callback_manager=callback_manager)
+
+    def close(self) -> None:
+        """Close the pipeline, if it was started, and end the thread."""
+        if self._pipeline.loop is not None:
+            self._host.blocking(self._pipeline.aclose())
+        self._host.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for a pipeline that runs in this event loop."""
+        if self._pipeline.loop is not None:
+            await self._host.awaited(self._pipeline.aclose())
+        self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _get_prompt_modules(self) -> PromptMixinType:
+        return {}
+
+    def _query(self, query_bundle: QueryBundle) -> Response | StreamingResponse:
+        with self._event(query_bundle) as event:
+            answering = self._asked(query_bundle)
+            answering.take(self._host.blocking(answering.asked.context()))
+            texts = self._host.blocking_items(answering.texts())
+            response: Response | StreamingResponse
+            if self._streaming:
+                response = StreamingResponse(texts, answering.nodes, answering.metadata)
+            else:
+                response = Response("".join(texts), answering.nodes, answering.metadata)
+            event.on_end(payload={EventPayload.RESPONSE: response})
+        return response
+
+    async def _aquery(self, query_bundle: QueryBundle) -> Response | AsyncStreamingResponse:
+        with self._event(query_bundle) as event:
+            answering = self._asked(query_bundle)
+            answering.take(await self._host.awaited(answering.asked.context()))
+            texts = self._host.items(answering.texts())
+            response: Response | AsyncStreamingResponse
+            if self._streaming:
+                response = AsyncStreamingResponse(texts, answering.nodes, answering.metadata)
+            else:
+                response = Response("".join([text async for text in texts]), answering.nodes, answering.metadata)
+            event.on_end(payload={EventPayload.RESPONSE: response})
+        return response
+
+    def _asked(self, query_bundle: QueryBundle) -> "_Answering":
+        return _Answering(Asked(self._pipeline.events(query_bundle.query_str, **self._options)), [], {})
+
+    def _event(self, query_bundle: QueryBundle) -> Any:
+        return self.callback_manager.event(CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str})
+
+
+@dataclass
+class _Answering:
+    """A query of the engine, and what its response has."""
+
+    asked: Asked
+    nodes: list[NodeWithScore]
+    metadata: dict[str, Any]
+
+    def take(self, chunks: Sequence[Chunk]) -> None:
+        self.nodes += map(_node, chunks)
+        self.metadata |= {node.node.node_id: node.node.metadata for node in self.nodes}
+
+    async def texts(self) -> AsyncGenerator[str, None]:
+        tokens = self.asked.tokens()
+        try:
+            async for event in tokens:
+                if event.text:
+                    yield event.text
+        finally:
+            await tokens.aclose()
+        if answer := self.asked.answer:
+            self.metadata["streamrag"] = {
+                "finish_reason": answer.finish_reason,
+                "num_prompt_tokens": answer.num_prompt_tokens,
+                "num_tokens": len(answer.token_ids),
+                "retrieval_s": answer.timings.retrieval_s,
+                "ttft_s": answer.timings.ttft_s,
+                "total_s": answer.timings.total_s,
+            }
+
+
+class LlamaIndexSource:
+    """A LlamaIndex retriever as a source.
+
+    Each `Update` is what is known by then. A `QueryFusionRetriever` has one whenever one of its members answers, by
+    reciprocal rank; its own fusion, which is the last word, makes the next. Then each of the `node_postprocessors`,
+    such as a reranker, makes one if it changes something. So the last one is what LlamaIndex would have put into the
+    prompt, and the model has read the ones before, as far as they agree with it, when it comes.
+
+    Retrievers and postprocessors that are not async run in threads, where cancelling the query cannot stop them.
+
+    retriever: any LlamaIndex retriever.
+    node_postprocessors: what its nodes go through, in this order.
+    metadata_mode: which of a node's metadata are put before its text: "none", or those "llm" is to see, as LlamaIndex's
+        own query engines do.
+    name: the source's; the retriever's class by default.
+
+    :raises ConfigurationError: `retriever` is none.
+    """
+
+    def __init__(
+        self,
+        retriever: BaseRetriever,
+        *,
+        node_postprocessors: Sequence[BaseNodePostprocessor] = (),
+        metadata_mode: Literal["none", "llm"] = "none",
+        name: str = "",
+    ) -> None:
+        if not isinstance(retriever, BaseRetriever):
+            raise ConfigurationError(f"LlamaIndexSource: {kind_of(retriever)} is no LlamaIndex retriever")
+        self.name = name or type(retriever).__name__
+        self._retriever = retriever
+        self._postprocessors = tuple(node_postprocessors)
+        self._metadata_mode = MetadataMode(metadata_mode)
+        self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
+        """An `Update` for each list of nodes that differs from the one before."""
+        reader = PassageReader(self.name)
+        before: tuple[Chunk, ...] | None = None
+        nodes: list[NodeWithScore] = []
+        retrieved = self._fused(query, reader) if isinstance(self._retriever, QueryFusionRetriever) else None
+        if retrieved is None:
+            nodes = await self._ask(self._retriever, QueryBundle(query))
+        else:
+            try:
+                async for found in retrieved:
+                    if isinstance(found, list):
+                        nodes = found
+                    elif found != before:
+                        before = found
+                        yield Update(found)
+            finally:
+                await retrieved.aclose()
+        if (chunks := self._chunks(nodes, reader)) != before:
+            before = chunks
+            yield Update(chunks)
+        for postprocessor in self._postprocessors:
+            nodes = await self._postprocess(postprocessor, nodes, QueryBundle(query))
+            if (chunks := self._chunks(nodes, reader)) != before:
+                before = chunks
+                yield Update(chunks)
+
+    async def _fused(
+        self, query: str, reader: PassageReader
+    ) -> AsyncGenerator[tuple[Chunk, ...] | list[NodeWithScore], None]:
+        """What the members that have answered have found, fused, and at last the retriever's own nodes."""
+        assert isinstance(self._retriever, QueryFusionRetriever)
+        came: asyncio.Queue[tuple[int, list[NodeWithScore]] | None] = asyncio.Queue()
+        watched = copy(self._retriever)
+        members = watched._retrievers
+        watched._retrievers = [
+            _Watched(partial(self._ask, member), partial(_tell, came, number))  # type: ignore[misc]
+            for number, member in enumerate(members)
+        ]
+        weights: list[float] = []
+        rankings: list[tuple[Chunk, ...]] = []
+        task = asyncio.create_task(watched.aretrieve(QueryBundle(query)), name="streamrag fusion")
+        task.add_done_callback(lambda _: came.put_nowait(None))
+        try:
+            while (answer := await came.get()) is not None:
+                number, nodes = answer
+                weights.append(watched._retriever_weights[number])
+                rankings.append(self._chunks(nodes, reader))
+                if len(rankings) < len(members) * watched.num_queries:  # else the retriever's own fusion is next
+                    yield reciprocal_rank_fusion(rankings, weights)[: watched.similarity_top_k]
+            yield task.result()
+        finally:
+            await cancel_regardless([task])
+
+    async def _ask(self, retriever: BaseRetriever, query: QueryBundle) -> list[NodeWithScore]:
+        if type(retriever)._aretrieve is BaseRetriever._aretrieve:  # which would block the event loop
+            return await self._calls.run(partial(retriever.retrieve, query))
+        return await retriever.aretrieve(query)
+
+    async def _postprocess(
+        self, postprocessor: BaseNodePostprocessor, nodes: list[NodeWithScore], query: QueryBundle
+    ) -> list[NodeWithScore]:
+        if type(postprocessor)._apostprocess_nodes is BaseNodePostprocessor._apostprocess_nodes:
+            return await self._calls.run(partial(postprocessor.postprocess_nodes, nodes, query))
+        return await postprocessor.apostprocess_nodes(nodes, query)
+
+    def _chunks(self, nodes: Sequence[NodeWithScore], reader: PassageReader) -> tuple[Chunk, ...]:
+        return tuple(self._chunk(node, reader) for node in nodes)
+
+    def _chunk(self, found: NodeWithScore, reader: PassageReader) -> Chunk:
+        node, metadata = found.node, found.node.metadata
+        uri = next((metadata[key] for key in URIS if metadata.get(key)), node.ref_doc_id or node.node_id)
+        title = metadata.get("title") or metadata.get("file_name") or ""
+        text = node.get_content(metadata_mode=self._metadata_mode)
+        chunk = reader.chunk({"text": text, "uri": uri, "title": title, "score": found.score})
+        return FoundChunk(chunk.text, chunk.uri, chunk.title, chunk.passage, chunk.score, origin=found.node)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A member of a fusion that tells what it answers, when it does."""
+
+    ask: Callable[[QueryBundle], Awaitable[list[NodeWithScore]]]
+    tell: Callable[[list[NodeWithScore]], None]
+
+    async def aretrieve(self, query: QueryBundle) -> list[NodeWithScore]:
+        nodes = await self.ask(query)
+        self.tell(nodes)
+        return nodes
+
+
+def _tell(came: "asyncio.Queue[Any]", number: int, nodes: list[NodeWithScore]) -> None:
+    came.put_nowait((number, nodes))
+
+
+def _node(chunk: Chunk) -> NodeWithScore:
+    """The node that the chunk was made of, or one with the same id for the same place."""
+    if isinstance(chunk, FoundChunk):
+        return NodeWithScore(node=chunk.origin, score=chunk.score)
+    metadata = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}
+    return NodeWithScore(
+        node=TextNode(
+            id_=f"{chunk.uri}#{chunk.passage}",
+            text=chunk.text,
+            metadata=metadata,
+            excluded_embed_metadata_keys=["uri", "passage"],
+            excluded_llm_metadata_keys=["uri", "passage"],
+        ),
+        score=chunk.score,
+    )
