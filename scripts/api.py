@@ -15,7 +15,7 @@ import griffe
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 
-MODULES = ["streamrag", "streamrag.telemetry", "streamrag.trace", "streamrag.testing"]
+MODULES = ["streamrag", "streamrag.telemetry", "streamrag.trace", "streamrag.testing", "streamrag.adapters.mcp"]
 
 SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
