@@ -18,6 +18,7 @@ COMMANDS = {
     "trace": "look at such records, convert those of others, generate them",
     "bench": "compare ways of serving a load, simulated or on the real engine",
     "profile": "measure what recomputing and copying KV takes here",
+    "doctor": "find out whether a server that is there gains from it, and how much",
 }
 """What each does; its module in this folder has its name and adds its arguments, among them what runs it."""
 
