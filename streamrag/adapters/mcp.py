@@ -1,5 +1,7 @@
 """MCP servers as sources: what a tool finds, and resources, of which each change is an update.
 
+    from streamrag.adapters.mcp import McpToolSource
+
     source = McpToolSource(["python", "server.py"], "search")
 
 The package `mcp` is imported when a source starts.

@@ -86,6 +86,12 @@ async def test_each_text_that_a_tool_returns_is_a_passage() -> None:
         assert await events(source, "nothing of the kind") == [Update(())]
 
 
+async def test_queries_share_one_server() -> None:
+    async with started(McpToolSource(STDIO, "pid")) as source:
+        answers = await asyncio.gather(*(events(source, str(number)) for number in range(5)))
+    assert all(answer == answers[0] for answer in answers)
+
+
 async def test_structured_content_keeps_addresses_titles_and_scores(url: str) -> None:
     assert await asked(url, "documents") == [
         Update(
@@ -200,6 +206,24 @@ async def test_no_process_is_left_of_a_server_that_ignores_everything(tmp_path: 
         with pytest.raises(asyncio.CancelledError):
             await query
         assert not has_ended(process, 0)
+    assert has_ended(process)
+    os.close(process)
+
+
+async def test_no_process_is_left_when_starting_is_cancelled(tmp_path: Path) -> None:
+    path = pipe(tmp_path)
+    code = f"""
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open({str(path)!r}, "w") as pipe: print(os.getpid(), file=pipe)
+time.sleep(1000)
+"""
+    start = asyncio.create_task(McpToolSource([sys.executable, "-c", code], "search").start(print))
+    with await asyncio.to_thread(path.open) as said:
+        process = os.pidfd_open(int(await asyncio.to_thread(said.readline)))
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
     assert has_ended(process)
     os.close(process)
 
