@@ -239,7 +239,8 @@ class McpResourceSource(_McpSource):
             client = await stack.enter_async_context(connection.client())
             changes = None
             if self._watch_s:  # from before they are read, so that no change is missed
-                changes = await stack.enter_async_context(connection.changes(client, uris))
+                async with asyncio.timeout(self._timeout_s):
+                    changes = await stack.enter_async_context(connection.changes(client, uris))
             end_s = asyncio.get_running_loop().time() + self._watch_s
             known: dict[str, tuple[Chunk, ...]] = {}
             reasons: list[str] = []
@@ -249,9 +250,10 @@ class McpResourceSource(_McpSource):
                 raise SourceError(f"{self.name}: no resource can be read: {reasons[0]}")
             while changes is not None:
                 uri_or_end = await self._next(changes, end_s)
+                if isinstance(uri_or_end, CutShort):
+                    connection.doubt()
+                    yield uri_or_end
                 if not isinstance(uri_or_end, str):
-                    if uri_or_end is not None:
-                        yield uri_or_end
                     return
                 for uri in uris:
                     if uri_or_end.startswith(uri):  # a server may name a part of what was asked for

@@ -16,6 +16,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.client.subscriptions import ResourceUpdated
 from mcp.types import (
     CONNECTION_CLOSED,
+    METHOD_NOT_FOUND,
     EmptyResult,
     ResourceUpdatedNotification,
     SubscribeRequest,
@@ -33,6 +34,7 @@ from streamrag.tasks import wait_regardless
 ROOT = Path(mcp_relay.__file__).resolve().parent.parent.parent
 MAX_PENDING = 1024
 """Resources that have changed and were not read yet."""
+FAREWELL_S = 1.0
 
 
 class Connection:
@@ -74,7 +76,8 @@ class Connection:
         except StreamRagError:
             raise
         except TimeoutError as error:
-            self._is_lost |= client is self._client and self._num_calls == 1  # else it may just be busy
+            if client is self._client:
+                self.doubt()
             raise SourceError(f"{self._name}: the MCP server has not answered in {self._timeout_s:g} s") from error
         except MCPError as error:
             if error.code == CONNECTION_CLOSED or error.message == "Session terminated":
@@ -86,9 +89,27 @@ class Connection:
         finally:
             self._num_calls -= 1
 
+    def doubt(self) -> None:
+        """Something is wrong: connect anew for the next call, unless others use the connection, which may be busy."""
+        self._is_lost |= self._num_calls == 1
+
     @asynccontextmanager
     async def changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """The resources of `uris` that change from now on; ends when the server says no more."""
+        """The resources of `uris` that change from now on; ends when the server says no more.
+
+        :raises SourceError: the server does not offer it.
+        """
+        try:
+            async with self._changes(client, uris) as changes:
+                yield changes
+        except MCPError as error:
+            if error.code != METHOD_NOT_FOUND:
+                raise
+            what = f"{self._name}: the MCP server does not say what changes; watch_s=0 reads once"
+            raise SourceError(what) from error
+
+    @asynccontextmanager
+    async def _changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
         if client.protocol_version in MODERN_PROTOCOL_VERSIONS:
             async with client.listen(resource_subscriptions=uris) as subscription:
                 yield (event.uri async for event in subscription if isinstance(event, ResourceUpdated))
@@ -102,9 +123,9 @@ class Connection:
             yield changes
         finally:
             self._watches.discard(changes)
-            for uri in uris if client is self._client and not self._is_lost else ():
-                farewell = UnsubscribeRequest(params=UnsubscribeRequestParams(uri=uri))
-                with suppress(Exception), anyio.move_on_after(1, shield=True):
+            with suppress(Exception), anyio.move_on_after(FAREWELL_S, shield=True):
+                for uri in uris if client is self._client and not self._is_lost else ():
+                    farewell = UnsubscribeRequest(params=UnsubscribeRequestParams(uri=uri))
                     await client.session.send_request(farewell, EmptyResult)
 
     async def _connected(self) -> Client:
@@ -147,6 +168,9 @@ class Connection:
             self._is_lost = True
             if not opened.done():
                 opened.set_exception(self._cannot(error))
+        finally:
+            if not opened.done():
+                opened.set_exception(SourceError(f"{self._name}: the source was closed while it connected"))
 
     def _cannot(self, error: BaseException) -> StreamRagError:
         while isinstance(error, BaseExceptionGroup):

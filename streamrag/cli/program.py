@@ -28,6 +28,7 @@ examples:
   streamrag index build ./handbook --out ./handbook-index
   streamrag record "Who approves travel?" --index ./handbook-index --output search.jsonl.gz
   streamrag bench simulate --workload search.jsonl.gz --qps 1,2,4
+  streamrag doctor --server http://127.0.0.1:8000
 
 `streamrag COMMAND --help` tells more, with examples.
 """

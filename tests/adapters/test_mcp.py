@@ -228,6 +228,30 @@ time.sleep(1000)
     os.close(process)
 
 
+async def test_a_query_that_connects_anew_while_the_source_is_closed_says_so(tmp_path: Path) -> None:
+    path, flag = pipe(tmp_path), tmp_path / "second"
+    code = f"""
+import os, pathlib, runpy, sys, time
+if pathlib.Path({str(flag)!r}).exists():
+    with open({str(path)!r}, "w") as pipe: print("begun", file=pipe)
+    time.sleep(1000)
+sys.argv = ["mcp_server.py"]
+runpy.run_path({STDIO[1]!r}, run_name="__main__")
+"""
+    source = McpToolSource([sys.executable, "-c", code], "dies")
+    await source.start(lambda line: None)
+    with pytest.raises(SourceError, match="is lost"):
+        await events(source, "")
+    flag.touch()
+    query = asyncio.create_task(events(source, ""))
+    with await asyncio.to_thread(path.open) as said:
+        assert await asyncio.to_thread(said.readline) == "begun\n"
+    async with asyncio.timeout(LIMIT_S):
+        await source.aclose()
+        with pytest.raises(SourceError, match="closed while it connected"):
+            await query
+
+
 def test_a_server_ends_with_the_program_even_if_that_is_killed(tmp_path: Path) -> None:
     path = pipe(tmp_path)
     code = f"""
@@ -271,6 +295,14 @@ async def test_a_server_of_the_older_protocol_says_what_changes_too() -> None:
         async with aclosing(source.stream("")) as stream:
             texts = [update.chunks[0].text for update in [await anext(stream), await anext(stream)]]
     assert texts == ["The printer jams.", "It was mended."]
+
+
+async def test_a_server_that_cannot_be_watched_says_so(tmp_path: Path) -> None:
+    deaf = tmp_path / "deaf.py"
+    deaf.write_text((HERE / "old_mcp_server.py").read_text().replace("resources/subscribe", "resources/none"))
+    async with started(McpResourceSource([sys.executable, str(deaf)], ["notes://printer"], watch_s=9)) as source:
+        with pytest.raises(SourceError, match="does not say what changes; watch_s=0 reads once"):
+            await events(source, "")
 
 
 async def test_watching_ends_when_its_time_is_up() -> None:
@@ -328,6 +360,11 @@ async def test_a_missing_package_names_its_install_line(monkeypatch: pytest.Monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'streamrag\[mcp\]'"):
         await McpToolSource(STDIO, "search").start(print)
+
+
+def test_the_package_is_not_imported_before_a_source_starts() -> None:
+    code = "import sys, streamrag.adapters.mcp; raise SystemExit('mcp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_package_has_what_is_used_of_it() -> None:
