@@ -23,6 +23,7 @@ MODULES = [
     "streamrag.adapters.haystack",
     "streamrag.adapters.langchain",
     "streamrag.adapters.llamaindex",
+    "streamrag.adapters.mcp",
 ]
 
 SECTIONS = {

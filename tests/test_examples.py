@@ -34,6 +34,10 @@ def test_own_source() -> None:
     assert sum("known already" in line for line in lines) == 3
 
 
+def test_mcp_source() -> None:
+    assert run("mcp_source.py").splitlines() == ["It jams [1].", "[1] T-101: The printer on floor 2 jams."]
+
+
 def test_record_and_replay(tmp_path: Path) -> None:
     recorded, replayed, slower = run("record_and_replay.py", str(tmp_path / "trace.jsonl.gz")).splitlines()
     assert recorded == "recorded: 1 query, 2 chunks"

@@ -114,13 +114,6 @@ async def test_events_tell_the_whole_story_in_order() -> None:
     assert context.num_chunks == len(context.chunks)
 
 
-async def test_a_pipeline_tells_the_event_loop_that_it_was_started_on() -> None:
-    pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
-    assert pipeline.loop is None
-    async with pipeline:
-        assert pipeline.loop is asyncio.get_running_loop()
-
-
 async def test_overlap_does_not_change_the_final_prompt_only_when_the_backend_hears_of_it() -> None:
     steps = [Update((A, B)), Append(C), Update((C, A))]
     backend = ScriptedBackend()

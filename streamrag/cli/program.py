@@ -18,6 +18,7 @@ COMMANDS = {
     "trace": "look at such records, convert those of others, generate them",
     "bench": "compare ways of serving a load, simulated or on the real engine",
     "profile": "measure what recomputing and copying KV takes here",
+    "doctor": "find out whether a server that is there gains from it, and how much",
 }
 """What each does; its module in this folder has its name and adds its arguments, among them what runs it."""
 
@@ -27,6 +28,7 @@ examples:
   streamrag index build ./handbook --out ./handbook-index
   streamrag record "Who approves travel?" --index ./handbook-index --output search.jsonl.gz
   streamrag bench simulate --workload search.jsonl.gz --qps 1,2,4
+  streamrag doctor --server http://127.0.0.1:8000
 
 `streamrag COMMAND --help` tells more, with examples.
 """

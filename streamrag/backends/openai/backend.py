@@ -51,7 +51,7 @@ class OpenAIBackend:
     length of the prompt. Proxies and other settings in the environment are not used.
 
     base_url: where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added.
-    model: the model's name at the server.
+    model: the model's name at the server; without it, the only one that it serves.
     tokenizer: the model's own, or the path or hub name to load it from; without it the server is asked for every text,
         if it has `/tokenize`.
     api_key: sent with every request.
@@ -67,7 +67,7 @@ class OpenAIBackend:
     def __init__(
         self,
         base_url: str,
-        model: str,
+        model: str | None = None,
         *,
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         api_key: str | None = None,
@@ -83,7 +83,8 @@ class OpenAIBackend:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"base_url={base_url!r} is not an http or https address, as http://host:8000/v1")
         self._url = base_url.rstrip("/") if parts.path.strip("/") else f"{base_url.rstrip('/')}/v1"
-        self._model_name = model
+        self._wanted_model = model
+        self._model_name = model or ""
         self._given_tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._make_server = partial(
@@ -153,6 +154,10 @@ class OpenAIBackend:
     async def _served_model_len(self, server: Server) -> int:
         answer = await server.ask("GET", "/models")
         models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
+        if self._wanted_model is None:
+            if len(models) != 1:
+                raise ConfigurationError(f"{self._url} serves {shown(', '.join(models)) or 'no model'}: name the model")
+            (self._model_name,) = models
         if self._model_name not in models:
             served = shown(", ".join(models)) or "nothing"
             raise ConfigurationError(f"{self._url} does not serve {self._model_name!r}. It serves: {served}")

@@ -1,6 +1,7 @@
 """The OpenAI backend against vLLM's own server, one for the whole module."""
 
 import asyncio
+import json
 import os
 import re
 import socket
@@ -232,3 +233,19 @@ async def test_another_model_is_refused_with_the_one_that_is_served(server: Vllm
 async def test_what_the_server_refuses_is_raised_with_its_reason(backend: OpenAIBackend) -> None:
     with pytest.raises(ServerError, match=r"status 400: .*min_p"):
         await anext(backend.generate(at_once(Prompt(text(9, 5), 0, True)), SamplingParams(extra={"min_p": 7.0})))
+
+
+async def test_the_doctor_sees_that_it_reuses_prefixes(server: VllmServer) -> None:
+    """That it is a share of the time is for nobody to test here; so long a prompt takes much of it."""
+    command = [sys.executable, "-m", "streamrag", "doctor", "--server", server.url, "--json"]
+    program = await asyncio.create_subprocess_exec(
+        *command, "--prompt-tokens", "6000", "--repetitions", "3", stdout=asyncio.subprocess.PIPE
+    )
+    printed, _ = await program.communicate()
+    found = json.loads(printed)
+    print(json.dumps(found, indent=1))
+    assert found["model"] == "tiny"
+    assert found["takes_token_ids"] is True
+    assert found["tokenizer"] == "the server's"
+    assert len(found["pairs"]) == 3
+    assert found["helps"] is True

@@ -1,0 +1,36 @@
+"""An MCP server of the protocol of 2025, without the package: it knows three methods, and what it has changes once."""
+
+import json
+import sys
+from typing import Any
+
+URI = "notes://printer"
+text = "The printer jams."
+
+
+def send(**message: Any) -> None:
+    print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
+
+
+for line in sys.stdin:
+    request = json.loads(line)
+    number = request.get("id")
+    match request["method"]:
+        case "initialize":
+            send(
+                id=number,
+                result={
+                    "protocolVersion": "2025-06-18",
+                    "capabilities": {"resources": {"subscribe": True}},
+                    "serverInfo": {"name": "old", "version": "1"},
+                },
+            )
+        case "resources/subscribe":
+            send(id=number, result={})
+        case "resources/read":
+            send(id=number, result={"contents": [{"uri": URI, "text": text}]})
+            if text != "It was mended.":
+                text = "It was mended."
+                send(method="notifications/resources/updated", params={"uri": URI})
+        case _ if number is not None:
+            send(id=number, error={"code": -32601, "message": "Method not found"})
