@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from streamrag.core import SamplingParams, Turn
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, is_whole, short
+from streamrag.kinds import is_number, is_whole, plain_text, short
 from streamrag.modes import PromptTemplate
 
 LATE_SHARE = 0.25
@@ -61,6 +61,16 @@ class Query:
         for name, (is_valid, remedy) in checks.items():
             if not is_valid:
                 raise ConfigurationError(f"{name}={short(getattr(self, name))} must be {remedy}")
+        for name, plain in (
+            ("text", plain_text),
+            ("max_context_tokens", int),
+            ("deadline_s", float),
+            ("late_share", float),
+        ):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, plain(value))  # NumPy's numbers are not what they compare as
+        history = tuple(Turn(turn.role, plain_text(turn.text)) for turn in self.history)
+        object.__setattr__(self, "history", history)
         if not self.text.strip():
             raise ConfigurationError("the query is empty: ask something")
         if len(self.text) > MAX_QUERY_CHARACTERS:

@@ -165,6 +165,8 @@ class SamplingParams:
                 raise ConfigurationError(f"SamplingParams: {name}={short(getattr(self, name))} must be {remedy}")
         for name, plain in (("max_tokens", int), ("temperature", float), ("top_p", float), ("top_k", int)):
             object.__setattr__(self, name, plain(getattr(self, name)))  # NumPy's numbers become Python's
+        if self.seed is not None:
+            object.__setattr__(self, "seed", int(self.seed))
 
 
 # ---------------------------------------------------------------------------------------------- what backends yield

@@ -26,6 +26,11 @@ def short(value: object) -> str:
         return kind_of(value)
 
 
+def plain_text(text: str) -> str:
+    """The same text as a `str`: a subclass, as an Enum, may be written otherwise than it reads, or have no hash."""
+    return str.__str__(text)
+
+
 def kind_of(value: object) -> str:
     """What it is, for a message, as in "a str": its value may be long."""
     if value is None:

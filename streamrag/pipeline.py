@@ -14,7 +14,7 @@ from streamrag.clock import Clock, monotonic
 from streamrag.core import Backend, Mode, Progress, Source, Startable, Turn
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
-from streamrag.kinds import is_number, is_whole, kind_of, short
+from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
 from streamrag.modes import PromptTemplate, UpdateMode
 from streamrag.query import QueryRun
 from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
@@ -201,7 +201,7 @@ class Pipeline:
             raise ConfigurationError(f"system={short(system)} must be a str")
         given["template"] = template = given.get("template", self._template)
         if system is not None and isinstance(template, PromptTemplate):
-            given["template"] = replace(template, system=system)
+            given["template"] = replace(template, system=plain_text(system))
         return Query(text, **{"overlap": self.overlap, **given, "history": _turns(given.get("history", ()))})
 
     def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":

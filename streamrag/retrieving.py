@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.errors import SourceError
-from streamrag.kinds import is_number, is_whole, kind_of, short
+from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
 from streamrag.tasks import cancel_regardless
 
 MAX_COUNT = (1 << 31) - 1
@@ -38,8 +38,8 @@ class Retrieval:
     async def events(self) -> AsyncGenerator[SourceEvent, None]:
         """The source's events, once; closing this closes them. What the source raises is raised here.
 
-        Raises SourceError for what is no event, and for a CancelledError, GeneratorExit or group of errors of the
-        source's own: raised on, they would end the query without a word.
+        Raises SourceError for what is no event, and for a CancelledError, GeneratorExit or whatever else is no
+        Exception: raised on, they would end the query without a word.
         """
         self._task = asyncio.create_task(self._pull(), name="streamrag source")
         self._task.add_done_callback(lambda _: self._pulled.put_nowait(None))
@@ -72,7 +72,9 @@ class Retrieval:
                 except Exception as error:
                     self._raise_swallowed(error)
                     raise
-                except (asyncio.CancelledError, GeneratorExit, BaseExceptionGroup) as error:
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:
                     self._raise_swallowed(error)
                     raise self._failed(error) from error
                 self._raise_swallowed()
@@ -89,7 +91,7 @@ class Retrieval:
             raise asyncio.CancelledError from error
 
     def _failed(self, error: BaseException) -> SourceError:
-        what = short(error) if isinstance(error, BaseExceptionGroup) else kind_of(error)
+        what = kind_of(error) if isinstance(error, asyncio.CancelledError | GeneratorExit) else short(error)
         return SourceError(f"{part_name(self._source)} failed: {what}, though nobody has stopped the query")
 
 
@@ -132,9 +134,12 @@ def _checked(source: Source, event: SourceEvent) -> SourceEvent:
 
 
 def _plain(chunk: Chunk) -> Chunk:
-    if type(chunk.passage) is int and type(chunk.score) in (float, NoneType):
+    texts = (chunk.text, chunk.uri, chunk.title)
+    if type(chunk.passage) is int and type(chunk.score) in (float, NoneType) and {*map(type, texts)} == {str}:
         return chunk
-    return replace(chunk, passage=int(chunk.passage), score=None if chunk.score is None else float(chunk.score))
+    text, uri, title = map(plain_text, texts)
+    score = None if chunk.score is None else float(chunk.score)
+    return replace(chunk, text=text, uri=uri, title=title, passage=int(chunk.passage), score=score)
 
 
 def _fault(event: object) -> str:

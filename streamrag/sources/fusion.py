@@ -20,8 +20,16 @@ def reciprocal_rank_fusion(
     scores: dict[tuple[str, str], float] = {}
     chunks: dict[tuple[str, str], Chunk] = {}
     for weight, ranking in zip(weights or [1.0] * len(rankings), rankings, strict=True):
+        ranks: dict[tuple[str, str], int] = {}  # a text that is in one ranking several times counts by its best rank
         for rank, chunk in enumerate(ranking, 1):
             key = (chunk.uri, chunk.text)
             chunks.setdefault(key, chunk)
+            ranks.setdefault(key, rank)
+        for key, rank in ranks.items():
             scores[key] = scores.get(key, 0.0) + weight / (k + rank)
-    return tuple(replace(chunks[key], score=None) for key in sorted(scores, key=lambda key: -scores[key]))
+    return tuple(without_score(chunks[key]) for key in sorted(scores, key=lambda key: -scores[key]))
+
+
+def without_score(chunk: Chunk) -> Chunk:
+    """The chunk, but for a score that says nothing beside those of other retrievers."""
+    return chunk if chunk.score is None else replace(chunk, score=None)

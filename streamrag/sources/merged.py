@@ -1,7 +1,9 @@
 """Several sources at once, as one."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import replace
+from math import inf
 from typing import TypeAlias
 
 from streamrag.core import (
@@ -18,13 +20,16 @@ from streamrag.core import (
 )
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.kinds import is_number, short
-from streamrag.modes.context import UpdateMode
+from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import Retrieval
-from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion
+from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion, without_score
 from streamrag.tasks import cancel_regardless
 
 _Came: TypeAlias = tuple[int, SourceEvent | BaseException | None, asyncio.Event]
 """The number of a source, what came from it, or None at its end, and what is set when that has been used."""
+
+PACE = 4
+"""Times as long as a fusion took, what comes is collected before the next: thousands of chunks take time to sort."""
 
 
 class Merged:
@@ -44,13 +49,14 @@ class Merged:
         if not sources:
             raise ConfigurationError("Merged needs at least one source")
         for source in sources:
-            if not callable(getattr(source, "stream", None)):
-                raise ConfigurationError(f"Merged: {short(source)} is no source: it has no method 'stream'")
-        if weights is not None and (
-            len(weights) != len(sources)
-            or not all(is_number(weight) and 0 < weight < float("inf") for weight in weights)
-        ):
-            raise ConfigurationError(f"Merged: weights={short(weights)} must be a positive number for each source")
+            if isinstance(source, type) or not callable(getattr(source, "stream", None)):
+                raise ConfigurationError(
+                    f"Merged: {short(source)} is no source: it is no object with a method 'stream'"
+                )
+        if weights is not None:
+            weights = tuple(weights) if isinstance(weights, Iterable) else ()
+            if len(weights) != len(sources) or not all(is_number(each) and 0 < each < inf for each in weights):
+                raise ConfigurationError(f"Merged: weights={short(weights)} must be a positive number for each source")
         if not is_number(k) or not 0 <= k < float("inf"):
             raise ConfigurationError(f"Merged: k={short(k)} must be a number, at least 0")
         self._sources = sources
@@ -84,24 +90,34 @@ class Merged:
         """
         came: asyncio.Queue[_Came] = asyncio.Queue()
         pulls = [asyncio.create_task(_pull(i, each, query, came)) for i, each in enumerate(self._sources)]
-        rankings: list[tuple[Chunk, ...]] = [()] * len(pulls)
-        appended: set[tuple[str, str]] = set()
+        rankings = [Context() for _ in pulls]
+        known: dict[tuple[str, str], Chunk] = {}  # so that a passage stays the same chunk, whoever finds it again
+        is_appended: set[Chunk] = set()
         fused: tuple[Chunk, ...] | None = None
         errors: list[BaseException] = []
-        num_running = len(pulls)
+        num_running, next_s, is_changed = len(pulls), 0.0, False
+        now = asyncio.get_running_loop().time
         try:
-            while num_running:
-                number, event, is_used = await came.get()
+            while num_running or is_changed:
+                if is_changed and (not num_running or now() >= next_s):
+                    began_s, is_changed = now(), False
+                    before, fused = fused, reciprocal_rank_fusion(rankings, self._weights, k=self._k)
+                    if fused != before:
+                        yield Update(fused)
+                    next_s = now() + PACE * (now() - began_s)
+                    continue
+                try:
+                    number, event, is_used = await asyncio.wait_for(came.get(), next_s - now() if is_changed else None)
+                except TimeoutError:
+                    continue
                 if isinstance(event, Append | Update):
-                    rankings[number] = UpdateMode().fold(rankings[number], event)
-                    if isinstance(event, Append) and fused is None:
-                        if (place := (event.chunk.uri, event.chunk.text)) not in appended:
-                            appended.add(place)
-                            yield event
-                    else:
-                        before, fused = fused, reciprocal_rank_fusion(rankings, self._weights, k=self._k)
-                        if fused != before:
-                            yield Update(fused)
+                    event = _renamed(event, known)
+                    rankings[number] = rankings[number].become(UpdateMode().fold(rankings[number], event))
+                    if isinstance(event, Update) or fused is not None:
+                        fused, is_changed = fused or (), True
+                    elif event.chunk not in is_appended:
+                        is_appended.add(event.chunk)
+                        yield event
                 elif isinstance(event, Skipped | CutShort):
                     yield event
                 elif isinstance(event, StreamRagError) and not isinstance(event, SourceError):
@@ -116,6 +132,17 @@ class Merged:
             await cancel_regardless(pulls)
         if len(errors) == len(pulls):
             raise SourceError(f"{self.name} failed: {'; '.join(map(str, errors))}") from errors[0]
+
+
+def _renamed(event: Append | Update, known: dict[tuple[str, str], Chunk]) -> Append | Update:
+    """The event with the chunks that are known already for the same texts of the same documents."""
+
+    def same(chunk: Chunk) -> Chunk:
+        return known.setdefault((chunk.uri, chunk.text), without_score(chunk))
+
+    if isinstance(event, Append):
+        return replace(event, chunk=same(event.chunk))
+    return replace(event, chunks=tuple(map(same, event.chunks)))
 
 
 async def _pull(number: int, source: Source, query: str, came: "asyncio.Queue[_Came]") -> None:

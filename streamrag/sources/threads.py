@@ -10,19 +10,21 @@ import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
 
 class Threads:
-    """Runs at most `size` calls at a time, each in a daemon thread; further ones wait.
+    """Runs at most `size` calls of an event loop at a time, each in a daemon thread; further ones wait.
 
     With `within`, each call takes a place there too: so many crawls share a number of threads, and none takes all. A
     call that was cancelled goes on, and keeps its places until it returns.
     """
 
     def __init__(self, size: int, name: str, *, within: "Threads | None" = None) -> None:
-        self._places = asyncio.Semaphore(size)
+        self._size = size
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._name = name
         self._within = within
 
@@ -33,8 +35,8 @@ class Threads:
         taken = await self._take_places()
 
         def done(result: T | None, error: BaseException | None) -> None:
-            for threads in taken:
-                threads._places.release()
+            for places in taken:
+                places.release()
             if not answered.done():
                 if error is None:
                     answered.set_result(result)  # type: ignore[arg-type]
@@ -46,7 +48,11 @@ class Threads:
             error: BaseException | None = None
             try:
                 result = context.run(call)
-            except StopIteration as raised:  # which no future takes
+            except (
+                StopIteration,
+                SystemExit,
+                KeyboardInterrupt,
+            ) as raised:  # which end more than the call
                 error = RuntimeError(repr(raised))
             except BaseException as raised:  # raised again where it is awaited
                 error = raised
@@ -54,16 +60,22 @@ class Threads:
                 loop.call_soon_threadsafe(done, result, error)
 
         context = contextvars.copy_context()
-        threading.Thread(target=work, name=self._name, daemon=True).start()
+        try:
+            threading.Thread(target=work, name=self._name, daemon=True).start()
+        except BaseException as error:  # there are too many threads
+            done(None, error)
         return await answered
 
-    async def _take_places(self) -> "list[Threads]":
-        taken: list[Threads] = []
+    async def _take_places(self) -> list[asyncio.Semaphore]:
+        """Those of this event loop: places of one that ended with calls under way are gone with it."""
+        loop = asyncio.get_running_loop()
+        taken: list[asyncio.Semaphore] = []
         async with AsyncExitStack() as undo:
             each: Threads | None = self
             while each:
-                await undo.enter_async_context(each._places)
-                taken.append(each)
+                places = each._places.setdefault(loop, asyncio.Semaphore(each._size))
+                await undo.enter_async_context(places)
+                taken.append(places)
                 each = each._within
             undo.pop_all()
         return taken

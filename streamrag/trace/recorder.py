@@ -10,6 +10,7 @@ import anyio
 
 from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.errors import TraceError
+from streamrag.tasks import run_regardless
 from streamrag.trace.background import BackgroundWriter
 from streamrag.trace.lines import EndLine, Line, QueryLine, SkippedLine, TextMode
 from streamrag.trace.values import Outcome, TracedChunk
@@ -66,10 +67,13 @@ class TraceRecorder:
         if self._writer:
             return
         progress(f"recording to {self.path}")
-        self._writer = await anyio.to_thread.run_sync(BackgroundWriter, self.path)
-        self._tokenizer = self._writer.tokenizer
+        await run_regardless(self._open(), "streamrag trace opens")  # whoever is cancelled, so that it can be closed
         self._defined = set()
         self._num_queries = 0
+
+    async def _open(self) -> None:
+        self._writer = await anyio.to_thread.run_sync(BackgroundWriter, self.path)
+        self._tokenizer = self._writer.tokenizer
 
     async def aclose(self) -> None:
         """Write what is left, and close the file. Does nothing when not started.
