@@ -63,6 +63,12 @@ def test_haystack_pipeline() -> None:
     assert run("haystack_pipeline.py").splitlines() == ["A scope does.", "from: Scopes"]
 
 
+def test_merged_sources() -> None:
+    *arrived, citations = run("merged_sources.py").splitlines()
+    assert [line.split()[2] for line in arrived] == ["T-101:", "T-103:", "handbook#12:", "handbook#40:", "handbook#7:"]
+    assert citations == "[1] T-101 [2] handbook#7 [3] T-103"
+
+
 @pytest.mark.engine
 def test_wrap_a_function(tiny_model: Path) -> None:
     lines = run("wrap_a_function.py", str(tiny_model)).splitlines()

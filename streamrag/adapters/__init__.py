@@ -1,4 +1,4 @@
-"""streamrag in other people's frameworks, and their retrievers as sources: a module and an extra for each.
+"""streamrag in other people's frameworks, and their retrievers as sources: a module for each, and an extra of its name.
 
 Nothing else in streamrag imports these.
 """

@@ -636,14 +636,14 @@ async def test_a_plain_request_with_a_grammar_has_its_turn_beside_streams_that_l
 
     async def streams(number: int) -> None:
         for turn in count():
-            prompt = text(1500, 100 * number + turn)
+            prompt = text(6000, 100 * number + turn)
             async with backend.streams.open(prompt[:700], GREEDY) as stream:
                 await stream.append(prompt[700:])
                 await stream.finish(QUESTION)
                 await tokens_of(stream)
             answered.put_nowait(number)
 
-    clients = [asyncio.create_task(streams(number)) for number in range(8)]
+    clients = [asyncio.create_task(streams(number)) for number in range(12)]  # more than KV memory holds
     try:
         for _ in clients:
             await answered.get()
