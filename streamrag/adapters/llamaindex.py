@@ -343,13 +343,14 @@ def _node(chunk: Chunk) -> NodeWithScore:
     if isinstance(chunk, FoundChunk):
         return NodeWithScore(node=chunk.origin, score=chunk.score)
     metadata = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}
+    hidden = [key for key in metadata if key != "title" or not chunk.title]
     return NodeWithScore(
         node=TextNode(
             id_=f"{chunk.uri}#{chunk.passage}",
             text=chunk.text,
             metadata=metadata,
-            excluded_embed_metadata_keys=["uri", "passage"],
-            excluded_llm_metadata_keys=["uri", "passage"],
+            excluded_embed_metadata_keys=hidden,
+            excluded_llm_metadata_keys=hidden,
         ),
         score=chunk.score,
     )

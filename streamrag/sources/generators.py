@@ -4,19 +4,26 @@ those that find better and better lists."""
 import asyncio
 import inspect
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamrag.core import Append, Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import kind_of
 from streamrag.retrieving import closing
 from streamrag.sources.passage_like import PassageReader
-from streamrag.sources.retriever import MAX_CALLS, name_of
+from streamrag.sources.retriever import name_of
 from streamrag.sources.threads import Threads
 
 _END = object()
+
+MAX_GENERATORS = 1_000
+"""Generators in threads at the same time. Each has its thread until it ends, however slowly it is read."""
+
+
+class _Async(NamedTuple):
+    items: AsyncIterable[Any]
 
 
 def from_passages(find: Callable[[str], AsyncIterable[Any] | Iterable[Any]], *, name: str = "") -> "GeneratorSource":
@@ -52,7 +59,7 @@ class GeneratorSource:
         self.name = name or name_of(find)
         self._find = find
         self._event_of = event_of
-        self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
+        self._calls = Threads(MAX_GENERATORS, f"retrieve {self.name}")
         call = getattr(find, "__call__", None)  # noqa: B004 - an object's method may be async where it is not
         self._is_async = any(
             test(each)
@@ -75,7 +82,16 @@ class GeneratorSource:
                 raise SourceError(f"{self.name} returned {kind_of(found)}, and must be a generator")
         async with closing(aiter(found)) as items:
             async for item in items:
-                yield self._event_of(reader, item)
+                if isinstance(item, _Async):
+                    async with closing(aiter(item.items)) as more:
+                        async for each in more:
+                            yield self._event_of(reader, await self._listed(each))
+                else:
+                    yield self._event_of(reader, await self._listed(item))
+
+    async def _listed(self, item: Any) -> Any:
+        """A lazy ranking, read by a thread: it may block."""
+        return await self._calls.run(partial(list, item)) if isinstance(item, Iterator) else item
 
 
 def _ranking(reader: PassageReader, item: Any) -> Update:
@@ -93,12 +109,16 @@ async def _in_thread(make: Callable[[], Any], threads: Threads) -> AsyncGenerato
 
     def work() -> None:
         items = make()
+        if isinstance(items, AsyncIterable):  # of a function that is not async itself
+            loop.call_soon_threadsafe(made.put_nowait, _Async(items))
+            return
         if isinstance(items, str | bytes | Mapping | Chunk) or not isinstance(items, Iterable):
             raise SourceError(f"it returned {kind_of(items)}, and must be a generator")
         iterator = iter(items)
         try:
             while wanted.acquire() and not is_stopped.is_set():
                 item = next(iterator, _END)
+                item = list(item) if isinstance(item, Iterator) else item
                 if item is _END or is_stopped.is_set():
                     return
                 loop.call_soon_threadsafe(made.put_nowait, item)

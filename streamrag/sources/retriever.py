@@ -1,7 +1,7 @@
 """Any function that finds passages, as a source."""
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,8 @@ class RetrieverSource:
     async def _found(self, query: str) -> list[Any]:
         if self._is_async:
             found = await self._retrieve(query)
+            if isinstance(found, Iterator):  # which may block
+                return await self._calls.run(partial(self._listed, found))
         else:
             found = await self._calls.run(partial(self._call, query))
             if inspect.isawaitable(found):

@@ -17,9 +17,11 @@ from llama_index.core.base.response.schema import AsyncStreamingResponse, Respon
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.llms import MockLLM
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.retrievers.fusion_retriever import FUSION_MODES
 from llama_index.core.schema import NodeRelationship, NodeWithScore, QueryBundle, RelatedNodeInfo, TextNode
+from llama_index.core.tools import QueryEngineTool
 
 from streamrag import (
     Append,
@@ -189,6 +191,12 @@ def test_a_retriever_of_ours_is_a_member_of_a_fusion(use_async: bool) -> None:
     assert sorted(each.text for each in found) == ["Oslo is in Norway.", "Paris is in France."]
 
 
+def test_a_query_engine_of_llamaindex_puts_our_passages_into_its_prompt() -> None:
+    with StreamragNodeRetriever(ScriptedSource([Append(PARIS), Append(Chunk("It rains.", "a"))])) as ours:
+        prompt = str(RetrieverQueryEngine.from_args(ours, llm=MockLLM()).query("Where is Paris?"))
+    assert "title: Geography\n\nParis is in France.\n\nIt rains." in prompt
+
+
 def test_what_is_no_source_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="is no source"):
         StreamragNodeRetriever(ScriptedSource)  # type: ignore[arg-type]
@@ -209,6 +217,12 @@ def test_a_query_streams_its_answer_behind_its_source_nodes() -> None:
         assert response.metadata["geo.md#0"] == {"uri": "geo.md", "title": "Geography", "passage": 0}
         assert response.metadata["streamrag"]["finish_reason"] == "stop"
         assert response.metadata["streamrag"]["num_tokens"] == len("An answer.")
+
+
+def test_a_query_engine_is_a_tool_of_llamaindex() -> None:
+    with StreamragQueryEngine(Pipeline(ScriptedSource([Append(PARIS)]), ScriptedBackend())) as engine:
+        tool = QueryEngineTool.from_defaults(engine, name="geography", description="Where towns are.")
+        assert tool.call("Where is Paris?").content == "An answer."
 
 
 def test_a_query_that_does_not_stream_returns_the_whole() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import anyio
 import pytest
 
-from streamrag import Append, Chunk, Pipeline, Source, Update, from_passages, from_rankings
+from streamrag import Append, Chunk, Pipeline, RetrieverSource, Source, Update, from_passages, from_rankings
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError, SourceError
+from streamrag.sources.retriever import MAX_CALLS
 from streamrag.testing import ScriptedBackend
 
 ITEMS = [
@@ -177,3 +178,61 @@ async def test_an_async_generator_is_closed_with_its_query() -> None:
         with anyio.move_on_after(0.1):
             _ = [chunk async for chunk in pipeline.stream("Why?")]
         assert is_closed.is_set()
+
+
+async def test_a_function_that_is_not_async_may_return_an_async_generator() -> None:
+    assert await events(from_passages(lambda query: with_async(query), name="NAME")) == [Append(c) for c in CHUNKS]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_lazy_ranking_is_read_by_a_thread(is_async: bool) -> None:
+    threads = []
+
+    def lazy() -> Iterator[str]:
+        threads.append(threading.get_ident())
+        yield "a"
+
+    async def rankings(query: str) -> AsyncIterator[Any]:
+        yield lazy()
+
+    found = await events(from_rankings(rankings if is_async else lambda query: iter([lazy()]), name="r"))
+    assert found == [Update((Chunk("a", "r"),))]
+    assert threads[0] != threading.get_ident()
+
+
+def test_places_of_an_event_loop_that_has_ended_are_not_missed() -> None:
+    goes_on = threading.Event()
+
+    def blocks(query: str) -> list[str]:
+        goes_on.wait(60)
+        return []
+
+    source = RetrieverSource(blocks)
+
+    async def ask() -> None:
+        with anyio.move_on_after(0.01):
+            _ = [event async for event in source.stream("Why?")]
+
+    try:
+        for _ in range(MAX_CALLS + 1):
+            asyncio.run(ask())
+    finally:
+        goes_on.set()
+
+    async def asked_again() -> list[SourceEvent]:
+        return await events(source)
+
+    assert asyncio.run(asked_again()) == [Update(())]
+
+
+async def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    source = RetrieverSource(lambda query: ["a"])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(MAX_CALLS + 1):
+            with pytest.raises(SourceError, match="can't start new thread"):
+                await events(source)
+    assert len(await events(source)) == 1

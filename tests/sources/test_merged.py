@@ -9,13 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag import Append, Chunk, CutShort, Merged, Pipeline, Skipped, Update
+from streamrag import Append, AppendMode, Chunk, CutShort, Merged, Pipeline, Skipped, Update
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 A, B, C, D = (Chunk(text, f"{text}.md", score=1.0) for text in "abcd")
+
+
+def appended(chunk: Chunk) -> Append:
+    return Append(Chunk(chunk.text, chunk.uri))
 
 
 def plain(*chunks: Chunk) -> Update:
@@ -30,14 +34,14 @@ async def events(*sources: Any, **options: Any) -> list[SourceEvent]:
 async def test_while_all_append_it_appends_in_order_of_arrival_and_nothing_twice() -> None:
     first = ScriptedSource([Append(A), 0.1, Append(C)])
     second = ScriptedSource([0.05, Append(B), Append(Chunk("a", "a.md", score=2.0))])
-    assert await events(first, second) == [Append(A), Append(B), Append(C)]
+    assert await events(first, second) == [appended(A), appended(B), appended(C)]
 
 
 async def test_after_an_update_all_is_fused() -> None:
     ranks = ScriptedSource([0.05, Update((B, C)), 0.1, Update((C,))])
     appends = ScriptedSource([Append(A), 0.1, Append(B)])
     found = await events(ranks, appends)
-    assert found[0] == Append(A)
+    assert found[0] == appended(A)
     assert found[1] == plain(B, A, C)
     assert found[-1] == plain(C, A, B)
 
@@ -69,7 +73,7 @@ async def test_what_is_skipped_and_cut_short_is_told() -> None:
 async def test_one_that_fails_is_skipped_and_all_that_fail_are_an_error() -> None:
     fails = ScriptedSource([Append(A), SourceError("no route")])
     found = await events(fails, ScriptedSource([0.05, Append(B)]))
-    assert found == [Append(A), Skipped("ScriptedSource", "no route"), Append(B)]
+    assert found == [appended(A), Skipped("ScriptedSource", "no route"), appended(B)]
     with pytest.raises(SourceError, match=r"Merged\(ScriptedSource, ScriptedSource\) failed: no route; no rope"):
         await events(
             ScriptedSource([SourceError("no route")]), ScriptedSource([Append(A), 0.05, SourceError("no rope")])
@@ -133,6 +137,40 @@ def test_what_cannot_be_merged_is_named(weights: Any) -> None:
         Merged(ScriptedSource([]), 5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="k=-1 must be a number, at least 0"):
         Merged(ScriptedSource([]), k=-1)
+
+
+class Panic(BaseException):
+    """As of a library that is not Python's."""
+
+
+async def test_what_is_no_exception_fails_its_source_alone() -> None:
+    found = await events(ScriptedSource([Panic("oh")]), ScriptedSource([0.05, Append(B)]))  # type: ignore[list-item]
+    assert found[0] == Skipped(
+        "ScriptedSource", "ScriptedSource failed: Panic('oh'), though nobody has stopped the query"
+    )
+    assert found[1:] == [appended(B)]
+
+
+async def test_a_passage_stays_the_same_chunk_whoever_finds_it_again() -> None:
+    late = ScriptedSource([0.05, Update((Chunk("a", "a.md", "Another title", score=3.0),))])
+    source = Merged(ScriptedSource([Append(A)]), late)
+    async with Pipeline(source, ScriptedBackend("ok"), mode=AppendMode()) as pipeline:
+        async with pipeline.stream("Why?") as stream:
+            _ = [chunk async for chunk in stream]
+    assert [citation.text for citation in stream.result.citations] == ["a"]
+
+
+def test_a_text_that_is_in_one_ranking_several_times_counts_once() -> None:
+    footer = [Chunk("footer", "b.md", passage=number) for number in (0, 9)]
+    assert [chunk.text for chunk in reciprocal_rank_fusion([[A, *footer]])] == ["a", "footer"]
+
+
+async def test_many_appends_behind_a_ranking_are_fused_together() -> None:
+    appends = ScriptedSource([0.02, *(Append(Chunk(f"text {i}", f"{i}.md")) for i in range(1500))])
+    found = await events(ScriptedSource([Update((A,))]), appends)
+    assert isinstance(found[-1], Update)
+    assert len(found[-1].chunks) == 1501
+    assert len(found) < 750
 
 
 RANKINGS = st.lists(st.lists(st.sampled_from([A, B, C, D]), unique=True, max_size=4), max_size=4)
