@@ -5,8 +5,11 @@ import gc
 import re
 import warnings
 from collections.abc import AsyncIterator
+from enum import Enum
+from typing import Any
 
 import anyio
+import numpy
 import pytest
 
 from streamrag import (
@@ -588,6 +591,20 @@ async def test_a_dropped_pipeline_that_was_started_warns() -> None:
 def test_values_that_cannot_work_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Pipeline(ScriptedSource([]), ScriptedBackend(), **options)  # type: ignore[arg-type]
+
+
+class Question(str, Enum):  # noqa: UP042 - it is written by its name
+    RETURNS = "How do I return it?"
+
+
+async def test_texts_and_numbers_are_what_they_say_whatever_their_type() -> None:
+    backend = ScriptedBackend("ok")
+    source = ScriptedSource([Append(Chunk("x" * 300, f"{i}.md")) for i in range(9)])
+    async with Pipeline(source, backend) as pipeline:
+        for text, budget in ((Question.RETURNS, numpy.uint16(700)), ("How do I return it?", 700)):
+            options: Any = {"system": text, "history": [Turn("user", text)], "max_context_tokens": budget}
+            _ = [chunk async for chunk in pipeline.stream(text, **options)]
+    assert backend.prompts[0][-1] == backend.prompts[1][-1]
 
 
 def test_parts_in_the_wrong_place_are_named() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
@@ -162,6 +163,15 @@ async def test_a_generator_that_blocks_does_not_keep_its_query_and_is_closed_whe
         assert not is_closed.is_set()
     goes_on.set()
     assert await asyncio.to_thread(is_closed.wait, 10)
+
+
+async def test_a_generator_that_ends_the_program_ends_its_query_only() -> None:
+    def exits(query: str) -> Iterator[str]:
+        yield "a"
+        sys.exit(3)
+
+    with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
+        await events(from_passages(exits))
 
 
 async def test_an_async_generator_is_closed_with_its_query() -> None:
