@@ -128,9 +128,10 @@ def test_json_has_what_was_measured(doctor: Any) -> None:
     assert found["num_prompt_tokens"] == 1600
     assert len(found["pairs"]) == 3
     question = found["cold_ttft_s"] - REQUEST_S - 1600 * S_PER_TOKEN
-    assert found["warm_ttft_s"] == pytest.approx(REQUEST_S + question)
+    by_chance_s = 5 * S_PER_TOKEN  # contexts are random: two may begin with the same few
+    assert found["warm_ttft_s"] == pytest.approx(REQUEST_S + question, abs=by_chance_s)
     assert found["saved"] == pytest.approx(1 - found["warm_ttft_s"] / found["cold_ttft_s"])
-    assert found["pairs"][0]["warming_s"] == pytest.approx(REQUEST_S + 1600 * S_PER_TOKEN)
+    assert found["pairs"][0]["warming_s"] == pytest.approx(REQUEST_S + 1600 * S_PER_TOKEN, abs=by_chance_s)
 
 
 def test_a_server_that_takes_only_text_is_asked_with_text(doctor: Any) -> None:
