@@ -22,7 +22,7 @@ def short(value: object) -> str:
     """Its `repr`, or the beginning of that; of what has none, as a whole number of 5,000 digits, its kind."""
     try:
         return f"{value!r:.200}"
-    except Exception:
+    except Exception:  # the value is anybody's, and this is for the message of another error
         return kind_of(value)
 
 

@@ -73,8 +73,9 @@ class GeneratorSource:
         :raises SourceError: the generator is none, or yields something else. What it raises is raised.
         """
         reader = PassageReader(self.name)
-        found: Any = _in_thread(partial(self._find, query), self._calls)
-        if self._is_async:
+        if not self._is_async:
+            found: Any = _in_thread(partial(self._find, query), self._calls)
+        else:
             found = self._find(query)
             if inspect.isawaitable(found):
                 found = await found

@@ -102,9 +102,9 @@ class Merged:
                 if is_changed and (not num_running or now() >= next_s):
                     began_s, is_changed = now(), False
                     before, fused = fused, reciprocal_rank_fusion(rankings, self._weights, k=self._k)
+                    next_s = now() + PACE * (now() - began_s)  # whoever reads it may take as long as they like
                     if fused != before:
                         yield Update(fused)
-                    next_s = now() + PACE * (now() - began_s)
                     continue
                 try:
                     number, event, is_used = await asyncio.wait_for(came.get(), next_s - now() if is_changed else None)

@@ -121,7 +121,7 @@ def snapshot() -> None:
     """For LangChain's suite, of models that can be written to a file. A pipeline cannot."""
 
 
-class TestChatModel(ChatModelUnitTests):
+class OurModel:
     """Tools, structured output and pictures are the model's own business, and a pipeline has none of them."""
 
     @property
@@ -141,22 +141,12 @@ class TestChatModel(ChatModelUnitTests):
         return False
 
 
-class TestChatModelAtWork(ChatModelIntegrationTests):
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return StreamragChatModel
+class TestChatModel(OurModel, ChatModelUnitTests):
+    pass
 
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"pipeline": Pipeline(ScriptedSource([Append(A)]), ScriptedBackend())}
 
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
+class TestChatModelAtWork(OurModel, ChatModelIntegrationTests):
+    pass
 
 
 def test_the_interfaces_are_those_that_this_was_written_for() -> None:
