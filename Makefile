@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context clean
+.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context clean
 
 RUN := .venv/bin/python
 
@@ -9,6 +9,9 @@ help: ## list the targets
 
 demo: .venv/installed ## crawl and search real documentation into a real vLLM, streaming and not; prints and draws it
 	$(RUN) examples/demo.py
+
+notebook: .venv/installed ## run the notebook anew, and keep what it shows
+	$(RUN) scripts/notebook.py
 
 test: .venv/installed check ## types, style and all tests but the long ones
 	$(RUN) -m pytest -n 2 -m "not long"
