@@ -50,6 +50,7 @@ class Home:
         self._guard = threading.RLock()  # a generator that is collected takes it too, in whatever thread that is
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
+        self._end: Future[None] | None = None
         self._is_closed = False
 
     @classmethod
@@ -86,14 +87,15 @@ class Home:
 
         :raises ConfigurationError: this is the loop's own thread, which would wait for itself.
         """
-        _raise_own(self._loop)
-        if (ended := self._ended()) is not None:
-            ended.result()
+        if self._end is None or not self._end.done():
+            _raise_own(self._loop)
+        if (end := self._ended()) is not None:
+            end.result()
 
     async def aclose(self) -> None:
         """The same, without blocking the event loop."""
-        if (ended := self._ended()) is not None:
-            await run_regardless(_awaited(ended), "streamrag close")
+        if (end := self._ended()) is not None:
+            await run_regardless(_awaited(end), "streamrag close")
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """What `work()` returns or raises, awaited in the home's loop. Errors as of `iterate`."""
@@ -166,12 +168,12 @@ class Home:
         """The end of what was started here, which begins now; None if there is nothing, or its loop has ended."""
         with self._guard:
             self._is_closed = True
-        if self._thread is not None:
-            self._thread.stop()
-            return self._thread.ended
-        if self._loop is None or not self._loop.is_running():
-            return None
-        return asyncio.run_coroutine_threadsafe(self._life.ended(), self._loop)
+            if self._thread is not None:
+                self._thread.stop()
+                return self._thread.ended
+            if self._end is None and self._loop is not None and self._loop.is_running():
+                self._end = asyncio.run_coroutine_threadsafe(self._life.ended(), self._loop)
+            return self._end
 
 
 class Housed:

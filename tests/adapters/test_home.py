@@ -40,6 +40,7 @@ async def test_closing_in_its_own_loop_without_awaiting_is_refused_and_awaiting_
     assert source.is_started
     await lives.aclose()
     assert not source.is_started
+    lives.close()  # there is nothing to wait for
 
 
 async def test_a_pipeline_that_somebody_else_has_started_is_not_closed() -> None:
