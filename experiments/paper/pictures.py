@@ -22,7 +22,10 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "MCPS": {"color": "#cc79a7"},
     "ours": {"color": "#d62728", "linewidth": 2.2},
     "floor": {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1.1},
-    "published": {"color": "#555555", "linestyle": "", "marker": "x", "markersize": 6},
+    "published: not streaming": {"color": "#000000", "linestyle": "", "marker": "x", "markersize": 6},
+    "published: FCFS": {"color": "#0072b2", "linestyle": "", "marker": "x", "markersize": 6},
+    "recompute": {"color": "#d9762b"},
+    "copy out and back": {"color": "#2f6690"},
 }
 OTHERS = ("#56b4e9", "#8c564b", "#17324d", "#9acd32")
 MAX_POINTS = 300
@@ -107,8 +110,10 @@ def draw_lines(
     *,
     num_columns: int = 3,
     x_log: bool = False,
+    y_log: bool = True,
+    shares_y: bool = False,
 ) -> Any:
-    """Lines over a rate, say."""
+    """Lines over a rate, say. With `shares_y`, all panels have the same axis upwards."""
     figure, axes = make_panels(len(panels), 2.9, num_columns=num_columns)
     for place, (axis, (title, lines)) in enumerate(zip(axes, panels, strict=True)):
         axis.set_title(title, loc="left", fontsize=9)
@@ -121,12 +126,20 @@ def draw_lines(
         else:
             axis.set_xticks(sorted({value for line in lines.values() for value in line.x}))
             axis.xaxis.set_major_formatter(formatter(lambda value: f"{value:g}"))
-        axis.set_yscale("log")
-        plain_log_ticks(axis.yaxis)
+        if y_log:
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
         axis.grid(color=GRID, linewidth=0.7)
         axis.set_xlabel(x_label)
         if place % num_columns == 0:
             axis.set_ylabel(y_label)
+    lowest, highest = (pick(pick(axis.get_ylim()) for axis in axes) for pick in (min, max))
+    for axis in axes:
+        if shares_y:
+            axis.set_ylim(lowest, highest)
+        if y_log:
+            plain_log_ticks(axis.yaxis)
     _legend(figure, [name for panel in panels for name in panel.lines])
     return figure
 

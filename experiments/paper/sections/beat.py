@@ -8,7 +8,7 @@ from ..markdown import table, times, triple, yes_no
 from ..pictures import draw_ratios
 from ..plan import HELD_OUT_SEEDS, Scale, Wanted
 from ..points import BEATEN, HELD_OUT, LIGHT, LOADED, OVERLOAD, PRESSED, Point
-from ..standing import Seconds, Standing, envelope, floor_of, least, seconds_of
+from ..standing import RANKS, Seconds, Standing, envelope, floor_of, least, seconds_of
 from ..targets import TARGETS, Found, Target
 from ..ways import (
     FCFS,
@@ -130,7 +130,7 @@ def write(report: Report) -> str:
         table(
             ["target", "at", "met", "worst figure", "met?", "best budget: worst figure", "met?"], _targets(found, best)
         ),
-        "\n### Seconds\n\n`ttft_after_retrieval_s`, P50/P95/P99/longest.\n\n",
+        "\n### Seconds\n\n`ttft_after_retrieval_s`, P50/P90/P95/P99/longest.\n\n",
         table(["", "seeds", "ours", "FCFS", "envelope", "not streaming", "floor"], map(_seconds_row, found)),
         f"\n### How many times as fast as\n\nP50/P95/P99;{published}.\n\n",
         table(["", *over], _ratio_rows(found, best)),
@@ -163,7 +163,7 @@ def _explained(report: Report) -> str:
 
 
 def _envelope_row(of: Standing) -> list[str]:
-    return [of.point.name, ", ".join(of.eligible) or "none"]
+    return [of.point.name, "; ".join(of.eligible) or "none"]
 
 
 def _targets(found: Sequence[Standing], best: Sequence[Standing]) -> Iterator[list[str]]:
@@ -186,7 +186,7 @@ def _worst(target: Target, found: Sequence[Found]) -> tuple[str, str]:
 
 def _seconds_row(of: Standing) -> list[str]:
     def text(seconds: Seconds | None) -> str:
-        return triple(seconds[rank] for rank in (*TAIL, "max")) if seconds else "–"
+        return triple(seconds[rank] for rank in RANKS) if seconds else "–"
 
     seeds = ", ".join(map(str, of.seeds))
     return [of.point.name, seeds, *map(text, (of.ours, of.fcfs, of.envelope, of.not_streaming, of.floor))]

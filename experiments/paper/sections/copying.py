@@ -23,7 +23,7 @@ def write(report: Report) -> str:
         Lines(f"{device}, 2 x", {"recompute": _line(profile, "recompute"), "copy out and back": _line(profile, "copy")})
         for device, profile, _ in _profiles()
     ]
-    picture = draw_lines(panels, "tokens", "seconds", x_log=True)
+    picture = draw_lines(panels, "tokens", "seconds", x_log=True, shares_y=True)
     return (
         "Seconds to recompute a prompt's KV from its first token on, in steps of 2,048, and to copy it out and back. "
         "The paper measures H200, H100 and A40 and publishes its curves as a picture only, with one figure in the "

@@ -20,7 +20,9 @@ def write(report: Report) -> str:
         + table(["", "not streaming, s", *(way.name for way in WAYS[1:])], _rows(report))
         + "\n"
         + report.pictures.add(
-            "throughput", draw_lines(list(_lines(report)), "QPS", "seconds"), "Completion and busy time"
+            "throughput",
+            draw_lines(list(_lines(report)), "queries per second (QPS)", "seconds", y_log=False),
+            "Completion and busy time",
         )
     )
 

@@ -76,20 +76,22 @@ def _lines(report: Report) -> Iterator[Lines]:
             for way in WAYS:
                 found = [(point.qps, pool) for point in points if (pool := report.results.pool(point, way))]
                 lines[way.name] = Line([qps for qps, _ in found], [_statistic(pool, name) for _, pool in found])
-            published = _published(workload.removesuffix("-last")) if name == "P95" else Line([], [])
-            yield Lines(f"{workload}, {name}", {**lines, "published": published})
+            if name == "P95":
+                for way in (NOT_STREAMING, FCFS):
+                    lines[f"published: {way.name}"] = _published(workload.removesuffix("-last"), way)
+            yield Lines(f"{workload}, {name}", lines)
 
 
 def _statistic(pool: Pool, name: str) -> float:
     return mean(pool.values(lambda d: d.ttft_after_retrieval_s)) if name == "mean" else seconds_of(pool)[name]
 
 
-def _published(workload: str) -> Line:
-    """P95 of not streaming and of FCFS."""
+def _published(workload: str, way: Way) -> Line:
+    """P95 by QPS, as far as there are any."""
     found = [
         (qps, seconds[1])
-        for (of, qps, way), seconds in SECONDS.items()
-        if of == workload and way in (NOT_STREAMING.name, FCFS.name) and seconds[1] is not None
+        for (of, qps, name), seconds in SECONDS.items()
+        if of == workload and name == way.name and seconds[1] is not None
     ]
     return Line([qps for qps, _ in found], [second for _, second in found])
 
