@@ -42,9 +42,9 @@ class Scale:
 SHORT = Scale(
     "short",
     {
-        "open": Size((1, 8), 1_000),
+        "open": Size((1, 8), 700),
         "pressure": Size((1,), None),
-        "held-out": Size((8,), 1_000),
+        "held-out": Size((8,), 700),
         "overload": Size((1,), 600, 300),
     },
     has_all_ways=False,
@@ -79,17 +79,19 @@ def in_order(plan: Plan) -> list[CellSettings]:
     return sorted(by_turn, key=lambda cell: (cell.seed, -expected_s(cell)))
 
 
-S_PER_CRAWL, S_PER_SEARCH = 0.0075, 0.0105
-PRESSURE_FACTOR = 1.6
-"""Measured on a 2-core machine, roughly."""
+S_PER_CRAWL, S_PER_SEARCH = 0.0065, 0.010
+COPYING_FACTOR = 3.0
+"""Where memory is short and KV is copied out and back. Measured on a 2-core machine, roughly."""
 
 
 def expected_s(cell: CellSettings) -> float:
     """Seconds of one core that a cell takes, roughly."""
     is_crawler = cell.workload == "crawler"
     num_queries = cell.num_queries or (4_322 if is_crawler else 500)
-    factor = (PRESSURE_FACTOR if cell.kv_tokens else 1.0) * (0.5 if cell.arm == "no-streaming" else 1.0)
-    return num_queries * (S_PER_CRAWL if is_crawler else S_PER_SEARCH) * factor
+    seconds = num_queries * (S_PER_CRAWL if is_crawler else S_PER_SEARCH)
+    if cell.arm == "no-streaming":
+        return seconds / 2
+    return seconds * (COPYING_FACTOR if cell.kv_tokens and cell.eviction != "recompute" else 1.0)
 
 
 def total_s(cells: Sequence[CellSettings]) -> float:

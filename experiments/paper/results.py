@@ -10,7 +10,7 @@ import streamrag
 from streamrag.bench.compare import Pool
 from streamrag.bench.runner import CellFailed, run_cells
 from streamrag.bench.store import CellStore, read_cell
-from streamrag.bench.summary import digest
+from streamrag.bench.summary import Digest, digest
 from streamrag.cli.bench_view import CellsView
 from streamrag.cli.output import Output
 
@@ -86,11 +86,15 @@ class Results:
 
 
 def read(plan: Plan, store: CellStore) -> Results:
-    """One file after the other: they are large."""
+    """One file after the other, and of each what sections need: results are large, and there may be thousands."""
     pools = {}
     for key, cells in plan.items():
         paths = [store.find(cell) for cell in cells]
         if all(paths):
-            digests = [digest(read_cell(path)) for path in paths if path]
-            pools[key] = Pool(tuple(replace(d, gaps_s=(), ttft_s=(), total_s=(), retrieval_s=()) for d in digests))
+            pools[key] = Pool(tuple(_slim(digest(read_cell(path))) for path in paths if path))
     return Results(pools)
+
+
+def _slim(of: Digest) -> Digest:
+    nothing = dict.fromkeys(("ttft_s", "total_s", "retrieval_s", "gaps_s", "num_chunks", "num_tokens"), ())
+    return replace(of, **nothing, num_recomputed=(), provenance={})  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .points import HALF_KV, LIGHT, LOADED, PRESSED, Point
@@ -17,6 +17,10 @@ class Found(NamedTuple):
     value: float
     limit: float
     is_met: bool
+    is_possible: bool
+    """Whether the limit would be met if every request took its floor."""
+    bound: float
+    """The figure in that case."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Target:
     holds_at: Callable[[Point], bool]
     is_least: bool = True
     """Whether the limit is the least that the figure may be, or the most."""
+    reason: str = ""
+    """Why it is missed, where the floor would allow it."""
 
     def at(self, standings: Iterable[Standing]) -> list[Found]:
         """One a point and rank; none where the figure is not known."""
@@ -39,12 +45,23 @@ class Target:
             if not self.holds_at(point):
                 continue
             seconds, limit = self.figure(standing), self.limit(point)
+            bounds = self.figure(replace(standing, ours=standing.floor, hinted=standing.floor))
             for rank in self.ranks:
-                value = seconds[rank]
+                value, bound = seconds[rank], bounds[rank]
                 if math.isfinite(value):
-                    is_met = value >= limit if self.is_least else value <= limit
-                    found.append(Found(point, rank, value, limit, is_met))
+                    is_met, is_possible = self._meets(value, limit), self._meets(bound, limit)
+                    found.append(Found(point, rank, value, limit, is_met, is_possible, bound))
         return found
+
+    def _meets(self, value: float, limit: float) -> bool:
+        return value >= limit if self.is_least else value <= limit
+
+    def why(self, found: Sequence[Found]) -> str:
+        """Why it is missed: by the floor, where no order of requests could meet it, and else by what is known."""
+        missed = [each for each in found if not each.is_met]
+        by_floor = [] if self.ranks == ("busy",) else [each for each in missed if not each.is_possible]
+        parts = [f"the floor allows {each.bound:.2f} ({each.rank}, {each.point.name})" for each in by_floor]
+        return "; ".join(parts + ([self.reason] if self.reason and len(missed) > len(by_floor) else []))
 
     def worst(self, found: Sequence[Found]) -> Found:
         """The one that is farthest from its limit, on the wrong side or nearest to it."""

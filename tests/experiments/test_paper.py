@@ -210,6 +210,18 @@ def test_each_limit_is_missed_just_past_it() -> None:
     ]
 
 
+def test_a_limit_that_the_floor_forbids_is_said_to_be_impossible() -> None:
+    # The envelope takes 0.40 at P95, and the requests alone 0.38: nobody can be 1.1 times as fast.
+    close = made_standing(LOADED[0], seconds(0.045, 0.39, 0.8), floor=seconds(0.02, 0.38, 0.4))
+    (target,) = (t for t in TARGETS if t.text == "the envelope over ours" and t.ranks == ("P95",))
+    (found,) = target.at([close])
+    assert (found.is_met, found.is_possible) == (False, False)
+    assert found.bound == pytest.approx(0.40 / 0.38)
+    assert target.why([found]) == "the floor allows 1.05 (P95, crawler 4 QPS)"
+    assert replace(target, reason="known").why([found._replace(is_possible=True)]) == "known"
+    assert target.why([found._replace(is_met=True)]) == ""
+
+
 def test_limits_differ_by_point() -> None:
     half = made_standing(HALF_KV[0], seconds(0.05, 0.3, 0.55))
     of = [target for target in TARGETS if "half" in target.text]
