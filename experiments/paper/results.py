@@ -11,11 +11,11 @@ from streamrag.bench.compare import Pool
 from streamrag.bench.runner import CellFailed, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, digest
-from streamrag.cli.bench_view import CellsView
 from streamrag.cli.output import Output
 
-from .plan import Plan, in_order, total_s
+from .plan import Plan, in_order
 from .points import Point
+from .progress import Progress
 from .ways import Way
 
 SIMULATOR = (
@@ -55,15 +55,11 @@ def run(plan: Plan, store: CellStore, num_processes: int) -> list[CellFailed]:
     cells = in_order(plan)
     todo = [cell for cell in cells if store.find(cell) is None]
     console = Output(stderr=True)
-    minutes = total_s(todo) / num_processes / 60
-    console.print_line(
-        f"{len(cells) - len(todo)} of {len(cells)} cells are finished, in {store.folder}; "
-        f"the others take about {minutes:.0f} minutes on {num_processes} quiet cores"
-    )
+    console.print_line(f"{len(cells) - len(todo)} of {len(cells)} cells are finished, in {store.folder}")
     failed = []
-    with CellsView(len(todo), console) as view:
+    with Progress(todo, num_processes, console) as progress:
         for event in run_cells(todo, store, num_processes=num_processes):
-            view.show(event)
+            progress.show(event)
             failed += [event] if isinstance(event, CellFailed) else []
     return failed
 

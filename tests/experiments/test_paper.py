@@ -9,8 +9,9 @@ import pytest
 from experiments.paper import effects, published, report, ways
 from experiments.paper.__main__ import plan_of, scaled
 from experiments.paper.pictures import Pictures
-from experiments.paper.plan import FULL, HELD_OUT_SEEDS, SHORT, in_order, make_plan, total_s
+from experiments.paper.plan import FULL, HELD_OUT_SEEDS, SHORT, expected_s, in_order, make_plan, total_s
 from experiments.paper.points import BEATEN, HALF_KV, HELD_OUT, LADDERS, LIGHT, LOADED, TWICE_FULL, Point, demand
+from experiments.paper.progress import Progress
 from experiments.paper.results import Results, read
 from experiments.paper.sections import ablations, beat, copying, included
 from experiments.paper.sections.beat import standing
@@ -19,8 +20,10 @@ from experiments.paper.standing import RANKS, Seconds, Standing, envelope, least
 from experiments.paper.targets import TARGETS, Target
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.bench.compare import Pool
+from streamrag.bench.runner import CellFinished, CellProgressed
 from streamrag.bench.store import CellStore
 from streamrag.bench.summary import digest, percentile
+from streamrag.cli.output import Output
 from streamrag.engine.profile_files import load_profile
 from tests.bench.made import made_result
 
@@ -144,6 +147,21 @@ def test_what_is_held_out_has_the_seeds_that_are() -> None:
 
 def test_the_short_scale_takes_less_than_forty_minutes_on_two_cores() -> None:
     assert total_s(in_order(plan_of(SHORT, ()))) < 2 * 40 * 60 * 0.9
+
+
+def test_the_time_left_follows_the_work_that_is_done_and_not_the_number_of_cells() -> None:
+    cells = in_order(make_plan(SHORT, [(TWICE_FULL[0], ways.FCFS), (LIGHT[0], ways.FCFS)]))
+    now_s = [100.0]
+    progress = Progress(cells, 2, Output(quiet=True), clock=lambda: now_s[0])
+    with progress:
+        assert progress.left_s == pytest.approx(total_s(cells) / 2)
+        now_s[0] += 50.0
+        progress.show(CellProgressed(cells[0], 1, 2))
+        done_s = expected_s(cells[0]) / 2
+        assert progress.left_s == pytest.approx(50.0 * (total_s(cells) - done_s) / done_s)
+        for cell in cells:
+            progress.show(CellFinished(cell))
+        assert progress.left_s == pytest.approx(0.0)
 
 
 # The envelope.
