@@ -1,5 +1,6 @@
 """What the report on the paper's evaluation computes: published data, ways, plan, envelope, targets, effects."""
 
+import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -342,6 +343,26 @@ def test_results_of_other_experiments_become_a_table_if_they_are_rows() -> None:
     rows = [{"k": 1, "p99_s": 0.51234, "all": [1]}, {"k": 2, "p99_s": None, "all": []}]
     assert included.rows_table(rows).splitlines()[2:] == ["| 1 | 0.512 |", "| 2 | – |"]
     assert included.rows_table({"not": "rows"}) == ""
+    assert included.rows_table(41 * rows) == ""
+
+
+def test_a_plan_that_takes_too_long_is_named(tmp_path: Path) -> None:
+    assert "not measured" in included.planning(tmp_path)
+    rows = [
+        {
+            "num_requests": num,
+            "load": "all",
+            "policy": "fcfs",
+            "more_p50_us": us,
+            "most_more_us": most,
+            "is_met": us < most,
+        }
+        for num, us, most in ((50, 40.0, 100.0), (500, 610.0, 500.0))
+    ]
+    (tmp_path / "step_cost.json").write_text(json.dumps({"results": rows}))
+    told = included.planning(tmp_path)
+    assert "met in 1 of 2" in told
+    assert "at worst 610 us with 500. Missed: 500 requests, all, fcfs." in told
 
 
 def test_copying_out_and_back_takes_both_ways() -> None:

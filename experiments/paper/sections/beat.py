@@ -22,6 +22,7 @@ from ..ways import (
     paper,
     with_other_budget,
 )
+from .included import planning
 from .section import Report, Section
 
 PUBLISHED_BUDGET = (NOT_STREAMING, *PAPER_WAYS)
@@ -140,6 +141,7 @@ def write(report: Report) -> str:
             ["target", "at", "met", "worst figure", "met?", "best budget: worst figure", "met?", "why not"],
             _targets(found, best),
         ),
+        "\n" + planning(report.pictures.report.parent),
         "\n### Seconds\n\n`ttft_after_retrieval_s`, P50/P90/P95/P99/longest.\n\n",
         table(["", "seeds", "ours", "FCFS", "envelope", "not streaming", "floor"], map(_seconds_row, found)),
         f"\n### How many times as fast as\n\nP50/P95/P99;{published}.\n\n",

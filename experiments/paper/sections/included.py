@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from streamrag.bench.report_html import figure_text
 
-from ..markdown import table
+from ..markdown import table, yes_no
 from .section import Report, Section, nothing
+
+MOST_ROWS = 40
 
 
 class Included(NamedTuple):
@@ -33,27 +35,55 @@ def write(report: Report) -> str:
 
 def _parts(of: Included, folder: Path) -> Iterator[str]:
     yield f"### {of.title}\n"
-    path = folder / f"{of.name}.json"
-    if not path.is_file():
+    values = results_of(of.name, folder)
+    if not values:
         yield f"*Not measured yet: `{of.how}` writes it.*\n"
         return
-    values = json.loads(path.read_text())
-    yield f"From [{path.name}]({path.name}), which `{values.get('command', of.how)}` writes.\n"
-    yield rows_table(values.get("results"))
+    yield f"From [{of.name}.json]({of.name}.json), which `{values.get('command', of.how)}` writes.\n"
     for picture in sorted([*folder.glob(f"{of.name}*.png"), *(folder / of.name).glob("*.png")]):
         yield f"![{of.title}]({os.path.relpath(picture, folder)})\n"
+    yield "".join(f"- {line}\n" for line in values.get("verdicts", ()))
+    yield rows_table(values.get("results"))
+
+
+def results_of(name: str, folder: Path) -> Mapping[str, Any]:
+    """Nothing if the experiment was not run."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def planning(folder: Path) -> str:
+    """Whether planning a step is quick enough, in a sentence."""
+    rows = results_of("step_cost", folder).get("results", ())
+    if not rows:
+        return "Planning a step, at most 100 and 500 us more with 50 and 500 requests than stock: not measured.\n"
+    missed = [f"{row['num_requests']} requests, {row['load']}, {row['policy']}" for row in rows if not row["is_met"]]
+    worst = max(rows, key=lambda row: row["more_p50_us"] / row["most_more_us"])
+    return (
+        "Planning a step, at most 100 and 500 us more with 50 and 500 requests than stock: met in "
+        f"{len(rows) - len(missed)} of {len(rows)} rows of [step_cost.json](step_cost.json), at worst "
+        f"{worst['more_p50_us']:,.0f} us with {worst['num_requests']}"
+        + (f". Missed: {'; '.join(missed)}" if missed else "")
+        + ".\n"
+    )
 
 
 def rows_table(rows: Any) -> str:
-    """A list of objects with the same keys as a table; nothing of anything else."""
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
+    """A list of few objects with the same keys as a table; nothing of anything else."""
+    if (
+        not isinstance(rows, list)
+        or not all(isinstance(row, Mapping) for row in rows)
+        or not 0 < len(rows) <= MOST_ROWS
+    ):
         return ""
     names = [name for name, value in rows[0].items() if isinstance(value, str | int | float | None)]
     return table(names, ([_text(row.get(name)) for name in names] for row in rows))
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool):
+        return yes_no(value)
+    if not isinstance(value, int | float):
         return "–" if value is None else str(value)
     return f"{value:,}" if isinstance(value, int) else figure_text(value)
 
