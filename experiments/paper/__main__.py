@@ -19,7 +19,8 @@ from .plan import FULL, SHORT, Plan, Scale, make_plan, total_s
 from .results import code_hash, read, run
 
 SCALES = {scale.name: scale for scale in (SHORT, FULL)}
-REPORT = Path(__file__).parent.parent / "results" / "paper.md"
+RESULTS = Path(__file__).parent.parent / "results"
+REPORTS = {"short": RESULTS / "paper.md", "full": RESULTS / "paper-full.md"}
 
 
 def parse() -> argparse.Namespace:
@@ -30,7 +31,7 @@ def parse() -> argparse.Namespace:
     add("--scale", choices=SCALES, default="short", help="default: %(default)s")
     names = ", ".join(section.name for section in report.SECTIONS)
     add("--only", default="", metavar="NAME,...", help=f"run the cells of these sections only: {names}")
-    add("--report", type=Path, default=REPORT, metavar="FILE", help="default: experiments/results/paper.md")
+    add("--report", type=Path, metavar="FILE", help="default: paper.md or paper-full.md in experiments/results")
     add("--queries", type=int, metavar="N", help="at most so many queries a cell: to try it out")
     add("--seeds", type=int, metavar="N", help="at most so many seeds a point: to try it out")
     add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
@@ -41,6 +42,9 @@ def parse() -> argparse.Namespace:
     known = {section.name for section in report.SECTIONS}
     if unknown := set(filter(None, arguments.only.split(","))) - known:
         parser.error(f"there is no section {', '.join(unknown)}; choose from {names}")
+    if (arguments.queries or arguments.seeds) and not (arguments.report or arguments.plan):
+        parser.error("a smaller scale needs a --report of its own")
+    arguments.report = arguments.report or REPORTS[arguments.scale]
     return arguments
 
 

@@ -42,7 +42,7 @@ def _parts(of: Included, folder: Path) -> Iterator[str]:
     yield f"From [{of.name}.json]({of.name}.json), which `{values.get('command', of.how)}` writes.\n"
     for picture in sorted([*folder.glob(f"{of.name}*.png"), *(folder / of.name).glob("*.png")]):
         yield f"![{of.title}]({os.path.relpath(picture, folder)})\n"
-    yield "".join(f"- {line}\n" for line in values.get("verdicts", ()))
+    yield "".join(f"{' ' * (len(line) - len(line.lstrip()))}- {line.lstrip()}\n" for line in values.get("verdicts", ()))
     yield rows_table(values.get("results"))
 
 
