@@ -7,7 +7,7 @@ from streamrag.bench.report_html import figure_text
 from ..markdown import table, times
 from ..pictures import Line, Lines, draw_lines
 from ..points import LADDERS
-from ..ways import NOT_STREAMING, Way
+from ..ways import Way
 from .section import Report, Section
 from .ttft import WAYS, wanted
 
@@ -52,16 +52,6 @@ def _lines(report: Report) -> Iterator[Lines]:
                 known = [(qps, value) for qps, value in found if value]
                 lines[way.name] = Line([qps for qps, _ in known], [value for _, value in known])
             yield Lines(f"{workload}, {name}", lines)
-
-
-def busy_ratios(report: Report, workload: str, way: Way) -> dict[float, float]:
-    """Busy time over that of not streaming, by QPS."""
-    found = {}
-    for point in LADDERS[workload]:
-        mine, theirs = (_total(report, workload, point.qps, each, "busy_s") for each in (way, NOT_STREAMING))
-        if mine and theirs:
-            found[point.qps] = mine / theirs
-    return found
 
 
 SECTION = Section("throughput", "Throughput (figure 10)", wanted, write)
