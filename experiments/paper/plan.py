@@ -80,8 +80,8 @@ def in_order(plan: Plan) -> list[CellSettings]:
 
 
 S_PER_CRAWL, S_PER_SEARCH = 0.0065, 0.010
-COPYING_FACTOR = 3.0
-"""Where memory is short and KV is copied out and back. Measured on a 2-core machine, roughly."""
+COPYING_CRAWL, COPYING_SEARCH = 4.0, 2.2
+"""So many times as long where memory is short and KV is copied out and back. Measured on a 2-core machine, roughly."""
 
 
 def expected_s(cell: CellSettings) -> float:
@@ -91,7 +91,9 @@ def expected_s(cell: CellSettings) -> float:
     seconds = num_queries * (S_PER_CRAWL if is_crawler else S_PER_SEARCH)
     if cell.arm == "no-streaming":
         return seconds / 2
-    return seconds * (COPYING_FACTOR if cell.kv_tokens and cell.eviction != "recompute" else 1.0)
+    if cell.kv_tokens and cell.eviction != "recompute":
+        return seconds * (COPYING_CRAWL if is_crawler else COPYING_SEARCH)
+    return seconds
 
 
 def total_s(cells: Sequence[CellSettings]) -> float:
