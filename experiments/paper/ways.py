@@ -63,7 +63,6 @@ PAPER_OPTIONS: Mapping[str, Any] = {
     "can_partial_evict": True,
     "num_partial_tokens": None,
     "late_binding": False,
-    "batches_by_cost": False,
     "low_water": 0.0,
 }
 """What makes our scheduler the paper's: steps are full, every request may take the memory of those behind it, and who
@@ -114,6 +113,7 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "in order of arrival": {"policy": "fcfs"},
     "full steps": {"num_partial_tokens": None},
     "partial prompts evict": {"can_partial_evict": True},
+    "a step ahead": {"late_binding": False},
     "always recompute": {"eviction": "recompute"},
 }
 """Ours without each of its parts: what is changed of `SchedulerOptions()`. One that changes nothing is left out."""

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from streamrag.engine.eviction import EvictionMode
+from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.records import RequestRecord
 
 Arm: TypeAlias = Literal["no-streaming", "warming", "stock-sessions", "streaming"]
@@ -25,7 +26,7 @@ class CellSettings:
     workload: str
     """"crawler", "anns" or "anns-last" (generated), or the path of a trace."""
     arm: Arm
-    policy: str = "fcfs"
+    policy: str = DEFAULT_POLICY
     """For the streaming arm; see `streamrag.engine.make_policy`."""
     eviction: EvictionMode = "recompute"
     """For the streaming arm; the others run vLLM's own scheduler, which recomputes."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from streamrag.bench.cell import ARMS, Arm, CellSettings
 from streamrag.engine.eviction import EVICTIONS, EvictionMode
-from streamrag.engine.policies import make_policy
+from streamrag.engine.policies import DEFAULT_POLICY, make_policy
 from streamrag.errors import ConfigurationError
 
 GENERATED = ("crawler", "anns", "anns-last")
@@ -28,7 +28,7 @@ class Grid:
     clock: Literal["virtual", "wall"]
     workload: str
     arms: tuple[Arm, ...] = ("no-streaming", "streaming")
-    policies: tuple[str, ...] = ("fcfs",)
+    policies: tuple[str, ...] = (DEFAULT_POLICY,)
     evictions: tuple[EvictionMode, ...] = ("recompute",)
     host_kv_bytes: int | None = None
     """For evictions that copy; None leaves it to the scheduler."""

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--api-key", metavar="KEY", help="for --server; OPENAI_API_KEY in the environment unless given")
     model.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
     model.add_argument("--strategy", choices=get_args(Strategy), help="how an embedded vLLM prefills early (streaming)")
-    model.add_argument("--policy", metavar="NAME", help="whom an embedded vLLM serves first with streaming (fcfs)")
+    model.add_argument("--policy", metavar="NAME", help="whom an embedded vLLM serves first with streaming (srpf)")
     answer = parser.add_argument_group("answer")
     answer.add_argument("--system", metavar="TEXT", help="replaces the system text")
     answer.add_argument(
@@ -121,11 +121,12 @@ def _make_backend(arguments: argparse.Namespace) -> Backend:
         if getattr(arguments, option) is not None:
             raise ConfigurationError(f"--{option.replace('_', '-')} is for --server, which was not given")
     from streamrag.backends.vllm import VllmBackend
+    from streamrag.engine.policies import DEFAULT_POLICY
 
     return VllmBackend(
         arguments.model,
         strategy=arguments.strategy or "streaming",
-        policy=arguments.policy or "fcfs",
+        policy=arguments.policy or DEFAULT_POLICY,
         max_model_len=arguments.max_model_len,
     )
 

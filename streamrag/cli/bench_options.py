@@ -12,6 +12,7 @@ from streamrag.bench.cell import ARMS
 from streamrag.bench.grid import GENERATED, Grid
 from streamrag.bench.summary import LIMITS
 from streamrag.engine.eviction import EVICTIONS, EvictionMode
+from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.engine.profile_files import load_profile
 
 T = TypeVar("T")
@@ -195,7 +196,7 @@ def _add_load(parser: argparse.ArgumentParser, *, workload: str | None = None) -
 def _add_what(parser: argparse.ArgumentParser, *, arms: list[str], seeds: list[int] | None) -> None:
     add = parser.add_argument_group("what is compared").add_argument
     add("--arms", type=texts, default=arms, metavar="LIST", help=f"of {', '.join(ARMS)} ({', '.join(arms)})")
-    add("--policy", type=texts, default=["fcfs"], metavar="LIST", help="the streaming arm's policies (fcfs)")
+    add("--policy", type=texts, default=[DEFAULT_POLICY], metavar="LIST", help="the streaming arm's policies (srpf)")
     about = f"what becomes of its preempted KV: {', '.join(EVICTIONS)} (cost; recompute, if the profile has no copies)"
     add("--eviction", type=texts, metavar="LIST", help=about)
     about = "host memory for KV, e.g. 64e9 (the scheduler's own choice)"

@@ -15,8 +15,9 @@ from typing import Protocol
 from streamrag.engine.eviction import Fate
 from streamrag.engine.request import RequestView
 
-BACKLOG_STEPS = 8
-"""Steps of work from which on steps are not lean. Source: our simulations of arXiv 2604.16395's crawler load."""
+BACKLOG_SHARE = 1 / 32
+"""Share of what waits to be computed up to which partial prompts fill any step: who has that much before it is hardly
+delayed by so much more, and long steps have less overhead. Source: our simulations of arXiv 2604.16395's crawls."""
 
 MOST_TRIES = 4
 """Partial prompts in a step that are found not to fit, before only those are asked whose turn it is: what each needs is
@@ -42,7 +43,10 @@ class Limits:
     """Requests that are served before all others in any case, with one token each, and whose blocks are not free."""
     num_partial_tokens: int | None = None
     """If given, steps are lean: partial prompts compute so many tokens at most, and none beside a complete one, so that
-    neither those that wait for an answer nor those that come to do so wait for a long step. Not with a long backlog."""
+    neither those that wait for an answer nor those that come to do so wait for a long step. See `BACKLOG_SHARE`."""
+    is_early: bool = False
+    """Whether there is time to plan later, because a step computes prompts now. A step of partial prompts only is put
+    off: nobody waits for it, and a prompt that becomes complete before it starts would wait for its end."""
     num_blocks_kept_free: int = 0
     """Blocks that must be left free where a partial prompt that was evicted starts again. What it needs before it is
     complete is likely to be wanted by others soon, and then computed in vain a second time."""
@@ -87,6 +91,8 @@ class Plan:
 
     grants: tuple[Grant, ...]
     evictions: tuple[Eviction, ...]
+    is_put_off: bool = False
+    """Whether nothing is granted now so that it can be planned anew when the step under way has ended."""
     waiting: tuple[RequestView, ...] = ()
     """Partial prompts that go on when memory is free, or when they are complete: of those that were asked."""
 
@@ -159,8 +165,11 @@ def plan(
         grants, num_missing, last, waiting = _select(order, victims, limits, memory, num_tries)
         if grants or limits.num_ahead or num_tries >= len(order):
             break  # else nobody has anything to do, and there is time to ask everybody
+    if limits.is_early and grants and not (limits.num_ahead or any(g.request.is_complete for g in grants)):
+        return Plan((), (), is_put_off=True)
     taken, _ = victims.take(num_missing, last) if num_missing > 0 else ([], 0)
-    return Plan(tuple(grants), tuple(Eviction(victim, fate(victim)) for victim in taken), tuple(waiting))
+    evictions = tuple(Eviction(victim, fate(victim)) for victim in taken)
+    return Plan(tuple(grants), evictions, waiting=tuple(waiting))
 
 
 def _select(
@@ -171,7 +180,7 @@ def _select(
     waiting: list[RequestView] = []
     num_tokens_left = limits.num_tokens - limits.num_ahead
     num_seqs_left = limits.num_seqs - limits.num_ahead
-    num_partial_left = _num_partial_tokens(order, limits, memory)
+    num_lean_left, num_filling_left = _num_partial_tokens(order, limits, memory)
     num_needed, last, is_blocked, num_tries_left = 0, -1, False, num_tries
     for position, request in enumerate(order):
         if num_tokens_left <= 0 or len(grants) >= num_seqs_left:
@@ -179,7 +188,7 @@ def _select(
         is_new, is_complete = request.num_blocks == 0, request.is_complete
         if request.num_remaining_tokens <= 0 or (is_blocked and is_new):
             continue
-        num_most = num_tokens_left if is_complete else min(num_tokens_left, num_partial_left)
+        num_most = num_tokens_left if is_complete else min(num_tokens_left, max(num_lean_left, num_filling_left))
         if num_most <= 0:
             continue
         may_evict = is_complete or limits.can_partial_evict
@@ -213,27 +222,25 @@ def _select(
         grants.append(Grant(request, num_tokens))
         num_tokens_left -= num_tokens
         num_needed, last = num_needed_now, position
+        num_filling_left -= num_tokens
         if not is_complete:
-            num_partial_left -= num_tokens
-        elif num_partial_left < NO_LIMIT and not request.has_output:
-            num_partial_left = 0
+            num_lean_left -= num_tokens
+        elif not request.has_output:
+            num_lean_left = 0
     return grants, num_needed - memory.num_free_blocks, last, waiting
 
 
-def _num_partial_tokens(order: Sequence[RequestView], limits: Limits, memory: Memory) -> int:
-    """How much partial prompts may compute: with a long backlog, all that is left, because throughput is what helps.
+def _num_partial_tokens(order: Sequence[RequestView], limits: Limits, memory: Memory) -> tuple[int, int]:
+    """How much partial prompts may compute: beside no complete prompt, and up to which size of a step in any case.
 
     A backlog is what must be computed sooner or later. That is not known of speculative prompts, nor of those that must
     wait for memory: others may be complete first.
     """
     if limits.num_partial_tokens is None:
-        return NO_LIMIT
-    most = BACKLOG_STEPS * limits.num_tokens
+        return NO_LIMIT, NO_LIMIT
     is_memory_short = memory.num_free_blocks <= limits.num_blocks_kept_free
+    num_tokens = 0
     for request in order:
-        if not request.is_complete and (request.is_speculative or (is_memory_short and not request.num_blocks)):
-            continue
-        most -= request.num_remaining_tokens
-        if most < 0:
-            return NO_LIMIT
-    return limits.num_partial_tokens
+        if request.is_complete or not (request.is_speculative or (is_memory_short and not request.num_blocks)):
+            num_tokens += request.num_remaining_tokens
+    return limits.num_partial_tokens, int(num_tokens * BACKLOG_SHARE)

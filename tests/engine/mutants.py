@@ -224,6 +224,22 @@ MUTANTS = (
     ),
     Mutant("a pause plans and evicts", SCHEDULER, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
     Mutant(
+        "partial prompts are put off though nothing computes",
+        SCHEDULER,
+        "is_early=self.options.late_binding and any(self._prefills_in_flight),",
+        "is_early=self.options.late_binding,",
+        500,
+    ),
+    Mutant(
+        "a step of partial prompts is planned as early as any",
+        PLANNING,
+        "    if limits.is_early and grants and not",
+        "    if False and not",
+        0,  # nothing is wrong with it but the time that it takes
+        "tests/backends/vllm/scheduler/test_scheduler.py"
+        "::test_a_prompt_that_becomes_complete_waits_for_one_step_of_partial_prompts_at_most",
+    ),
+    Mutant(
         "who is stuck is remembered in a pause",
         SCHEDULER,
         "        self._num_free_when_stuck = None  # only a plan says who is stuck, and while paused there is none\n",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from strategies import BLOCK_SIZE, SPECS, view_lists, views
 
 from streamrag.engine import Limits, Plan, RequestView, make_policy, plan
-from streamrag.engine.planning import MOST_TRIES, NUM_IN_TURN
+from streamrag.engine.planning import BACKLOG_SHARE, MOST_TRIES, NUM_IN_TURN
 
 
 @dataclass
@@ -36,6 +36,7 @@ LIMITS = st.builds(
     st.integers(1, 6),
     st.booleans(),
     num_partial_tokens=st.none() | st.integers(1, 200),
+    is_early=st.booleans(),
 )
 
 
@@ -93,6 +94,7 @@ def test_victims_are_idle_before_others_and_shown_last(
 
 @given(view_lists(), LIMITS)
 def test_the_most_urgent_request_with_work_is_always_served(requests: list[RequestView], limits: Limits) -> None:
+    limits = replace(limits, is_early=False)
     ordered = make_policy("fcfs").order(requests, 10.0)
     # Among those that have shown a token, whoever holds a slot goes on first.
     ordered.sort(key=lambda r: r.has_output and not r.is_running)
@@ -178,11 +180,36 @@ def test_a_lean_step_holds_no_partial_prompt_beside_a_complete_one() -> None:
     assert [(g.request.request_id, g.num_tokens) for g in alone.grants] == [("partial", 64)]
 
 
-def test_with_a_long_backlog_steps_are_full() -> None:
+def test_a_step_is_filled_up_to_a_share_of_the_backlog() -> None:
     complete = RequestView("complete", 0, 0, 32)
-    partial = RequestView("partial", 1, 1, 801, is_complete=False)
-    made = plan([complete, partial], list, Limits(100, 8, num_partial_tokens=64), Blocks(100))
-    assert [g.num_tokens for g in made.grants] == [32, 68]
+    partial = RequestView("partial", 1, 1, int(80 / BACKLOG_SHARE) - 32, is_complete=False)
+    lean = Limits(100, 8, num_partial_tokens=64)
+    beside = plan([complete, partial], list, lean, Blocks(100))
+    alone = plan([partial._replace(num_tokens=int(80 / BACKLOG_SHARE))], list, lean, Blocks(100))
+    assert [g.num_tokens for g in beside.grants] == [32, 48]
+    assert [g.num_tokens for g in alone.grants] == [80]
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_step_of_partial_prompts_only_is_put_off_while_another_computes(is_early: bool) -> None:
+    partial = RequestView("partial", 1, 1, 96, is_complete=False)
+    early = Limits(100, 8, num_partial_tokens=64, is_early=is_early)
+    made = plan([partial], list, early, Blocks(100))
+    assert (made.is_put_off, len(made.grants)) == (is_early, not is_early)
+    complete, decoding = RequestView("complete", 0, 0, 32), RequestView("decoding", 0, 0, 33, 32, 3, has_output=True)
+    for other in (complete, decoding):
+        made = plan([other, partial], list, early, Blocks(100))
+        assert made.grants[0].request is other
+        assert not made.is_put_off
+    ahead = Limits(100, 8, num_partial_tokens=64, is_early=is_early, num_ahead=1)
+    assert [g.num_tokens for g in plan([partial], list, ahead, Blocks(100)).grants] == [64]
+
+
+def test_nothing_is_put_off_where_nothing_can_be_done() -> None:
+    partial = RequestView("partial", 1, 1, 96, is_complete=False)
+    made = plan([partial], list, Limits(100, 8, is_early=True), Blocks(0))
+    assert not made.is_put_off
+    assert made.waiting == (partial,)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +220,9 @@ def test_a_backlog_is_what_must_be_computed(
     num_free: int, num_blocks: int, is_speculative: bool, is_backlog: bool
 ) -> None:
     lean = Limits(100, 8, num_partial_tokens=64, num_blocks_kept_free=10)
-    far = RequestView("far", 1, 1, 2000, 0, num_blocks, is_complete=False, is_speculative=is_speculative)
+    far = RequestView(
+        "far", 1, 1, int(100 / BACKLOG_SHARE), 0, num_blocks, is_complete=False, is_speculative=is_speculative
+    )
     near = RequestView("near", 0, 0, 100, 16, 7, is_complete=False)
     made = plan([near, far], list, lean, Blocks(num_free))
     assert sum(g.num_tokens for g in made.grants) == (100 if is_backlog else 64)

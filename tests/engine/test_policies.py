@@ -65,6 +65,14 @@ def test_srpf_prefers_short_prompts_until_a_long_one_has_waited() -> None:
     assert order("srpf(0, tokens_per_s=10_000)", long, short._replace(last_chunk_s=9)) == "short long"
 
 
+def test_srpf_computes_first_what_is_likely_to_be_complete_first() -> None:
+    old = view("old", 0, num_tokens=20_000, is_complete=False)
+    new = view("new", 1, num_tokens=100, last_chunk_s=0.5, is_complete=False)
+    complete = view("complete", 2, num_tokens=90_000)
+    assert order("srpf", new, old, complete) == "complete old new"
+    assert order("srpf", new._replace(expected_complete_s=2), old, complete) == "complete new old"
+
+
 def test_srpf_counts_in_seconds_of_the_engine_at_hand_unless_it_is_told_a_speed() -> None:
     long, short = view("long", num_tokens=10_000), view("short", num_tokens=100, last_chunk_s=9)
     policy, told = make_policy("srpf(0.25)"), make_policy("srpf(0.25, tokens_per_s=100_000)")

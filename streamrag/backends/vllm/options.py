@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.engine.eviction import EvictionMode, check_eviction
+from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ class SchedulerOptions:
     :raises ConfigurationError: there is no such eviction, memory or file.
     """
 
-    policy: str = "fcfs"
+    policy: str = DEFAULT_POLICY
     """See `streamrag.engine.make_policy`."""
     can_partial_evict: bool = False
     """See `streamrag.engine.Limits`."""
@@ -27,6 +28,8 @@ class SchedulerOptions:
     """See `streamrag.engine.Limits`; None fills every step."""
     partial_step_s: float = 0.05
     """See `streamrag.engine.Pace`."""
+    late_binding: bool = True
+    """See `streamrag.engine.Limits.is_early`; it matters with asynchronous scheduling, which plans a step ahead."""
     low_water: float = 0.1
     """See `streamrag.engine.Limits.num_blocks_kept_free`, as a share of the KV blocks."""
     eviction: EvictionMode = "cost"

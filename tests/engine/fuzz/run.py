@@ -373,6 +373,7 @@ def make_shape(scenario: Scenario, records: Path) -> EngineShape:
             "policy": scenario.policy,
             "can_partial_evict": scenario.can_partial_evict,
             "num_partial_tokens": scenario.num_partial_tokens,
+            "late_binding": scenario.late_binding,
             "low_water": scenario.low_water,
             "eviction": scenario.eviction,
             "num_host_blocks": scenario.num_host_blocks,

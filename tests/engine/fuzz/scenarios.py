@@ -19,6 +19,7 @@ class Scenario:
     policy: str
     can_partial_evict: bool
     num_partial_tokens: int | None
+    late_binding: bool
     is_async: bool
     has_v2_runner: bool
     has_prefix_cache: bool
@@ -98,6 +99,7 @@ def make_load(seed: int) -> Scenario:
         policy=policy,
         can_partial_evict=can_partial_evict,
         num_partial_tokens=num_partial_tokens,
+        late_binding=random.Random(-3 * seed - 7).random() < 0.8,
         is_async=is_async,
         has_v2_runner=has_v2_runner,
         has_prefix_cache=has_prefix_cache,

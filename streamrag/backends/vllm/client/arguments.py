@@ -8,6 +8,7 @@ from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.engine import make_policy
 from streamrag.engine.eviction import EvictionMode, check_eviction
+from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def scheduler_args(
     named = {"can_partial_evict": can_partial_evict, **others}
     options: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if strategy == "warming":
-        if policy != "fcfs":
+        if policy != DEFAULT_POLICY:
             options["policy"] = policy
         if options:
             raise ConfigurationError(

@@ -20,6 +20,7 @@ from streamrag.backends.vllm.client.token_streams import TokenStreams, check_pro
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
 from streamrag.engine.eviction import EvictionMode
+from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
 from streamrag.tasks import run_regardless
 
@@ -37,7 +38,7 @@ class VllmBackend:
 
     model: a folder, or a name on the Hugging Face hub.
     strategy: how partial prompts are prefilled.
-    policy: who is served first: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.5)", or
+    policy: who is served first: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.1)", or
         "package.module.function" of a function from a `RequestView` and the time to something to sort by.
     can_partial_evict: whether a prompt that is not complete may take memory from another one. By default it may not:
         partial prompts would take it from each other.
@@ -64,7 +65,7 @@ class VllmBackend:
         model: str | os.PathLike[str],
         *,
         strategy: Strategy = "streaming",
-        policy: str = "fcfs",
+        policy: str = DEFAULT_POLICY,
         can_partial_evict: bool | None = None,
         eviction: EvictionMode | None = None,
         host_kv_bytes: int | None = None,

@@ -78,7 +78,9 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         if self._pause_state != PauseState.UNPAUSED:
             return super().schedule(throttle_prefills)
         step = self._plan()
-        is_stuck = not (step.plan.grants or step.decoding or step.held_up or self.deferred_frees)
+        is_stuck = not (
+            step.plan.grants or step.plan.is_put_off or step.decoding or step.held_up or self.deferred_frees
+        )
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
         for eviction in step.plan.evictions:
             self._evict(self._request(eviction.request))
@@ -145,12 +147,17 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         policy = self.streaming_policy
         if policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
-        num_tokens, num_seqs = self.max_num_scheduled_tokens, self.max_num_active_reqs
         # Who is alone on the engine keeps nobody waiting.
         num_partial_tokens = self.pace.num_partial_tokens if self.is_lean and len(self.requests) > 1 else None
-        can_evict, num_kept_free = self.options.can_partial_evict, self._num_kept_free
         limits = Limits(
-            num_tokens, num_seqs, can_evict, len(decoding), num_partial_tokens, num_kept_free, self.current_step
+            num_tokens=self.max_num_scheduled_tokens,
+            num_seqs=self.max_num_active_reqs,
+            can_partial_evict=self.options.can_partial_evict,
+            num_ahead=len(decoding),
+            num_partial_tokens=num_partial_tokens,
+            is_early=self.options.late_binding and any(self._prefills_in_flight),
+            num_blocks_kept_free=self._num_kept_free,
+            turn=self.current_step,
         )
         order = policy.order(views, self._step_s)
         made = plan(order, self._idle_views, limits, self.kv_memory, self._fate)

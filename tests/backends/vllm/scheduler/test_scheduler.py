@@ -237,12 +237,31 @@ def test_a_partial_prompt_that_is_alone_takes_whole_steps(bench: Make, num_other
 
 @pytest.mark.parametrize(("first_token", "num_computed"), [(0, 16), (100, 8)])
 def test_prompts_of_a_source_that_replaces_are_no_backlog(bench: Make, first_token: int, num_computed: int) -> None:
-    b = bench(streamrag={"num_partial_tokens": 8})
+    b = bench(num_blocks=400, streamrag={"num_partial_tokens": 8})
     b.chunk("appended or replaced", list(range(100)))
     b.chunk("appended or replaced", list(range(first_token, 120)))
-    b.chunk("of the same source", list(range(500, 650)))
+    for i in range(4):
+        b.chunk(f"of the same source {i}", list(range(500 * i, 500 * i + 150)))
     b.step()
     assert sum(r.num_computed_tokens for r in b.scheduler.requests.values()) == num_computed
+
+
+@pytest.mark.parametrize(("late_binding", "num_steps"), [(True, 2), (False, 3)])
+def test_a_prompt_that_becomes_complete_waits_for_one_step_of_partial_prompts_at_most(
+    bench: Make, late_binding: bool, num_steps: int
+) -> None:
+    b = bench(is_async=True, streamrag={"late_binding": late_binding})
+    b.chunk("partial", list(range(100)))
+    b.chunk("complete soon", list(range(500, 510)))
+    b.engine.launch()
+    b.chunk("complete soon", [1, 2], kept=10, is_complete=True)
+    for _step in range(1, 10):
+        b.outputs += b.engine.collect()
+        b.engine.launch()
+        if b.tokens("complete soon"):
+            break
+    assert b.engine.now_s == num_steps
+    assert b.tokens("complete soon")[:1] == b.fresh_answer([*range(500, 510), 1, 2])[:1]
 
 
 def test_the_policy_named_in_the_configuration_is_used(bench: Make) -> None:
