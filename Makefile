@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context clean
+.PHONY: help demo test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-k-lpm bench-step clean
 
 RUN := .venv/bin/python
 
@@ -63,6 +63,12 @@ bench-rounding: .venv/installed ## log-probabilities of prompts computed whole, 
 
 bench-context: .venv/installed ## which pages are in a context that cannot hold all of them, and do they hold the answer? two minutes
 	$(RUN) experiments/context_choice.py --json experiments/results/context_choice.json
+
+bench-k-lpm: .venv/installed ## k-LPM on prompts that form a tree, beside its theorem's bound, simulated: a few minutes, resumable
+	$(RUN) experiments/k_lpm.py --json experiments/results/k_lpm.json --plot experiments/results/k_lpm.png
+
+bench-step: .venv/installed ## microseconds that planning a step takes over vLLM's own, with 50 and 500 requests
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/step_cost.py --json experiments/results/step_cost.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
