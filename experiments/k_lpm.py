@@ -36,6 +36,7 @@ from streamrag.engine.costs import AnalyticProfile
 from streamrag.engine.policies import POLICIES
 from streamrag.engine.profile_files import load_profile, save_profile
 from streamrag.files import write_whole
+from streamrag.trace.read import read_trace
 from streamrag.trace.write import write_trace
 
 PROFILE = "h200-llama8b-tp2"
@@ -62,7 +63,7 @@ CURVES = {
 """Four repeats are the k for which the theorem holds."""
 FCFS, BEST, BOUNDED, LPM, TIE_BLIND = (list(CURVES)[i] for i in (0, 1, 3, 4, 5))
 COLOURS = ("#000000", "#d55e00", "#e69f00", "#009e73", "#0072b2", "#56b4e9")
-WIDTHS = (1.5, 6.0, 4.5, 3.0, 1.5, 1.5)
+WIDTHS = (1.5, 4.5, 3.5, 2.4, 1.2, 1.5)
 """Where curves lie upon each other, all can be seen."""
 TOLERANCE = 0.02
 
@@ -116,7 +117,9 @@ def make_cells(arguments: argparse.Namespace) -> Cells:
     traces = []
     for seed in range(1, arguments.seeds + 1):
         path = arguments.output / f"tree-{of.num_prompts}-seed{seed}.jsonl"
-        write_trace(tree(of, seed), path, overwrite=True)
+        made = tree(of, seed)
+        if not path.exists() or read_trace(path).queries != made.queries:
+            write_trace(made, path, overwrite=True)  # with its date, so that finished cells would be of another file
         traces.append(str(path))
     first = CellSettings("virtual", "", "streaming", profile=str(profile_path), max_num_batched_tokens=BUDGET)
     return {
