@@ -67,7 +67,7 @@ bench-context: .venv/installed ## which pages are in a context that cannot hold 
 bench-k-lpm: .venv/installed ## k-LPM on prompts that form a tree, beside its theorem's bound, simulated: a few minutes, resumable
 	$(RUN) experiments/k_lpm.py --json experiments/results/k_lpm.json --plot experiments/results/k_lpm.png
 
-bench-step: .venv/installed ## microseconds that planning a step takes over vLLM's own, with 50 and 500 requests
+bench-step: .venv/installed ## microseconds that planning a step takes over vLLM's own, with 50 and 500 requests; two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/step_cost.py --json experiments/results/step_cost.json
 
 clean: ## remove what the targets made

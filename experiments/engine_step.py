@@ -34,7 +34,7 @@ def engine(num_seqs: int, make: Callable[..., Any], policy: str = "fcfs", num_bl
 
 
 def prompt(rng: random.Random, num: int = NUM_PROMPT_TOKENS) -> list[int]:
-    return [rng.randrange(1_000) for _ in range(num)]
+    return rng.choices(range(1_000), k=num)
 
 
 @contextmanager

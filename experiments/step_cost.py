@@ -3,8 +3,9 @@
     python experiments/step_cost.py [--policies NAMES] [--json FILE]
 
 vLLM's real scheduler and KV cache manager, no model, one process. Both schedulers take turns, step by step; what is
-measured is the thread's CPU time, so that it matters little what else the machine does. Beside it, what the policy's
-sort takes alone. What vLLM's own cannot have, partial and idle prompts, waits there as complete ones.
+measured is the thread's CPU time. Where other programs share caches and cores, that doubles at times; so the target is
+for the quietest round, the one in which vLLM's own took least. Beside it, what the policy's sort takes alone. What
+vLLM's own cannot have, partial and idle prompts, waits there as complete ones.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from engine_step import decode, loaded, no_collections, prefill, prompt, timed
@@ -39,7 +41,7 @@ MOST_MORE_US = {50: 100.0, 500: 500.0}
 NUM_STEPS = 30
 POLICIES = (SchedulerOptions().policy, "srpf(0.1)", "mcps", "k_lpm(4)")
 
-console = Console(highlight=False, width=None if Console().is_terminal else 120)
+console = Console(highlight=False, width=None if Console().is_terminal else 140)
 
 
 def all_states(made: SimulatedEngine, num: int) -> None:
@@ -72,7 +74,9 @@ class Times:
     """Of the policy's sorts, of which a step has one or two."""
 
 
-def take_turns(load: str, num: int, policy: str, times: Times) -> None:
+def take_turns(load: str, num: int, policy: str) -> Times:
+    """One round."""
+    times = Times()
     stock, ours = (loaded(LOADS[load], num, make, policy) for make in (Scheduler, StreamingScheduler))
     clock = time.thread_time
     with ExitStack() as measuring:
@@ -83,23 +87,27 @@ def take_turns(load: str, num: int, policy: str, times: Times) -> None:
         for _ in range(NUM_STEPS):
             stock.step()
             ours.step()
+    return times
 
 
-def rows(measured: Mapping[tuple[int, str, str], Times]) -> Iterator[dict[str, Any]]:
-    for (num, load, policy), times in measured.items():
+def rows(measured: Mapping[tuple[int, str, str], Sequence[Times]]) -> Iterator[dict[str, Any]]:
+    for (num, load, policy), rounds in measured.items():
         us = {
-            f"{name}_p{rank}_us": 1e6 * percentile(seconds, rank / 100)
-            for name, seconds in vars(times).items()
+            f"{name}_p{rank}_us": 1e6 * percentile([s for times in rounds for s in getattr(times, name)], rank / 100)
+            for name in ("stock", "ours", "order")
             for rank in (50, 99)
         }
-        more = us["ours_p50_us"] - us["stock_p50_us"]
+        quietest = min(rounds, key=lambda times: median(times.stock))
+        more = 1e6 * (median(quietest.ours) - median(quietest.stock))
         yield {
             "num_requests": num,
             "load": load,
             "policy": policy,
             **us,
-            "more_p50_us": more,
             "ratio_p50": us["ours_p50_us"] / us["stock_p50_us"],
+            "quietest_stock_us": 1e6 * median(quietest.stock),
+            "quietest_ours_us": 1e6 * median(quietest.ours),
+            "more_us": more,
             "most_more_us": MOST_MORE_US[num],
             "is_met": more <= MOST_MORE_US[num],
         }
@@ -109,15 +117,17 @@ def show(found: Sequence[dict[str, Any]]) -> None:
     table = Table(title="microseconds of CPU time per step: P50 / P99", title_justify="left")
     for name in ("requests", "load", "policy"):
         table.add_column(name)
-    for name in ("stock", "ours", "ratio", "more, P50", "target", "sort alone"):
+    for name in ("stock", "ours", "ratio", "quietest", "more", "target", "sort alone"):
         table.add_column(name, justify="right")
     for i, row in enumerate(found):
-        pairs = {name: f"{row[f'{name}_p50_us']:,.0f} / {row[f'{name}_p99_us']:,.0f}" for name in vars(Times())}
+        pairs = {
+            name: f"{row[f'{name}_p50_us']:,.0f} / {row[f'{name}_p99_us']:,.0f}" for name in ("stock", "ours", "order")
+        }
         colour = "green" if row["is_met"] else "red"
         table.add_row(
             *(str(row["num_requests"]), row["load"], row["policy"], pairs["stock"], pairs["ours"]),
-            *(f"{row['ratio_p50']:.2f}", f"[{colour}]{row['more_p50_us']:,.0f}[/]", f"{row['most_more_us']:,.0f}"),
-            pairs["order"],
+            *(f"{row['ratio_p50']:.2f}", f"{row['quietest_stock_us']:,.0f}, {row['quietest_ours_us']:,.0f}"),
+            *(f"[{colour}]{row['more_us']:,.0f}[/]", f"{row['most_more_us']:,.0f}", pairs["order"]),
             end_section=i + 1 == len(found) or found[i + 1]["load"] != row["load"],
         )
     console.print(table)
@@ -144,10 +154,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     policies = dict.fromkeys(arguments.policies.split(";"))
-    measured = {(num, load, policy): Times() for num in MOST_MORE_US for load in LOADS for policy in policies}
+    measured: dict[tuple[int, str, str], list[Times]] = {
+        (num, load, policy): [] for num in MOST_MORE_US for load in LOADS for policy in policies
+    }
     runs = [key for _ in range(arguments.rounds) for key in measured]
     for num, load, policy in track(runs, "stepping", console=console, transient=True):
-        take_turns(load, num, policy, measured[num, load, policy])
+        measured[num, load, policy].append(take_turns(load, num, policy))
     found = list(rows(measured))
     show(found)
     ours = [row for row in found if row["policy"] == POLICIES[0]]
