@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context paper paper-full clean
+.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-k-lpm bench-step paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -72,6 +72,12 @@ paper: .venv/installed ## the paper's tables and figures beside ours, and what b
 
 paper-full: .venv/installed ## the same with all queries and ten seeds, resumable: a night
 	$(RUN) -m experiments.paper --scale full
+
+bench-k-lpm: .venv/installed ## k-LPM on prompts that form a tree, beside its theorem's bound, simulated: a few minutes, resumable
+	$(RUN) experiments/k_lpm.py --json experiments/results/k_lpm.json --plot experiments/results/k_lpm.png
+
+bench-step: .venv/installed ## microseconds that planning a step takes over vLLM's own, with 50 and 500 requests; two minutes
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/step_cost.py --json experiments/results/step_cost.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

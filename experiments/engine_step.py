@@ -34,69 +34,77 @@ def engine(num_seqs: int, make: Callable[..., Any], policy: str = "fcfs", num_bl
 
 
 def prompt(rng: random.Random, num: int = NUM_PROMPT_TOKENS) -> list[int]:
-    return [rng.randrange(1_000) for _ in range(num)]
+    return rng.choices(range(1_000), k=num)
 
 
 @contextmanager
-def timed(engine: SimulatedEngine, name: str, times_s: list[float]) -> Iterator[None]:
-    """Note how long each call of a method of the scheduler takes."""
-    method = getattr(engine.scheduler, name)
+def timed(
+    owner: Any, name: str, times_s: list[float], clock: Callable[[], float] = time.perf_counter
+) -> Iterator[None]:
+    """Note how long each call of a method of `owner` takes."""
+    method = getattr(owner, name)
 
     def wrapper(*arguments: Any) -> Any:
-        start_s = time.perf_counter()
+        start_s = clock()
         result = method(*arguments)
-        times_s.append(time.perf_counter() - start_s)
+        times_s.append(clock() - start_s)
         return result
 
-    setattr(engine.scheduler, name, wrapper)
+    setattr(owner, name, wrapper)
     yield
-    delattr(engine.scheduler, name)
+    delattr(owner, name)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """What is there is not looked at for garbage, as in `EngineCore`."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def step_times(engine: SimulatedEngine, num_steps: int) -> tuple[float, float]:
     """Median milliseconds of `schedule` and of `update_from_output`."""
     schedule_s: list[float] = []
     update_s: list[float] = []
-    gc.collect()
-    gc.freeze()  # as EngineCore does
-    with timed(engine, "schedule", schedule_s), timed(engine, "update_from_output", update_s):
+    scheduler = engine.scheduler
+    with no_collections(), timed(scheduler, "schedule", schedule_s), timed(scheduler, "update_from_output", update_s):
         for _ in range(num_steps):
             engine.step()
-    gc.unfreeze()
     return statistics.median(schedule_s) * 1e3, statistics.median(update_s) * 1e3
 
 
-def decoding(num: int, make: Callable[..., Any], policy: str) -> tuple[float, float]:
+def decode(made: SimulatedEngine, num: int) -> None:
     """All requests decode."""
-    made = engine(num, make, policy)
     rng = random.Random(0)
     for i in range(num):
-        made.add(f"p{i}", prompt(rng, 200), SamplingParams(max_tokens=500))
-    while any(not r.num_output_tokens for r in made.scheduler.requests.values()):
-        made.step()
-    return step_times(made, 100)
-
-
-def prefilling(num: int, make: Callable[..., Any], policy: str) -> tuple[float, float]:
-    """All wait for their prefill, a budget after another."""
-    made = engine(num, make, policy)
-    rng = random.Random(0)
-    for i in range(num):
-        made.add(f"p{i}", prompt(rng, 1_000 if num > 100 else NUM_PROMPT_TOKENS), SamplingParams(max_tokens=500))
-    return step_times(made, 60)
-
-
-def mixed(num: int, make: Callable[..., Any], policy: str) -> tuple[float, float]:
-    """Half decode, half wait for their prefill."""
-    made = engine(num, make, policy)
-    rng = random.Random(0)
-    for i in range(num // 2):
         made.add(f"d{i}", prompt(rng, 200), SamplingParams(max_tokens=500))
     while any(not r.num_output_tokens for r in made.scheduler.requests.values()):
         made.step()
+
+
+def prefill(made: SimulatedEngine, num: int) -> None:
+    """All wait for their prefill, a budget after another."""
+    rng = random.Random(0)
+    for i in range(num):
+        made.add(f"p{i}", prompt(rng, 1_000 if num > 100 else NUM_PROMPT_TOKENS), SamplingParams(max_tokens=500))
+
+
+def half_and_half(made: SimulatedEngine, num: int) -> None:
+    """Half decode, half wait for their prefill."""
+    decode(made, num // 2)
+    rng = random.Random(0)
     for i in range(num - num // 2):
         made.add(f"p{i}", prompt(rng, NUM_PROMPT_TOKENS), SamplingParams(max_tokens=500))
-    return step_times(made, 60)
+
+
+def loaded(
+    load: Callable[[SimulatedEngine, int], None], num: int, make: Callable[..., Any], policy: str = "fcfs"
+) -> SimulatedEngine:
+    made = engine(num, make, policy)
+    load(made, num)
+    return made
 
 
 def short_of_memory(num: int, policy: str) -> tuple[float, float]:
@@ -120,7 +128,7 @@ def update_time(num_shared: int, num_kept: int) -> float:
             made.step()
         second = first[:num_shared] + prompt(rng, NUM_PROMPT_TOKENS - num_shared)
         add_s: list[float] = []
-        with timed(made, "add_request", add_s):
+        with timed(made.scheduler, "add_request", add_s):
             made.add(f"s{i}", second[num_kept:], SamplingParams(max_tokens=1), PromptMessage(1, num_kept, False))
         times_s += add_s
         made.abort(f"s{i}")
@@ -130,14 +138,14 @@ def update_time(num_shared: int, num_kept: int) -> float:
 
 def main() -> None:
     print(f"{'ms per step, median':<34}{'stock schedule':>15}{'ours':>9}{'more':>8}{'stock update':>14}{'ours':>9}")
-    for name, load in (("decode", decoding), ("prefill", prefilling), ("half and half", mixed)):
+    for name, load in (("decode", decode), ("prefill", prefill), ("half and half", half_and_half)):
         for num in (50, 500):
-            stock, stock_update = load(num, Scheduler, "fcfs")
-            ours, our_update = load(num, StreamingScheduler, "fcfs")
+            stock, stock_update = step_times(loaded(load, num, Scheduler), 60)
+            ours, our_update = step_times(loaded(load, num, StreamingScheduler), 60)
             label = f"{name}, {num} requests"
             print(f"{label:<34}{stock:>15.3f}{ours:>9.3f}{ours - stock:>8.3f}{stock_update:>14.3f}{our_update:>9.3f}")
     for policy in ("srpf", "mcps", "k_lpm(4)"):
-        ours, our_update = mixed(500, StreamingScheduler, policy)
+        ours, our_update = step_times(loaded(half_and_half, 500, StreamingScheduler, policy), 60)
         print(f"{f'half and half, 500, {policy}':<34}{'':>15}{ours:>9.3f}{'':>8}{'':>14}{our_update:>9.3f}")
     for num in (50, 500):
         ours, our_update = short_of_memory(num, "fcfs")

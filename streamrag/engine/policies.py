@@ -180,11 +180,11 @@ class LongestPrefixPolicy:
     def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
         first = sorted((r for r in requests if _is_admitted(r)), key=lambda r: (not r.has_output, *_by_age(r)))
         waiting = [r for r in requests if not _is_admitted(r)]
-        by_prefix = sorted(waiting, key=lambda r: (-max(r.num_computed_tokens, r.num_cached_tokens), *_by_age(r)))
-        if math.isinf(self.k):
-            return first + by_prefix
         by_age = sorted(waiting, key=_by_age)
-        return first + self._rounds(by_age, by_prefix)
+        by_prefix = sorted(by_age, key=_num_present, reverse=True)  # ties stay in order of age
+        if not by_prefix or not _num_present(by_prefix[0]):
+            return first + by_age  # which is also the order of rounds
+        return first + (by_prefix if math.isinf(self.k) else self._rounds(by_age, by_prefix))
 
     def _rounds(self, by_age: list[RequestView], by_prefix: list[RequestView]) -> list[RequestView]:
         taken: set[str] = set()
@@ -216,6 +216,10 @@ def _is_admitted(r: RequestView) -> bool:
 
 def _by_age(r: RequestView) -> tuple[float, str]:
     return (r.arrival_s, r.request_id)
+
+
+def _num_present(r: RequestView) -> int:
+    return max(r.num_computed_tokens, r.num_cached_tokens)
 
 
 DEFAULT_POLICY = "srpf"

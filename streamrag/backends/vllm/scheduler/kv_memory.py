@@ -54,7 +54,16 @@ class KvMemory:
         return request.view
 
     def with_prefix_hit(self, view: RequestView) -> RequestView:
-        return view if view.num_blocks else view._replace(num_cached_tokens=self._hit(view).num_tokens)
+        if view.num_blocks or not self._may_hit(view):
+            return view
+        return view._replace(num_cached_tokens=self._hit(view).num_tokens)
+
+    def _may_hit(self, view: RequestView) -> bool:
+        """Whether looking up could find anything. Most that wait find nothing, not even their first block."""
+        if self._host_memory is not None or len(self.groups) > 1:
+            return True
+        hashes = self._scheduler.requests[view.request_id].block_hashes
+        return bool(hashes) and self._manager.block_pool.get_cached_block(hashes[0], [0]) is not None
 
     def _request(self, view: RequestView) -> StreamRequest:
         request = self._scheduler.requests[view.request_id]

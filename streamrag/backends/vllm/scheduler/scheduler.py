@@ -208,9 +208,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                 if not request.is_complete:
                     num_present = grant.request.num_computed_tokens or self.kv_memory.num_cached_tokens(grant.request)
                     request.num_visible_tokens = num_present + grant.num_tokens
-        aside = [self.requests[view.request_id] for view in step.order if view.request_id not in granted]
-        rest = [r for r in aside if r.status == RequestStatus.RUNNING]
-        waiting = step.held_up + [r for r in aside if r.status != RequestStatus.RUNNING]
+        rest: list[Request] = []
+        waiting = step.held_up.copy()
+        requests, running_status = self.requests, RequestStatus.RUNNING  # hundreds may wait
+        for view in step.order:
+            if view.request_id not in granted:
+                request = requests[view.request_id]
+                (rest if request.status is running_status else waiting).append(request)
         self.running = running
         num_wanted = len(running) + len(starting) + len(rest) - self.max_num_active_reqs
         for request in self._beyond_slots(rest, num_wanted):
