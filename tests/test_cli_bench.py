@@ -109,7 +109,7 @@ def test_a_benchmark_is_run_reported_and_not_run_twice(tmp_path: Path, capsys: p
     command += ["--slo", "ttft_s=1000"]
     assert main(command) == 0
     shown = capsys.readouterr()
-    assert "streaming fcfs/cost" in shown.out
+    assert "streaming srpf/cost" in shown.out
     assert "2/2" in shown.err
     cells = json.loads(figures.read_text())["cells"]
     assert [cell["settings"]["arm"] for cell in cells] == ["no-streaming", "streaming"]

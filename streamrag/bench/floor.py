@@ -31,7 +31,8 @@ def floor_s(query: TracedQuery, profile: StepProfile, budget: int, num_tail_toke
             is_complete = prompt.is_complete
             num_wanted = prompt.num_tokens if is_complete else prompt.num_tokens - 1  # the last of a partial one waits
             num_computed = cache.num_kept(prompt, num_computed)
-        while num_computed < num_wanted and len(in_flight) < depth:
+        # What nobody waits for yet is not planned ahead.
+        while num_computed < num_wanted and len(in_flight) < (depth if is_complete else 1):
             num_new = min(budget, num_wanted - num_computed)
             device_free_s = max(now_s, device_free_s) + profile.step_s([(num_new, num_computed)])
             num_computed += num_new

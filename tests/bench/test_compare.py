@@ -18,7 +18,7 @@ def digests_of(grid: Grid) -> list[Digest]:
 def test_seeds_are_pooled_and_their_spread_is_kept() -> None:
     cells = digests_of(Grid("virtual", "crawler", arms=("streaming",), qps=(2,), seeds=(3, 1, 2), num_queries=40))
     (comparison,) = compare(cells)
-    pool = comparison.pools["streaming fcfs/recompute", 2]
+    pool = comparison.pools["streaming srpf/recompute", 2]
     assert pool.seeds == (1, 2, 3)
     figure = pool.figure(lambda d: d.ttft_s, "p95")
     alone = [float(np.percentile(cell.ttft_s, 95)) for cell in cells]
@@ -30,7 +30,7 @@ def test_a_speed_up_is_a_ratio_of_percentiles_over_the_seeds_that_both_have() ->
     before = digests_of(Grid("virtual", "crawler", arms=("no-streaming",), qps=(2,), seeds=(1, 2), num_queries=40))
     after = digests_of(Grid("virtual", "crawler", arms=("streaming",), qps=(2,), seeds=(2, 3), num_queries=40))
     (comparison,) = compare([*after, *before])
-    speed_up = comparison.speed_up("streaming fcfs/recompute", 2, "p99")
+    speed_up = comparison.speed_up("streaming srpf/recompute", 2, "p99")
     assert speed_up is not None
     expected = np.percentile(before[1].ttft_after_retrieval_s, 99) / np.percentile(after[0].ttft_after_retrieval_s, 99)
     assert speed_up.value == speed_up.low == speed_up.high == pytest.approx(expected)
@@ -39,9 +39,9 @@ def test_a_speed_up_is_a_ratio_of_percentiles_over_the_seeds_that_both_have() ->
 
 def test_there_is_no_speed_up_without_a_baseline() -> None:
     only = digests_of(Grid("virtual", "crawler", arms=("streaming",), qps=(2,), num_queries=5))
-    assert compare(only)[0].speed_up("streaming fcfs/recompute", 2, "p50") is None
+    assert compare(only)[0].speed_up("streaming srpf/recompute", 2, "p50") is None
     other_seed = digests_of(Grid("virtual", "crawler", arms=("no-streaming",), qps=(2,), seeds=(9,), num_queries=5))
-    assert compare(only + other_seed)[0].speed_up("streaming fcfs/recompute", 2, "p50") is None
+    assert compare(only + other_seed)[0].speed_up("streaming srpf/recompute", 2, "p50") is None
 
 
 def test_loads_are_kept_apart_and_rates_put_in_order() -> None:
@@ -49,7 +49,7 @@ def test_loads_are_kept_apart_and_rates_put_in_order() -> None:
     comparisons = compare(cells)
     assert [c.load.delay for c in comparisons] == [1.0, 30.0]
     assert comparisons[0].qps == (0.5, 4)
-    assert comparisons[0].variants == ("no-streaming", "streaming fcfs/recompute")
+    assert comparisons[0].variants == ("no-streaming", "streaming srpf/recompute")
 
 
 def test_the_ratio_to_the_floor_is_unknown_without_one() -> None:

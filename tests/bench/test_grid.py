@@ -45,8 +45,8 @@ def test_host_memory_and_options_are_for_the_cells_that_use_them() -> None:
     assert {variant_name(cell): (cell.host_kv_bytes, cell.scheduler_options) for cell in grid.cells()} == {
         "no-streaming": (None, {}),
         "stock-sessions": (None, {}),
-        "streaming fcfs/recompute low_water=0.2": (None, {"low_water": 0.2}),
-        "streaming fcfs/cost host_kv_bytes=1,000 low_water=0.2": (1_000, {"low_water": 0.2}),
+        "streaming srpf/recompute low_water=0.2": (None, {"low_water": 0.2}),
+        "streaming srpf/cost host_kv_bytes=1,000 low_water=0.2": (1_000, {"low_water": 0.2}),
     }
     assert len({load_of(cell) for cell in grid.cells()}) == 1
 
@@ -97,7 +97,7 @@ def test_cells_that_can_be_compared_have_one_load() -> None:
 
 def test_names_tell_what_is_not_usual() -> None:
     plain = CellSettings("virtual", "anns", "streaming", qps=0.5)
-    assert describe_cell(plain) == "streaming fcfs/recompute, anns, 0.5 QPS, seed 1"
+    assert describe_cell(plain) == "streaming srpf/recompute, anns, 0.5 QPS, seed 1"
     odd = CellSettings("virtual", "/data/a trace.jsonl", "warming", delay=30, kv_tokens=150_000, num_output_tokens=8)
     assert describe_load(odd) == "a trace.jsonl, gaps 30x, KV cache of 150,000 tokens, 8 output tokens"
     assert describe_cell(odd).endswith("the trace's arrivals, seed 1")

@@ -76,7 +76,7 @@ def test_every_section_has_its_picture_or_table(page: Page) -> None:
     for text in (
         "Speed-up over not streaming",
         "floor: each request alone",
-        "streaming fcfs/cost",
+        "streaming srpf/cost",
         "Goodput",
         "Preemptions and work",
         "lost in them",

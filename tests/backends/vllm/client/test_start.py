@@ -121,7 +121,7 @@ def test_what_else_the_engine_is_told_stays() -> None:
             },
         },
     }
-    assert scheduler_args("warming", "fcfs", None, {"scheduler_cls": "mine.Scheduler"}) == {}
+    assert scheduler_args("warming", "srpf", None, {"scheduler_cls": "mine.Scheduler"}) == {}
 
 
 async def test_a_backend_that_was_not_started_says_so(tiny_model: Path) -> None:
