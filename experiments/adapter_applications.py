@@ -51,8 +51,6 @@ MAX_TOKENS = 8
 NUM_LOCAL = 3
 SAMPLING = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 
-OWN = "its own"
-
 Ask: TypeAlias = Callable[[str], AsyncIterator[str]]
 Application: TypeAlias = Callable[[Backend], AbstractAsyncContextManager[Ask]]
 asked: list[list[dict[str, str]]] = []
@@ -102,13 +100,13 @@ def langchain_chain(site: Site, url: str) -> Ask:
     return lambda question: chain.astream(question)
 
 
-def langchain_with_streamrag(site: Site) -> Application:
+def langchain_with_streamrag(site: Site, *, overlap: bool = True) -> Application:
     """The same with streamrag."""
 
     @asynccontextmanager
     async def application(backend: Backend) -> AsyncIterator[Ask]:
         source = from_langchain(lambda question: PageLoader(site, question))
-        pipeline = Pipeline(source, backend, template=TEMPLATE, owns_backend=False)
+        pipeline = Pipeline(source, backend, template=TEMPLATE, owns_backend=False, overlap=overlap)
         async with StreamragChatModel(pipeline=pipeline) as model:
             chain = model.bind(params=SAMPLING) | StrOutputParser()
             yield lambda question: chain.astream(question)

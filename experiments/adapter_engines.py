@@ -7,6 +7,7 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,17 @@ class Kept:
                 yield event
 
 
-class Engines:
-    """vLLM's server at `url`, and an engine in this process, with the same model and the same settings."""
+@dataclass(frozen=True)
+class Served:
+    """vLLM's own server."""
 
-    def __init__(self, url: str, client: httpx.AsyncClient, embedded: VllmBackend, server: OpenAIBackend) -> None:
-        self.url = url
-        self._client = client
-        self.embedded = embedded
-        self.server = server
+    url: str
+    backend: OpenAIBackend
+    _client: httpx.AsyncClient
 
     async def forget(self) -> None:
-        """Empty both prefix caches."""
+        """Empty the prefix cache."""
         (await self._client.post("/reset_prefix_cache")).raise_for_status()
-        await self.embedded.reset_prefix_cache()
 
     async def prompt_of(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         """The token ids that the server makes of them."""
@@ -70,29 +69,46 @@ class Engines:
         return tuple(response.raise_for_status().json()["tokens"])
 
 
+@dataclass(frozen=True)
+class Embedded:
+    """vLLM in this process."""
+
+    backend: VllmBackend
+
+    async def forget(self) -> None:
+        """Empty the prefix cache."""
+        await self.backend.reset_prefix_cache()
+
+
 @asynccontextmanager
-async def start_engines(model: Path, log: Path) -> AsyncIterator[Engines]:
-    options = {name: SETTINGS[name] for name in ("block_size", "enforce_eager")}
-    embedded = VllmBackend(
-        model,
-        max_model_len=SETTINGS["max_model_len"],
-        dtype=SETTINGS["dtype"],
-        kv_cache_bytes=SETTINGS["kv_cache_memory_bytes"],
-        engine_args=options,
-    )
+async def start_server(model: Path, log: Path) -> AsyncIterator[Served]:
     async with AsyncExitStack() as stack:
         url, process = await stack.enter_async_context(_serve_model(model, log))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, trust_env=False, timeout=60))
-        stack.push_async_callback(embedded.aclose)
-        await embedded.start(lambda line: None)
         while not await _is_ready(client):
             if process.returncode is not None:
                 raise SystemExit(f"vLLM's server has not started:\n{await anyio.Path(log).read_text()}")
             await asyncio.sleep(0.2)
-        server = OpenAIBackend(url, MODEL, tokenizer=model, block_size=SETTINGS["block_size"])
-        stack.push_async_callback(server.aclose)
-        await server.start(lambda line: None)
-        yield Engines(url, client, embedded, server)
+        backend = OpenAIBackend(url, MODEL, tokenizer=model, block_size=SETTINGS["block_size"])
+        stack.push_async_callback(backend.aclose)
+        await backend.start(lambda line: None)
+        yield Served(url, backend, client)
+
+
+@asynccontextmanager
+async def start_embedded(model: Path) -> AsyncIterator[Embedded]:
+    backend = VllmBackend(
+        model,
+        max_model_len=SETTINGS["max_model_len"],
+        dtype=SETTINGS["dtype"],
+        kv_cache_bytes=SETTINGS["kv_cache_memory_bytes"],
+        engine_args={name: SETTINGS[name] for name in ("block_size", "enforce_eager")},
+    )
+    try:
+        await backend.start(lambda line: None)
+        yield Embedded(backend)
+    finally:
+        await backend.aclose()
 
 
 @asynccontextmanager

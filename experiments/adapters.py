@@ -3,7 +3,8 @@
     python experiments/adapters.py [--json FILE]
 
 Each application is asked 40 questions in its own form and with streamrag in it, on one server of vLLM with an empty
-prefix cache; LangChain's on an embedded engine too. The arms take turns at every question. Random weights: the answers
+prefix cache. The arms take turns at every question. Then LangChain's is asked on an embedded engine, which frameworks
+cannot stream from: there it is streamrag that retrieves first and then asks, or overlaps. Random weights: the answers
 mean nothing, the work is real. All arms of an application must have the same prompt, token by token. The exception is
 `AppendMode`, which has the same passages in another order.
 """
@@ -26,21 +27,21 @@ from typing import Any
 
 import adapter_applications as applications
 import httpx
-from adapter_applications import OWN, Application
+from adapter_applications import Application, Ask
 from adapter_costs import Cost, measure_costs
-from adapter_engines import ROOT, SETTINGS, Engines, Kept, serve_site, start_engines
+from adapter_engines import ROOT, SETTINGS, Embedded, Kept, Served, serve_site, start_embedded, start_server
 from adapter_site import Page, Search, Site, questions, read_pages
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from streamrag import AppendMode
+from streamrag import AppendMode, OpenAIBackend, VllmBackend
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.files import write_whole
 from streamrag.testing import make_tiny_llama
 
-NUM_LOADED, NUM_REMOTE = 5, 3
+NUM_LOADED, NUM_REMOTE = 6, 3
 """Pages of the site in a prompt: of LangChain's loader, and of the retriever beside one that is in memory."""
 SIZES: dict[str, Any] = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 4_096}
 TIMES = ("ttft_s", "ttft_after_retrieval_s")
@@ -54,7 +55,7 @@ class Arm:
 
     framework: str
     name: str
-    ask: applications.Ask
+    ask: Ask
     site: Site
     backend: Kept | None = None
     """None where the framework asks the server itself."""
@@ -70,54 +71,82 @@ class Answered:
     prompt: tuple[int, ...]
 
 
-async def make_arms(stack: AsyncExitStack, engines: Engines, client: httpx.AsyncClient, pages: list[Page]) -> list[Arm]:
+async def of_server(stack: AsyncExitStack, engine: Served, client: httpx.AsyncClient, pages: list[Page]) -> list[Arm]:
     loaded = Site(client, Search(pages), NUM_LOADED)
     notes, remote = pages[::2], Site(client, Search(pages[1::2]), NUM_REMOTE)
     nodes = applications.llamaindex_retriever(Search(notes), remote)
     documents = applications.haystack_retriever(notes, remote)
-
-    async def with_streamrag(framework: str, name: str, site: Site, backend: Any, application: Application) -> Arm:
-        kept = Kept(backend)
-        return Arm(framework, name, await stack.enter_async_context(application(kept)), site, kept)
-
-    server, embedded = engines.server, engines.embedded
     langchain = applications.langchain_with_streamrag(loaded)
     llamaindex = applications.llamaindex_with_streamrag(nodes)
     growing = applications.llamaindex_with_streamrag(nodes, AppendMode())
-    of_haystack = applications.haystack_with_streamrag(documents)
+    in_haystack = applications.haystack_with_streamrag(documents)
+    backend, url = engine.backend, engine.url
     return [
-        Arm("LangChain", OWN, applications.langchain_chain(loaded, engines.url), loaded),
-        await with_streamrag("LangChain", "streamrag", loaded, server, langchain),
-        await with_streamrag("LangChain", "streamrag, embedded engine", loaded, embedded, langchain),
-        Arm("LlamaIndex", OWN, applications.llamaindex_engine(nodes, engines.url), remote),
-        await with_streamrag("LlamaIndex", "streamrag", remote, server, llamaindex),
-        await with_streamrag("LlamaIndex", "streamrag, AppendMode", remote, server, growing),
-        Arm("Haystack", OWN, applications.haystack_pipeline(documents, engines.url), remote),
-        await with_streamrag("Haystack", "streamrag", remote, server, of_haystack),
+        Arm("LangChain", "its own", applications.langchain_chain(loaded, url), loaded),
+        await with_streamrag(stack, "LangChain", "streamrag", loaded, backend, langchain),
+        Arm("LlamaIndex", "its own", applications.llamaindex_engine(nodes, url), remote),
+        await with_streamrag(stack, "LlamaIndex", "streamrag", remote, backend, llamaindex),
+        await with_streamrag(stack, "LlamaIndex", "streamrag, AppendMode", remote, backend, growing),
+        Arm("Haystack", "its own", applications.haystack_pipeline(documents, url), remote),
+        await with_streamrag(stack, "Haystack", "streamrag", remote, backend, in_haystack),
     ]
+
+
+async def of_embedded(
+    stack: AsyncExitStack, engine: Embedded, client: httpx.AsyncClient, pages: list[Page]
+) -> list[Arm]:
+    loaded = Site(client, Search(pages), NUM_LOADED)
+    framework, backend = "LangChain, embedded engine", engine.backend
+    waiting = applications.langchain_with_streamrag(loaded, overlap=False)
+    langchain = applications.langchain_with_streamrag(loaded)
+    return [
+        await with_streamrag(stack, framework, "retrieves, then asks", loaded, backend, waiting),
+        await with_streamrag(stack, framework, "streamrag", loaded, backend, langchain),
+    ]
+
+
+async def with_streamrag(
+    stack: AsyncExitStack,
+    framework: str,
+    name: str,
+    site: Site,
+    backend: OpenAIBackend | VllmBackend,
+    application: Application,
+) -> Arm:
+    kept = Kept(backend)
+    return Arm(framework, name, await stack.enter_async_context(application(kept)), site, kept)
 
 
 async def measure(num_questions: int) -> list[dict[str, Any]]:
     pages = read_pages(ROOT / "docs")
     asked = questions(pages, num_questions)
+    found = []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))  # vLLM's sockets
         model = prepare(folder, pages)
-        with console.status("starting vLLM's server and an embedded engine"):
-            site_url = await stack.enter_async_context(serve_site(folder / "site"))
-            engines = await stack.enter_async_context(start_engines(model, folder / "server.log"))
+        site_url = await stack.enter_async_context(serve_site(folder / "site"))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=site_url, trust_env=False))
-        arms = await make_arms(stack, engines, client, pages)
-        answered: list[list[Answered]] = [[] for _ in arms]
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("questions", total=len(arms) * (len(asked) + 1))
-            for number, question in enumerate([asked[-1], *asked]):
-                for turn in range(len(arms)):
-                    i = (number + turn) % len(arms)
-                    answered[i].append(await ask(engines, arms[i], question))
-                    progress.advance(task)
-    of_own = {arm.framework: found[1:] for arm, found in zip(arms, answered, strict=True) if arm.name == OWN}
-    return [row(arm, found[1:], of_own[arm.framework]) for arm, found in zip(arms, answered, strict=True)]
+        # One after the other: a worker of vLLM waits busily for its next step, and would take time from the other's.
+        async with start_server(model, folder / "log") as served, AsyncExitStack() as applied:
+            found += await ask_all(served, await of_server(applied, served, client, pages), asked)
+        async with start_embedded(model) as embedded, AsyncExitStack() as applied:
+            found += await ask_all(embedded, await of_embedded(applied, embedded, client, pages), asked)
+    return found
+
+
+async def ask_all(engine: Served | Embedded, arms: list[Arm], asked: list[str]) -> list[dict[str, Any]]:
+    """Each question in each arm; who goes first changes. The first round is not counted."""
+    answered: list[list[Answered]] = [[] for _ in arms]
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("questions", total=len(arms) * (len(asked) + 1))
+        for number, question in enumerate([asked[-1], *asked]):
+            for turn in range(len(arms)):
+                i = (number + turn) % len(arms)
+                answered[i].append(await ask(engine, arms[i], question))
+                progress.advance(task)
+    found = [each[1:] for each in answered]
+    firsts: dict[str, list[Answered]] = {}
+    return [row(arm, each, firsts.setdefault(arm.framework, each)) for arm, each in zip(arms, found, strict=True)]
 
 
 def prepare(folder: Path, pages: list[Page]) -> Path:
@@ -129,21 +158,25 @@ def prepare(folder: Path, pages: list[Page]) -> Path:
     return make_tiny_llama(folder / "model", corpus=corpus, max_model_len=SETTINGS["max_model_len"], **SIZES)
 
 
-async def ask(engines: Engines, arm: Arm, question: str) -> Answered:
-    await engines.forget()
+async def ask(engine: Served | Embedded, arm: Arm, question: str) -> Answered:
+    await engine.forget()
     applications.asked.clear()
     texts, first_s = [], 0.0
     began_s = time.monotonic()
     async for text in arm.ask(question):
         first_s = first_s or (time.monotonic() if text else 0.0)
         texts.append(text)
-    prompt = await engines.prompt_of(*applications.asked) if arm.backend is None else arm.backend.prompt
+    if arm.backend is not None:
+        prompt = arm.backend.prompt
+    else:
+        assert isinstance(engine, Served)
+        prompt = await engine.prompt_of(*applications.asked)
     return Answered(first_s - began_s, first_s - arm.site.ended_s, "".join(texts), prompt)
 
 
-def row(arm: Arm, found: list[Answered], of_own: list[Answered]) -> dict[str, Any]:
-    """What an arm did, compared with the framework's own."""
-    pairs = list(zip(of_own, found, strict=True))
+def row(arm: Arm, found: list[Answered], of_first: list[Answered]) -> dict[str, Any]:
+    """What an arm did, compared with the first of its application."""
+    pairs = list(zip(of_first, found, strict=True))
     made: dict[str, Any] = {
         "framework": arm.framework,
         "arm": arm.name,
@@ -216,7 +249,7 @@ def main() -> int:
 
 
 def check(found: list[dict[str, Any]]) -> int:
-    """1 if an arm had another prompt than the framework's own, and says so."""
+    """1 if an arm had another prompt than the first of its application, and says so."""
     wrong = []
     for each in found:
         name = "num_same_prompt_in_some_order" if "AppendMode" in each["arm"] else "num_same_prompt"
