@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters clean
+.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -9,6 +9,9 @@ help: ## list the targets
 
 demo: .venv/installed ## crawl and search real documentation into a real vLLM, streaming and not; prints and draws it
 	$(RUN) examples/demo.py
+
+notebook: .venv/installed ## run the notebook anew, and keep what it shows
+	$(RUN) scripts/notebook.py
 
 test: .venv/installed check ## types, style and all tests but the long ones
 	$(RUN) -m pytest -n 2 -m "not long"
@@ -66,6 +69,12 @@ bench-context: .venv/installed ## which pages are in a context that cannot hold 
 
 bench-adapters: .venv/installed ## LangChain, LlamaIndex and Haystack on vLLM, with streamrag and without; what adapters cost
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/adapters.py --json experiments/results/adapters.json
+
+paper: .venv/installed ## the paper's tables and figures beside ours, and what beats them, simulated: experiments/results/paper.md, half an hour
+	$(RUN) -m experiments.paper
+
+paper-full: .venv/installed ## the same with all queries and ten seeds, resumable: a night
+	$(RUN) -m experiments.paper --scale full
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

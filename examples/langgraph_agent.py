@@ -1,18 +1,14 @@
-"""A LangGraph agent whose retrieval tool tells what it finds while it looks.
+"""A LangGraph agent whose retrieval tool tells what it finds while it looks. Its model says what is written down here.
 
-    pip install 'streamrag[langchain]' langgraph
-    python examples/langgraph_agent.py
-
-What the model says is written down here, so that this runs anywhere: put a chat model with tools in its place.
+pip install 'streamrag[langchain]' langgraph
+python examples/langgraph_agent.py
 """
 
 import asyncio
-from typing import Any
 
 from langchain_core.language_models import FakeMessagesListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, ToolCall
-from langchain_core.tools import tool
-from langgraph.config import get_stream_writer
+from langchain_core.tools import create_retriever_tool
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
@@ -26,27 +22,18 @@ CALL = ToolCall(name="search", args={"query": "printer"}, id="1")
 MODEL = FakeMessagesListChatModel(responses=[AIMessage("", tool_calls=[CALL]), AIMessage("It jams on thick paper.")])
 
 
-@tool
-async def search(query: str) -> str:
-    """Search the tickets."""
-    async for event in RETRIEVER.astream_events(query, version="v2"):
-        data: Any = event["data"]
-        if event["event"] == "on_custom_event":
-            get_stream_writer()(f"found {data['document'].metadata['source']}")
-    return "\n".join(document.page_content for document in data["output"])
-
-
-async def answer(state: MessagesState) -> dict[str, Any]:
-    return {"messages": [await MODEL.ainvoke(state["messages"])]}
-
-
 async def main() -> None:
-    graph = StateGraph(MessagesState).add_node("answer", answer).add_node("tools", ToolNode([search]))
-    graph.add_edge(START, "answer").add_conditional_edges("answer", tools_condition).add_edge("tools", "answer")
+    graph = StateGraph(MessagesState).add_edge(START, "model").add_edge("tools", "model")
+    graph.add_node("tools", ToolNode([create_retriever_tool(RETRIEVER, "search", "Search the tickets.")]))
+    graph.add_node("model", lambda state: {"messages": MODEL.invoke(state["messages"])})
+    agent = graph.add_conditional_edges("model", tools_condition).compile()
     question = MessagesState(messages=[HumanMessage("Why does the printer jam?")])
-    async for _, part in graph.compile().astream(question, stream_mode=["custom", "messages"]):
-        print(part if isinstance(part, str) else f"{part[0].type}: {part[0].text!r}")
+    async for event in agent.astream_events(question, version="v2"):
+        match event:
+            case {"event": "on_custom_event", "data": {"document": document}}:
+                print("found", document.metadata["source"])
+            case {"event": "on_chat_model_end" | "on_tool_end", "data": {"output": message}}:
+                print(f"{message.type}: {message.text!r}")
 
 
-if __name__ == "__main__":
-    asyncio.run(main())
+asyncio.run(main())

@@ -1,8 +1,6 @@
 """Two generators of your own, asked at once: tickets as they are found, and a ranking that gets better.
 
-    python examples/merged_sources.py
-
-Needs no model: the backend is the one for tests.
+python examples/merged_sources.py
 """
 
 import asyncio
@@ -23,10 +21,7 @@ async def handbook(query: str) -> AsyncIterator[list[tuple[str, str]]]:
     await asyncio.sleep(0.1)
     yield [("Thick paper goes into tray 3.", "handbook#12"), ("Printers are cleaned in May.", "handbook#40")]
     await asyncio.sleep(0.1)
-    yield [
-        ("Printers that jam are reported to the help desk.", "handbook#7"),
-        ("The printer on floor 2 jams.", "T-101"),
-    ]
+    yield [("Jams are reported to the help desk.", "handbook#7"), ("The printer on floor 2 jams.", "T-101")]
 
 
 async def main() -> None:

@@ -7,9 +7,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 
+from scripts.notebook import NOTEBOOK, executed
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+SHORT = [
+    "haystack_pipeline",
+    "langchain_chain",
+    "langchain_retriever",
+    "langgraph_agent",
+    "llamaindex_query_engine",
+    "mcp_source",
+    "merged_sources",
+    "own_source",
+]
 
 
 def run(name: str, *arguments: str) -> str:
@@ -22,14 +36,20 @@ def run(name: str, *arguments: str) -> str:
 
 def test_every_example_is_tested_here() -> None:
     tested = Path(__file__).read_text()
-    assert [path.name for path in sorted(EXAMPLES.glob("*.py")) if f'"{path.name}"' not in tested] == []
+    examples = sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")])
+    assert [path.name for path in examples if f'"{path.name}"' not in tested] == []
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_an_example_to_start_from_fits_on_a_screen(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 40
 
 
 def test_own_source() -> None:
     lines = run("own_source.py").splitlines()
     assert lines[-2:] == [
-        "[1] T-101: The printer on floor 2 jams when the paper is thick.",
-        "[2] T-103: The printer driver was updated on Monday.",
+        "[1] T-101: The printer jams on thick paper.",
+        "[2] T-103: A new printer.",
     ]
     assert sum("known already" in line for line in lines) == 3
 
@@ -78,7 +98,7 @@ def test_langgraph_agent() -> None:
     called, *found, tool, answer = run("langgraph_agent.py").splitlines()
     assert called == "ai: ''"
     assert found == ["found T-101", "found T-103"]
-    assert tool == r"tool: 'The printer jams on thick paper.\nIts driver is new.'"
+    assert tool == r"tool: 'The printer jams on thick paper.\n\nIts driver is new.'"
     assert answer == "ai: 'It jams on thick paper.'"
 
 
@@ -93,6 +113,33 @@ def test_llamaindex_query_engine() -> None:
 
 def test_haystack_pipeline() -> None:
     assert run("haystack_pipeline.py").splitlines() == ["A scope does.", "from: Scopes"]
+
+
+def shown(notebook: nbformat.NotebookNode) -> dict[str, list[str]]:
+    """By cell: its lines without times, sorted, since what happens at once may swap; and its other kinds of output."""
+    lines: dict[str, list[str]] = {}
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            text = output.text if output.output_type == "stream" else " ".join(sorted(output.data))
+            lines[cell.id] = sorted(re.sub(r"\d+\.\d\d s", "t s", text).splitlines())
+    return lines
+
+
+def test_the_notebook_shows_a_query_and_holds_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it holds something else, `make notebook` writes it anew."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    assert NOTEBOOK == EXAMPLES / "a_query_live.ipynb"
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    lines = shown(executed(notebook))
+    assert lines == shown(notebook)
+    assert {"t s  read     874 tokens", "Because tray 1 bends thick paper [2]. Put it into tray 3."} <= {*lines["ask"]}
+    assert lines["picture"] == ["image/png text/plain"]
+
+
+def test_the_notebook_is_small_and_tells_nothing_of_the_machine_that_ran_it() -> None:
+    text = NOTEBOOK.read_text()
+    assert len(text) < 60_000
+    assert re.findall(r"/(?:home|root|tmp|usr|var|opt|work)/|site-packages|iopub", text) == []
 
 
 @pytest.mark.engine

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from streamrag import testing
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "streamrag"
 FOR_USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb"))
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -93,7 +94,11 @@ def test_nothing_made_for_demonstrations_is_imported_from_streamrag() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_imports_public_names_only(path: Path) -> None:
-    assert [found for found in imported(path.read_text()) if not is_public(*found)] == []
+    code = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = [cell["source"] for cell in json.loads(code)["cells"] if cell["cell_type"] == "code"]
+        code = "\n".join("".join(source) for source in cells)
+    assert [found for found in imported(code) if not is_public(*found)] == []
 
 
 @pytest.mark.parametrize("path", FOR_USERS, ids=lambda path: path.name)

@@ -10,13 +10,15 @@ Haystack's own `pipeline.close()` stops what this has started.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, closing
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from inspect import isawaitable
 from typing import Any, Unpack
 
-from streamrag.adapters.hosting import Asked, FoundChunk, Host
+from streamrag.adapters.home import Home
+from streamrag.adapters.parts import FoundChunk
 from streamrag.asked import QueryOptions, check_options
 from streamrag.core import Chunk, Progress, Skipped, SourceEvent, Turn, Update
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
@@ -27,7 +29,7 @@ from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
 from streamrag.tasks import cancel_regardless
-from streamrag.telemetry import TokensGenerated
+from streamrag.telemetry import Answer, Answered, ContextComplete, TokensGenerated
 
 try:
     from haystack import Document, component
@@ -54,8 +56,8 @@ class StreamragGenerator:
     It stands in the place of retriever, ranker, prompt builder and generator. Its `replies` and `documents` connect to
     an `AnswerBuilder`. Documents that came from a `HaystackSource` come out with their own ids and meta.
 
-    `run_async` runs in the caller's event loop. `run` starts the pipeline in a thread, unless it is running in an event
-    loop already, which it then uses. Haystack's `Pipeline.close` closes it for good.
+    `run_async` starts the pipeline in the caller's event loop, and `run` in a thread, unless it is running already:
+    then it is asked where it runs. Haystack's `Pipeline.close` closes it for good, if it was started here.
 
     pipeline: what answers.
     streaming_callback: called with each piece of text, unless `run` is given another.
@@ -74,27 +76,23 @@ class StreamragGenerator:
         self._pipeline = pipeline
         self._streaming_callback = streaming_callback
         self._options = options
-        self._host = Host(lambda: pipeline.loop)
+        self._home = Home.of_pipeline(pipeline)
 
     def warm_up(self) -> None:
         """Start the pipeline."""
-        self._host.blocking(self._pipeline.start())
+        self._home.start()
 
     async def warm_up_async(self) -> None:
         """Start the pipeline in this event loop."""
-        await self._host.awaited(self._pipeline.start())
+        await self._home.settle()
 
     def close(self) -> None:
-        """Close the pipeline, if it was started."""
-        if self._pipeline.loop is not None:
-            self._host.blocking(self._pipeline.aclose())
-        self._host.close()
+        """Close the pipeline, if it was started here."""
+        self._home.close()
 
     async def close_async(self) -> None:
-        """Close the pipeline, if it was started."""
-        if self._pipeline.loop is not None:
-            await self._host.awaited(self._pipeline.aclose())
-        self._host.close()
+        """Close the pipeline, if it was started here."""
+        await self._home.aclose()
 
     @component.output_types(replies=list[ChatMessage], documents=list[Document])
     def run(
@@ -110,12 +108,14 @@ class StreamragGenerator:
         streaming_callback: called with each piece of text, in this thread.
         """
         callback = select_streaming_callback(self._streaming_callback, streaming_callback, requires_async=False)
-        asked = self._asked(query, history)
-        chunks = self._host.blocking(asked.context())
-        for number, event in enumerate(self._host.blocking_items(asked.tokens())):
-            if callback is not None:
-                callback(self._streamed(event, number))
-        return self._outputs(asked, chunks)
+        outputs: dict[str, Any] = {}
+        with closing(self._home.iterate(lambda: self._answered(query, history))) as parts:
+            for part in parts:
+                if not isinstance(part, StreamingChunk):
+                    outputs = part
+                elif callback is not None:
+                    callback(part)
+        return outputs
 
     @component.output_types(replies=list[ChatMessage], documents=list[Document])
     async def run_async(
@@ -126,25 +126,36 @@ class StreamragGenerator:
     ) -> dict[str, Any]:
         """As `run`; the callback may be async."""
         callback = select_streaming_callback(self._streaming_callback, streaming_callback, requires_async=True)
-        asked = self._asked(query, history)
-        chunks = await self._host.awaited(asked.context())
-        events = self._host.items(asked.tokens())
-        number = 0
-        try:
-            async for event in events:
-                if callback is not None and isawaitable(done := callback(self._streamed(event, number))):
+        outputs: dict[str, Any] = {}
+        await self._home.settle()
+        async with aclosing(self._home.aiterate(lambda: self._answered(query, history))) as parts:
+            async for part in parts:
+                if not isinstance(part, StreamingChunk):
+                    outputs = part
+                elif callback is not None and isawaitable(done := callback(part)):
                     await done
-                number += 1
-        finally:
-            await events.aclose()
-        return self._outputs(asked, chunks)
+        return outputs
 
-    def _asked(self, query: str, history: Sequence[ChatMessage] | None) -> Asked:
+    async def _answered(
+        self, query: str, history: Sequence[ChatMessage] | None
+    ) -> AsyncGenerator[StreamingChunk | dict[str, Any], None]:
+        """The pieces of the answer, and then the outputs."""
         options = self._options
         if history:
             turns = [Turn(message.role.value, message.text or "") for message in history]  # type: ignore[arg-type]
             options = {**options, "history": turns}
-        return Asked(self._pipeline.events(query, **options))
+        documents: list[Document] = []
+        number = 0
+        async with self._pipeline.events(query, **options) as events:
+            async for event in events:
+                match event:
+                    case ContextComplete(chunks=chunks):
+                        documents = list(map(_document, chunks))
+                    case TokensGenerated():
+                        yield self._streamed(event, number)
+                        number += 1
+                    case Answered(answer=answer):
+                        yield self._outputs(answer, documents)
 
     def _streamed(self, event: TokensGenerated, number: int) -> StreamingChunk:
         return StreamingChunk(
@@ -156,9 +167,7 @@ class StreamragGenerator:
             finish_reason=event.finish_reason,  # type: ignore[arg-type]
         )
 
-    def _outputs(self, asked: Asked, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        answer = asked.answer
-        assert answer is not None
+    def _outputs(self, answer: Answer, documents: list[Document]) -> dict[str, Any]:
         num_tokens = len(answer.token_ids)
         meta = {
             "model": self._pipeline.backend.model.name,
@@ -174,7 +183,7 @@ class StreamragGenerator:
             "total_s": answer.timings.total_s,
         }
         replies = [ChatMessage.from_assistant(answer.text, meta=meta)]
-        return {"replies": replies, "documents": list(map(_document, chunks))}
+        return {"replies": replies, "documents": documents}
 
 
 class HaystackSource:

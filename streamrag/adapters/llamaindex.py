@@ -12,11 +12,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self, TypeVar, Unpack
+from typing import Any, Literal, Unpack
 
-from streamrag.adapters.hosting import Asked, FoundChunk, Host, HostedSource
+from streamrag.adapters.home import Home, Housed
+from streamrag.adapters.parts import FoundChunk, retrieve_all
 from streamrag.asked import QueryOptions, check_options
-from streamrag.core import Chunk, Source, SourceEvent, Update
+from streamrag.core import Chunk, Source, SourceEvent, Startable, Update
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.kinds import kind_of
 from streamrag.pipeline import Pipeline
@@ -25,6 +26,7 @@ from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
 from streamrag.tasks import cancel_regardless
+from streamrag.telemetry import Answered, ContextComplete, TokensGenerated
 
 try:
     from llama_index.core.base.base_query_engine import BaseQueryEngine
@@ -44,14 +46,12 @@ __all__ = ["LlamaIndexSource", "StreamragNodeRetriever", "StreamragQueryEngine"]
 URIS = ("uri", "url", "source", "file_path", "file_name")
 """What a node's metadata may call the address of its document; the first that is there counts."""
 
-T = TypeVar("T")
 
-
-class StreamragNodeRetriever(BaseRetriever):
+class StreamragNodeRetriever(Housed, BaseRetriever):
     """A source as a LlamaIndex retriever: `retrieve` and `aretrieve` return everything that it has found, in its order.
 
-    A source that must be started is started by the first query, on an event loop of the retriever's own in a thread;
-    `close`, or the end of a `with` block, closes it. Any other runs on the caller's event loop.
+    A source that must be started is started by the first query, on an event loop of the retriever's own in a thread, or
+    by `async with` in that loop; `close`, or the end of a block, closes it. Any other is awaited where it is asked.
 
     source: where passages come from.
     top_k: the most nodes that are returned.
@@ -65,40 +65,32 @@ class StreamragNodeRetriever(BaseRetriever):
     ) -> None:
         if top_k is not None and top_k < 1:
             raise ConfigurationError(f"top_k={top_k} must be at least 1, or None for all")
-        self._hosted = HostedSource(source)
+        self.home = Home.of_source(source)
+        self._source = source
         self._top_k = top_k
         super().__init__(callback_manager=callback_manager)
 
-    def close(self) -> None:
-        """Close the source, if it was started."""
-        self._hosted.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return self._nodes(self._hosted.host.blocking(self._hosted.found(query_bundle.query_str)))
+        return self._nodes(self.home.run(partial(retrieve_all, self._source, query_bundle.query_str)))
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return self._nodes(await self._hosted.host.awaited(self._hosted.found(query_bundle.query_str)))
+        retrieve = partial(retrieve_all, self._source, query_bundle.query_str)
+        return self._nodes(await (self.home.arun(retrieve) if isinstance(self._source, Startable) else retrieve()))
 
     def _nodes(self, chunks: Sequence[Chunk]) -> list[NodeWithScore]:
         return list(map(_node, chunks[: self._top_k]))
 
 
-class StreamragQueryEngine(BaseQueryEngine):
+class StreamragQueryEngine(Housed, BaseQueryEngine):
     """A pipeline as a LlamaIndex query engine.
 
     `query` and `aquery` return when retrieval is complete, with `source_nodes`; with `streaming` the text follows as it
     is generated, otherwise they return the whole. Nodes that came from a `LlamaIndexSource` are in `source_nodes` with
     their own ids and metadata. `response.metadata["streamrag"]` has the numbers of the answer, once it is complete.
 
-    `aquery` runs in the caller's event loop. `query` starts the pipeline in a thread, unless it is running in an event
-    loop already, which it then uses. `close` closes the pipeline, and so does the end of a `with` block; in an event
-    loop it is `aclose`.
+    `aquery` starts the pipeline in the caller's event loop, and `query` in a thread, unless it is running already: then
+    it is asked where it runs. `close` closes the pipeline, if it was started here, and so does the end of a block; in
+    an event loop it is `aclose`, and `async with`.
 
     pipeline: what answers.
     streaming: whether to return LlamaIndex's streaming responses.
@@ -117,95 +109,69 @@ class StreamragQueryEngine(BaseQueryEngine):
         **options: Unpack[QueryOptions],
     ) -> None:
         check_options(options)
+        self.home = Home.of_pipeline(pipeline)
         self._pipeline = pipeline
         self._streaming = streaming
         self._options = options
-        self._host = Host(lambda: pipeline.loop)
         super().__init__(callback_manager=callback_manager)
-
-    def close(self) -> None:
-        """Close the pipeline, if it was started, and end the thread."""
-        if self._pipeline.loop is not None:
-            self._host.blocking(self._pipeline.aclose())
-        self._host.close()
-
-    async def aclose(self) -> None:
-        """As `close`, for a pipeline that runs in this event loop."""
-        if self._pipeline.loop is not None:
-            await self._host.awaited(self._pipeline.aclose())
-        self._host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _get_prompt_modules(self) -> PromptMixinType:
         return {}
 
     def _query(self, query_bundle: QueryBundle) -> Response | StreamingResponse:
         with self._event(query_bundle) as event:
-            answering = self._asked(query_bundle)
-            answering.take(self._host.blocking(answering.asked.context()))
-            texts = self._host.blocking_items(answering.texts())
+            nodes: list[NodeWithScore] = []
+            metadata: dict[str, Any] = {}
+            texts = self.home.iterate(lambda: self._texts(query_bundle.query_str, nodes, metadata))
+            next(texts)
             response: Response | StreamingResponse
             if self._streaming:
-                response = StreamingResponse(texts, answering.nodes, answering.metadata)
+                response = StreamingResponse(texts, nodes, metadata)
             else:
-                response = Response("".join(texts), answering.nodes, answering.metadata)
+                response = Response("".join(texts), nodes, metadata)
             event.on_end(payload={EventPayload.RESPONSE: response})
         return response
 
     async def _aquery(self, query_bundle: QueryBundle) -> Response | AsyncStreamingResponse:
         with self._event(query_bundle) as event:
-            answering = self._asked(query_bundle)
-            answering.take(await self._host.awaited(answering.asked.context()))
-            texts = self._host.items(answering.texts())
+            await self.home.settle()
+            nodes: list[NodeWithScore] = []
+            metadata: dict[str, Any] = {}
+            texts = self.home.aiterate(lambda: self._texts(query_bundle.query_str, nodes, metadata))
+            await anext(texts)
             response: Response | AsyncStreamingResponse
             if self._streaming:
-                response = AsyncStreamingResponse(texts, answering.nodes, answering.metadata)
+                response = AsyncStreamingResponse(texts, nodes, metadata)
             else:
-                response = Response("".join([text async for text in texts]), answering.nodes, answering.metadata)
+                response = Response("".join([text async for text in texts]), nodes, metadata)
             event.on_end(payload={EventPayload.RESPONSE: response})
         return response
 
-    def _asked(self, query_bundle: QueryBundle) -> "_Answering":
-        return _Answering(Asked(self._pipeline.events(query_bundle.query_str, **self._options)), [], {})
+    async def _texts(
+        self, query: str, nodes: list[NodeWithScore], metadata: dict[str, Any]
+    ) -> AsyncGenerator[str, None]:
+        """No text once the nodes are there, and then that of the answer, with its numbers as the last."""
+        async with self._pipeline.events(query, **self._options) as events:
+            async for event in events:
+                match event:
+                    case ContextComplete(chunks=chunks):
+                        nodes += map(_node, chunks)
+                        metadata |= {node.node.node_id: node.node.metadata for node in nodes}
+                        yield ""
+                    case TokensGenerated(text=text) if text:
+                        yield text
+                    case Answered(answer=answer):
+                        metadata["streamrag"] = {
+                            "finish_reason": answer.finish_reason,
+                            "num_prompt_tokens": answer.num_prompt_tokens,
+                            "num_tokens": len(answer.token_ids),
+                            "retrieval_s": answer.timings.retrieval_s,
+                            "ttft_s": answer.timings.ttft_s,
+                            "total_s": answer.timings.total_s,
+                        }
 
     def _event(self, query_bundle: QueryBundle) -> Any:
         return self.callback_manager.event(CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str})
-
-
-@dataclass
-class _Answering:
-    """A query of the engine, and what its response has."""
-
-    asked: Asked
-    nodes: list[NodeWithScore]
-    metadata: dict[str, Any]
-
-    def take(self, chunks: Sequence[Chunk]) -> None:
-        self.nodes += map(_node, chunks)
-        self.metadata |= {node.node.node_id: node.node.metadata for node in self.nodes}
-
-    async def texts(self) -> AsyncGenerator[str, None]:
-        tokens = self.asked.tokens()
-        try:
-            async for event in tokens:
-                if event.text:
-                    yield event.text
-        finally:
-            await tokens.aclose()
-        if answer := self.asked.answer:
-            self.metadata["streamrag"] = {
-                "finish_reason": answer.finish_reason,
-                "num_prompt_tokens": answer.num_prompt_tokens,
-                "num_tokens": len(answer.token_ids),
-                "retrieval_s": answer.timings.retrieval_s,
-                "ttft_s": answer.timings.ttft_s,
-                "total_s": answer.timings.total_s,
-            }
 
 
 class LlamaIndexSource:

@@ -52,6 +52,8 @@ class CellSettings:
     """Further options of our scheduler, by name; see `streamrag.backends.vllm.options.SchedulerOptions`."""
     max_context_tokens: int | None = None
     """As in a pipeline: chunks that do not fit are left out. None for what the model's length has room for."""
+    has_prefix_cache: bool = True
+    """In virtual time only. Without, KV is only recomputed: host memory is known by the prefix cache's hashes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,11 +130,12 @@ def workload_name(workload: str) -> str:
 
 def variant_name(settings: CellSettings) -> str:
     """What is compared: the arm, and of the streaming arm the policy, the eviction and further options."""
+    cache = "" if settings.has_prefix_cache else " no-prefix-cache"
     if settings.arm != "streaming":
-        return settings.arm
+        return settings.arm + cache
     host = "" if settings.host_kv_bytes is None else f" host_kv_bytes={settings.host_kv_bytes:,}"
     options = "".join(f" {name}={value}" for name, value in sorted(settings.scheduler_options.items()))
-    return f"streaming {settings.policy}/{settings.eviction}{host}{options}"
+    return f"streaming {settings.policy}/{settings.eviction}{host}{options}{cache}"
 
 
 def load_of(settings: CellSettings) -> CellSettings:
@@ -149,6 +150,7 @@ def load_of(settings: CellSettings) -> CellSettings:
         qps=defaults.qps,
         seed=defaults.seed,
         scheduler_options=defaults.scheduler_options,
+        has_prefix_cache=defaults.has_prefix_cache,
     )
 
 

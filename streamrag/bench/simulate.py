@@ -80,6 +80,8 @@ def _checked_profile(settings: CellSettings) -> StepProfile:
             f"eviction={settings.eviction!r}: profile {settings.profile!r} does not say how long copies take; "
             "take another, or eviction='recompute'"
         )
+    if _has_host_memory(settings) and not settings.has_prefix_cache:
+        raise ConfigurationError(f"eviction={settings.eviction!r} needs a prefix cache: it is what knows KV blocks")
     return profile
 
 
@@ -157,6 +159,7 @@ class _Run:
             max_num_batched_tokens=token_budget(settings),
             max_num_seqs=settings.max_num_seqs,
             is_async=self.profile.is_async,
+            has_prefix_cache=settings.has_prefix_cache,
             streamrag=self._scheduler_options(),
         )
         copies = self.profile.copies if _has_host_memory(settings) else None

@@ -71,6 +71,8 @@ def _check(settings: CellSettings) -> None:
         raise ConfigurationError(f"profile={settings.profile!r} is for virtual time; a real engine needs none")
     if settings.model is None:
         raise ConfigurationError("wall time needs a model: give its folder or its name")
+    if not settings.has_prefix_cache:
+        raise ConfigurationError("has_prefix_cache=False is for virtual time only")
 
 
 def _model_len(settings: CellSettings) -> int:

@@ -2,28 +2,26 @@
 those that find better and better lists."""
 
 import asyncio
-import inspect
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from inspect import isawaitable
+from typing import Any
 
 from streamrag.core import Append, Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import kind_of
 from streamrag.retrieving import closing
+from streamrag.sources.callers import is_async
 from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.retriever import name_of
 from streamrag.sources.threads import Threads
 
-_END = object()
+_BEGUN, _END = object(), object()
 
 MAX_GENERATORS = 1_000
 """Generators in threads at the same time. Each has its thread until it ends, however slowly it is read."""
-
-
-class _Async(NamedTuple):
-    items: AsyncIterable[Any]
 
 
 def from_passages(find: Callable[[str], AsyncIterable[Any] | Iterable[Any]], *, name: str = "") -> "GeneratorSource":
@@ -60,12 +58,6 @@ class GeneratorSource:
         self._find = find
         self._event_of = event_of
         self._calls = Threads(MAX_GENERATORS, f"retrieve {self.name}")
-        call = getattr(find, "__call__", None)  # noqa: B004 - an object's method may be async where it is not
-        self._is_async = any(
-            test(each)
-            for test in (inspect.isasyncgenfunction, inspect.iscoroutinefunction)
-            for each in (find, call, getattr(find, "func", None))
-        )
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """One event for each item.
@@ -73,26 +65,23 @@ class GeneratorSource:
         :raises SourceError: the generator is none, or yields something else. What it raises is raised.
         """
         reader = PassageReader(self.name)
-        if not self._is_async:
-            found: Any = _in_thread(partial(self._find, query), self._calls)
-        else:
-            found = self._find(query)
-            if inspect.isawaitable(found):
-                found = await found
-            if not isinstance(found, AsyncIterable):
-                raise SourceError(f"{self.name} returned {kind_of(found)}, and must be a generator")
-        async with closing(aiter(found)) as items:
+        async with self._found(query) as found, closing(aiter(found)) as items:
             async for item in items:
-                if isinstance(item, _Async):
-                    async with closing(aiter(item.items)) as more:
-                        async for each in more:
-                            yield self._event_of(reader, await self._listed(each))
-                else:
-                    yield self._event_of(reader, await self._listed(item))
+                lazy = isinstance(item, Iterator)  # a ranking that is read by a thread: it may block
+                yield self._event_of(reader, await self._calls.run(partial(list, item)) if lazy else item)
 
-    async def _listed(self, item: Any) -> Any:
-        """A lazy ranking, read by a thread: it may block."""
-        return await self._calls.run(partial(list, item)) if isinstance(item, Iterator) else item
+    @asynccontextmanager
+    async def _found(self, query: str) -> AsyncGenerator[AsyncIterable[Any], None]:
+        if not is_async(self._find):
+            async with _in_thread(partial(self._find, query), self._calls) as found:
+                yield found
+            return
+        found = self._find(query)
+        if isawaitable(found):
+            found = await found
+        if not isinstance(found, AsyncIterable):
+            raise SourceError(f"{self.name} returned {kind_of(found)}, and must be a generator")
+        yield found
 
 
 def _ranking(reader: PassageReader, item: Any) -> Update:
@@ -101,40 +90,47 @@ def _ranking(reader: PassageReader, item: Any) -> Update:
     return Update(tuple(map(reader.chunk, item)))
 
 
-async def _in_thread(make: Callable[[], Any], threads: Threads) -> AsyncGenerator[Any, None]:
-    """The items of what `make` returns, all made by one thread, and each only when it is asked for."""
+@asynccontextmanager
+async def _in_thread(make: Callable[[], Any], threads: Threads) -> AsyncGenerator[AsyncIterable[Any], None]:
+    """The items of what `make` returns, all made by one thread, and each only when it is asked for.
+
+    What a function that is not async itself returns may be an async iterator: that is not for the thread.
+    """
     loop = asyncio.get_running_loop()
     made: asyncio.Queue[Any] = asyncio.Queue()
     wanted = threading.Semaphore(0)
     is_stopped = threading.Event()
 
-    def work() -> None:
+    def work() -> Any:
         items = make()
-        if isinstance(items, AsyncIterable):  # of a function that is not async itself
-            loop.call_soon_threadsafe(made.put_nowait, _Async(items))
-            return
+        if isinstance(items, AsyncIterable):
+            return items
         if isinstance(items, str | bytes | Mapping | Chunk) or not isinstance(items, Iterable):
             raise SourceError(f"it returned {kind_of(items)}, and must be a generator")
         iterator = iter(items)
+        loop.call_soon_threadsafe(made.put_nowait, _BEGUN)
         try:
             while wanted.acquire() and not is_stopped.is_set():
                 item = next(iterator, _END)
                 item = list(item) if isinstance(item, Iterator) else item
                 if item is _END or is_stopped.is_set():
-                    return
+                    return None
                 loop.call_soon_threadsafe(made.put_nowait, item)
         finally:
             if close := getattr(iterator, "close", None):
                 close()
 
-    task = asyncio.create_task(threads.run(work), name="streamrag generator")
-    task.add_done_callback(lambda task: made.put_nowait(_END))
-    try:
+    async def items() -> AsyncGenerator[Any, None]:
         wanted.release()
         while (item := await made.get()) is not _END:
             yield item
             wanted.release()
         await task
+
+    task = asyncio.create_task(threads.run(work), name="streamrag generator")
+    task.add_done_callback(lambda _: made.put_nowait(_END))
+    try:
+        yield items() if await made.get() is _BEGUN else await task
     finally:
         is_stopped.set()
         wanted.release()

@@ -1,12 +1,12 @@
 """Any function that finds passages, as a source."""
 
-import inspect
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
+from streamrag.sources.callers import call_for_list
 from streamrag.sources.passage_like import WANTED, PassageReader, described
 from streamrag.sources.threads import Threads
 
@@ -35,8 +35,6 @@ class RetrieverSource:
         self._retrieve = retrieve
         self.name = name_of(retrieve)
         self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
-        call = getattr(retrieve, "__call__", None)  # noqa: B004 - an object's method may be async where it is not
-        self._is_async = inspect.iscoroutinefunction(retrieve) or inspect.iscoroutinefunction(call)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """One `Update`.
@@ -44,28 +42,13 @@ class RetrieverSource:
         :raises SourceError: `retrieve` raised, or returned something other than passages.
         """
         try:
-            found = await self._found(query)
+            found = await call_for_list(self._retrieve, query, self._listed, self._calls)
         except StreamRagError:
             raise
         except Exception as error:  # anybody's code: whatever it raises is a failed retrieval
             raise SourceError(f"{self.name} failed: {type(error).__name__}: {error}") from error
         passages = PassageReader(self.name)
         yield Update(tuple(map(passages.chunk, found)))
-
-    async def _found(self, query: str) -> list[Any]:
-        if self._is_async:
-            found = await self._retrieve(query)
-            if isinstance(found, Iterator):  # which may block
-                return await self._calls.run(partial(self._listed, found))
-        else:
-            found = await self._calls.run(partial(self._call, query))
-            if inspect.isawaitable(found):
-                found = await found
-        return self._listed(found)
-
-    def _call(self, query: str) -> Any:
-        found = self._retrieve(query)
-        return found if inspect.isawaitable(found) else self._listed(found)  # generators do their work here too
 
     def _listed(self, found: Any) -> list[Any]:
         if isinstance(found, AsyncIterable):

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import inspect
 import re
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
@@ -22,6 +21,7 @@ from streamrag.errors import (
 )
 from streamrag.scratch import ScratchFolder, remove_left_behind
 from streamrag.sources.addresses import MAX_URL_CHARS, parse_start_url
+from streamrag.sources.callers import call_for_list
 from streamrag.sources.crawl import Crawl, CrawlOptions
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers import WorkerPool, WorkerStartError
@@ -235,22 +235,15 @@ class WebSource:
         """Where to start, and what the function gave that cannot be a start."""
         if not callable(self._urls):
             return self._urls, []
-        give, is_async = self._urls, inspect.iscoroutinefunction(self._urls)
-
-        def call() -> object:
-            found = give(query)
-            return found if inspect.isawaitable(found) else _listed(found)  # generators do their work here too
-
         try:
             async with asyncio.timeout_at(deadline) as timeout:
-                found = give(query) if is_async else await self._calls.run(call)
-                found = _listed(await found) if inspect.isawaitable(found) else found
+                found = await call_for_list(self._urls, query, _listed, self._calls)
         except StreamRagError:
             raise
         except Exception as error:
             what = f"took longer than {self._options.crawl_timeout_s:g} s" if timeout.expired() else f"raised {error!r}"
             raise SourceError(f"the function that gives WebSource its start URLs {what}") from error
-        return _usable(_listed(found))
+        return _usable(found)
 
 
 def _listed(urls: object) -> list[object]:

@@ -30,6 +30,7 @@ from streamrag import (
     Merged,
     MissingDependencyError,
     Pipeline,
+    PipelineClosedError,
     Source,
     SourceError,
     Update,
@@ -267,7 +268,7 @@ def test_an_engine_whose_event_loop_has_ended_says_so() -> None:
 
     pipeline = Pipeline(ScriptedSource([Append(PARIS)]), ScriptedBackend())
     asyncio.run(ask())
-    with pytest.raises(ConfigurationError, match="does not run any more"):
+    with pytest.raises(PipelineClosedError, match="the event loop that it was started in has ended"):
         StreamragQueryEngine(pipeline).query("Where?")
 
 

@@ -145,6 +145,14 @@ def test_short_memory_costs_preemptions_and_time() -> None:
     assert mean_s(tight) > mean_s(roomy)
 
 
+def test_without_a_prefix_cache_all_that_was_evicted_is_computed_again() -> None:
+    trace = Trace(tuple(appending(f"q{i}", 0.05 * i, 4_000, 4_000, 500) for i in range(12)))
+    cells = [run_cell(settings(kv_tokens=20_000, has_prefix_cache=has), trace=trace) for has in (True, False)]
+    records = [[r.record for r in cell.requests if r.record] for cell in cells]
+    assert all(record.num_from_cache == 0 for record in records[1])
+    assert sum(record.num_recomputed for record in records[1]) > sum(record.num_recomputed for record in records[0])
+
+
 SLOW_STREAMS = Trace(tuple(appending(f"q{i}", 0.05 * i, 4_000, 4_000, 500, gap_s=4.0) for i in range(12)))
 """Idle for most of the time, and together far more than 20,000 tokens."""
 
@@ -237,6 +245,7 @@ def test_clocks_are_not_mixed_and_copies_need_their_costs(tmp_path: Path) -> Non
         ({"profile": None}, "needs a hardware profile"),
         ({"profile": "h300"}, "no profile 'h300'"),
         ({"profile": str(without_copies), "eviction": "swap"}, "does not say how long copies take"),
+        ({"has_prefix_cache": False, "eviction": "swap"}, "needs a prefix cache"),
     ):
         with pytest.raises(ConfigurationError, match=named):
             run_cell(settings(**changes), trace=APPENDS)

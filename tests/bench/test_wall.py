@@ -20,6 +20,7 @@ def test_clocks_are_not_mixed() -> None:
         ({"clock": "virtual"}, "wall time only"),
         ({"profile": "h200-llama8b-tp2"}, "is for virtual time"),
         ({"model": None}, "needs a model"),
+        ({"has_prefix_cache": False}, "virtual time only"),
     ):
         with pytest.raises(ConfigurationError, match=named):
             run_cell(wall(**changes), trace=APPENDS)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from streamrag.errors import BackendError, EngineDeadError, StreamRagError
+from streamrag.errors import BackendError, EngineDeadError, ModelError, StreamRagError
 
 
 @contextmanager
@@ -30,3 +31,15 @@ def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
         raise BackendError(f"vLLM refuses the request: {error}") from error
     except VLLMError as error:
         raise BackendError(f"vLLM failed: {error.__cause__ or error}") from error
+
+
+@contextmanager
+def vllm_model_errors_translated(model: Path | str) -> Iterator[None]:
+    """What vLLM raises while it makes the configuration of a model becomes ours.
+
+    :raises ModelError: vLLM cannot load it.
+    """
+    try:
+        yield
+    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
+        raise ModelError(f"vLLM cannot load {model}: {error}") from error

@@ -18,11 +18,12 @@ import anyio.to_thread
 from streamrag.backends.tokenizer import local_model_path
 from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
+from streamrag.backends.vllm.client.errors import vllm_model_errors_translated
 from streamrag.backends.vllm.client.processes import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams, record_of
 from streamrag.backends.vllm.facts import EngineFacts, engine_facts
 from streamrag.core import Hint, SamplingParams
-from streamrag.errors import BackendError, ConfigurationError, ModelError
+from streamrag.errors import BackendError, ConfigurationError
 from streamrag.records import RequestRecord
 
 if TYPE_CHECKING:
@@ -94,10 +95,8 @@ def model_len(model: str) -> int:
     name_or_path = local_model_path(model) or model
     check_can_start(name_or_path)
     args = import_vllm().AsyncEngineArgs(model=str(name_or_path), skip_tokenizer_init=True)
-    try:
+    with vllm_model_errors_translated(model):
         return int(args.create_model_config().max_model_len)
-    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
-        raise ModelError(f"vLLM cannot load {model}: {error}") from error
 
 
 def _for_measuring(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
+from streamrag.backends.vllm.client.errors import vllm_model_errors_translated
 from streamrag.backends.vllm.client.log import EngineLog
 from streamrag.backends.vllm.version import INSTALL, check_version
 from streamrag.errors import BackendError, ConfigurationError, ModelError
@@ -290,7 +291,5 @@ def _make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
         args = vllm.AsyncEngineArgs(model=model, **(defaults | dict(engine_args)))
     except TypeError as error:
         raise ConfigurationError(f"engine_args: {error}. They are the arguments of vllm.AsyncEngineArgs") from error
-    try:
+    with vllm_model_errors_translated(model):
         return args.create_engine_config()
-    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
-        raise ModelError(f"vLLM cannot load {model}: {error}") from error

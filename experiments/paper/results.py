@@ -1,0 +1,96 @@
+"""Runs the cells that are missing, and reads what all of them found."""
+
+import ast
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import streamrag
+from streamrag.bench.compare import Pool
+from streamrag.bench.runner import CellFailed, run_cells
+from streamrag.bench.store import CellStore, read_cell
+from streamrag.bench.summary import Digest, digest
+from streamrag.cli.output import Output
+
+from .plan import Plan, in_order
+from .points import Point
+from .progress import Progress
+from .ways import Way
+
+SIMULATOR = (
+    "core.py",
+    "records.py",
+    "engine",
+    "backends/simulated",
+    "backends/vllm",
+    "trace/generate*.py",
+    "bench/arms.py",
+    "bench/floor.py",
+    "bench/query_records.py",
+    "bench/simulate.py",
+    "bench/step_time.py",
+    "bench/virtual_time.py",
+    "bench/workload.py",
+)
+"""What a cell's result depends on, in the package."""
+
+
+def code_hash() -> str:
+    """Of the code that cells run, but for its comments: results of other code are others. 12 hexadecimal digits."""
+    package = Path(streamrag.__file__).parent
+    found = hashlib.sha256()
+    for pattern in SIMULATOR:
+        for path in sorted(package.glob(pattern)):
+            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                if file.suffix == ".py":
+                    found.update(ast.dump(ast.parse(file.read_text())).encode())
+                elif file.suffix == ".json":
+                    found.update(file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def run(plan: Plan, store: CellStore, num_processes: int) -> list[CellFailed]:
+    """The cells that have no result yet; the others stay."""
+    cells = in_order(plan)
+    todo = [cell for cell in cells if store.find(cell) is None]
+    console = Output(stderr=True)
+    console.print_line(f"{len(cells) - len(todo)} of {len(cells)} cells are finished, in {store.folder}")
+    failed = []
+    with Progress(todo, num_processes, console) as progress:
+        for event in run_cells(todo, store, num_processes=num_processes):
+            progress.show(event)
+            failed += [event] if isinstance(event, CellFailed) else []
+    return failed
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the cells found, pooled over seeds."""
+
+    pools: Mapping[tuple[Point, Way], Pool]
+
+    def pool(self, point: Point, way: Way) -> Pool | None:
+        """None if not all of its cells are there."""
+        return self.pools.get((point, way))
+
+    def at(self, point: Point, ways: Sequence[Way]) -> Iterator[tuple[Way, Pool]]:
+        """Those of these ways that are there."""
+        for way in ways:
+            if found := self.pool(point, way):
+                yield way, found
+
+
+def read(plan: Plan, store: CellStore) -> Results:
+    """One file after the other, and of each what sections need: results are large, and there may be thousands."""
+    pools = {}
+    for key, cells in plan.items():
+        paths = [store.find(cell) for cell in cells]
+        if all(paths):
+            pools[key] = Pool(tuple(_slim(digest(read_cell(path))) for path in paths if path))
+    return Results(pools)
+
+
+def _slim(of: Digest) -> Digest:
+    nothing = dict.fromkeys(("ttft_s", "total_s", "retrieval_s", "gaps_s", "num_chunks", "num_tokens"), ())
+    return replace(of, **nothing, num_recomputed=(), provenance={})  # type: ignore[arg-type]

@@ -1,0 +1,136 @@
+"""What we set out to reach, evaluated: met or missed, by which figure, and where it is worst."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from .points import HALF_KV, LIGHT, LOADED, PRESSED, Point
+from .standing import Seconds, Standing
+
+
+class Found(NamedTuple):
+    """A figure of one point, and the limit there."""
+
+    point: Point
+    rank: str
+    value: float
+    limit: float
+    is_met: bool
+    is_possible: bool
+    """Whether the limit would be met if every request took its floor."""
+    bound: float
+    """The figure in that case."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A limit that a figure must keep at every point of a kind."""
+
+    text: str
+    ranks: tuple[str, ...]
+    figure: Callable[[Standing], Seconds]
+    limit: Callable[[Point], float]
+    holds_at: Callable[[Point], bool]
+    is_least: bool = True
+    """Whether the limit is the least that the figure may be, or the most."""
+    reason: str = ""
+    """Why it is missed, where the floor would allow it."""
+
+    def at(self, standings: Iterable[Standing]) -> list[Found]:
+        """One a point and rank; none where the figure is not known."""
+        found = []
+        for standing in standings:
+            point = standing.point
+            if not self.holds_at(point):
+                continue
+            seconds, limit = self.figure(standing), self.limit(point)
+            bounds = self.figure(replace(standing, ours=standing.floor, hinted=standing.floor))
+            for rank in self.ranks:
+                value, bound = seconds[rank], bounds[rank]
+                if math.isfinite(value):
+                    is_met, is_possible = self._meets(value, limit), self._meets(bound, limit)
+                    found.append(Found(point, rank, value, limit, is_met, is_possible, bound))
+        return found
+
+    def _meets(self, value: float, limit: float) -> bool:
+        return value >= limit if self.is_least else value <= limit
+
+    def why(self, found: Sequence[Found]) -> str:
+        """Why it is missed: by the floor, where no order of requests could meet it, and else by what is known."""
+        missed = [each for each in found if not each.is_met]
+        by_floor = [] if self.ranks == ("busy",) else [each for each in missed if not each.is_possible]
+        parts = [f"the floor allows {each.bound:.2f} ({each.rank}, {each.point.name})" for each in by_floor]
+        return "; ".join(parts + ([self.reason] if self.reason and len(missed) > len(by_floor) else []))
+
+    def worst(self, found: Sequence[Found]) -> Found:
+        """The one that is farthest from its limit, on the wrong side or nearest to it."""
+        return min(found, key=lambda each: (each.value / each.limit) * (1 if self.is_least else -1))
+
+
+def _always(limit: float) -> Callable[[Point], float]:
+    return lambda point: limit
+
+
+def _in(points: Sequence[Point]) -> Callable[[Point], bool]:
+    return lambda point: point in points
+
+
+def _everywhere(point: Point) -> bool:
+    return True
+
+
+def _below_saturation(point: Point) -> bool:
+    return point.kind != "overload"
+
+
+CRAWLER_4 = _in([point for point in LOADED if point.is_crawler])
+HEAVY = _in(LOADED + PRESSED)
+TAIL = ("P50", "P95", "P99")
+
+
+def _busy(standing: Standing) -> Seconds:
+    return {"busy": standing.busy_ratio}
+
+
+def _longest(standing: Standing) -> Seconds:
+    return {"max": 1 / standing.over_not_streaming["max"]}
+
+
+TARGETS = (
+    Target("the paper's FCFS over ours", ("P95",), lambda s: s.over_fcfs, _always(1.25), HEAVY),
+    Target("the paper's FCFS over ours", ("P99",), lambda s: s.over_fcfs, _always(1.30), HEAVY),
+    Target("the paper's FCFS over ours", ("P50",), lambda s: s.over_fcfs, _always(1.50), CRAWLER_4),
+    Target("the paper's FCFS over ours", TAIL, lambda s: s.over_fcfs, _always(1.0), _below_saturation),
+    Target("the envelope over ours", TAIL, lambda s: s.over_envelope, _always(1.0), _below_saturation),
+    Target("the envelope over ours", ("P95",), lambda s: s.over_envelope, _always(1.10), HEAVY),
+    Target("the envelope over ours", ("P99",), lambda s: s.over_envelope, _always(1.25), HEAVY),
+    Target("the envelope over ours, half the KV", ("P95",), lambda s: s.over_envelope, _always(1.20), _in(HALF_KV)),
+    Target(
+        "the envelope over ours, half the KV",
+        ("P99",),
+        lambda s: s.over_envelope,
+        lambda point: 2.5 if point.is_crawler else 1.5,
+        _in(HALF_KV),
+    ),
+    Target("the envelope over ours with hints", ("P95",), lambda s: s.hinted_over_envelope, _always(1.3), CRAWLER_4),
+    Target("the envelope over ours with hints", ("P99",), lambda s: s.hinted_over_envelope, _always(1.6), CRAWLER_4),
+    Target(
+        "not streaming over ours, up to twice saturation",
+        ("P50", "P90", "P95", "P99"),
+        lambda s: s.over_not_streaming,
+        _always(1 / 1.02),
+        _everywhere,
+    ),
+    Target("our longest wait over not streaming's", ("max",), _longest, _always(2.0), _everywhere, is_least=False),
+    Target("ours over the floor, light", ("P50",), lambda s: s.to_floor, _always(1.5), _in(LIGHT), is_least=False),
+    Target("ours over the floor, crawler 4 QPS", TAIL, lambda s: s.to_floor, _always(2.5), CRAWLER_4, is_least=False),
+    Target(
+        "busy time over not streaming's",
+        ("busy",),
+        _busy,
+        lambda point: 1.02 if point.is_crawler else 1.25,
+        _below_saturation,
+        is_least=False,
+    ),
+)

@@ -1,0 +1,131 @@
+"""The ways of serving a load: not streaming, the paper's policies, ours, and ours without one of its parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.bench.cell import Arm, CellSettings
+from streamrag.engine.eviction import EVICTIONS, EvictionMode
+
+from .points import Point
+
+PROFILE = "h200-llama8b-tp2"
+SYNC_PROFILE = "h200-llama8b-tp2-sync"
+"""The same, but no step is planned while another computes, as in the vLLM 0.8.1 that the paper built on."""
+OTHER_BUDGETS = {"crawler": 8_192, "anns": 2_048, "anns-last": 2_048}
+"""Tokens a step, beside the published 2,048 of the crawler and 8,192 of searches."""
+HOST_KV_BYTES = 128 << 30
+"""Host memory for the KV of each worker, where the paper's ways swap: half of what a usual node has for each GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a load is served."""
+
+    name: str
+    arm: Arm = "streaming"
+    policy: str = "fcfs"
+    eviction: EvictionMode = "recompute"
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    host_kv_bytes: int | None = None
+    has_prefix_cache: bool = True
+    has_other_budget: bool = False
+    """Whether a step takes as many tokens as `OTHER_BUDGETS` says, and not as published."""
+    budget: int | None = None
+    """If given, tokens a step."""
+    profile: str = PROFILE
+
+    def cell(self, point: Point, seed: int, num_queries: int | None) -> CellSettings:
+        """This way, at a point."""
+        return CellSettings(
+            "virtual",
+            point.workload,
+            self.arm,
+            policy=self.policy,
+            eviction=self.eviction,
+            host_kv_bytes=self.host_kv_bytes if self.eviction != "recompute" else None,
+            qps=point.qps,
+            delay=point.delay,
+            kv_tokens=point.kv_tokens,
+            seed=seed,
+            num_queries=num_queries,
+            profile=self.profile,
+            max_num_batched_tokens=OTHER_BUDGETS[point.workload] if self.has_other_budget else self.budget,
+            scheduler_options=dict(self.options),
+            has_prefix_cache=self.has_prefix_cache,
+        )
+
+
+NOT_STREAMING = Way("not streaming", arm="no-streaming")
+
+PAPER_OPTIONS: Mapping[str, Any] = {
+    "can_partial_evict": True,
+    "num_partial_tokens": None,
+    "late_binding": False,
+    "batches_by_cost": False,
+    "low_water": 0.0,
+}
+"""What makes our scheduler the paper's: steps are full, every request may take the memory of those behind it, and who
+was evicted starts again at once. Whatever else ours does by default has to be switched off here."""
+NO_PART_OF_PAPER = {"partial_step_s", "host_kv_bytes", "num_host_blocks", "profile", "records", "policy", "eviction"}
+"""Options that a way sets itself, or that mean nothing with `PAPER_OPTIONS`."""
+
+PAPER_POLICIES = {"vLLM-S": "arrival", "FCFS": "fcfs", "LCAS": "lcas", "LCAS as coded": "lcas_oldest", "MCPS": "mcps"}
+"""By the paper's names. LCAS is as the text has it, newest chunk first; the published code sorts oldest first."""
+TABLE_POLICIES = ("vLLM-S", "FCFS", "LCAS", "MCPS")
+"""Those of tables 3 and 4."""
+
+
+def paper(policy: str, eviction: EvictionMode = "recompute") -> Way:
+    """One of the paper's policies, by its name there, with an eviction."""
+    name = policy if eviction == "recompute" else f"{policy}, {eviction}"
+    host_kv_bytes = None if eviction == "recompute" else HOST_KV_BYTES
+    return Way(name, "streaming", PAPER_POLICIES[policy], eviction, PAPER_OPTIONS, host_kv_bytes)
+
+
+def with_other_budget(way: Way) -> Way:
+    return replace(way, name=f"{way.name}, other budget", has_other_budget=True)
+
+
+def without_prefix_cache(way: Way) -> Way:
+    return replace(way, name=f"{way.name}, no prefix cache", has_prefix_cache=False)
+
+
+FCFS = paper("FCFS")
+FCFS_SYNC = replace(FCFS, name="FCFS, no step ahead", profile=SYNC_PROFILE)
+PAPER_WAYS = tuple(paper(policy) for policy in PAPER_POLICIES)
+PAPER_SWAPPING = tuple(paper(p, e) for p in TABLE_POLICIES for e in EVICTIONS if e != "recompute")
+
+OURS_BUDGET: int | None = 8_192
+"""Tokens a step for ours; None for the published ones."""
+
+
+def ours(name: str = "ours", **options: Any) -> Way:
+    """The defaults of our scheduler, but for `options`, which are fields of `SchedulerOptions`."""
+    of = SchedulerOptions(**options)
+    other = {key: value for key, value in options.items() if key not in ("policy", "eviction")}
+    return Way(name, policy=of.policy, eviction=of.eviction, options=other, budget=OURS_BUDGET)
+
+
+OURS = ours()
+
+ABLATIONS: Mapping[str, Mapping[str, Any]] = {
+    "in order of arrival": {"policy": "fcfs"},
+    "full steps": {"num_partial_tokens": None},
+    "partial prompts evict": {"can_partial_evict": True},
+    "always recompute": {"eviction": "recompute"},
+}
+"""Ours without each of its parts: what is changed of `SchedulerOptions()`. One that changes nothing is left out."""
+
+HINTED: Way | None = None
+"""Ours on a load whose chunks tell how many are still to come; None as long as no generated load has such hints."""
+
+
+def ablations() -> tuple[Way, ...]:
+    """One way for each part that ours has."""
+    return tuple(
+        ours(f"ours, {name}", **options)
+        for name, options in ABLATIONS.items()
+        if SchedulerOptions(**options) != SchedulerOptions()
+    )

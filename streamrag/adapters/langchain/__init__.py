@@ -1,0 +1,15 @@
+"""LangChain, both ways: streamrag's sources and pipelines as LangChain's parts, and LangChain's retrievers as sources.
+
+Needs `pip install 'streamrag[langchain]'`.
+"""
+
+from streamrag.errors import MissingDependencyError
+
+try:
+    from streamrag.adapters.langchain.chat_model import StreamragChatModel
+    from streamrag.adapters.langchain.retriever import StreamragRetriever
+    from streamrag.adapters.langchain.source import from_langchain
+except ImportError as error:
+    raise MissingDependencyError("langchain-core", "pip install 'streamrag[langchain]'") from error
+
+__all__ = ["StreamragChatModel", "StreamragRetriever", "from_langchain"]

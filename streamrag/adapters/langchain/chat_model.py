@@ -1,0 +1,198 @@
+"""A pipeline as a LangChain chat model."""
+
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from langchain_core.caches import BaseCache
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from pydantic import Field
+
+from streamrag.adapters.home import Home, Housed
+from streamrag.core import AnswerChunk, SamplingParams, Turn, part_name
+from streamrag.errors import ConfigurationError
+from streamrag.kinds import kind_of
+from streamrag.pipeline import Pipeline
+from streamrag.telemetry import Answer
+
+SAMPLING = {field.name for field in fields(SamplingParams)}
+
+
+class StreamragChatModel(Housed, BaseChatModel):
+    """A pipeline as a LangChain chat model: the last human message is the query, and its documents are retrieved while
+    the model reads them.
+
+    Leading system messages take the place of the template's system text; the messages between are the conversation. A
+    call may have options of its own: all of these, and those of `SamplingParams` and `QueryOptions`.
+
+    The answer comes in chunks as it is generated. The last one has `usage_metadata`, and in `response_metadata` the
+    `citations` (number, uri, title, passage, text and score of each passage that the model saw), `finish_reason`,
+    `model_name`, `timings`, and `cut_short` and `source_error` if retrieval ended early.
+
+    A pipeline that runs already is asked in its own event loop, from wherever the call comes. One that does not is
+    started by `async with` in that loop, and otherwise by the first call, in a thread with a loop of its own, until
+    `close()`, the end of a `with` block, or until nobody refers to the model. Cancelling a call stops its query.
+    """
+
+    pipeline: Pipeline
+    """What retrieves and answers."""
+    temperature: float | None = None
+    """Of sampling, which is greedy by default."""
+    top_p: float | None = None
+    max_tokens: int | None = None
+    """The most tokens of the answer; 256 by default."""
+    seed: int | None = None
+    stop: list[str] | None = None
+    """Texts that end the answer."""
+    timeout: float | None = None
+    """The most seconds for an answer, retrieval included."""
+    cache: BaseCache | bool | None = Field(default=False, exclude=True)
+    """LangChain's, off by default: the same question has another answer when other documents are found."""
+    home: Any = Field(default=None, exclude=True, repr=False)
+    """Where the pipeline runs; copies of this share it."""
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.home is None:
+            self.home = Home.of_pipeline(self.pipeline)
+
+    @property
+    def _llm_type(self) -> str:
+        return "streamrag"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop")}
+        parts = {"source": part_name(self.pipeline.source), "backend": part_name(self.pipeline.backend)}
+        return {**parts, **{name: value for name, value in given.items() if value is not None}}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = "streamrag"
+        params.setdefault("ls_model_name", part_name(self.pipeline.backend))
+        return params
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return generate_from_stream(self._stream(messages, stop, run_manager, **kwargs))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        async with aclosing(self._astream(messages, stop, run_manager, **kwargs)) as chunks:
+            return await agenerate_from_stream(chunks)
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        query, options = self._asked(messages, stop, kwargs)
+        for part in self.home.iterate(lambda: _answer(self.pipeline, query, options)):
+            yield self._chunk(part)
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncGenerator[ChatGenerationChunk, None]:
+        query, options = self._asked(messages, stop, kwargs)
+        async with aclosing(self.home.aiterate(lambda: _answer(self.pipeline, query, options))) as parts:
+            async for part in parts:
+                yield self._chunk(part)
+
+    def _asked(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """The query and its options."""
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop", "timeout")}
+        given = {
+            name: value for name, value in {**own, **call, "stop": stop or own["stop"]}.items() if value is not None
+        }
+        if "timeout" in given:
+            given["deadline_s"] = given.pop("timeout")
+        sampling = {name: given.pop(name) for name in SAMPLING & given.keys()}
+        params = given.pop("params", SamplingParams())
+        system, history, query = _conversation(messages)
+        return query, {
+            "params": replace(params, **sampling) if isinstance(params, SamplingParams) else params,
+            **({"system": system} if system else {}),
+            "history": history,
+            **given,
+        }
+
+    def _chunk(self, part: AnswerChunk | Answer) -> ChatGenerationChunk:
+        if isinstance(part, AnswerChunk):
+            return ChatGenerationChunk(message=AIMessageChunk(content=part.text))
+        num_prompt, num_answer = part.num_prompt_tokens, len(part.token_ids)
+        about = {
+            "citations": [asdict(citation) for citation in part.citations],
+            "finish_reason": part.finish_reason,
+            "model_name": self.pipeline.backend.model.name,
+            "timings": asdict(part.timings),
+            "cut_short": part.cut_short,
+            "source_error": part.source_error and str(part.source_error),
+        }
+        usage = UsageMetadata(input_tokens=num_prompt, output_tokens=num_answer, total_tokens=num_prompt + num_answer)
+        message = AIMessageChunk(
+            content="",
+            usage_metadata=usage,
+            response_metadata={name: value for name, value in about.items() if value is not None},
+            chunk_position="last",
+        )
+        return ChatGenerationChunk(message=message)
+
+
+async def _answer(
+    pipeline: Pipeline, query: str, options: Mapping[str, Any]
+) -> AsyncGenerator[AnswerChunk | Answer, None]:
+    """The answer's chunks that have text, and then all of it."""
+    async with pipeline.stream(query, **options) as stream:
+        async for chunk in stream:
+            if chunk.text:
+                yield chunk
+    yield stream.result
+
+
+def _conversation(messages: Sequence[BaseMessage]) -> tuple[str, list[Turn], str]:
+    """System text, earlier turns, and the query."""
+    turns: list[Turn] = []
+    for message in messages:
+        match message:
+            case SystemMessage():
+                role = "system"
+            case HumanMessage():
+                role = "user"
+            case AIMessage() if not message.tool_calls:
+                role = "assistant"
+            case _:
+                raise ConfigurationError(
+                    f"a conversation with {kind_of(message)} of a tool cannot be asked: only system, human and AI texts"
+                )
+        if role != "assistant" and any(block["type"] != "text" for block in message.content_blocks):
+            raise ConfigurationError(f"{kind_of(message)} has more than text, and a pipeline reads text only")
+        turns.append(Turn(role, str(message.text)))  # type: ignore[arg-type]
+    if not turns or turns[-1].role != "user":
+        raise ConfigurationError("the last message must be the human's: it is the query")
+    *earlier, query = turns
+    num_system = next((i for i, turn in enumerate(earlier) if turn.role != "system"), len(earlier))
+    return "\n\n".join(turn.text for turn in earlier[:num_system]), earlier[num_system:], query.text

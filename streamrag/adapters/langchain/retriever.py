@@ -1,0 +1,106 @@
+"""A source as a LangChain retriever."""
+
+import hashlib
+from contextlib import aclosing
+from typing import Any
+
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForRetrieverRun,
+    CallbackManagerForRetrieverRun,
+    adispatch_custom_event,
+    dispatch_custom_event,
+)
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from pydantic import Field, PositiveInt
+
+from streamrag.adapters.home import Home, Housed
+from streamrag.adapters.parts import retrieve
+from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
+from streamrag.errors import ConfigurationError
+from streamrag.modes.context import Context, UpdateMode
+
+
+class StreamragRetriever(Housed, BaseRetriever):
+    """Any source of streamrag as a LangChain retriever: the documents are the context as it is when the source ends.
+
+    Each document has `source`, `title`, `passage` and, if the source has one, `score` as its metadata, and an `id` that
+    the same text of the same document always has. While the source is at work, custom events tell what it brings:
+    `streamrag_append` with a `document`, `streamrag_update` with the `documents` of the whole context,
+    `streamrag_skipped` and `streamrag_cut_short` with a `reason`; `astream_events` shows them.
+
+    The source lives in the event loop that enters the retriever with `async with`. Otherwise the first call, sync or
+    async, starts it in a thread with a loop of its own, until `close()`, the end of a `with` block, or until nobody
+    refers to the retriever. Cancelling a call stops its retrieval.
+    """
+
+    source: Any
+    """Where chunks come from."""
+    k: PositiveInt | None = None
+    """The most documents, the first of the context; by default all. A call may have its own: `invoke(query, k=3)`."""
+    owns_source: bool = True
+    """False if somebody else starts and closes the source."""
+    home: Any = Field(default=None, exclude=True, repr=False)
+    """Where the source lives; copies of this share it."""
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.home is None:
+            self.home = Home.of_source(self.source, is_owned=self.owns_source)
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        found = _Found(self._num_wanted(k))
+        config = {"callbacks": run_manager.get_child()}
+        for event in self.home.iterate(lambda: retrieve(self.source, query)):
+            dispatch_custom_event(*found.told(event), config=config)  # type: ignore[arg-type]
+        return found.documents()
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
+    ) -> list[Document]:
+        found = _Found(self._num_wanted(k))
+        config = {"callbacks": run_manager.get_child()}
+        async with aclosing(self.home.aiterate(lambda: retrieve(self.source, query))) as events:
+            async for event in events:
+                await adispatch_custom_event(*found.told(event), config=config)  # type: ignore[arg-type]
+        return found.documents()
+
+    def _num_wanted(self, k: int | None) -> int | None:
+        if k is not None and k < 1:
+            raise ConfigurationError(f"k={k!r} must be at least 1")
+        return k or self.k
+
+
+class _Found:
+    """The context as a source builds it."""
+
+    def __init__(self, num_wanted: int | None) -> None:
+        self._chunks = Context()
+        self._num_wanted = num_wanted
+
+    def told(self, event: SourceEvent) -> tuple[str, dict[str, Any]]:
+        """The name and the data of the custom event."""
+        if isinstance(event, Append | Update):
+            self._chunks = self._chunks.become(UpdateMode().fold(self._chunks, event))
+        match event:
+            case Append(chunk):
+                return "streamrag_append", {"document": document_of(chunk)}
+            case Update():
+                return "streamrag_update", {"documents": self.documents()}
+            case Skipped(uri, reason):
+                return "streamrag_skipped", {"source": uri, "reason": reason}
+            case CutShort(reason):
+                return "streamrag_cut_short", {"reason": reason}
+
+    def documents(self) -> list[Document]:
+        return [document_of(chunk) for chunk in self._chunks[: self._num_wanted]]
+
+
+def document_of(chunk: Chunk) -> Document:
+    metadata = {"source": chunk.uri, "title": chunk.title, "passage": chunk.passage}
+    if chunk.score is not None:
+        metadata["score"] = chunk.score
+    place = hashlib.sha256(f"{chunk.uri}\0{chunk.text}".encode(errors="surrogatepass"))
+    return Document(chunk.text, id=place.hexdigest()[:32], metadata=metadata)

@@ -1,0 +1,38 @@
+"""What adapters share beside a home: a source's events, its chunks, and chunks that know what they were made of."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamrag.core import Append, Chunk, Source, SourceEvent, Update
+from streamrag.modes.context import Context, UpdateMode
+from streamrag.retrieving import Retrieval
+
+
+async def retrieve(source: Source, query: str) -> AsyncGenerator[SourceEvent, None]:
+    """The source's events, checked; closing this stops it."""
+    retrieval = Retrieval(source, query)
+    try:
+        async with aclosing(retrieval.events()) as events:
+            async for event in events:
+                yield event
+    finally:
+        await retrieval.aclose()
+
+
+async def retrieve_all(source: Source, query: str) -> tuple[Chunk, ...]:
+    """Everything that the source finds, in its order."""
+    chunks = Context()
+    async with aclosing(retrieve(source, query)) as events:
+        async for event in events:
+            if isinstance(event, Append | Update):
+                chunks = chunks.become(UpdateMode().fold(chunks, event))
+    return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class FoundChunk(Chunk):
+    """A chunk that knows what it was made of, for those who want that back."""
+
+    origin: Any = field(default=None, compare=False, repr=False)

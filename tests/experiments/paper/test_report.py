@@ -1,0 +1,125 @@
+"""From the results of cells to a report."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.paper import effects, report, ways
+from experiments.paper.__main__ import plan_of, scaled
+from experiments.paper.pictures import Pictures
+from experiments.paper.plan import SHORT, make_plan
+from experiments.paper.points import BEATEN, LOADED
+from experiments.paper.results import Results, read
+from experiments.paper.sections import ablations, beat, copying, included
+from experiments.paper.sections.beat import standing
+from experiments.paper.sections.section import Report
+from experiments.paper.standing import RANKS
+from streamrag.bench.compare import Pool
+from streamrag.bench.store import CellStore
+from streamrag.bench.summary import digest, percentile
+from streamrag.engine.profile_files import load_profile
+from tests.bench.made import made_result
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Made-up results of every cell, of few requests each."""
+    scale = scaled(SHORT, 25, None)
+    pools = {key: Pool(tuple(digest(made_result(c)) for c in cells)) for key, cells in plan_of(scale, ()).items()}
+    folder = tmp_path_factory.mktemp("paper")
+    return Report(scale, Results(pools), Pictures(folder / "paper", folder / "paper.md"))
+
+
+def test_pooled_figures_are_percentiles_of_all_requests_of_all_seeds(small: Report) -> None:
+    point = LOADED[0]
+    found = standing(small, point)
+    assert found
+    cells = [ways.OURS.cell(point, seed, 25) for seed in small.scale.seeds(point)]
+    values = [r.ttft_after_retrieval_s for cell in cells for r in made_result(cell).requests]
+    assert found.ours == pytest.approx({rank: percentile(values, fraction) for rank, fraction in RANKS.items()})
+
+
+def test_the_best_budget_makes_no_baseline_slower(small: Report) -> None:
+    for point in BEATEN:
+        same, best = standing(small, point), standing(small, point, any_budget=True)
+        assert same
+        assert best
+        for rank in RANKS:
+            assert best.not_streaming[rank] <= same.not_streaming[rank]
+            assert (best.fcfs or {})[rank] <= (same.fcfs or {})[rank]
+
+
+def test_the_report_has_every_section_and_all_pictures(small: Report) -> None:
+    path = small.pictures.report
+    report.write(path, small.scale, plan_of(small.scale, ()), small.results)
+    text = path.read_text()
+    assert "simulated yet" not in text
+    for section in report.SECTIONS:
+        assert f"## {section.title}\n" in text
+    shown = [part.partition(")")[0] for part in text.split("](paper/")[1:]]
+    assert sorted(shown) == sorted(found.name for found in (path.parent / "paper").iterdir())
+    assert len(shown) == len(set(shown))
+
+
+def test_what_is_not_simulated_yet_is_said_to_be_so(small: Report) -> None:
+    nothing = replace(small, results=Results({}))
+    assert all("not simulated yet" in row for row in effects.rows(nothing.results))
+    for section in (beat, ablations):
+        assert "yet" in section.write(nothing) or "–" in section.write(nothing)
+
+
+def test_a_point_counts_when_all_of_its_seeds_are_there(tmp_path: Path) -> None:
+    plan, store = (
+        make_plan(scaled(SHORT, 25, None), [(LOADED[0], ways.OURS), (LOADED[0], ways.FCFS)]),
+        CellStore(tmp_path),
+    )
+    first, second = plan.values()
+    assert len(first) > 1
+    for cell in (*first, second[0]):
+        store.write(made_result(cell))
+    found = read(plan, store)
+    assert found.pool(LOADED[0], ways.FCFS) is None
+    pool = found.pool(LOADED[0], ways.OURS)
+    assert pool
+    assert pool.seeds == tuple(cell.seed for cell in first)
+
+
+def test_every_effect_comes_to_a_verdict(small: Report) -> None:
+    for effect in effects.EFFECTS:
+        found = effect.look(small.results)
+        assert found is not None, effect.claim
+        assert found.figures
+
+
+def test_results_of_other_experiments_become_a_table_if_they_are_rows() -> None:
+    rows = [{"k": 1, "p99_s": 0.51234, "all": [1]}, {"k": 2, "p99_s": None, "all": []}]
+    assert included.rows_table(rows).splitlines()[2:] == ["| 1 | 0.512 |", "| 2 | – |"]
+    assert included.rows_table({"not": "rows"}) == ""
+    assert included.rows_table(41 * rows) == ""
+
+
+def test_a_plan_that_takes_too_long_is_named(tmp_path: Path) -> None:
+    assert "not measured" in included.planning(tmp_path)
+    rows = [
+        {
+            "num_requests": num,
+            "load": "all",
+            "policy": "fcfs",
+            "more_p50_us": us,
+            "most_more_us": most,
+            "is_met": us < most,
+        }
+        for num, us, most in ((50, 40.0, 100.0), (500, 610.0, 500.0))
+    ]
+    (tmp_path / "step_cost.json").write_text(json.dumps({"results": rows}))
+    told = included.planning(tmp_path)
+    assert "met in 1 of 2" in told
+    assert "at worst 610 us with 500. Missed: 500 requests, all, fcfs." in told
+
+
+def test_copying_out_and_back_takes_both_ways() -> None:
+    profile = load_profile(copying.DEVICES["A40"])
+    assert profile.copies
+    assert copying.copy_s(profile.copies, 1_024, 16) == profile.copies.out_s(64) + profile.copies.in_s(64)
