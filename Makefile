@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-k-lpm bench-step paper paper-full clean
+.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -66,6 +66,9 @@ bench-rounding: .venv/installed ## log-probabilities of prompts computed whole, 
 
 bench-context: .venv/installed ## which pages are in a context that cannot hold all of them, and do they hold the answer? two minutes
 	$(RUN) experiments/context_choice.py --json experiments/results/context_choice.json
+
+bench-adapters: .venv/installed ## LangChain, LlamaIndex and Haystack on vLLM, with streamrag and without; what adapters cost
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/adapters.py --json experiments/results/adapters.json
 
 paper: .venv/installed ## the paper's tables and figures beside ours, and what beats them, simulated: experiments/results/paper.md, half an hour
 	$(RUN) -m experiments.paper

@@ -123,7 +123,7 @@ def test_a_benchmark_is_run_reported_and_not_run_twice(tmp_path: Path, capsys: p
     assert {path: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()} == files
     assert (folder / "report.html").exists()
 
-    streaming = next(path for path in files if "streaming-fcfs" in path.name)
+    streaming = next(path for path in files if "streaming-srpf" in path.name)
     assert main(["bench", "timeline", str(streaming), "--output", str(tmp_path / "timeline.json")]) == 0
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert {"retrieval", "prefill", "step"} <= {event["name"] for event in events}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update
-from streamrag.modes.context import UpdateMode
+from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import Retrieval
 
 
@@ -23,11 +23,11 @@ async def retrieve(source: Source, query: str) -> AsyncGenerator[SourceEvent, No
 
 async def retrieve_all(source: Source, query: str) -> tuple[Chunk, ...]:
     """Everything that the source finds, in its order."""
-    chunks: tuple[Chunk, ...] = ()
+    chunks = Context()
     async with aclosing(retrieve(source, query)) as events:
         async for event in events:
             if isinstance(event, Append | Update):
-                chunks = UpdateMode().fold(chunks, event)
+                chunks = chunks.become(UpdateMode().fold(chunks, event))
     return chunks
 
 

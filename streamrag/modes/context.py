@@ -50,12 +50,20 @@ class UpdateMode:
 class AppendMode:
     """The context only grows: an `Update` adds the chunks that it brings for the first time, in their order.
 
-    Nothing that was prefilled is ever invalidated. The price, with a refining search: passages that fell out of its
-    final result stay in the prompt, and the order is that of discovery rather than rank.
+    A passage that comes again with another score, as from a reranker, is the one that is there. Nothing that was
+    prefilled is ever invalidated. The price, with a refining search: passages that fell out of its final result stay in
+    the prompt, and the order is that of discovery rather than rank.
     """
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
         """The new context, in prompt order; a chunk is never in it twice."""
         came = dict.fromkeys(event.chunks if isinstance(event, Update) else (event.chunk,))
         new = [chunk for chunk in came if chunk not in chunks]
+        if new and isinstance(event, Update):
+            first = {_passage(chunk): chunk for chunk in (*reversed(new), *chunks)}
+            new = [chunk for chunk in new if first[_passage(chunk)] is chunk]
         return (*chunks, *new) if new else chunks
+
+
+def _passage(chunk: Chunk) -> tuple[str, int, str]:
+    return chunk.uri, chunk.passage, chunk.text

@@ -1,5 +1,6 @@
 """How a context follows its retriever, and that many chunks take no more time each than a few."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,15 @@ def test_append_mode_only_grows() -> None:
     assert mode.fold((A,), Append(B)) == (A, B)
     assert mode.fold((A, B), Update((C, A))) == (A, B, C)
     assert mode.fold((A, B), Update(())) == (A, B)
+
+
+def test_append_mode_keeps_a_passage_that_comes_again_with_another_score() -> None:
+    mode = AppendMode()
+    scored, better = replace(A, score=0.1), replace(A, score=0.9)
+    assert mode.fold((A,), Update((B, scored))) == (A, B)
+    assert mode.fold((scored,), Update((A,))) == (scored,)
+    assert mode.fold((scored,), Update((better, replace(B, score=0.5)))) == (scored, replace(B, score=0.5))
+    assert mode.fold((), Update((better, scored))) == (better,)
 
 
 def test_no_chunk_is_in_a_context_twice() -> None:

@@ -18,7 +18,7 @@ from streamrag.adapters.home import Home, Housed
 from streamrag.adapters.parts import retrieve
 from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError
-from streamrag.modes import UpdateMode
+from streamrag.modes.context import Context, UpdateMode
 
 
 class StreamragRetriever(Housed, BaseRetriever):
@@ -77,13 +77,13 @@ class _Found:
     """The context as a source builds it."""
 
     def __init__(self, num_wanted: int | None) -> None:
-        self._chunks: tuple[Chunk, ...] = ()
+        self._chunks = Context()
         self._num_wanted = num_wanted
 
     def told(self, event: SourceEvent) -> tuple[str, dict[str, Any]]:
         """The name and the data of the custom event."""
         if isinstance(event, Append | Update):
-            self._chunks = UpdateMode().fold(self._chunks, event)
+            self._chunks = self._chunks.become(UpdateMode().fold(self._chunks, event))
         match event:
             case Append(chunk):
                 return "streamrag_append", {"document": document_of(chunk)}

@@ -9,7 +9,7 @@ from typing import Any
 from streamrag.core import Append, Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import is_number, kind_of, short
-from streamrag.modes import UpdateMode
+from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import closing
 from streamrag.sources.fusion import RRF_K
 from streamrag.sources.merged import Merged
@@ -87,11 +87,11 @@ class _Query:
                 yield event
 
     async def compress(self, retriever: Any) -> AsyncGenerator[SourceEvent, None]:
-        chunks: tuple[Chunk, ...] = ()
+        chunks = Context()
         async with aclosing(self.events(retriever.base_retriever)) as events:
             async for event in events:
                 if isinstance(event, Append | Update):
-                    chunks = UpdateMode().fold(chunks, event)
+                    chunks = chunks.become(UpdateMode().fold(chunks, event))
                 yield event
         if chunks:
             documents = [self._documents[replace(chunk, score=None)] for chunk in chunks]
