@@ -50,6 +50,8 @@ PROFILE = TableProfile("fuzz", "none", ((1, 0.1), (100, 10.0)), 0.0, 0.0, kv_tok
 """The profile of an engine on which copying a few blocks takes less time than computing them, and copying one takes
 more."""
 MOST_EMPTY_STEPS = 4
+MOST_EVICTING = 500
+"""An operator who took from everybody what it has just loaded would never let the engine come to an end."""
 MOST_STEPS = 5_000
 BY_ARRIVAL = ("fcfs", "arrival")
 """Policies under which of two complete prompts the earlier one is started first."""
@@ -89,6 +91,7 @@ class Run:
         self.reset_s: set[float] = set()
         """When the cache was emptied, or was to be."""
         self._chance = random.Random(scenario.seed)
+        self._num_evicting = 0
         self._loaded: set[int] = set()  # blocks, by the step before
         self._leaving: list[str] = []  # who goes away while the next step computes
         self._paused_at = 0
@@ -282,6 +285,9 @@ class Run:
     def _evict_loaders(self) -> None:
         loaded, self._loaded = self._loaded, set()
         if not loaded or self.pause is not None or self._chance.random() >= self.scenario.share_of_evicted_loaders:
+            return
+        self._num_evicting += 1
+        if self._num_evicting > MOST_EVICTING:
             return
         for request in list(self.scheduler.requests.values()):
             (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
