@@ -60,7 +60,7 @@ SHARED_BY_PROCESS: dict[str, set[str]] = {
     "client": {"chunk_wire", "facts", "options", "version"},
     "scheduler": {"chunk_wire", "copy_wire", "facts", "options", "version"},
     "worker": {"copy_wire"},
-    "connector": {"scheduler", "worker", "copy_wire", "options"},  # vLLM's entry to both
+    "connector": {"host_size", "scheduler", "worker", "copy_wire", "options"},  # vLLM's entry to both
     "options": {"chunk_wire"},
     "version": set(),
     "facts": set(),

@@ -42,7 +42,7 @@ class Scale:
 SHORT = Scale(
     "short",
     {
-        "open": Size((1, 8), 700),
+        "open": Size((1, 2), 500, 300),
         "pressure": Size((1,), None),
         "held-out": Size((8,), 700),
         "overload": Size((1,), 600, 300),

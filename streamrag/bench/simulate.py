@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.host_size import MOST_TIMES_DEVICE
 from streamrag.bench.arms import Timing, check_arm, run_query
 from streamrag.bench.cell import CellProgress, CellResult, CellSettings, StepPart, StepResult
 from streamrag.bench.provenance import versions
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from streamrag.backends.simulated.client import SimulatedClient
 
 
+HOST_KV_BYTES = 128 << 30
+"""A worker's share of the host's memory where nobody says: of a usual node with 512 GiB for each device."""
 MAX_BLOCKS = 4_000_000
 """Each takes some 200 bytes of memory."""
 
@@ -177,9 +179,11 @@ class _Run:
         options: dict[str, Any] = {"policy": settings.policy, "eviction": settings.eviction}
         if _has_host_memory(settings):
             assert self.profile.copies
-            host_kv_bytes = settings.host_kv_bytes or SchedulerOptions().host_kv_bytes
             # In blocks of the profile: those of the simulated engine have a size that means nothing.
-            options["num_host_blocks"] = host_kv_bytes // self.profile.copies.block_bytes
+            num_blocks = (settings.host_kv_bytes or HOST_KV_BYTES) // self.profile.copies.block_bytes
+            if settings.host_kv_bytes is None:
+                num_blocks = min(num_blocks, MOST_TIMES_DEVICE * self.kv_tokens // self.profile.block_size)
+            options["num_host_blocks"] = num_blocks
             options["profile"] = settings.profile
         return {**options, **settings.scheduler_options}
 

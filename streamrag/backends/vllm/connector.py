@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
+from streamrag.backends.vllm.host_size import num_host_blocks
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.host_costs import Match
 from streamrag.backends.vllm.scheduler.host_memory import HostMemory
@@ -44,7 +45,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_used = why_no_host_memory(kv_cache_config) is None
         if role == KVConnectorRole.WORKER:
             options = SchedulerOptions.of(vllm_config)
-            num_slots = _num_slots(options, kv_cache_config) if self._is_used else 0
+            num_slots = _num_slots(options, vllm_config, kv_cache_config) if self._is_used else 0
             self.copier = HostCopier(num_slots, kv_cache_config.num_blocks)
             return
         self.host_memory: HostMemory | None = None
@@ -67,7 +68,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         options = SchedulerOptions.of(config)
         price = make_price(options, config, _block_bytes(kv_cache_config))
-        self.host_memory = HostMemory(kv_cache_manager, _num_slots(options, kv_cache_config), price)
+        self.host_memory = HostMemory(kv_cache_manager, _num_slots(options, config, kv_cache_config), price)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
         match = self.host_memory.look_up(request, num_computed_tokens) if self.host_memory else None
@@ -137,11 +138,13 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.copier.close()
 
 
-def _num_slots(options: SchedulerOptions, config: "KVCacheConfig") -> int:
+def _num_slots(options: SchedulerOptions, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
     """Blocks that host memory has room for."""
     if options.num_host_blocks is not None:
         return options.num_host_blocks
-    return options.host_kv_bytes // _block_bytes(config)
+    parallel = config.parallel_config
+    num_workers = parallel.world_size * parallel.data_parallel_size_local
+    return num_host_blocks(options.host_kv_bytes, _block_bytes(kv_cache), kv_cache.num_blocks, max(num_workers, 1))
 
 
 def _block_bytes(config: "KVCacheConfig") -> int:

@@ -34,8 +34,8 @@ class SchedulerOptions:
     """See `streamrag.engine.Limits.num_blocks_kept_free`, as a share of the KV blocks."""
     eviction: EvictionMode = "cost"
     """What becomes of a victim's KV: see `streamrag.engine.eviction`. Without our KV connector it is recomputed."""
-    host_kv_bytes: int = 4 << 30
-    """Host memory for KV, of each worker."""
+    host_kv_bytes: int | None = None
+    """Host memory for KV, of each worker; None for a share of the machine's: see `host_size`."""
     num_host_blocks: int | None = None
     """Overrides `host_kv_bytes`: KV blocks that host memory holds."""
     profile: str | None = None
@@ -45,7 +45,8 @@ class SchedulerOptions:
 
     def __post_init__(self) -> None:
         check_eviction(self.eviction)
-        if not isinstance(self.host_kv_bytes, int) or self.host_kv_bytes <= 0:
+        given = self.host_kv_bytes
+        if given is not None and (not isinstance(given, int) or given <= 0):
             raise ConfigurationError(
                 f"host_kv_bytes={self.host_kv_bytes!r} must be a positive number of bytes; "
                 'for none, leave it out and set eviction="recompute"'

@@ -44,7 +44,8 @@ class VllmBackend:
         partial prompts would take it from each other.
     eviction: what becomes of the KV of those that must make room: it is computed again, copied to host memory and back
         ("swap"), or whatever is expected to take less time ("cost", the default where host memory can be had).
-    host_kv_bytes: bounds the host memory of each worker; 4 GiB by default.
+    host_kv_bytes: bounds the host memory of each worker. By default they share a quarter of the machine's,
+        and none takes more than twice its KV cache.
     profile: name or path of the hardware's costs; without one they are estimated from the model's shape, and corrected
         by what the engine's own steps take.
     max_model_len: most tokens of prompt and answer together. This, and what else is None below, is vLLM's choice.
