@@ -42,8 +42,8 @@ class Scale:
 SHORT = Scale(
     "short",
     {
-        "open": Size((1, 2), 500, 300),
-        "pressure": Size((1,), None),
+        "open": Size((1,), 700),
+        "pressure": Size((1,), 1_000),
         "held-out": Size((8,), 700),
         "overload": Size((1,), 600, 300),
     },
