@@ -9,7 +9,7 @@ import pytest
 from experiments.paper import effects, report, ways
 from experiments.paper.__main__ import plan_of, scaled
 from experiments.paper.pictures import Pictures
-from experiments.paper.plan import SHORT, make_plan
+from experiments.paper.plan import FULL, SHORT, make_plan
 from experiments.paper.points import BEATEN, LOADED
 from experiments.paper.results import Results, read
 from experiments.paper.sections import ablations, beat, copying, included
@@ -72,7 +72,7 @@ def test_what_is_not_simulated_yet_is_said_to_be_so(small: Report) -> None:
 
 def test_a_point_counts_when_all_of_its_seeds_are_there(tmp_path: Path) -> None:
     plan, store = (
-        make_plan(scaled(SHORT, 25, None), [(LOADED[0], ways.OURS), (LOADED[0], ways.FCFS)]),
+        make_plan(scaled(FULL, 25, 2), [(LOADED[0], ways.OURS), (LOADED[0], ways.FCFS)]),
         CellStore(tmp_path),
     )
     first, second = plan.values()
