@@ -264,6 +264,8 @@ class McpResourceSource(_McpSource):
 
     async def _next(self, changes: AsyncIterator[str], end_s: float) -> str | CutShort | None:
         """The next resource that changes, or None when it is time to end or the server says no more."""
+        if asyncio.get_running_loop().time() >= end_s:  # a change that is there already is no wait that could time out
+            return None
         try:
             async with asyncio.timeout_at(end_s):
                 return await anext(changes, None)

@@ -310,6 +310,15 @@ async def test_watching_ends_when_its_time_is_up() -> None:
         assert await events(source, "") == [Update((Chunk("The printer jams.", "notes://printer"),))]
 
 
+async def test_watching_ends_though_a_resource_changes_faster_than_it_is_read(tmp_path: Path) -> None:
+    restless = tmp_path / "restless.py"
+    read = """case "resources/read":\n"""
+    changes = """            send(method="notifications/resources/updated", params={"uri": URI})\n"""
+    restless.write_text((HERE / "old_mcp_server.py").read_text().replace(read, read + changes))
+    async with started(McpResourceSource([sys.executable, str(restless)], ["notes://printer"], watch_s=0.2)) as source:
+        assert isinstance((await events(source, ""))[-1], Update)
+
+
 async def test_a_server_that_dies_while_it_is_watched_cuts_retrieval_short() -> None:
     server = await asyncio.create_subprocess_exec(*STDIO, "http", stdout=subprocess.PIPE)
     assert server.stdout
