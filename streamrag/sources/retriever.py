@@ -23,6 +23,9 @@ class RetrieverSource:
     LangChain's documents are; `source` and `url` are taken for `uri` too. A LangChain retriever becomes a source as
     `RetrieverSource(retriever.ainvoke)`.
 
+    Of a generator, or what else makes them one by one, at most 100,000 passages are read, and none once the query is
+    stopped.
+
     The source's `name` is the function's. Passages without a uri get it too; those without a number are counted within
     their document.
 
@@ -42,7 +45,7 @@ class RetrieverSource:
         :raises SourceError: `retrieve` raised, or returned something other than passages.
         """
         try:
-            found = await call_for_list(self._retrieve, query, self._listed, self._calls)
+            found = await call_for_list(self._retrieve, query, self._checked, self._calls)
         except StreamRagError:
             raise
         except Exception as error:  # anybody's code: whatever it raises is a failed retrieval
@@ -50,14 +53,14 @@ class RetrieverSource:
         passages = PassageReader(self.name)
         yield Update(tuple(map(passages.chunk, found)))
 
-    def _listed(self, found: Any) -> list[Any]:
+    def _checked(self, found: Any) -> Iterable[Any]:
         if isinstance(found, AsyncIterable):
             raise SourceError(
                 f"{self.name} returned an async iterator: streamrag.from_passages makes a source of such a function"
             )
         if isinstance(found, str | bytes | Mapping | Chunk) or not isinstance(found, Iterable):
             raise SourceError(f"{self.name} returned {described(found)}, not a list of {WANTED}")
-        return list(found)
+        return found
 
 
 def name_of(retrieve: Callable[..., Any]) -> str:

@@ -237,7 +237,7 @@ class WebSource:
             return self._urls, []
         try:
             async with asyncio.timeout_at(deadline) as timeout:
-                found = await call_for_list(self._urls, query, _listed, self._calls)
+                found = await call_for_list(self._urls, query, _checked, self._calls)
         except StreamRagError:
             raise
         except Exception as error:
@@ -246,14 +246,14 @@ class WebSource:
         return _usable(found)
 
 
-def _listed(urls: object) -> list[object]:
+def _checked(urls: object) -> Iterable[object]:
     if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
         raise ConfigurationError(f"WebSource: start URLs are a list, as in [{urls!r}]")
-    return list(urls)
+    return urls
 
 
 def _parse(urls: object) -> Iterable[str]:
-    return list(dict.fromkeys(parse_start_url(url) for url in _listed(urls)))
+    return list(dict.fromkeys(parse_start_url(url) for url in _checked(urls)))
 
 
 def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
