@@ -6,6 +6,7 @@ from typing import Any
 
 from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
+from streamrag.kinds import message_of
 from streamrag.sources.callers import call_for_list
 from streamrag.sources.passage_like import WANTED, PassageReader, described
 from streamrag.sources.threads import Threads
@@ -49,7 +50,7 @@ class RetrieverSource:
         except StreamRagError:
             raise
         except Exception as error:  # anybody's code: whatever it raises is a failed retrieval
-            raise SourceError(f"{self.name} failed: {type(error).__name__}: {error}") from error
+            raise SourceError(f"{self.name} failed: {type(error).__name__}: {message_of(error)}") from error
         passages = PassageReader(self.name)
         yield Update(tuple(map(passages.chunk, found)))
 

@@ -19,6 +19,7 @@ from streamrag.errors import (
     UnreachableError,
     UnsafeUrlError,
 )
+from streamrag.kinds import short
 from streamrag.scratch import ScratchFolder, remove_left_behind
 from streamrag.sources.addresses import MAX_URL_CHARS, parse_start_url
 from streamrag.sources.callers import call_for_list
@@ -241,7 +242,11 @@ class WebSource:
         except StreamRagError:
             raise
         except Exception as error:
-            what = f"took longer than {self._options.crawl_timeout_s:g} s" if timeout.expired() else f"raised {error!r}"
+            what = (
+                f"took longer than {self._options.crawl_timeout_s:g} s"
+                if timeout.expired()
+                else f"raised {short(error)}"
+            )
             raise SourceError(f"the function that gives WebSource its start URLs {what}") from error
         return _usable(found)
 

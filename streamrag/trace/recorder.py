@@ -10,6 +10,7 @@ import anyio
 
 from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.errors import TraceError
+from streamrag.kinds import message_of
 from streamrag.tasks import run_regardless
 from streamrag.trace.background import BackgroundWriter
 from streamrag.trace.lines import EndLine, Line, QueryLine, SkippedLine, TextMode
@@ -133,7 +134,7 @@ class TraceRecorder:
                 query=query_id,
                 end_s=seconds(self._clock() - began_s),
                 outcome=outcome,
-                error=None if failure is None else clean(str(failure) or type(failure).__name__),
+                error=None if failure is None else clean(message_of(failure)),
                 cut_short=None if cut_short is None else clean(cut_short),
             )
             writer.put([end], flush=True)
