@@ -53,6 +53,7 @@ class TraceRecorder:
         self._text: TextMode = text
         self._provenance = dict(provenance or {})
         self._clock = clock
+        self._starting = anyio.Lock()
         self._writer: BackgroundWriter | None = None
         self._tokenizer: str | None = None
         self._defined: set[str] = set()
@@ -65,12 +66,17 @@ class TraceRecorder:
         :raises TraceError: the file is something else, is broken, is being recorded to, or cannot be written.
         :raises MissingDependencyError: it is a .zst file, and zstandard is not installed.
         """
-        if self._writer:
-            return
-        progress(f"recording to {self.path}")
-        await run_regardless(self._open(), "streamrag trace opens")  # whoever is cancelled, so that it can be closed
-        self._defined = set()
-        self._num_queries = 0
+        async with self._starting:
+            if self._writer:
+                return
+            progress(f"recording to {self.path}")
+            try:
+                await run_regardless(self._open(), "streamrag trace opens")
+            except BaseException:  # whoever is cancelled has not entered what would close it
+                await self.aclose()
+                raise
+            self._defined = set()
+            self._num_queries = 0
 
     async def _open(self) -> None:
         self._writer = await anyio.to_thread.run_sync(BackgroundWriter, self.path)
