@@ -5,6 +5,7 @@ import importlib
 import inspect
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -182,6 +183,22 @@ async def test_a_server_that_floods_is_ended_before_it_fills_the_memory(url: str
         await asked([sys.executable, "-c", endless], "search", max_bytes=1 << 20)
 
 
+def old_server(folder: Path, case: str, does: str) -> list[str]:
+    """The command of the older server, which `does` something else in this case."""
+    script = folder / "server.py"
+    code = (HERE / "old_mcp_server.py").read_text()
+    assert f'case "{case}":' in code
+    script.write_text(code.replace(f'case "{case}":', f'case "{case}":\n            {does}'))
+    return [sys.executable, str(script)]
+
+
+async def test_a_server_that_falls_silent_fails_its_query_at_once(tmp_path: Path) -> None:
+    server = old_server(tmp_path, "resources/read", "import os, time; os.close(1); time.sleep(1000)")
+    async with started(McpResourceSource(server, ["notes://printer"])) as source:
+        with pytest.raises(SourceError, match="connection to the MCP server is lost"):
+            await events(source, "")
+
+
 async def test_a_query_that_is_cancelled_cancels_the_call_and_leaves_the_server_to_others(tmp_path: Path) -> None:
     path = pipe(tmp_path)
     async with started(McpToolSource(STDIO, "hangs")) as source:
@@ -252,16 +269,31 @@ runpy.run_path({STDIO[1]!r}, run_name="__main__")
             await query
 
 
-def test_a_server_ends_with_the_program_even_if_that_is_killed(tmp_path: Path) -> None:
+async def test_no_process_is_left_that_a_server_has_started_and_not_ended(tmp_path: Path) -> None:
+    path = pipe(tmp_path)
+    async with started(McpToolSource(STDIO, "starts")) as source:
+        query = asyncio.create_task(events(source, str(path)))
+        with await asyncio.to_thread(path.open) as said:
+            process = os.pidfd_open(int(await asyncio.to_thread(said.readline)))
+        await query
+        assert not has_ended(process, 0)
+    assert has_ended(process)
+    os.close(process)
+
+
+@pytest.mark.parametrize("tool", ["blocks", "starts"])
+@pytest.mark.parametrize("command", [STDIO, ["sh", "-c", f"{shlex.join(STDIO)}; true"]])
+def test_a_server_ends_with_the_program_even_if_that_is_killed(tool: str, command: list[str], tmp_path: Path) -> None:
     path = pipe(tmp_path)
     code = f"""
 import asyncio
 from streamrag.adapters.mcp import McpToolSource
 
 async def main():
-    source = McpToolSource({STDIO!r}, "blocks")
+    source = McpToolSource({command!r}, {tool!r})
     await source.start(lambda line: None)
     async for event in source.stream({str(path)!r}): pass
+    await asyncio.sleep(1000)
 
 asyncio.run(main())
 """
@@ -311,11 +343,9 @@ async def test_watching_ends_when_its_time_is_up() -> None:
 
 
 async def test_watching_ends_though_a_resource_changes_faster_than_it_is_read(tmp_path: Path) -> None:
-    restless = tmp_path / "restless.py"
-    read = """case "resources/read":\n"""
-    changes = """            send(method="notifications/resources/updated", params={"uri": URI})\n"""
-    restless.write_text((HERE / "old_mcp_server.py").read_text().replace(read, read + changes))
-    async with started(McpResourceSource([sys.executable, str(restless)], ["notes://printer"], watch_s=0.2)) as source:
+    changes = """send(method="notifications/resources/updated", params={"uri": URI})"""
+    restless = old_server(tmp_path, "resources/read", changes)
+    async with started(McpResourceSource(restless, ["notes://printer"], watch_s=0.2)) as source:
         assert isinstance((await events(source, ""))[-1], Update)
 
 
