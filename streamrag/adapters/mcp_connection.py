@@ -52,6 +52,8 @@ class Connection:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._held: _Held | None = None
+        self._all_held: set[_Held] = set()
+        """Those too that calls still wait for."""
         self._opening: asyncio.Task[_Held] | None = None
         self._ending: set[asyncio.Task[Any]] = set()
         self._is_closed = False
@@ -60,8 +62,8 @@ class Connection:
     async def aclose(self) -> None:
         """Close it. A server that is a process has ended when this returns: mcp gives it seconds, then kills it."""
         self._is_closed = True
-        opening, held, self._held = self._opening, self._held, None
-        if held is not None:
+        opening, self._held = self._opening, None
+        for held in self._all_held:
             self._end(held)
         await wait_regardless([*self._ending, *([opening] if opening else [])])
         await wait_regardless(self._ending)  # those that have ended meanwhile, too
@@ -73,6 +75,7 @@ class Connection:
         :raises SourceError: whatever fails in the block.
         """
         held = await self._connected()
+        assert held.client
         held.num_calls += 1
         began_s = asyncio.get_running_loop().time()
         try:
@@ -165,7 +168,7 @@ class Connection:
 
     async def _connected(self) -> "_Held":
         """The client that is used now, or a new one; whoever comes while that is opened waits for the same."""
-        if self._held is not None and not self._held.is_lost:
+        if self._held is not None and self._held.client is not None and not self._held.is_lost:
             return self._held
         if self._is_closed:
             raise SourceError(f"{self._name}: the source was closed")
@@ -179,8 +182,9 @@ class Connection:
         if before is not None and not before.num_calls:
             self._end(before)
         held = self._held = _Held(self._max_bytes)
-        held.is_lost = True  # till it is open
         held.task = asyncio.create_task(self._hold(held), name=f"{self._name} connection")
+        self._all_held.add(held)
+        held.task.add_done_callback(lambda _: self._all_held.discard(held))
         try:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.shield(held.opened)
@@ -191,7 +195,6 @@ class Connection:
             if not held.opened.done() or held.opened.exception():
                 held.opened.cancel()
                 self._end(held)
-        held.is_lost = False
         return held
 
     def _end(self, held: "_Held") -> None:
@@ -277,9 +280,8 @@ class Connection:
 class _Held:
     """One client, in a task of its own, since it must be closed by the task that opened it."""
 
-    client: Client
-
     def __init__(self, max_bytes: int) -> None:
+        self.client: Client | None = None
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.scope = anyio.CancelScope()
         self.task: asyncio.Task[None] | None = None

@@ -283,6 +283,21 @@ async def test_queries_that_come_after_a_server_hung_have_another_and_those_befo
         os.close(process)
 
 
+async def test_no_process_is_left_of_a_server_that_hung_while_others_had_another(tmp_path: Path) -> None:
+    path = pipe(tmp_path)
+    async with started(McpToolSource(STDIO, "blocks")) as source:
+        waits = asyncio.create_task(events(source, str(path)))
+        with await asyncio.to_thread(path.open) as said:
+            process = os.pidfd_open(int(await asyncio.to_thread(said.readline)))
+        source._opened.doubt(source._opened._held.client)
+        source._tool = "one"
+        assert await events(source, "it") == [Update((Chunk("all about it", "blocks"),))]
+    assert has_ended(process)
+    with pytest.raises(SourceError, match="is lost"):
+        await waits
+    os.close(process)
+
+
 async def test_a_server_that_reads_nothing_keeps_no_query_beyond_its_time(tmp_path: Path) -> None:
     server = old_server(tmp_path, "resources/subscribe", "import time; send(id=number, result={}); time.sleep(1000)")
     uri = f"notes://{'x' * 200_000}"  # more than a pipe holds
