@@ -26,6 +26,14 @@ def short(value: object) -> str:
         return kind_of(value)
 
 
+def message_of(error: BaseException) -> str:
+    """What it says; its kind, if it says nothing or fails to: an exception may be anybody's class too."""
+    with suppress(Exception):
+        if text := str(error):
+            return text
+    return type(error).__name__
+
+
 def plain_text(text: str) -> str:
     """The same text as a `str`: a subclass, as an Enum, may be written otherwise than it reads, or have no hash."""
     return str.__str__(text)

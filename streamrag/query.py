@@ -30,7 +30,7 @@ from streamrag.core import (
     part_name,
 )
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError, SourceError, StreamRagError
-from streamrag.kinds import kind_of
+from streamrag.kinds import kind_of, message_of
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.context import Context
 from streamrag.retrieving import Retrieval, closing
@@ -161,7 +161,7 @@ class QueryRun:
         try:
             return await self._run_admitted()
         except RuntimeError as error:
-            if str(error) != ALREADY_RUNNING:
+            if message_of(error) != ALREADY_RUNNING:
                 raise
             raise BackendError(
                 f"{part_name(self._backend)} failed: it left a task that pulls prompts running"
@@ -293,7 +293,7 @@ class QueryRun:
         except StreamRagError:
             raise
         except Exception as error:  # a source is anybody's code; whatever it raises is a failed retrieval
-            failure = SourceError(f"{part_name(self._source)} failed: {type(error).__name__}: {error}")
+            failure = SourceError(f"{part_name(self._source)} failed: {type(error).__name__}: {message_of(error)}")
             failure.__cause__ = error
             await self._note_or_raise(failure)
 

@@ -146,6 +146,7 @@ def test_a_server_that_takes_only_text_is_asked_with_text(doctor: Any) -> None:
     [
         ({"a": 8192, "b": 8192}, [], "serves a, b: name the model"),
         ({}, [], "serves no model"),
+        ({"n" * 3_000_000: 8192}, [], "serves a model whose name has 3,000,000 characters, and 500 is the most"),
         ({"a": 8192}, ["--model", "c"], "does not serve 'c'. It serves: a"),
         ({"a": None}, [], "give max_model_len"),
         ({"a": 1024}, [], "a takes at most 1024 tokens: ask with --prompt-tokens 960"),
@@ -157,7 +158,20 @@ def test_what_cannot_be_asked_is_explained(
 ) -> None:
     status, _, err = doctor(Server(reuses=True, models=models), *options)
     assert status == 1
-    assert message in err
+    assert message in err.replace("\n", " ")
+    assert len(err) < 2000
+
+
+def test_a_tokenizer_that_loses_the_context_is_refused(doctor: Any) -> None:
+    class Lossy(Server):
+        def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+            if path == "/tokenize" and len(body.get("prompt", "")) > 1000:
+                return 200, {"tokens": [1]}
+            return super().answer(method, path, body)
+
+    status, _, err = doctor(Lossy(reuses=True), "--timeout", "20")
+    assert status == 1
+    assert "the tokenizer makes 1 tokens of 2,000 words" in err.replace("\n", " ")
 
 
 def test_a_model_among_several_and_a_length_can_be_named(doctor: Any) -> None:

@@ -79,8 +79,8 @@ class _McpSource:
             max_bytes=self._max_bytes,
         )
         try:
-            async with self._opened.client() as client, asyncio.timeout(self._timeout_s):
-                await self._check(client)
+            async with self._opened.client() as client:
+                await self._opened.in_time(self._check(client))
         except BaseException:
             await self.aclose()
             raise
@@ -114,7 +114,8 @@ class McpToolSource(_McpSource):
     text is skipped, and reported.
 
     One connection serves all queries; when it is lost, the query that notices fails, and the next one connects anew.
-    A server that was started here ends with the source, and is killed if the program is.
+    The same goes for a server that hangs: a call ran out of time, and nobody was answered meanwhile. A server
+    that was started here ends with the source, and is killed if the program is.
 
     server: the server's address for streamable HTTP; or the command that starts it, a list; or what else
         `mcp.Client` takes.
@@ -125,7 +126,7 @@ class McpToolSource(_McpSource):
     name: for errors and schedulers, and the address of passages that have none; the tool's name unless given.
     headers: sent with each request to an address, as for authorisation.
     timeout_s: the longest time for connecting and for a call.
-    max_bytes: the longest message of the server; one that sends more fails.
+    max_bytes: the longest message of the server; one that sends more, or 65,536 values in one message, fails.
 
     :raises ConfigurationError: values that cannot work.
     """
@@ -156,8 +157,10 @@ class McpToolSource(_McpSource):
 
         :raises SourceError: the tool or the server failed, or did not answer in time.
         """
-        async with self._connection().client() as client, asyncio.timeout(self._timeout_s):
-            result = await client.call_tool(self._tool, {**self._arguments, self._argument: query})
+        connection = self._connection()
+        async with connection.client() as client:
+            call = client.call_tool(self._tool, {**self._arguments, self._argument: query})
+            result = await connection.in_time(call)
         if result.is_error:
             texts = " ".join(getattr(content, "text", "") for content in result.content)
             raise SourceError(f"the tool {self._tool} failed: {said(texts) or 'it does not say why'}")
@@ -204,7 +207,7 @@ class McpResourceSource(_McpSource):
     name: for errors and schedulers.
     headers: as of `McpToolSource`.
     timeout_s: the longest time for connecting, and for reading a resource.
-    max_bytes: the longest message of the server; one that sends more fails.
+    max_bytes: as of `McpToolSource`.
 
     :raises ConfigurationError: values that cannot work.
     """
@@ -251,7 +254,7 @@ class McpResourceSource(_McpSource):
             while changes is not None:
                 uri_or_end = await self._next(changes, end_s)
                 if isinstance(uri_or_end, CutShort):
-                    connection.doubt()
+                    connection.doubt(client)
                     yield uri_or_end
                 if not isinstance(uri_or_end, str):
                     return
@@ -264,6 +267,8 @@ class McpResourceSource(_McpSource):
 
     async def _next(self, changes: AsyncIterator[str], end_s: float) -> str | CutShort | None:
         """The next resource that changes, or None when it is time to end or the server says no more."""
+        if asyncio.get_running_loop().time() >= end_s:  # a change that is there already is no wait that could time out
+            return None
         try:
             async with asyncio.timeout_at(end_s):
                 return await anext(changes, None)
@@ -292,8 +297,7 @@ class McpResourceSource(_McpSource):
         from mcp.types import CONNECTION_CLOSED
 
         try:
-            async with asyncio.timeout(self._timeout_s):
-                result = await client.read_resource(uri, cache_mode="bypass")
+            result = await self._connection().in_time(client.read_resource(uri, cache_mode="bypass"))
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 raise

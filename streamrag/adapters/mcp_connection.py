@@ -4,10 +4,10 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import anyio
 import httpx2
@@ -28,6 +28,7 @@ from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from streamrag.adapters import mcp_relay
 from streamrag.adapters.mcp import said
+from streamrag.adapters.mcp_bounds import BoundedTransport, Traffic
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.tasks import wait_regardless
 
@@ -36,9 +37,11 @@ MAX_PENDING = 1024
 """Resources that have changed and were not read yet."""
 FAREWELL_S = 1.0
 
+T = TypeVar("T")
+
 
 class Connection:
-    """One client, in a task of its own, since it must be closed by the task that opened it."""
+    """The client that is used now; one that is lost is left to the calls that still wait for it."""
 
     def __init__(
         self, server: Any, *, name: str, headers: Mapping[str, str] | None, timeout_s: float, max_bytes: int
@@ -48,20 +51,22 @@ class Connection:
         self._headers = headers
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
-        self._client: Client | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._scope = anyio.CancelScope()
-        self._opening = asyncio.Lock()
-        self._num_calls = 0
-        self._is_lost = False
+        self._held: _Held | None = None
+        self._all_held: set[_Held] = set()
+        """Those too that calls still wait for."""
+        self._opening: asyncio.Task[_Held] | None = None
+        self._ending: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
         self._watches: set[_Changes] = set()
 
     async def aclose(self) -> None:
         """Close it. A server that is a process has ended when this returns: mcp gives it seconds, then kills it."""
-        task, self._task, self._client = self._task, None, None
-        if task is not None:
-            self._scope.cancel()  # not the task: mcp's clean-up is shielded from scopes only
-            await wait_regardless([task])
+        self._is_closed = True
+        opening, self._held = self._opening, None
+        for held in self._all_held:
+            self._end(held)
+        await wait_regardless([*self._ending, *([opening] if opening else [])])
+        await wait_regardless(self._ending)  # those that have ended meanwhile, too
 
     @asynccontextmanager
     async def client(self) -> AsyncGenerator[Client, None]:
@@ -69,29 +74,53 @@ class Connection:
 
         :raises SourceError: whatever fails in the block.
         """
-        client = await self._connected()
-        self._num_calls += 1
+        held = await self._connected()
+        assert held.client
+        held.num_calls += 1
+        began_s = asyncio.get_running_loop().time()
         try:
-            yield client
+            yield held.client
         except StreamRagError:
             raise
         except TimeoutError as error:
-            if client is self._client:
-                self.doubt()
-            raise SourceError(f"{self._name}: the MCP server has not answered in {self._timeout_s:g} s") from error
+            held.is_lost |= held.traffic.answered_s < began_s  # to nobody: then it is not this call that takes long
+            raise self._late() from error
         except MCPError as error:
             if error.code == CONNECTION_CLOSED or error.message == "Session terminated":
-                self._is_lost |= client is self._client
-                raise SourceError(f"{self._name}: the connection to the MCP server is lost: {said(error)}") from error
+                held.is_lost = True
+                why = held.reason or said(error)
+                raise SourceError(f"{self._name}: the connection to the MCP server is lost: {why}") from error
             raise SourceError(f"{self._name}: the MCP server refused: {said(error)}") from error
         except Exception as error:  # what a server sends fails in many ways
             raise SourceError(f"{self._name} failed: {type(error).__name__}: {said(error)}") from error
         finally:
-            self._num_calls -= 1
+            held.num_calls -= 1
+            if held.is_lost and not held.num_calls:
+                self._end(held)
 
-    def doubt(self) -> None:
-        """Something is wrong: connect anew for the next call, unless others use the connection, which may be busy."""
-        self._is_lost |= self._num_calls == 1
+    async def in_time(self, call: Coroutine[Any, Any, T]) -> T:
+        """What `call` returns. One that is given up ends by itself: mcp may take seconds to tell the server.
+
+        :raises TimeoutError: it took longer than `timeout_s`.
+        """
+        task = self._begun(call)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.shield(task)
+        finally:
+            task.cancel()
+
+    def _begun(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """A task that ends with the connection, if not before."""
+        task = asyncio.create_task(call, name=f"{self._name} call")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
+
+    def doubt(self, client: Client) -> None:
+        """Something is wrong: connect anew for the next call."""
+        if self._held is not None and self._held.client is client:
+            self._held.is_lost = True
 
     @asynccontextmanager
     async def changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
@@ -119,58 +148,86 @@ class Connection:
         try:
             for uri in uris:
                 request = SubscribeRequest(params=SubscribeRequestParams(uri=uri))
-                await client.session.send_request(request, EmptyResult)
+                await self.in_time(client.session.send_request(request, EmptyResult))
             yield changes
         finally:
             self._watches.discard(changes)
-            with suppress(Exception), anyio.move_on_after(FAREWELL_S, shield=True):
-                for uri in uris if client is self._client and not self._is_lost else ():
-                    farewell = UnsubscribeRequest(params=UnsubscribeRequestParams(uri=uri))
-                    await client.session.send_request(farewell, EmptyResult)
+            if self._is_used(client):
+                farewell = self._begun(self._unsubscribe(client, uris))
+                await wait_regardless([farewell], at_most_s=FAREWELL_S)
+                farewell.cancel()
 
-    async def _connected(self) -> Client:
-        async with self._opening:
-            if self._client is None or self._is_lost or self._task is None or self._task.done():
-                await self.aclose()
-                self._client = await self._opened()
-                self._is_lost = False
-            return self._client
+    async def _unsubscribe(self, client: Client, uris: Sequence[str]) -> None:
+        with suppress(Exception):
+            for uri in uris:
+                request = UnsubscribeRequest(params=UnsubscribeRequestParams(uri=uri))
+                await client.session.send_request(request, EmptyResult)
 
-    async def _opened(self) -> Client:
-        opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._scope = anyio.CancelScope()
-        self._task = asyncio.create_task(self._hold(opened), name=f"{self._name} connection")
+    def _is_used(self, client: Client) -> bool:
+        return self._held is not None and self._held.client is client and not self._held.is_lost
+
+    async def _connected(self) -> "_Held":
+        """The client that is used now, or a new one; whoever comes while that is opened waits for the same."""
+        if self._held is not None and self._held.client is not None and not self._held.is_lost:
+            return self._held
+        if self._is_closed:
+            raise SourceError(f"{self._name}: the source was closed")
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._opened(), name=f"{self._name} connects")
+            self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._opening)
+
+    async def _opened(self) -> "_Held":
+        before, self._held = self._held, None
+        if before is not None and not before.num_calls:
+            self._end(before)
+        held = self._held = _Held(self._max_bytes)
+        held.task = asyncio.create_task(self._hold(held), name=f"{self._name} connection")
+        self._all_held.add(held)
+        held.task.add_done_callback(lambda _: self._all_held.discard(held))
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await asyncio.shield(opened)
+                await asyncio.shield(held.opened)
         except TimeoutError as error:
-            await self._give_up(opened)
-            raise SourceError(f"{self._name}: the MCP server has not answered in {self._timeout_s:g} s") from error
-        except BaseException:
-            await self._give_up(opened)
-            raise
+            raise self._late() from error
+        finally:
+            self._opening = None
+            if not held.opened.done() or held.opened.exception():
+                held.opened.cancel()
+                self._end(held)
+        return held
 
-    async def _give_up(self, opened: "asyncio.Future[Client]") -> None:
-        opened.cancel()
-        await self.aclose()
+    def _end(self, held: "_Held") -> None:
+        """Close it. Nobody waits for that but `aclose`: a process that hangs takes seconds."""
+        held.is_lost = True
+        held.scope.cancel()  # not the task: mcp's clean-up is shielded from scopes only
+        if held.task is not None:
+            self._ending.add(held.task)
+            held.task.add_done_callback(self._ending.discard)
 
-    async def _hold(self, opened: "asyncio.Future[Client]") -> None:
-        """Open the client, and hold it until the scope is cancelled."""
+    def _late(self) -> SourceError:
+        return SourceError(f"{self._name}: the MCP server has not answered in {self._timeout_s:g} s")
+
+    async def _hold(self, held: "_Held") -> None:
+        """Open the client, and hold it until its scope is cancelled."""
+        opened = held.opened
         try:
-            with self._scope:
-                async with self._transport() as transport:
+            with held.scope:
+                async with self._transport(held.traffic) as transport:
                     client = Client(transport, message_handler=self._hear, read_timeout_seconds=None)
                     async with client:
                         if not opened.done():
-                            opened.set_result(client)
+                            held.client = client
+                            opened.set_result(None)
                         await anyio.sleep_forever()
         except (Exception, BaseExceptionGroup) as error:
-            self._is_lost = True
             if not opened.done():
                 opened.set_exception(self._cannot(error))
         finally:
+            held.is_lost = True
             if not opened.done():
-                opened.set_exception(SourceError(f"{self._name}: the source was closed while it connected"))
+                why = f"lost: {held.reason}" if held.reason else "closed while it connected"
+                opened.set_exception(SourceError(f"{self._name}: the source was {why}"))
 
     def _cannot(self, error: BaseException) -> StreamRagError:
         while isinstance(error, BaseExceptionGroup):
@@ -186,22 +243,25 @@ class Connection:
                 changes.add(str(message.params.uri))
 
     @asynccontextmanager
-    async def _transport(self) -> AsyncGenerator[Any, None]:
-        """What the client takes: all that a server says in one piece is bounded."""
+    async def _transport(self, traffic: Traffic) -> AsyncGenerator[Any, None]:
+        """What the client takes: all that a server says is bounded, but for what else `mcp.Client` takes."""
         match self._server:
             case str(url):
                 limits = httpx2.AsyncHTTPTransport(trust_env=False)
                 async with httpx2.AsyncClient(
                     headers={**(self._headers or {}), "Accept-Encoding": "identity"},
                     timeout=httpx2.Timeout(self._timeout_s, read=None),  # calls and watches have their own limits
-                    transport=_Bounded(limits, self._max_bytes),
+                    transport=BoundedTransport(limits, self._max_bytes),
                     trust_env=False,
                 ) as http_client:
-                    yield streamable_http_client(url, http_client=http_client, max_sse_event_size=self._max_bytes)
+                    yield traffic.counted(
+                        streamable_http_client(url, http_client=http_client, max_sse_event_size=self._max_bytes)
+                    )
             case StdioServerParameters():
-                yield stdio_client(self._relayed(self._server), errlog=_errors())
+                yield traffic.counted(stdio_client(self._relayed(self._server), _errors()))
             case [str(command), *arguments]:
-                yield stdio_client(self._relayed(StdioServerParameters(command=command, args=arguments)), _errors())
+                server = StdioServerParameters(command=command, args=arguments)
+                yield traffic.counted(stdio_client(self._relayed(server), _errors()))
             case server:
                 yield server
 
@@ -215,6 +275,27 @@ class Connection:
         return server.model_copy(
             update={"command": sys.executable, "args": [*relay, server.command, *server.args]},
         )
+
+
+class _Held:
+    """One client, in a task of its own, since it must be closed by the task that opened it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.client: Client | None = None
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.scope = anyio.CancelScope()
+        self.task: asyncio.Task[None] | None = None
+        self.traffic = Traffic(max_bytes, self._drop)
+        self.num_calls = 0
+        self.is_lost = False
+        """New calls take another one; this is closed when those that wait for it have ended."""
+        self.reason = ""
+        """Why it was dropped, if it was."""
+
+    def _drop(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self.is_lost = True
+        self.scope.cancel()
 
 
 class _Changes:
@@ -239,42 +320,6 @@ class _Changes:
         if not self._pending:
             self._is_any.clear()
         return uri
-
-
-class _Bounded(httpx2.AsyncBaseTransport):
-    """Answers in JSON have at most `max_bytes`; events are bounded by who reads them. Nothing is decompressed."""
-
-    def __init__(self, transport: httpx2.AsyncBaseTransport, max_bytes: int) -> None:
-        self._transport = transport
-        self._max_bytes = max_bytes
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        response = await self._transport.handle_async_request(request)
-        response.headers.pop("content-encoding", None)
-        if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
-            assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = _BoundedBody(response.stream, self._max_bytes)
-        return response
-
-    async def aclose(self) -> None:
-        await self._transport.aclose()
-
-
-class _BoundedBody(httpx2.AsyncByteStream):
-    def __init__(self, body: httpx2.AsyncByteStream, max_bytes: int) -> None:
-        self._body = body
-        self._max_bytes = max_bytes
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        num_bytes = 0
-        async for piece in self._body:
-            num_bytes += len(piece)
-            if num_bytes > self._max_bytes:
-                raise httpx2.StreamError(f"more than {self._max_bytes:,} bytes in one answer")
-            yield piece
-
-    async def aclose(self) -> None:
-        await self._body.aclose()
 
 
 def _errors() -> TextIO:

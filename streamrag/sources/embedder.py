@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, IndexMismatchError, MissingDependencyError
+from streamrag.kinds import message_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,7 +101,7 @@ class Embedder:
         try:
             self._encode_passages, self._encode_query = _load(location, num_threads, device)
         except Exception as error:  # anybody's files or code: whatever it raises, it cannot be loaded
-            raise self._error(f"cannot be loaded: {type(error).__name__}: {error}") from error
+            raise self._error(f"cannot be loaded: {type(error).__name__}: {message_of(error)}") from error
         self.query = lru_cache(NUM_CACHED_QUERIES)(self._query)
         probe = self.query(PROBE)
         self.dimension = len(probe)
@@ -127,7 +128,7 @@ class Embedder:
         try:
             vectors = np.ascontiguousarray(encode(texts), dtype=np.float32)
         except Exception as error:
-            raise self._error(f"failed: {type(error).__name__}: {error}") from error
+            raise self._error(f"failed: {type(error).__name__}: {message_of(error)}") from error
         if vectors.ndim != 2 or len(vectors) != len(texts) or not vectors.shape[1]:
             raise self._error(f"gave an array of shape {vectors.shape} for {len(texts)} texts; it must be 2-D")
         if vectors.shape[1] != (self.dimension or vectors.shape[1]):

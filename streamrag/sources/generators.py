@@ -13,7 +13,7 @@ from streamrag.core import Append, Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import kind_of
 from streamrag.retrieving import closing
-from streamrag.sources.callers import is_async
+from streamrag.sources.callers import is_async, is_lazy, read_all, read_in_thread
 from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.retriever import name_of
 from streamrag.sources.threads import Threads
@@ -39,6 +39,7 @@ def from_passages(find: Callable[[str], AsyncIterable[Any] | Iterable[Any]], *, 
 def from_rankings(find: Callable[[str], AsyncIterable[Any] | Iterable[Any]], *, name: str = "") -> "GeneratorSource":
     """A source of what `find(query)` yields, a generator of lists of passages, best first: each is an `Update`.
 
+    A list may be a generator too; then at most 100,000 passages of it are read, and none once the query is stopped.
     Otherwise as `from_passages`.
 
     :raises ConfigurationError: `find` cannot be called.
@@ -67,8 +68,9 @@ class GeneratorSource:
         reader = PassageReader(self.name)
         async with self._found(query) as found, closing(aiter(found)) as items:
             async for item in items:
-                lazy = isinstance(item, Iterator)  # a ranking that is read by a thread: it may block
-                yield self._event_of(reader, await self._calls.run(partial(list, item)) if lazy else item)
+                if isinstance(item, Iterator) or (self._event_of is _ranking and is_lazy(item)):
+                    item = await read_in_thread(item, self._calls)
+                yield self._event_of(reader, item)
 
     @asynccontextmanager
     async def _found(self, query: str) -> AsyncGenerator[AsyncIterable[Any], None]:
@@ -112,7 +114,7 @@ async def _in_thread(make: Callable[[], Any], threads: Threads) -> AsyncGenerato
         try:
             while wanted.acquire() and not is_stopped.is_set():
                 item = next(iterator, _END)
-                item = list(item) if isinstance(item, Iterator) else item
+                item = read_all(item, is_stopped) if isinstance(item, Iterator) else item
                 if item is _END or is_stopped.is_set():
                     return None
                 loop.call_soon_threadsafe(made.put_nowait, item)

@@ -19,7 +19,7 @@ from streamrag.core import (
     part_name,
 )
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.kinds import is_number, short
+from streamrag.kinds import is_number, message_of, short
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import Retrieval
 from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion, without_score
@@ -126,12 +126,12 @@ class Merged:
                     num_running -= 1
                     if event is not None:
                         errors.append(event)
-                        yield Skipped(part_name(self._sources[number]), str(event) or type(event).__name__)
+                        yield Skipped(part_name(self._sources[number]), message_of(event))
                 is_used.set()
         finally:
             await cancel_regardless(pulls)
         if len(errors) == len(pulls):
-            raise SourceError(f"{self.name} failed: {'; '.join(map(str, errors))}") from errors[0]
+            raise SourceError(f"{self.name} failed: {'; '.join(map(message_of, errors))}") from errors[0]
 
 
 def _renamed(event: Append | Update, known: dict[tuple[str, str], Chunk]) -> Append | Update:

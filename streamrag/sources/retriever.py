@@ -6,6 +6,7 @@ from typing import Any
 
 from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
+from streamrag.kinds import message_of
 from streamrag.sources.callers import call_for_list
 from streamrag.sources.passage_like import WANTED, PassageReader, described
 from streamrag.sources.threads import Threads
@@ -22,6 +23,9 @@ class RetrieverSource:
     `uri`, `title`, `passage` and `score`, or an object with `page_content` and such a mapping as `metadata`, as
     LangChain's documents are; `source` and `url` are taken for `uri` too. A LangChain retriever becomes a source as
     `RetrieverSource(retriever.ainvoke)`.
+
+    Of a generator, or what else makes them one by one, at most 100,000 passages are read, and none once the query is
+    stopped.
 
     The source's `name` is the function's. Passages without a uri get it too; those without a number are counted within
     their document.
@@ -42,22 +46,22 @@ class RetrieverSource:
         :raises SourceError: `retrieve` raised, or returned something other than passages.
         """
         try:
-            found = await call_for_list(self._retrieve, query, self._listed, self._calls)
+            found = await call_for_list(self._retrieve, query, self._checked, self._calls)
         except StreamRagError:
             raise
         except Exception as error:  # anybody's code: whatever it raises is a failed retrieval
-            raise SourceError(f"{self.name} failed: {type(error).__name__}: {error}") from error
+            raise SourceError(f"{self.name} failed: {type(error).__name__}: {message_of(error)}") from error
         passages = PassageReader(self.name)
         yield Update(tuple(map(passages.chunk, found)))
 
-    def _listed(self, found: Any) -> list[Any]:
+    def _checked(self, found: Any) -> Iterable[Any]:
         if isinstance(found, AsyncIterable):
             raise SourceError(
                 f"{self.name} returned an async iterator: streamrag.from_passages makes a source of such a function"
             )
         if isinstance(found, str | bytes | Mapping | Chunk) or not isinstance(found, Iterable):
             raise SourceError(f"{self.name} returned {described(found)}, not a list of {WANTED}")
-        return list(found)
+        return found
 
 
 def name_of(retrieve: Callable[..., Any]) -> str:

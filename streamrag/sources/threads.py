@@ -50,6 +50,7 @@ class Threads:
                 result = context.run(call)
             except (
                 StopIteration,
+                GeneratorExit,
                 SystemExit,
                 KeyboardInterrupt,
             ) as raised:  # which end more than the call

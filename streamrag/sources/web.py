@@ -19,6 +19,7 @@ from streamrag.errors import (
     UnreachableError,
     UnsafeUrlError,
 )
+from streamrag.kinds import short
 from streamrag.scratch import ScratchFolder, remove_left_behind
 from streamrag.sources.addresses import MAX_URL_CHARS, parse_start_url
 from streamrag.sources.callers import call_for_list
@@ -237,23 +238,27 @@ class WebSource:
             return self._urls, []
         try:
             async with asyncio.timeout_at(deadline) as timeout:
-                found = await call_for_list(self._urls, query, _listed, self._calls)
+                found = await call_for_list(self._urls, query, _checked, self._calls)
         except StreamRagError:
             raise
         except Exception as error:
-            what = f"took longer than {self._options.crawl_timeout_s:g} s" if timeout.expired() else f"raised {error!r}"
+            what = (
+                f"took longer than {self._options.crawl_timeout_s:g} s"
+                if timeout.expired()
+                else f"raised {short(error)}"
+            )
             raise SourceError(f"the function that gives WebSource its start URLs {what}") from error
         return _usable(found)
 
 
-def _listed(urls: object) -> list[object]:
+def _checked(urls: object) -> Iterable[object]:
     if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
         raise ConfigurationError(f"WebSource: start URLs are a list, as in [{urls!r}]")
-    return list(urls)
+    return urls
 
 
 def _parse(urls: object) -> Iterable[str]:
-    return list(dict.fromkeys(parse_start_url(url) for url in _listed(urls)))
+    return list(dict.fromkeys(parse_start_url(url) for url in _checked(urls)))
 
 
 def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:

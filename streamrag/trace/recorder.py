@@ -10,6 +10,7 @@ import anyio
 
 from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.errors import TraceError
+from streamrag.kinds import message_of
 from streamrag.tasks import run_regardless
 from streamrag.trace.background import BackgroundWriter
 from streamrag.trace.lines import EndLine, Line, QueryLine, SkippedLine, TextMode
@@ -52,6 +53,7 @@ class TraceRecorder:
         self._text: TextMode = text
         self._provenance = dict(provenance or {})
         self._clock = clock
+        self._starting = anyio.Lock()
         self._writer: BackgroundWriter | None = None
         self._tokenizer: str | None = None
         self._defined: set[str] = set()
@@ -64,12 +66,17 @@ class TraceRecorder:
         :raises TraceError: the file is something else, is broken, is being recorded to, or cannot be written.
         :raises MissingDependencyError: it is a .zst file, and zstandard is not installed.
         """
-        if self._writer:
-            return
-        progress(f"recording to {self.path}")
-        await run_regardless(self._open(), "streamrag trace opens")  # whoever is cancelled, so that it can be closed
-        self._defined = set()
-        self._num_queries = 0
+        async with self._starting:
+            if self._writer:
+                return
+            progress(f"recording to {self.path}")
+            try:
+                await run_regardless(self._open(), "streamrag trace opens")
+            except BaseException:  # whoever is cancelled has not entered what would close it
+                await self.aclose()
+                raise
+            self._defined = set()
+            self._num_queries = 0
 
     async def _open(self) -> None:
         self._writer = await anyio.to_thread.run_sync(BackgroundWriter, self.path)
@@ -133,7 +140,7 @@ class TraceRecorder:
                 query=query_id,
                 end_s=seconds(self._clock() - began_s),
                 outcome=outcome,
-                error=None if failure is None else clean(str(failure) or type(failure).__name__),
+                error=None if failure is None else clean(message_of(failure)),
                 cut_short=None if cut_short is None else clean(cut_short),
             )
             writer.put([end], flush=True)

@@ -4,6 +4,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from typing import Any
@@ -94,6 +95,22 @@ async def blocks(query: str) -> str:
         print(os.getpid(), file=pipe)
     time.sleep(1000)  # noqa: ASYNC251
     return ""
+
+
+@server.tool()
+def starts(query: str) -> str:
+    """Starts a process that does not end by itself, and writes to the pipe `query` which."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(1000)"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    with open(query, "w") as pipe:
+        print(process.pid, file=pipe)
+    return ""
+
+
+@server.tool()
+def crowds(query: str) -> list[int]:
+    return list(range(int(query)))
 
 
 @server.tool()

@@ -3,13 +3,16 @@
 import asyncio
 import importlib
 import inspect
+import json
 import os
+import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +158,7 @@ async def test_a_server_that_hangs_is_given_up(tool: str, tmp_path: Path) -> Non
     path = pipe(tmp_path)
     reader = asyncio.create_task(asyncio.to_thread(path.open))
     async with started(McpToolSource(STDIO, tool, timeout_s=20)) as source:
-        source._timeout_s = 0.5  # a server takes longer to start
+        source._opened._timeout_s = 0.5  # a server takes longer to start
         with pytest.raises(SourceError, match="has not answered"):
             await events(source, str(path))
         (await reader).close()
@@ -180,6 +183,130 @@ async def test_a_server_that_floods_is_ended_before_it_fills_the_memory(url: str
     endless = "import sys\nwhile True: sys.stdout.write('x' * 4096)"
     with pytest.raises(SourceError, match="cannot connect"):
         await asked([sys.executable, "-c", endless], "search", max_bytes=1 << 20)
+
+
+async def test_a_message_of_too_many_values_is_refused_before_it_is_read(url: str) -> None:
+    for server in (url, STDIO):
+        assert await asked(server, "crowds", "2") == [Update((Chunk("0", "crowds"), Chunk("1", "crowds", passage=1)))]
+        with pytest.raises(SourceError, match="is lost" if server is STDIO else "65,536 values"):
+            await asked(server, "crowds", "20_000")
+        text = 20_000 * """,[{"\\'"""  # in a string they are no values
+        assert await asked(server, "one", text) == [Update((Chunk(f"all about {text}", "one"),))]
+
+
+def old_server(folder: Path, case: str, does: str) -> list[str]:
+    """The command of the older server, which `does` something else in this case."""
+    script = folder / "server.py"
+    code = (HERE / "old_mcp_server.py").read_text()
+    assert f'case "{case}":' in code
+    script.write_text(code.replace(f'case "{case}":', f'case "{case}":\n            {does}'))
+    return [sys.executable, str(script)]
+
+
+async def test_a_server_that_falls_silent_fails_its_query_at_once(tmp_path: Path) -> None:
+    server = old_server(tmp_path, "resources/read", "import os, time; os.close(1); time.sleep(1000)")
+    async with started(McpResourceSource(server, ["notes://printer"])) as source:
+        with pytest.raises(SourceError, match="connection to the MCP server is lost"):
+            await events(source, "")
+
+
+PING = """while True: send(id=1, method="ping")"""
+LOG = """while True: send(method="notifications/message", params={"level": "info", "data": "x" * 100_000})"""
+SAID = """while True: send(id="nobody asked", result={"text": "x" * 100_000})"""
+JUNK = """while True: print("no message", flush=True)"""
+
+
+@pytest.mark.parametrize(
+    ("does", "why"), [(PING, "64 requests open"), (LOG, "too much"), (SAID, "too much"), (JUNK, "too much")]
+)
+async def test_a_server_that_talks_without_being_asked_is_dropped(does: str, why: str, tmp_path: Path) -> None:
+    server = old_server(tmp_path, "resources/read", does)
+    async with started(McpResourceSource(server, ["notes://printer"])) as source:
+        with pytest.raises(SourceError, match=f"the connection to the MCP server is lost: it has .*{why}"):
+            await events(source, "")
+
+
+async def test_a_server_that_talks_over_http_without_being_asked_is_dropped() -> None:
+    def answer(number: int, **result: Any) -> bytes:
+        return json.dumps({"jsonrpc": "2.0", "id": number, "result": result}).encode()
+
+    log = {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": "x" * 100_000}}
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = re.search(rb"content-length: (\d+)", head)
+                body = json.loads(await reader.readexactly(int(length[1]))) if length else {}
+                match body.get("method"):
+                    case "initialize":
+                        version, info = body["params"]["protocolVersion"], {"name": "old", "version": "1"}
+                        says = answer(body["id"], protocolVersion=version, capabilities={}, serverInfo=info)
+                    case "tools/list":
+                        says = answer(body["id"], tools=[{"name": "search", "inputSchema": {"type": "object"}}])
+                    case "tools/call":
+                        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+                        while True:
+                            writer.write(b"data: " + json.dumps(log).encode() + b"\n\n")
+                            await writer.drain()
+                    case _:
+                        writer.write(b"HTTP/1.1 404 None\r\nContent-Length: 0\r\n\r\n")
+                        continue
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
+                writer.write(b"Content-Length: %d\r\n\r\n" % len(says) + says)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(SourceError, match="is lost: it has sent too much that nobody asked for"):
+            await asked(f"http://127.0.0.1:{port}/mcp", "search")
+
+
+async def test_queries_that_come_after_a_server_hung_have_another_and_those_before_keep_theirs(tmp_path: Path) -> None:
+    path = pipe(tmp_path)
+    async with started(McpToolSource(STDIO, "blocks")) as source:
+        waits = asyncio.create_task(events(source, str(path)))
+        with await asyncio.to_thread(path.open) as said:
+            process = os.pidfd_open(int(await asyncio.to_thread(said.readline)))
+        source._tool = "one"
+        source._opened._timeout_s = 0.5  # a server takes longer to start
+        with pytest.raises(SourceError, match="has not answered"):
+            await events(source, "it")
+        source._opened._timeout_s = LIMIT_S
+        assert await events(source, "it") == [Update((Chunk("all about it", "blocks"),))]
+        assert not waits.done()
+        assert not has_ended(process, 0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert await asyncio.to_thread(has_ended, process)
+        os.close(process)
+
+
+async def test_no_process_is_left_of_a_server_that_hung_while_others_had_another(tmp_path: Path) -> None:
+    path = pipe(tmp_path)
+    async with started(McpToolSource(STDIO, "blocks")) as source:
+        waits = asyncio.create_task(events(source, str(path)))
+        with await asyncio.to_thread(path.open) as said:
+            process = os.pidfd_open(int(await asyncio.to_thread(said.readline)))
+        source._opened.doubt(source._opened._held.client)
+        source._tool = "one"
+        assert await events(source, "it") == [Update((Chunk("all about it", "blocks"),))]
+    assert has_ended(process)
+    with pytest.raises(SourceError, match="is lost"):
+        await waits
+    os.close(process)
+
+
+async def test_a_server_that_reads_nothing_keeps_no_query_beyond_its_time(tmp_path: Path) -> None:
+    server = old_server(tmp_path, "resources/subscribe", "import time; send(id=number, result={}); time.sleep(1000)")
+    uri = f"notes://{'x' * 200_000}"  # more than a pipe holds
+    async with started(McpResourceSource(server, [uri], watch_s=9)) as source:
+        source._opened._timeout_s = 0.5
+        with pytest.raises(SourceError, match=r"has not answered in 0.5 s"):
+            await events(source, "")
+        is_left = [task for task in asyncio.all_tasks() if task.get_name() == "McpResourceSource call"]
+        assert is_left, "the query has waited until the server was told"
 
 
 async def test_a_query_that_is_cancelled_cancels_the_call_and_leaves_the_server_to_others(tmp_path: Path) -> None:
@@ -252,16 +379,31 @@ runpy.run_path({STDIO[1]!r}, run_name="__main__")
             await query
 
 
-def test_a_server_ends_with_the_program_even_if_that_is_killed(tmp_path: Path) -> None:
+async def test_no_process_is_left_that_a_server_has_started_and_not_ended(tmp_path: Path) -> None:
+    path = pipe(tmp_path)
+    async with started(McpToolSource(STDIO, "starts")) as source:
+        query = asyncio.create_task(events(source, str(path)))
+        with await asyncio.to_thread(path.open) as said:
+            process = os.pidfd_open(int(await asyncio.to_thread(said.readline)))
+        await query
+        assert not has_ended(process, 0)
+    assert has_ended(process)
+    os.close(process)
+
+
+@pytest.mark.parametrize("tool", ["blocks", "starts"])
+@pytest.mark.parametrize("command", [STDIO, ["sh", "-c", f"{shlex.join(STDIO)}; true"]])
+def test_a_server_ends_with_the_program_even_if_that_is_killed(tool: str, command: list[str], tmp_path: Path) -> None:
     path = pipe(tmp_path)
     code = f"""
 import asyncio
 from streamrag.adapters.mcp import McpToolSource
 
 async def main():
-    source = McpToolSource({STDIO!r}, "blocks")
+    source = McpToolSource({command!r}, {tool!r})
     await source.start(lambda line: None)
     async for event in source.stream({str(path)!r}): pass
+    await asyncio.sleep(1000)
 
 asyncio.run(main())
 """
@@ -308,6 +450,13 @@ async def test_a_server_that_cannot_be_watched_says_so(tmp_path: Path) -> None:
 async def test_watching_ends_when_its_time_is_up() -> None:
     async with started(McpResourceSource(STDIO, ["notes://printer"], watch_s=0.1)) as source:
         assert await events(source, "") == [Update((Chunk("The printer jams.", "notes://printer"),))]
+
+
+async def test_watching_ends_though_a_resource_changes_faster_than_it_is_read(tmp_path: Path) -> None:
+    changes = """send(method="notifications/resources/updated", params={"uri": URI})"""
+    restless = old_server(tmp_path, "resources/read", changes)
+    async with started(McpResourceSource(restless, ["notes://printer"], watch_s=0.2)) as source:
+        assert isinstance((await events(source, ""))[-1], Update)
 
 
 async def test_a_server_that_dies_while_it_is_watched_cuts_retrieval_short() -> None:

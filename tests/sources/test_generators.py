@@ -210,6 +210,59 @@ async def test_a_lazy_ranking_is_read_by_a_thread(is_async: bool) -> None:
     assert threads[0] != threading.get_ident()
 
 
+class Endless:
+    """No iterator, and no list."""
+
+    def __init__(self) -> None:
+        self.is_closed = threading.Event()
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            while True:
+                yield "again"
+        finally:
+            self.is_closed.set()
+
+
+def lazily(way: str, found: Any) -> Source:
+    """A source that finds `found`, which is lazy, in one of the ways that there are."""
+
+    async def ranking(query: str) -> AsyncIterator[Any]:
+        yield found
+
+    async def retrieved(query: str) -> Any:
+        return found
+
+    return {
+        "ranking": lambda: from_rankings(lambda query: iter([iter(found)])),
+        "iterable ranking": lambda: from_rankings(lambda query: iter([found])),
+        "async ranking": lambda: from_rankings(ranking),
+        "retriever": lambda: RetrieverSource(lambda query: iter(found)),
+        "async retriever": lambda: RetrieverSource(retrieved),
+    }[way]()
+
+
+WAYS = ["ranking", "iterable ranking", "async ranking", "retriever", "async retriever"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_what_never_ends_is_refused_and_closed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.sources.callers.MAX_LAZY", 10)
+    endless = Endless()
+    with pytest.raises(SourceError, match="more than 10 items"):
+        await events(lazily(way, endless))
+    assert await asyncio.to_thread(endless.is_closed.wait, 10)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_what_is_read_lazily_is_read_no_further_than_its_query(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.sources.callers.MAX_LAZY", 1 << 40)
+    endless = Endless()
+    with anyio.move_on_after(0.01):
+        await events(lazily(way, endless))
+    assert await asyncio.to_thread(endless.is_closed.wait, 10)
+
+
 def test_places_of_an_event_loop_that_has_ended_are_not_missed() -> None:
     goes_on = threading.Event()
 

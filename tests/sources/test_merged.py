@@ -80,6 +80,23 @@ async def test_one_that_fails_is_skipped_and_all_that_fail_are_an_error() -> Non
         )
 
 
+class UnsayableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+async def test_one_whose_error_cannot_be_written_takes_no_other_with_it() -> None:
+    failing = ScriptedSource([UnsayableError()])
+    skipped = Skipped("ScriptedSource", "UnsayableError")
+    assert await events(failing, ScriptedSource([0.05, Append(A)])) == [skipped, appended(A)]
+    with pytest.raises(SourceError, match="failed: UnsayableError"):
+        await events(failing)
+    async with Pipeline(failing, ScriptedBackend("An answer."), on_source_error="answer") as pipeline:
+        async with pipeline.stream("Why?") as answer:
+            assert "".join([chunk.text async for chunk in answer]) == "An answer."
+    assert str(answer.result.source_error).endswith("failed: UnsayableError: UnsayableError")
+
+
 async def test_the_programs_own_mistake_is_no_failed_retrieval() -> None:
     with pytest.raises(ConfigurationError, match="not started"):
         await events(ScriptedSource([ConfigurationError("not started")]), ScriptedSource([Append(A)]))

@@ -4,10 +4,15 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from streamrag.sources.threads import Threads
+
+
+def _raise(error: type[BaseException]) -> None:
+    raise error
 
 
 async def test_a_call_gives_what_it_returns_or_raises() -> None:
@@ -15,14 +20,12 @@ async def test_a_call_gives_what_it_returns_or_raises() -> None:
     variable.set("set")
     threads = Threads(1, "test")
 
-    def stop() -> None:
-        raise StopIteration
-
     assert await threads.run(variable.get) == "set"
     with pytest.raises(ZeroDivisionError):
         await threads.run(lambda: 1 // 0)
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        await threads.run(stop)
+    for error in (StopIteration, GeneratorExit):
+        with pytest.raises(RuntimeError, match=error.__name__):
+            await threads.run(partial(_raise, error))
     assert await threads.run(threading.current_thread) is not threading.current_thread()
 
 

@@ -11,6 +11,7 @@ from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Update
 from streamrag.errors import SourceError, TraceError
 from streamrag.pipeline import Pipeline
 from streamrag.testing import ScriptedBackend, ScriptedSource
+from streamrag.trace.background import BackgroundWriter
 from streamrag.trace.files import LineWriter
 from streamrag.trace.read import read_trace
 from streamrag.trace.recorder import TraceRecorder
@@ -278,6 +279,44 @@ async def test_the_loop_runs_on_while_the_disk_is_slow_and_lines_do_not_pile_up(
         await task
     assert num_recorded == 1000
     assert len(read_trace(tmp_path / "trace.jsonl").queries[0].events) == 1000
+
+
+class SlowWriter(BackgroundWriter):
+    """Takes as long to open as the test likes."""
+
+    goes_on = threading.Event()
+
+    def __init__(self, path: Path) -> None:
+        assert self.goes_on.wait(30)
+        super().__init__(path)
+
+
+async def test_one_that_is_cancelled_while_it_starts_lets_go_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrag.trace.recorder.BackgroundWriter", SlowWriter)
+
+    async def enter() -> None:
+        async with TraceRecorder(tmp_path / "trace.jsonl"):
+            raise AssertionError("it was cancelled before")
+
+    entering = asyncio.create_task(enter())
+    while not any(task.get_name() == "streamrag trace opens" for task in asyncio.all_tasks()):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    entering.cancel()
+    SlowWriter.goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    async with TraceRecorder(tmp_path / "trace.jsonl"):  # the lock is free
+        pass
+
+
+async def test_two_that_start_it_at_once_open_one_file(tmp_path: Path) -> None:
+    recorder = TraceRecorder(tmp_path / "trace.jsonl")
+    lines: list[str] = []
+    await asyncio.gather(recorder.start(lines.append), recorder.start(lines.append))
+    await recorder.aclose()
+    assert len(lines) == 1
 
 
 async def test_queries_can_be_recorded_at_once_and_failures_are_returned(tmp_path: Path) -> None:

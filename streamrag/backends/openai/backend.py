@@ -20,6 +20,7 @@ from streamrag.errors import BackendError, ConfigurationError, PromptTooLongErro
 from streamrag.tokenizing import in_thread
 
 PROBE = "The server says which tokens it was sent."
+MAX_MODEL_NAME_CHARS = 500
 RESERVED = {"model", "prompt", "stream", "n"}
 
 MAX_PROMPT_TOKEN_BYTES = 64
@@ -158,6 +159,11 @@ class OpenAIBackend:
             if len(models) != 1:
                 raise ConfigurationError(f"{self._url} serves {shown(', '.join(models)) or 'no model'}: name the model")
             (self._model_name,) = models
+            if len(self._model_name) > MAX_MODEL_NAME_CHARS:  # it is sent with every request, and shown
+                raise ServerError(
+                    f"{self._url} serves a model whose name has {len(self._model_name):,} characters, and "
+                    f"{MAX_MODEL_NAME_CHARS:,} is the most: {shown(self._model_name)}"
+                )
         if self._model_name not in models:
             served = shown(", ".join(models)) or "nothing"
             raise ConfigurationError(f"{self._url} does not serve {self._model_name!r}. It serves: {served}")
