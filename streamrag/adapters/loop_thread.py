@@ -5,6 +5,9 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
+
+from streamrag.tasks import CANCEL_AGAIN_S, cancel_regardless
 
 CLOSE_S = 10.0
 """Most seconds that a program waits for the end of a loop that it has dropped without closing it."""
@@ -16,6 +19,7 @@ class LoopThread:
     def __init__(self, at_end: Callable[[], Awaitable[None]]) -> None:
         self.ended: Future[None] = Future()
         self._at_end = at_end
+        self._left: list[asyncio.Task[Any]] = []
         ready: Future[asyncio.AbstractEventLoop] = Future()
         threading.Thread(target=self._run, args=(ready,), name="streamrag loop", daemon=True).start()
         self.loop = ready.result()
@@ -32,18 +36,33 @@ class LoopThread:
                 self.ended.exception(CLOSE_S)
 
     def _run(self, ready: "Future[asyncio.AbstractEventLoop]") -> None:
-        try:
-            asyncio.run(self._live(ready))
-        except BaseException as error:  # raised where somebody waits for the end
-            self.ended.set_exception(error)
-        else:
+        error: BaseException | None = None
+        with asyncio.Runner() as runner:
+            try:
+                runner.run(self._live(ready))
+            except BaseException as raised:  # raised where somebody waits for the end
+                error = raised
+            if self._left:  # which the runner waits for, if need be for ever
+                self._tell(error)
+        if not self._left:
+            self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        if error is None:
             self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
 
     async def _live(self, ready: "Future[asyncio.AbstractEventLoop]") -> None:
         self._stopping = asyncio.Event()
         ready.set_result(asyncio.get_running_loop())
         await self._stopping.wait()
-        await self._at_end()
+        try:
+            await self._at_end()
+        finally:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            await cancel_regardless(tasks, at_most_s=CANCEL_AGAIN_S)
+            self._left = [task for task in tasks if not task.done()]
 
 
 def current_loop() -> asyncio.AbstractEventLoop | None:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
@@ -87,3 +88,109 @@ def test_what_is_read_in_part_may_be_collected_in_the_loop_of_its_home() -> None
         gc.enable()
     assert is_closed.wait(20)
     lives.close()
+
+
+def test_a_read_that_goes_on_while_its_loop_ends_is_an_error_and_not_an_end() -> None:
+    lives, _ = home()
+    is_settled, is_read, is_ending, may_end = (threading.Event() for _ in range(4))
+
+    async def holds_up_the_end() -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            is_ending.set()
+            await asyncio.to_thread(may_end.wait, 20)
+
+    async def live() -> None:
+        left_open = holds_up_the_end()
+        await anext(left_open)
+        await lives.settle()
+        is_settled.set()
+        await asyncio.to_thread(is_read.wait, 20)
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()))
+    thread.start()
+    assert is_settled.wait(20)
+    items = lives.iterate(numbers)
+    assert next(items) == 0
+    is_read.set()
+    assert is_ending.wait(20)
+    with pytest.raises(PipelineClosedError, match="has ended"):
+        next(items)
+    may_end.set()
+    thread.join()
+
+
+async def test_closing_stops_what_is_read_of_a_pipeline_that_somebody_else_has_started() -> None:
+    is_stopped = asyncio.Event()
+
+    async def endless() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+            await asyncio.sleep(3600)
+        finally:
+            is_stopped.set()
+
+    async with Pipeline(ScriptedSource([]), ScriptedBackend()) as pipeline:
+        lives = Home.of_pipeline(pipeline)
+        items = lives.iterate(endless)
+        assert await asyncio.to_thread(next, items) == 1
+        reading = asyncio.create_task(asyncio.to_thread(next, items))
+        await lives.aclose()
+        assert is_stopped.is_set()
+        with pytest.raises(PipelineClosedError):
+            await reading
+        assert "".join([chunk.text async for chunk in pipeline.stream("Why?")]) == "An answer."
+
+
+def test_a_source_that_is_starting_is_stopped_before_it_is_closed() -> None:
+    begins = threading.Event()
+    seen: list[str] = []
+
+    class Slow(ScriptedSource):
+        async def start(self, progress: Any) -> None:
+            begins.set()
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                seen.append("stopped")
+
+        async def aclose(self) -> None:
+            seen.append("closed")
+
+    lives = Home.of_source(Slow([]))
+    errors: list[Exception] = []
+
+    def read() -> None:
+        with pytest.raises(PipelineClosedError) as raised:
+            lives.start()
+        errors.append(raised.value)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begins.wait(20)
+    lives.close()
+    thread.join()
+    assert (seen, len(errors)) == (["stopped", "closed"], 1)
+
+
+async def test_a_call_that_is_cancelled_while_a_source_starts_leaves_it_to_start_for_the_others() -> None:
+    begins, goes_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(ScriptedSource):
+        async def start(self, progress: Any) -> None:
+            begins.set()
+            await goes_on.wait()
+            await super().start(progress)
+
+    source = Slow([])
+    lives = Home.of_source(source)
+    first, second = (asyncio.create_task(lives.settle()) for _ in range(2))
+    await begins.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    goes_on.set()
+    await second
+    assert source.is_started
+    await lives.aclose()
