@@ -1,6 +1,7 @@
 """What a source yields, checked: a source is anybody's code."""
 
 import asyncio
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -26,11 +27,15 @@ class Retrieval:
 
     So what the source times or cancels around its `yield`s is itself, and it ends with `aclose()` whoever pulls its
     events. It goes on when the next event is asked for.
+
+    let_go_s: the most seconds that the source may take to stop; it is left behind then. None if that is watched by
+        whoever asks.
     """
 
-    def __init__(self, source: Source, query: str) -> None:
+    def __init__(self, source: Source, query: str, *, let_go_s: float | None = None) -> None:
         self._source = source
         self._query = query
+        self._let_go_s = let_go_s
         self._pulled: asyncio.Queue[SourceEvent | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
@@ -54,10 +59,21 @@ class Retrieval:
         self._task.result()
 
     async def aclose(self) -> None:
-        """Stop the source, if it still runs, and return when it has ended."""
+        """Stop the source, if it still runs, and return when it has ended, or has had the time for it."""
         self._is_stopped = True
-        if self._task is not None:
-            await cancel_regardless([self._task])
+        if self._task is None:
+            return
+        try:
+            await cancel_regardless([self._task], at_most_s=self._let_go_s)
+        finally:
+            if not self._task.done():
+                warnings.warn(
+                    f"retrieval that was stopped has not ended within {self._let_go_s:g} s and is left behind: "
+                    f"{part_name(self._source)} swallows CancelledError, or waits where it cannot be cancelled",
+                    ResourceWarning,
+                    stacklevel=1,
+                    source=self,
+                )
 
     async def _pull(self) -> None:
         """Each event, once the one before has been used. A cancellation meanwhile is thrown into the source."""

@@ -123,14 +123,17 @@ def tell(waiting: "Future[Any]", task: "asyncio.Task[Any]", result: Any = None) 
 
 
 async def _stopped(task: "asyncio.Task[None]") -> None:
-    await cancel_regardless([task], at_most_s=END_S)
-    if not task.done():
-        warnings.warn(
-            f"what an adapter read has not ended within {END_S:g} s, and is left behind: its source swallows "
-            "CancelledError, or waits where it cannot be cancelled",
-            ResourceWarning,
-            stacklevel=1,
-        )
+    try:
+        await cancel_regardless([task], at_most_s=END_S)
+    finally:
+        if not task.done():
+            warnings.warn(
+                f"{task.get_name()} has not ended within {END_S:g} s and is left behind: foreign code in it swallows "
+                "CancelledError, or waits where it cannot be cancelled",
+                ResourceWarning,
+                stacklevel=1,
+                source=task,
+            )
 
 
 def _succeeded(task: "asyncio.Task[None]") -> bool:

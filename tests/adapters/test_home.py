@@ -3,13 +3,17 @@
 import asyncio
 import gc
 import threading
+import warnings
 from collections.abc import AsyncGenerator
-from typing import Any
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
-from streamrag import ConfigurationError, Pipeline, PipelineClosedError
+from streamrag import Append, Chunk, ConfigurationError, Pipeline, PipelineClosedError, Progress, SourceEvent
+from streamrag.adapters import life, loop_thread, parts
 from streamrag.adapters.home import Home
+from streamrag.adapters.parts import retrieve_all
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 
@@ -148,7 +152,7 @@ def test_a_source_that_is_starting_is_stopped_before_it_is_closed() -> None:
     seen: list[str] = []
 
     class Slow(ScriptedSource):
-        async def start(self, progress: Any) -> None:
+        async def start(self, progress: Progress) -> None:
             begins.set()
             try:
                 await asyncio.sleep(3600)
@@ -178,7 +182,7 @@ async def test_a_call_that_is_cancelled_while_a_source_starts_leaves_it_to_start
     begins, goes_on = asyncio.Event(), asyncio.Event()
 
     class Slow(ScriptedSource):
-        async def start(self, progress: Any) -> None:
+        async def start(self, progress: Progress) -> None:
             begins.set()
             await goes_on.wait()
             await super().start(progress)
@@ -194,3 +198,46 @@ async def test_a_call_that_is_cancelled_while_a_source_starts_leaves_it_to_start
     await second
     assert source.is_started
     await lives.aclose()
+
+
+@pytest.mark.parametrize("is_starting", [False, True])
+def test_a_source_that_swallows_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch, is_starting: bool) -> None:
+    for module, name in ((parts, "LET_GO_S"), (life, "END_S"), (loop_thread, "CANCEL_AGAIN_S")):
+        monkeypatch.setattr(module, name, 0.05)
+    begins, is_over = threading.Event(), threading.Event()
+
+    async def resist() -> None:
+        begins.set()
+        while not is_over.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    class Stubborn:
+        async def start(self, progress: Progress) -> None:
+            if is_starting:
+                await resist()
+
+        async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
+            yield Append(Chunk("text", "uri"))
+            await resist()
+
+        async def aclose(self) -> None: ...
+
+    lives = Home.of_source(Stubborn())
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        with pytest.raises(PipelineClosedError) as raised:
+            lives.run(partial(retrieve_all, Stubborn(), "Why?"))
+        errors.append(raised.value)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begins.wait(20)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        lives.close()
+    assert "is left behind" in str(warned[0].message)
+    is_over.set()
+    reader.join()
+    assert len(errors) == 1
