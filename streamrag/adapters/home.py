@@ -5,6 +5,7 @@ threads beside a loop, from one loop after another.
 """
 
 import asyncio
+import os
 import sys
 import threading
 import weakref
@@ -19,7 +20,7 @@ from streamrag.adapters.loop_thread import LoopThread, current_loop
 from streamrag.core import Source, Startable
 from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.kinds import short
-from streamrag.pipeline import Pipeline
+from streamrag.pipeline import FORKED, Pipeline
 from streamrag.tasks import run_regardless
 
 LOOK_S = 1.0
@@ -33,7 +34,8 @@ class Home:
 
     The loop is that of whoever calls `settle`, or the one that `running_in` names because somebody else has started it,
     who then closes it too. Otherwise the first call starts a thread with a loop of its own, which ends with `close`,
-    or when nobody refers to this any more.
+    or when nobody refers to this any more. It is of one process: in a fork, which has no such thread, calls are
+    refused, and there is nothing to close.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class Home:
         self._thread: LoopThread | None = None
         self._end: Future[None] | None = None
         self._is_closed = False
+        self._process_id: int | None = None
+        """Where it has a loop."""
 
     @classmethod
     def of_pipeline(cls, pipeline: Pipeline) -> "Home":
@@ -74,9 +78,11 @@ class Home:
 
     async def settle(self) -> None:
         """Start what lives here; in this event loop, unless it has a home already."""
+        self._raise_forked()
         with self._guard:
             self._raise_closed()
             if self._loop is None and self._running_in() is None:
+                self._process_id = os.getpid()
                 self._loop = asyncio.get_running_loop()
         await self.arun(_nothing)
 
@@ -87,14 +93,14 @@ class Home:
         """
         if self._end is None or not self._end.done():
             _raise_own(self._loop)
-        if (ending := self._ended()) is not None and current_loop() is not ending[1]:
-            with suppress(PipelineClosedError):  # its loop has ended meanwhile
+        with suppress(PipelineClosedError):  # its loop has ended meanwhile, or this is a fork
+            if (ending := self._ended()) is not None and current_loop() is not ending[1]:
                 _waited_for(*ending)
 
     async def aclose(self) -> None:
         """The same, without blocking the event loop."""
-        if (ending := self._ended()) is not None:
-            with suppress(PipelineClosedError):
+        with suppress(PipelineClosedError):
+            if (ending := self._ended()) is not None:
                 await run_regardless(_awaited(*ending), "streamrag close")
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -139,13 +145,20 @@ class Home:
                 await run_regardless(_awaited(closed, loop), "streamrag close")
 
     def _home(self) -> asyncio.AbstractEventLoop:
+        self._raise_forked()
         with self._guard:
             self._raise_closed()
             if (loop := self._running_in() or self._loop) is None:
+                self._process_id = os.getpid()
                 self._thread = LoopThread(self._life.ended)
                 weakref.finalize(self, self._thread.drop)
                 loop = self._loop = self._thread.loop
             return loop
+
+    def _raise_forked(self) -> None:
+        """Before anything else: another thread may have held the guard when the process was forked."""
+        if self._process_id not in (None, os.getpid()):
+            raise PipelineClosedError(FORKED)
 
     def _raise_closed(self) -> None:
         if self._is_closed:
@@ -153,6 +166,7 @@ class Home:
 
     def _submit(self, loop: asyncio.AbstractEventLoop, begin: Callable[["Future[T]"], None]) -> "Future[T]":
         """What `begin` will be told, in that loop."""
+        self._raise_forked()
         with self._guard:  # what is submitted before the thread is told to stop, it still does
             if not self._is_closed and loop.is_running():
                 return _called(loop, begin)
@@ -162,6 +176,7 @@ class Home:
         """The end of what was started here or is read, which begins now; None if there is nothing, or its loop has
         ended.
         """
+        self._raise_forked()
         with self._guard:
             self._is_closed = True
             if self._thread is not None:

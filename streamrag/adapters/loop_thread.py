@@ -1,6 +1,7 @@
 """A thread that has an event loop."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ class LoopThread:
     def __init__(self, at_end: Callable[[], Awaitable[None]]) -> None:
         self.ended: Future[None] = Future()
         self._at_end = at_end
+        self._process_id = os.getpid()
         self._left: list[asyncio.Task[Any]] = []
         ready: Future[asyncio.AbstractEventLoop] = Future()
         threading.Thread(target=self._run, args=(ready,), name="streamrag loop", daemon=True).start()
@@ -29,7 +31,9 @@ class LoopThread:
             self.loop.call_soon_threadsafe(self._stopping.set)
 
     def drop(self) -> None:
-        """Stop, when nobody is there any more to close it; at the program's end, too."""
+        """Stop, when nobody is there any more to close it; at the program's end, too, but not at a fork's."""
+        if self._process_id != os.getpid():
+            return
         self.stop()
         if current_loop() is None:
             with suppress(TimeoutError):

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import AsyncGenerator
@@ -241,3 +243,39 @@ def test_a_source_that_swallows_cancellation_is_left_behind(monkeypatch: pytest.
     is_over.set()
     reader.join()
     assert len(errors) == 1
+
+
+FORKS = """
+import asyncio, os, sys, threading
+from streamrag import Pipeline, PipelineClosedError
+from streamrag.adapters.home import Home
+from streamrag.testing import ScriptedBackend, ScriptedSource
+
+async def nothing(): ...
+
+used, unused = (Home.of_source(ScriptedSource([])) for _ in range(2))
+used.start()
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
+asyncio.run_coroutine_threadsafe(pipeline.start(), loop).result()
+if (child := os.fork()) == 0:
+    for home in (used, Home.of_pipeline(pipeline)):
+        try:
+            home.start()
+        except PipelineClosedError as error:
+            print("forked" in str(error), flush=True)
+        home.close()
+    unused.start()
+    unused.close()
+    sys.exit(3)  # and waits for no end of what the other process has
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+used.start()
+used.close()
+asyncio.run_coroutine_threadsafe(pipeline.aclose(), loop).result()
+"""
+
+
+def test_a_fork_is_refused_what_its_parent_has_started_and_ends_at_once() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=50)
+    assert (ended.stdout.split(), ended.stderr) == (["True", "True", "3"], "")
