@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 from streamrag.adapters.life import CLOSED, End, Life, Reading
 from streamrag.adapters.loop_thread import LoopThread, current_loop
+from streamrag.clock import monotonic
 from streamrag.core import Source, Startable
 from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.kinds import short
@@ -25,6 +26,14 @@ from streamrag.tasks import run_regardless
 
 LOOK_S = 1.0
 """Who waits for another event loop looks every so many seconds whether it still runs: its end is told to nobody."""
+
+BLOCKED_S = 30.0
+"""A loop that has not turned for so many seconds is taken to be blocked, perhaps by a wait for this very call."""
+
+BLOCKED = (
+    "the event loop that it was started in has not turned for {:.0f} s: something blocks it, perhaps a wait for this "
+    "call, as LangChain's batch waits for its threads: use the framework's async methods there"
+)
 
 T = TypeVar("T")
 
@@ -122,27 +131,36 @@ class Home:
         loop = self._home()
         _raise_own(loop)
         reading = Reading(self._life, make)
+        waits = True
         try:
             while not isinstance(item := _waited_for(self._submit(loop, reading.ask), loop), End):
                 yield item
+        except PipelineClosedError:  # it has ended, or nothing is to be waited for there
+            waits = False
+            raise
         finally:
             with suppress(PipelineClosedError):
                 if not sys.is_finalizing():
                     closed = self._submit(loop, partial(self._life.do, reading.aclose))
-                    if current_loop() is not loop:  # where this may be collected, too
+                    if waits and current_loop() is not loop:  # where this may be collected, too
                         _waited_for(closed, loop)
 
     async def aiterate(self, make: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
         """The same, without blocking this loop; cancelling this cancels that."""
         loop = self._home()
         reading = Reading(self._life, make)
+        waits = True
         try:
             while not isinstance(item := await _awaited(self._submit(loop, reading.ask), loop), End):
                 yield item
+        except PipelineClosedError:
+            waits = False
+            raise
         finally:
             with suppress(PipelineClosedError):
                 closed = self._submit(loop, partial(self._life.do, reading.aclose))
-                await run_regardless(_awaited(closed, loop), "streamrag close")
+                if waits:
+                    await run_regardless(_awaited(closed, loop), "streamrag close")
 
     def _home(self) -> asyncio.AbstractEventLoop:
         self._raise_forked()
@@ -183,9 +201,9 @@ class Home:
                 self._thread.stop()
                 return self._thread.ended, self._thread.loop
             loop = self._loop or self._running_in()
-            if loop is None or (self._end is None and not loop.is_running()):
+            if loop is None or not loop.is_running():
                 return None
-            if self._end is None:
+            if self._end is None or self._end.cancelled():  # by a Ctrl-C, before it had begun
                 end = self._life.stopped if self._loop is None else self._life.ended
                 self._end = _called(loop, partial(self._life.do, end))
             return self._end, loop
@@ -245,28 +263,32 @@ def _called(loop: asyncio.AbstractEventLoop, begin: Callable[["Future[T]"], None
 
 
 def _waited_for(future: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
+    begun_s = monotonic()
     try:
         while not wait([future], LOOK_S).done:
-            _raise_ended(future, loop)
+            _raise_still(future, loop, monotonic() - begun_s)
         return future.result()
     finally:
         future.cancel()  # after a Ctrl-C
 
 
 async def _awaited(future: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
+    begun_s = monotonic()
     waiting = asyncio.wrap_future(future)
     try:
         while not (await asyncio.wait([waiting], timeout=LOOK_S))[0]:
-            _raise_ended(future, loop)
+            _raise_still(future, loop, monotonic() - begun_s)
         return waiting.result()
     finally:
         if not waiting.cancel() and not waiting.cancelled():
             waiting.exception()  # which nobody else asks for, if this is cancelled
 
 
-def _raise_ended(future: "Future[Any]", loop: asyncio.AbstractEventLoop) -> None:
+def _raise_still(future: "Future[Any]", loop: asyncio.AbstractEventLoop, waited_s: float) -> None:
     if not loop.is_running() and not future.done():
         raise PipelineClosedError(CLOSED)
+    if waited_s >= BLOCKED_S and not future.running() and not future.done():
+        raise PipelineClosedError(BLOCKED.format(waited_s))
 
 
 def _raise_own(loop: asyncio.AbstractEventLoop | None) -> None:

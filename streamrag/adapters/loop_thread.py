@@ -19,6 +19,7 @@ class LoopThread:
 
     def __init__(self, at_end: Callable[[], Awaitable[None]]) -> None:
         self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # so that nobody who gives up waiting for it cancels it
         self._at_end = at_end
         self._process_id = os.getpid()
         self._left: list[asyncio.Task[Any]] = []

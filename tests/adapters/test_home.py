@@ -7,12 +7,14 @@ import sys
 import threading
 import warnings
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
 import pytest
 
 from streamrag import Append, Chunk, ConfigurationError, Pipeline, PipelineClosedError, Progress, SourceEvent
+from streamrag.adapters import home as home_module
 from streamrag.adapters import life, loop_thread, parts
 from streamrag.adapters.home import Home
 from streamrag.adapters.parts import retrieve_all
@@ -243,6 +245,37 @@ def test_a_source_that_swallows_cancellation_is_left_behind(monkeypatch: pytest.
     is_over.set()
     reader.join()
     assert len(errors) == 1
+
+
+async def test_a_call_for_which_its_loop_waits_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(home_module, "BLOCKED_S", 0.05)
+    lives, _ = home()
+    await lives.settle()
+    with ThreadPoolExecutor(1) as threads, pytest.raises(PipelineClosedError, match="something blocks it"):
+        threads.submit(list, lives.iterate(numbers)).result()
+    await lives.aclose()
+
+
+def test_who_gives_up_waiting_for_the_end_leaves_it_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    async def end() -> None:
+        await asyncio.to_thread(may_end.wait, 20)
+
+    async def begin() -> None: ...
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    lives = Home(begin, end)
+    lives.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(home_module, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lives.close()
+    may_end.set()
+    lives.close()
 
 
 FORKS = """
