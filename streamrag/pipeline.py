@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -99,6 +100,8 @@ class Pipeline:
         self._admission = anyio.CapacityLimiter(self.max_concurrent_queries)
         self._starting: asyncio.Task[None] | None = None
         self._process_id: int | None = None
+        self._claiming = threading.RLock()
+        self._claimed: asyncio.AbstractEventLoop | None = None
         self._parts = AsyncExitStack()
         self._queries: set[asyncio.Task[Answer]] = set()
         self._closing: asyncio.Task[None] | None = None
@@ -117,6 +120,16 @@ class Pipeline:
         """
         self._raise_forked()
         return self._starting.get_loop() if self._starting is not None else None
+
+    def claim(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
+        """The event loop to start it in: `loop`, unless it has one, or another that runs has been claimed for it.
+
+        Called from any thread, by those that share a pipeline and may each be the first to ask it.
+        """
+        with self._claiming:
+            if self._claimed is None or not self._claimed.is_running():
+                self._claimed = loop
+            return self.loop or self._claimed
 
     def stream(self, query: str, **options: Unpack[QueryOptions]) -> AnswerStream:
         """The answer to `query`, chunk by chunk; `options` are those of `QueryOptions`.

@@ -42,9 +42,9 @@ class Home:
     """Where something lives that `start` starts and `aclose` stops; both are called in its event loop.
 
     The loop is that of whoever calls `settle`, or the one that `running_in` names because somebody else has started it,
-    who then closes it too. Otherwise the first call starts a thread with a loop of its own, which ends with `close`,
-    or when nobody refers to this any more. It is of one process: in a fork, which has no such thread, calls are
-    refused, and there is nothing to close.
+    who then closes it too; where several are the first at once, `claim` names the loop of one. Otherwise the first call
+    starts a thread with a loop of its own, which ends with `close`, or when nobody refers to this any more. It is of
+    one process: in a fork, which has no such thread, calls are refused, and there is nothing to close.
     """
 
     def __init__(
@@ -53,9 +53,11 @@ class Home:
         aclose: Callable[[], Awaitable[None]],
         *,
         running_in: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None,
+        claim: Callable[[asyncio.AbstractEventLoop], asyncio.AbstractEventLoop] = lambda loop: loop,
     ) -> None:
         self._life = Life(start, aclose)
         self._running_in = running_in
+        self._claim = claim
         self._guard = threading.RLock()  # a generator that is collected takes it too, in whatever thread that is
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
@@ -67,7 +69,7 @@ class Home:
     @classmethod
     def of_pipeline(cls, pipeline: Pipeline) -> "Home":
         """That of a pipeline, which may run already."""
-        return cls(pipeline.start, pipeline.aclose, running_in=lambda: pipeline.loop)
+        return cls(pipeline.start, pipeline.aclose, running_in=lambda: pipeline.loop, claim=pipeline.claim)
 
     @classmethod
     def of_source(cls, source: Source, *, is_owned: bool = True) -> "Home":
@@ -90,9 +92,10 @@ class Home:
         self._raise_forked()
         with self._guard:
             self._raise_closed()
-            if self._loop is None and self._running_in() is None:
+            here = asyncio.get_running_loop()
+            if self._loop is None and self._running_in() is None and self._claim(here) is here:
                 self._process_id = os.getpid()
-                self._loop = asyncio.get_running_loop()
+                self._loop = here
         await self.arun(_nothing)
 
     def close(self) -> None:
@@ -166,12 +169,18 @@ class Home:
         self._raise_forked()
         with self._guard:
             self._raise_closed()
-            if (loop := self._running_in() or self._loop) is None:
-                self._process_id = os.getpid()
-                self._thread = LoopThread(self._life.ended)
-                weakref.finalize(self, self._thread.drop)
-                loop = self._loop = self._thread.loop
+            return self._running_in() or self._loop or self._begun()
+
+    def _begun(self) -> asyncio.AbstractEventLoop:
+        """That of a new thread, unless somebody else starts what lives here just now."""
+        thread = LoopThread()
+        if (loop := self._claim(thread.loop)) is not thread.loop:
+            thread.stop()
             return loop
+        weakref.finalize(self, thread.drop, self._life.ended)
+        self._process_id = os.getpid()
+        self._thread, self._loop = thread, loop
+        return loop
 
     def _raise_forked(self) -> None:
         """Before anything else: another thread may have held the guard when the process was forked."""
@@ -198,7 +207,7 @@ class Home:
         with self._guard:
             self._is_closed = True
             if self._thread is not None:
-                self._thread.stop()
+                self._thread.stop(self._life.ended)
                 return self._thread.ended, self._thread.loop
             loop = self._loop or self._running_in()
             if loop is None or not loop.is_running():

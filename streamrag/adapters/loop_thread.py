@@ -15,27 +15,28 @@ CLOSE_S = 10.0
 
 
 class LoopThread:
-    """A thread with an event loop that runs until it is told to stop, and then `at_end`. No program waits for it."""
+    """A thread with an event loop that runs until it is told to stop, and what to do then. No program waits for it."""
 
-    def __init__(self, at_end: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self) -> None:
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # so that nobody who gives up waiting for it cancels it
-        self._at_end = at_end
+        self._at_end: Callable[[], Awaitable[None]] | None = None
         self._process_id = os.getpid()
         self._left: list[asyncio.Task[Any]] = []
         ready: Future[asyncio.AbstractEventLoop] = Future()
         threading.Thread(target=self._run, args=(ready,), name="streamrag loop", daemon=True).start()
         self.loop = ready.result()
 
-    def stop(self) -> None:
+    def stop(self, at_end: Callable[[], Awaitable[None]] | None = None) -> None:
+        self._at_end = at_end
         with suppress(RuntimeError):  # it has ended
             self.loop.call_soon_threadsafe(self._stopping.set)
 
-    def drop(self) -> None:
+    def drop(self, at_end: Callable[[], Awaitable[None]]) -> None:
         """Stop, when nobody is there any more to close it; at the program's end, too, but not at a fork's."""
         if self._process_id != os.getpid():
             return
-        self.stop()
+        self.stop(at_end)
         if current_loop() is None:
             with suppress(TimeoutError):
                 self.ended.exception(CLOSE_S)
@@ -63,7 +64,8 @@ class LoopThread:
         ready.set_result(asyncio.get_running_loop())
         await self._stopping.wait()
         try:
-            await self._at_end()
+            if self._at_end is not None:
+                await self._at_end()
         finally:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             await cancel_regardless(tasks, at_most_s=CANCEL_AGAIN_S)

@@ -278,6 +278,48 @@ def test_who_gives_up_waiting_for_the_end_leaves_it_to_come(monkeypatch: pytest.
     lives.close()
 
 
+def test_two_that_are_the_first_at_once_start_their_pipeline_in_one_loop() -> None:
+    both = threading.Barrier(2)
+
+    class Meeting(Pipeline):
+        @property
+        def loop(self) -> asyncio.AbstractEventLoop | None:
+            """Both see that it has none."""
+            loop = super().loop
+            if loop is None and not both.broken and threading.current_thread() in threads:
+                with suppress(threading.BrokenBarrierError):
+                    both.wait(1)
+                both.abort()
+            return loop
+
+        async def start(self) -> None:
+            started.release()
+            await super().start()
+
+    class Slow(ScriptedSource):
+        async def start(self, progress: Progress) -> None:
+            for _ in range(2):
+                await asyncio.to_thread(started.acquire, timeout=20)
+
+    async def answer() -> str:
+        return "".join([chunk.text async for chunk in pipeline.stream("Why?")])
+
+    started = threading.Semaphore(0)
+    pipeline = Meeting(Slow([]), ScriptedBackend())
+    homes = [Home.of_pipeline(pipeline) for _ in range(2)]
+    answers: list[str] = []
+    threads = [threading.Thread(target=lambda at=at: answers.append(at.run(answer))) for at in homes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == ["An answer."] * 2
+    for at in homes:
+        at.close()
+    with pytest.raises(PipelineClosedError):
+        asyncio.run(pipeline.start())
+
+
 FORKS = """
 import asyncio, os, sys, threading
 from streamrag import Pipeline, PipelineClosedError
