@@ -14,7 +14,7 @@ from typing import TypeVar
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.errors import SourceError
 from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
-from streamrag.tasks import cancel_regardless
+from streamrag.tasks import cancel_regardless, is_cancelled
 
 MAX_COUNT = (1 << 31) - 1
 """The largest number of a passage: what a trace can hold."""
@@ -92,6 +92,8 @@ class Retrieval:
                     raise
                 except BaseException as error:
                     self._raise_swallowed(error)
+                    if isinstance(error, asyncio.CancelledError) and is_cancelled():  # its event loop ends
+                        raise
                     raise self._failed(error) from error
                 self._raise_swallowed()
                 self._pulled.put_nowait(_checked(self._source, event))

@@ -40,6 +40,7 @@ class Life:
         """A start goes on when the one who waits for it is cancelled: others may wait for it too."""
         if self._starting is None or (self._starting.done() and not _succeeded(self._starting)):
             self._starting = asyncio.create_task(self._begin(), name="streamrag start")
+            self._starting.add_done_callback(_succeeded)  # asks for its error, if nobody else does
         await asyncio.shield(self._starting)
 
     async def ended(self) -> None:
@@ -112,11 +113,10 @@ class Reading(Generic[T]):
 
 def tell(waiting: "Future[Any]", task: "asyncio.Task[Any]", result: Any = None) -> None:
     """How `task` has ended, unless it has been told something already."""
+    error = PipelineClosedError(CLOSED) if task.cancelled() else task.exception()
     if waiting.done():
         return
-    if task.cancelled():
-        waiting.set_exception(PipelineClosedError(CLOSED))
-    elif error := task.exception():
+    if error is not None:
         waiting.set_exception(error)
     else:
         waiting.set_result(result)
