@@ -154,7 +154,7 @@ class Home:
         reading = Reading(self._life, make)
         waits = True
         try:
-            while not isinstance(item := await _awaited(self._submit(loop, reading.ask), loop), End):
+            while not isinstance(item := await self._next(loop, reading), End):
                 yield item
         except PipelineClosedError:
             waits = False
@@ -164,6 +164,11 @@ class Home:
                 closed = self._submit(loop, partial(self._life.do, reading.aclose))
                 if waits:
                     await run_regardless(_awaited(closed, loop), "streamrag close")
+
+    async def _next(self, loop: asyncio.AbstractEventLoop, reading: Reading[T]) -> T | End:
+        if asyncio.get_running_loop() is loop:
+            return await reading.next()
+        return await _awaited(self._submit(loop, reading.ask), loop)
 
     def _home(self) -> asyncio.AbstractEventLoop:
         self._raise_forked()

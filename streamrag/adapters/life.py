@@ -78,12 +78,20 @@ class Reading(Generic[T]):
         self._make = make
         self._task: asyncio.Task[None] | None = None
         self._is_asked = asyncio.Event()
-        self._answer: Future[T | End] = Future()
+        self._answer: Future[T | End] | asyncio.Future[T | End] = Future()
 
     def ask(self, answer: "Future[T | End]") -> None:
         """Tell `answer` the next item; called in the loop."""
-        if not answer.set_running_or_notify_cancel():
-            return
+        if answer.set_running_or_notify_cancel():  # else nobody waits for it any more
+            self._tell_next(answer)
+
+    async def next(self) -> T | End:
+        """The next item, for a reader in the loop itself."""
+        answer: asyncio.Future[T | End] = asyncio.get_running_loop().create_future()
+        self._tell_next(answer)
+        return await answer
+
+    def _tell_next(self, answer: "Future[T | End] | asyncio.Future[T | End]") -> None:
         self._answer = answer
         if self._task is None:
             self._task = asyncio.create_task(self._read(), name="streamrag read")
@@ -103,7 +111,8 @@ class Reading(Generic[T]):
         async with aclosing(self._make()) as items:
             async for item in items:
                 self._is_asked.clear()
-                self._answer.set_result(item)
+                if not self._answer.done():  # by being cancelled
+                    self._answer.set_result(item)
                 await self._is_asked.wait()
 
     def _over(self, task: "asyncio.Task[None]") -> None:
@@ -111,7 +120,7 @@ class Reading(Generic[T]):
         tell(self._answer, task, End())
 
 
-def tell(waiting: "Future[Any]", task: "asyncio.Task[Any]", result: Any = None) -> None:
+def tell(waiting: "Future[Any] | asyncio.Future[Any]", task: "asyncio.Task[Any]", result: Any = None) -> None:
     """How `task` has ended, unless it has been told something already."""
     error = PipelineClosedError(CLOSED) if task.cancelled() else task.exception()
     if waiting.done():
