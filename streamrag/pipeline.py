@@ -1,6 +1,8 @@
 """A source, a mode and a backend that together answer queries."""
 
 import asyncio
+import os
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -22,6 +24,8 @@ from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
+
+FORKED = "it was started in the process that this one was forked from, and lives there: make a new one here"
 
 
 class Pipeline:
@@ -95,6 +99,9 @@ class Pipeline:
         self._clock = clock
         self._admission = anyio.CapacityLimiter(self.max_concurrent_queries)
         self._starting: asyncio.Task[None] | None = None
+        self._process_id: int | None = None
+        self._claiming = threading.RLock()
+        self._claimed: asyncio.AbstractEventLoop | None = None
         self._parts = AsyncExitStack()
         self._queries: set[asyncio.Task[Answer]] = set()
         self._closing: asyncio.Task[None] | None = None
@@ -107,8 +114,22 @@ class Pipeline:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that it was started in, and is to be asked in; None before that."""
+        """The event loop that it was started in, and is to be asked in; None before that.
+
+        Raises PipelineClosedError in a fork of the process that it was started in.
+        """
+        self._raise_forked()
         return self._starting.get_loop() if self._starting is not None else None
+
+    def claim(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
+        """The event loop to start it in: `loop`, unless it has one, or another that runs has been claimed for it.
+
+        Called from any thread, by those that share a pipeline and may each be the first to ask it.
+        """
+        with self._claiming:
+            if self._claimed is None or not self._claimed.is_running():
+                self._claimed = loop
+            return self.loop or self._claimed
 
     def stream(self, query: str, **options: Unpack[QueryOptions]) -> AnswerStream:
         """The answer to `query`, chunk by chunk; `options` are those of `QueryOptions`.
@@ -135,16 +156,22 @@ class Pipeline:
 
     async def _start(self) -> None:
         """Also for queries that came before the pipeline was closed, and that it lets go on."""
+        self._raise_forked()
         if self._closing is not None:
             raise PipelineClosedError("the query was stopped before its end: its pipeline was closed")
         if self._starting is None or (self._starting.done() and not _succeeded(self._starting)):
             self._starting = asyncio.create_task(self._start_parts(), name="streamrag start")
+            self._process_id = os.getpid()
         try:
             await asyncio.shield(self._starting)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
             raise PipelineClosedError("this pipeline was closed while it was starting") from None
+
+    def _raise_forked(self) -> None:
+        if self._process_id not in (None, os.getpid()):
+            raise PipelineClosedError(FORKED)
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
         """Refuse new queries, let the running ones go on for up to `drain_s` seconds, abort them, stop all parts.

@@ -34,7 +34,7 @@ from streamrag.kinds import kind_of, message_of
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.context import Context
 from streamrag.retrieving import Retrieval, closing
-from streamrag.tasks import cancel_regardless, is_cancelled
+from streamrag.tasks import LET_GO_S, cancel_regardless, is_cancelled
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -58,9 +58,6 @@ from streamrag.tokenizing import in_thread
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
-
-LET_GO_S = 10.0
-"""Most seconds that a query may take to stop. What it stops is quick, so it is foreign code that does not let go."""
 
 ALREADY_RUNNING = "aclose(): asynchronous generator is already running"
 

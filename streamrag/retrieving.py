@@ -1,6 +1,7 @@
 """What a source yields, checked: a source is anybody's code."""
 
 import asyncio
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import TypeVar
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.errors import SourceError
 from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
-from streamrag.tasks import cancel_regardless
+from streamrag.tasks import cancel_regardless, is_cancelled
 
 MAX_COUNT = (1 << 31) - 1
 """The largest number of a passage: what a trace can hold."""
@@ -26,11 +27,15 @@ class Retrieval:
 
     So what the source times or cancels around its `yield`s is itself, and it ends with `aclose()` whoever pulls its
     events. It goes on when the next event is asked for.
+
+    let_go_s: the most seconds that the source may take to stop; it is left behind then. None if that is watched by
+        whoever asks.
     """
 
-    def __init__(self, source: Source, query: str) -> None:
+    def __init__(self, source: Source, query: str, *, let_go_s: float | None = None) -> None:
         self._source = source
         self._query = query
+        self._let_go_s = let_go_s
         self._pulled: asyncio.Queue[SourceEvent | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
@@ -54,10 +59,21 @@ class Retrieval:
         self._task.result()
 
     async def aclose(self) -> None:
-        """Stop the source, if it still runs, and return when it has ended."""
+        """Stop the source, if it still runs, and return when it has ended, or has had the time for it."""
         self._is_stopped = True
-        if self._task is not None:
-            await cancel_regardless([self._task])
+        if self._task is None:
+            return
+        try:
+            await cancel_regardless([self._task], at_most_s=self._let_go_s)
+        finally:
+            if not self._task.done():
+                warnings.warn(
+                    f"retrieval that was stopped has not ended within {self._let_go_s:g} s and is left behind: "
+                    f"{part_name(self._source)} swallows CancelledError, or waits where it cannot be cancelled",
+                    ResourceWarning,
+                    stacklevel=1,
+                    source=self,
+                )
 
     async def _pull(self) -> None:
         """Each event, once the one before has been used. A cancellation meanwhile is thrown into the source."""
@@ -76,6 +92,8 @@ class Retrieval:
                     raise
                 except BaseException as error:
                     self._raise_swallowed(error)
+                    if isinstance(error, asyncio.CancelledError) and is_cancelled():  # its event loop ends
+                        raise
                     raise self._failed(error) from error
                 self._raise_swallowed()
                 self._pulled.put_nowait(_checked(self._source, event))

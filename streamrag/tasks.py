@@ -9,6 +9,9 @@ import anyio
 CANCEL_AGAIN_S = 2.0
 """Foreign code may swallow a cancellation, and is cancelled again after this; a clean-up within it is left in peace."""
 
+LET_GO_S = 10.0
+"""Most seconds that a query may take to stop. What it stops is quick, so it is foreign code that does not let go."""
+
 T = TypeVar("T")
 
 

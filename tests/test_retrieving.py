@@ -576,3 +576,17 @@ async def test_a_query_that_came_before_the_pipeline_was_closed_is_drained() -> 
     await pipeline.aclose(drain_s=10)
     await asked
     assert stream.result.text == "ok"
+
+
+def test_a_loop_that_ends_while_a_source_is_read_has_nothing_to_report() -> None:
+    reported: list[dict[str, Any]] = []
+    left_open: list[object] = []
+
+    async def leave() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+        events = Retrieval(ScriptedSource([Append(A), Append(A)]), "Why?").events()
+        left_open.append(events)
+        assert await anext(events) == Append(A)
+
+    asyncio.run(leave())
+    assert reported == []

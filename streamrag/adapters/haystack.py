@@ -29,7 +29,7 @@ from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
 from streamrag.tasks import cancel_regardless
-from streamrag.telemetry import Answer, Answered, ContextComplete, TokensGenerated
+from streamrag.telemetry import Answer, ContextComplete, TokensGenerated
 
 try:
     from haystack import Document, component
@@ -154,8 +154,7 @@ class StreamragGenerator:
                     case TokensGenerated():
                         yield self._streamed(event, number)
                         number += 1
-                    case Answered(answer=answer):
-                        yield self._outputs(answer, documents)
+        yield self._outputs(events.result, documents)
 
     def _streamed(self, event: TokensGenerated, number: int) -> StreamingChunk:
         return StreamingChunk(

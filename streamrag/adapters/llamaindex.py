@@ -26,7 +26,7 @@ from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
 from streamrag.tasks import cancel_regardless
-from streamrag.telemetry import Answered, ContextComplete, TokensGenerated
+from streamrag.telemetry import ContextComplete, TokensGenerated
 
 try:
     from llama_index.core.base.base_query_engine import BaseQueryEngine
@@ -160,15 +160,15 @@ class StreamragQueryEngine(Housed, BaseQueryEngine):
                         yield ""
                     case TokensGenerated(text=text) if text:
                         yield text
-                    case Answered(answer=answer):
-                        metadata["streamrag"] = {
-                            "finish_reason": answer.finish_reason,
-                            "num_prompt_tokens": answer.num_prompt_tokens,
-                            "num_tokens": len(answer.token_ids),
-                            "retrieval_s": answer.timings.retrieval_s,
-                            "ttft_s": answer.timings.ttft_s,
-                            "total_s": answer.timings.total_s,
-                        }
+        answer = events.result
+        metadata["streamrag"] = {
+            "finish_reason": answer.finish_reason,
+            "num_prompt_tokens": answer.num_prompt_tokens,
+            "num_tokens": len(answer.token_ids),
+            "retrieval_s": answer.timings.retrieval_s,
+            "ttft_s": answer.timings.ttft_s,
+            "total_s": answer.timings.total_s,
+        }
 
     def _event(self, query_bundle: QueryBundle) -> Any:
         return self.callback_manager.event(CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str})

@@ -8,17 +8,14 @@ from typing import Any
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import Retrieval
+from streamrag.tasks import LET_GO_S
 
 
 async def retrieve(source: Source, query: str) -> AsyncGenerator[SourceEvent, None]:
     """The source's events, checked; closing this stops it."""
-    retrieval = Retrieval(source, query)
-    try:
-        async with aclosing(retrieval.events()) as events:
-            async for event in events:
-                yield event
-    finally:
-        await retrieval.aclose()
+    async with aclosing(Retrieval(source, query, let_go_s=LET_GO_S).events()) as events:
+        async for event in events:
+            yield event
 
 
 async def retrieve_all(source: Source, query: str) -> tuple[Chunk, ...]:
