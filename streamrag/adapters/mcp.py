@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["McpResourceSource", "McpToolSource"]
 
 MAX_SAID_CHARS = 300
+MAX_TOOLS = 10_000
+"""A server that has more of them, and not the one that is asked for, is not asked for further pages."""
 MAX_PAGES = 100
 """Pages of a server's list of tools."""
 
@@ -176,18 +178,21 @@ class McpToolSource(_McpSource):
         yield Update(chunks)
 
     async def _check(self, client: "Client") -> None:
-        tools: dict[str, Any] = {}
+        names: list[str] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
-            tools |= {tool.name: tool for tool in page.tools}
-            cursor = page.next_cursor
-            if cursor is None:
+            tool = next((tool for tool in page.tools if tool.name == self._tool), None)
+            if tool is not None:
                 break
-        if self._tool not in tools:
-            there = said(", ".join(tools)) or "none"
+            names += [tool.name for tool in page.tools]
+            cursor = page.next_cursor
+            if cursor is None or len(names) > MAX_TOOLS:
+                break
+        if tool is None:
+            there = said(", ".join(names)) or "none"
             raise ConfigurationError(f"the MCP server has no tool {self._tool!r}. Its tools: {there}")
-        taken = tools[self._tool].input_schema.get("properties", {})
+        taken = tool.input_schema.get("properties", {})
         for name in (self._argument, *self._arguments):
             if taken and name not in taken:
                 raise ConfigurationError(

@@ -57,7 +57,6 @@ class Connection:
         self._opening: asyncio.Task[_Held] | None = None
         self._ending: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-        self._watches: set[_Changes] = set()
 
     async def aclose(self) -> None:
         """Close it. A server that is a process has ended when this returns: mcp gives it seconds, then kills it."""
@@ -143,25 +142,30 @@ class Connection:
             async with client.listen(resource_subscriptions=uris) as subscription:
                 yield (event.uri async for event in subscription if isinstance(event, ResourceUpdated))
             return
-        changes = _Changes()
-        self._watches.add(changes)
+        held = next(held for held in self._all_held if held.client is client)
+        changes = _Changes(uris)
+        held.watches.add(changes)
         try:
-            for uri in uris:
-                request = SubscribeRequest(params=SubscribeRequestParams(uri=uri))
-                await self.in_time(client.session.send_request(request, EmptyResult))
+            async with held.subscribing:
+                for uri in uris:
+                    request = SubscribeRequest(params=SubscribeRequestParams(uri=uri))
+                    await self.in_time(client.session.send_request(request, EmptyResult))
             yield changes
         finally:
-            self._watches.discard(changes)
+            held.watches.discard(changes)
             if self._is_used(client):
-                farewell = self._begun(self._unsubscribe(client, uris))
+                farewell = self._begun(self._unsubscribe(client, held, uris))
                 await wait_regardless([farewell], at_most_s=FAREWELL_S)
                 farewell.cancel()
 
-    async def _unsubscribe(self, client: Client, uris: Sequence[str]) -> None:
+    async def _unsubscribe(self, client: Client, held: "_Held", uris: Sequence[str]) -> None:
+        """A subscription is the connection's: it ends with the last who watches, and before the next begins."""
         with suppress(Exception):
-            for uri in uris:
-                request = UnsubscribeRequest(params=UnsubscribeRequestParams(uri=uri))
-                await client.session.send_request(request, EmptyResult)
+            async with held.subscribing:
+                for uri in uris:
+                    if not any(uri in changes.uris for changes in held.watches):
+                        request = UnsubscribeRequest(params=UnsubscribeRequestParams(uri=uri))
+                        await client.session.send_request(request, EmptyResult)
 
     def _is_used(self, client: Client) -> bool:
         return self._held is not None and self._held.client is client and not self._held.is_lost
@@ -178,6 +182,9 @@ class Connection:
         return await asyncio.shield(self._opening)
 
     async def _opened(self) -> "_Held":
+        if self._is_closed:  # after this was begun, and before its first step
+            self._opening = None
+            raise SourceError(f"{self._name}: the source was closed")
         before, self._held = self._held, None
         if before is not None and not before.num_calls:
             self._end(before)
@@ -214,7 +221,7 @@ class Connection:
         try:
             with held.scope:
                 async with self._transport(held.traffic) as transport:
-                    client = Client(transport, message_handler=self._hear, read_timeout_seconds=None)
+                    client = Client(transport, message_handler=held.hear, read_timeout_seconds=None)
                     async with client:
                         if not opened.done():
                             held.client = client
@@ -236,11 +243,6 @@ class Connection:
             return error
         what = f"{type(error).__name__}: {said(error)}"
         return SourceError(f"{self._name} cannot connect to the MCP server: {what}. Is it running?")
-
-    async def _hear(self, message: object) -> None:
-        if isinstance(message, ResourceUpdatedNotification):
-            for changes in self._watches:
-                changes.add(str(message.params.uri))
 
     @asynccontextmanager
     async def _transport(self, traffic: Traffic) -> AsyncGenerator[Any, None]:
@@ -287,10 +289,17 @@ class _Held:
         self.task: asyncio.Task[None] | None = None
         self.traffic = Traffic(max_bytes, self._drop)
         self.num_calls = 0
+        self.watches: set[_Changes] = set()
+        self.subscribing = asyncio.Lock()
         self.is_lost = False
         """New calls take another one; this is closed when those that wait for it have ended."""
         self.reason = ""
         """Why it was dropped, if it was."""
+
+    async def hear(self, message: object) -> None:
+        if isinstance(message, ResourceUpdatedNotification):
+            for changes in self.watches:
+                changes.add(str(message.params.uri))
 
     def _drop(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -301,7 +310,8 @@ class _Held:
 class _Changes:
     """What a server of the older protocol says has changed, each once until it is taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, uris: Sequence[str]) -> None:
+        self.uris = frozenset(uris)
         self._pending: dict[str, None] = {}
         self._is_any = asyncio.Event()
 

@@ -439,6 +439,48 @@ async def test_a_server_of_the_older_protocol_says_what_changes_too() -> None:
     assert texts == ["The printer jams.", "It was mended."]
 
 
+async def test_who_stops_watching_leaves_the_others_watching(tmp_path: Path) -> None:
+    server = (HERE / "old_mcp_server.py").read_text()
+    server = server.replace('text = "The printer jams."', "is_watched, num_read = False, 0")
+    a, b = server.index('        case "resources/subscribe"'), server.index("        case _ if")
+    (tmp_path / "server.py").write_text(
+        server[:a]
+        + """        case "resources/subscribe" | "resources/unsubscribe" as method:
+            is_watched = method == "resources/subscribe"
+            send(id=number, result={})
+        case "resources/read":
+            num_read += 1
+            send(id=number, result={"contents": [{"uri": URI, "text": str(num_read)}]})
+            if is_watched:
+                send(method="notifications/resources/updated", params={"uri": URI})
+"""
+        + server[b:]
+    )
+    command = [sys.executable, str(tmp_path / "server.py")]
+    async with started(McpResourceSource(command, ["notes://printer"], watch_s=LIMIT_S)) as source:
+        async with aclosing(source.stream("")) as stays, aclosing(source.stream("")) as goes:
+            await anext(stays)
+            await anext(goes)
+            await goes.aclose()
+            updates = [await anext(stays) for _ in range(4)]
+    numbers = [int(update.chunks[0].text) for update in updates if isinstance(update, Update)]
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == 4
+
+
+async def test_a_source_that_is_closed_while_a_query_connects_leaves_no_server() -> None:
+    async with started(McpResourceSource(OLD, ["notes://printer"])) as source:
+        connection = source._connection()
+        async with connection.client() as client:
+            connection.doubt(client)
+        query = asyncio.create_task(events(source, ""))
+        await asyncio.sleep(0)
+        await source.aclose()
+        with pytest.raises(SourceError, match="was closed"):
+            await query
+        assert not [task for task in asyncio.all_tasks() if task.get_name().endswith("connection")]
+
+
 async def test_a_server_that_cannot_be_watched_says_so(tmp_path: Path) -> None:
     deaf = tmp_path / "deaf.py"
     deaf.write_text((HERE / "old_mcp_server.py").read_text().replace("resources/subscribe", "resources/none"))
