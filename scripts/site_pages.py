@@ -7,7 +7,10 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = {f"{name.upper()}.md": f"{name}.md" for name in ("readme", "changelog", "contributing", "decisions")}
+RESULTS = ROOT / "experiments" / "results"
+BESIDE = {f"{name.upper()}.md": f"{name}.md" for name in ("readme", "changelog", "contributing", "decisions")} | {
+    "experiments/results/paper.md": "paper.md"
+}
 """From a file's name in the repository to its name in the site."""
 LINK = re.compile(r"\]\(([^)#]+)")
 CODE = re.compile(r"`[^`\n]+`")
@@ -19,6 +22,9 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / name).read_text()
         linked = LINK.sub(lambda link: f"]({BESIDE.get(link[1], link[1].removeprefix('docs/'))}", text)
         files.append(File.generated(config, page, content=linked))
+    for path in (*RESULTS.glob("*.json"), *RESULTS.glob("*.png"), *RESULTS.glob("paper/*.png")):
+        name = path.relative_to(RESULTS).as_posix()
+        files.append(File(name, str(RESULTS), config.site_dir, config.use_directory_urls))
     return files
 
 
