@@ -16,17 +16,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from missing_cells import run_missing
 from rich.console import Console
 from rich.table import Table
 
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.paired import Ratio, percentile_ratios
 from streamrag.bench.provenance import versions
-from streamrag.bench.runner import CellFailed, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, digest, percentile
-from streamrag.cli.bench_view import CellsView
-from streamrag.cli.output import Output
 from streamrag.engine.costs import StepProfile
 from streamrag.engine.eviction import EVICTIONS
 from streamrag.engine.profile_files import load_profile
@@ -124,19 +122,6 @@ def check_profiles(profiles: Sequence[StepProfile]) -> None:
     steps = [[(2_048, 0)], [(2_048, 30_000)], [(1, 5_000)] * 40]
     if len({(p.kv_tokens, p.block_size, *map(p.step_s, steps)) for p in profiles}) > 1:
         raise SystemExit(f"{', '.join(p.name for p in profiles)} differ in more than their copies")
-
-
-def run(plan: Plan, store: CellStore, num_processes: int, *, is_forced: bool) -> None:
-    cells = plan.all_cells()
-    todo = [cell for cell in cells if is_forced or store.find(cell) is None]
-    console.print(f"{len(cells) - len(todo)} of {len(cells)} cells are finished, in {store.folder}")
-    failed = []
-    with CellsView(len(todo), Output(stderr=True)) as view:
-        for event in run_cells(todo, store, num_processes=num_processes):
-            view.show(event)
-            failed += [event] if isinstance(event, CellFailed) else []
-    if failed:
-        raise SystemExit(f"{len(failed)} cells failed; the same command tries them again")
 
 
 Digests = Mapping[tuple[Point, Way], Sequence[Digest]]
@@ -305,7 +290,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     plan, store = make_plan(arguments), CellStore(arguments.output)
-    run(plan, store, arguments.processes, is_forced=arguments.force)
+    run_missing(plan.all_cells(), store, arguments.processes, console, is_forced=arguments.force)
     digests = read(plan, store)
     better = list(better_rows(digests, arguments.profiles))
     streaming, pressure = list(streaming_rows(digests)), list(pressure_rows(digests))

@@ -19,6 +19,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from missing_cells import run_missing
 from prefix_tree import Shape, Theorem, TieBlindPolicy, tree
 from rich.console import Console
 from rich.table import Table
@@ -27,11 +28,8 @@ from rich.text import Text
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.provenance import versions
 from streamrag.bench.report_canvas import make_panels, plain_log_ticks
-from streamrag.bench.runner import CellFailed, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import percentile
-from streamrag.cli.bench_view import CellsView
-from streamrag.cli.output import Output
 from streamrag.engine.costs import AnalyticProfile
 from streamrag.engine.policies import POLICIES
 from streamrag.engine.profile_files import load_profile, save_profile
@@ -131,19 +129,6 @@ def make_cells(arguments: argparse.Namespace) -> Cells:
         for rate in RATES
         for curve, policy in CURVES.items()
     }
-
-
-def run(cells: Cells, store: CellStore, num_processes: int, *, is_forced: bool) -> None:
-    flat = [cell for of_seed in zip(*cells.values(), strict=True) for cell in of_seed]
-    todo = [cell for cell in flat if is_forced or store.find(cell) is None]
-    console.print(f"{len(flat) - len(todo)} of {len(flat)} cells are finished, in {store.folder}")
-    failed = []
-    with CellsView(len(todo), Output(stderr=True)) as view:
-        for event in run_cells(todo, store, num_processes=num_processes):
-            view.show(event)
-            failed += [event] if isinstance(event, CellFailed) else []
-    if failed:
-        raise SystemExit(f"{len(failed)} cells failed ({failed[0].error}); the same command tries them again")
 
 
 def rows(cells: Cells, store: CellStore, of: Shape) -> Iterator[dict[str, Any]]:
@@ -313,7 +298,8 @@ def main() -> None:
     add("--plot", type=Path, metavar="FILE", help="draw a PNG there")
     arguments = parser.parse_args()
     of, cells, store = shape(arguments.prompts), make_cells(arguments), CellStore(arguments.output)
-    run(cells, store, arguments.processes, is_forced=arguments.force)
+    flat = [cell for of_seed in zip(*cells.values(), strict=True) for cell in of_seed]
+    run_missing(flat, store, arguments.processes, console, is_forced=arguments.force)
     found = list(rows(cells, store, of))
     show(found, of)
     used = theorem(of, 1.0, math.nan)

@@ -262,7 +262,7 @@ async def _start_source(source: Any) -> None:
     """As a pipeline does it: what has failed to start is closed."""
     try:
         await source.start(lambda line: None)
-    except Exception:
+    except Exception:  # whatever it is goes on to the caller
         await source.aclose()
         raise
 

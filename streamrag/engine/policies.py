@@ -223,7 +223,7 @@ def _num_present(r: RequestView) -> int:
 
 
 DEFAULT_POLICY = "srpf"
-"""What serves every load of our simulations best or nearly so: see the results of `make paper`."""
+"""Of these orders the one that serves our simulated loads best or nearly so: see the report of `make paper`."""
 POLICIES: dict[str, Callable[..., Policy]] = {
     "arrival": arrival,
     "fcfs": fcfs,
