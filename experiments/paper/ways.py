@@ -112,7 +112,8 @@ OURS = ours()
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "in order of arrival": {"policy": "fcfs"},
     "full steps": {"num_partial_tokens": None},
-    "partial prompts evict": {"can_partial_evict": True},
+    "no partial prompt evicts": {"can_partial_evict": False},
+    "all partial prompts evict": {"can_partial_evict": True},
     "a step ahead": {"late_binding": False},
     "always recompute": {"eviction": "recompute"},
 }

@@ -39,6 +39,9 @@ class Limits:
     """Requests that may compute in one step."""
     can_partial_evict: bool = False
     """Whether a request whose prompt is partial may take memory from others. If so, partial prompts thrash."""
+    can_growing_evict: bool = False
+    """Whether those may that only grow. It serves them well where what is lost is copied back and not computed again:
+    little is left to compute when they are complete."""
     num_ahead: int = 0
     """Requests that are served before all others in any case, with one token each, and whose blocks are not free."""
     num_partial_tokens: int | None = None
@@ -191,7 +194,8 @@ def _select(
         num_most = num_tokens_left if is_complete else min(num_tokens_left, max(num_lean_left, num_filling_left))
         if num_most <= 0:
             continue
-        may_evict = is_complete or limits.can_partial_evict
+        can_growing_evict = limits.can_growing_evict and not request.is_speculative
+        may_evict = is_complete or limits.can_partial_evict or can_growing_evict
         has_turn = (position - limits.turn * NUM_IN_TURN) % len(order) < NUM_IN_TURN
         if num_tries_left <= 0 and is_new and not (may_evict or has_turn):
             continue

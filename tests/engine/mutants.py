@@ -224,6 +224,23 @@ MUTANTS = (
     ),
     Mutant("a pause plans and evicts", SCHEDULER, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
     Mutant(
+        "speculative prompts evict as well",
+        PLANNING,
+        "limits.can_growing_evict and not request.is_speculative",
+        "limits.can_growing_evict",
+        0,  # it is only computed in vain
+        "tests/engine/test_planning.py::test_where_kv_is_had_back_prompts_that_only_grow_evict_and_others_do_not",
+    ),
+    Mutant(
+        "partial prompts evict whatever host memory has room for",
+        HOST_MEMORY,
+        "if num_blocks > MOST_OVERCOMMITTED * self.pool.num_slots:",
+        "if False:",
+        0,  # as above
+        "tests/backends/vllm/scheduler/test_host_memory.py"
+        "::test_partial_prompts_take_memory_from_each_other_only_if_the_host_holds_it",
+    ),
+    Mutant(
         "partial prompts are put off though nothing computes",
         SCHEDULER,
         "is_early=self.options.late_binding and any(self._prefills_in_flight),",

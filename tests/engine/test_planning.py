@@ -126,6 +126,17 @@ def test_partial_prompts_evict_only_if_they_may() -> None:
     assert may_not.evictions == ()
 
 
+def test_where_kv_is_had_back_prompts_that_only_grow_evict_and_others_do_not() -> None:
+    limits = Limits(100, 8, can_growing_evict=True)
+    idle = RequestView("idle", 0, 0, 32, 32, 2, is_complete=False, is_idle=True)
+    growing = RequestView("growing", 0, 0, 32, is_complete=False)
+    made = plan([growing], lambda: [idle], limits, Blocks(1))
+    assert [g.request.request_id for g in made.grants] == ["growing"]
+    assert [e.request.request_id for e in made.evictions] == ["idle"]
+    replaced = plan([growing._replace(is_speculative=True)], lambda: [idle], limits, Blocks(1))
+    assert replaced.grants == replaced.evictions == ()
+
+
 def test_a_partial_prompt_that_may_not_evict_stands_in_nobodys_way() -> None:
     partial = RequestView("partial", 0, 0, 160, is_complete=False)
     complete = RequestView("complete", 1, 1, 32)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 HOST_SHARE = 0.25
 """Share of the host's memory that all workers take together, where nobody says."""
-MOST_TIMES_DEVICE = 2
-"""Nor more than so many times the KV cache of the device: what was evicted that long ago is rarely asked for again."""
+MOST_TIMES_DEVICE = 6
+"""Nor more than so many times the KV cache of the device: few have more streams than that at one time."""
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 

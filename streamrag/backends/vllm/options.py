@@ -22,8 +22,8 @@ class SchedulerOptions:
 
     policy: str = DEFAULT_POLICY
     """See `streamrag.engine.make_policy`."""
-    can_partial_evict: bool = False
-    """See `streamrag.engine.Limits`."""
+    can_partial_evict: bool | None = None
+    """See `streamrag.engine.Limits`; None where host memory holds the KV of all, and for prompts that only grow."""
     num_partial_tokens: int | None = 2_048
     """See `streamrag.engine.Limits`; None fills every step."""
     partial_step_s: float = 0.05

@@ -13,7 +13,7 @@ def test_what_the_user_says_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_device_blocks", "num_workers", "expected"), [(10_000, 1, 250), (10_000, 2, 125), (7, 2, 14)]
+    ("num_device_blocks", "num_workers", "expected"), [(10_000, 1, 250), (10_000, 2, 125), (7, 2, 42)]
 )
 def test_else_a_share_of_the_machine_and_a_few_times_the_kv_cache_at_most(
     num_device_blocks: int, num_workers: int, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ class Scenario:
 
     seed: int
     policy: str
-    can_partial_evict: bool
+    can_partial_evict: bool | None
     num_partial_tokens: int | None
     late_binding: bool
     is_async: bool
@@ -84,6 +84,8 @@ def make_load(seed: int) -> Scenario:
     eviction = (
         swap.choice(["recompute", "swap", "swap", "cost"]) if has_prefix_cache and window is None else "recompute"
     )
+    if eviction != "recompute" and random.Random(-5 * seed - 11).random() < 0.5:
+        can_partial_evict = None
     scales = [1, 1, 1.3, 2, 4, 20]
     if eviction != "recompute":
         scales = [1, 1, 1.3, 1.6, 2]

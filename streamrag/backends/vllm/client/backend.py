@@ -40,12 +40,12 @@ class VllmBackend:
     strategy: how partial prompts are prefilled.
     policy: who is served first: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.1)", or
         "package.module.function" of a function from a `RequestView` and the time to something to sort by.
-    can_partial_evict: whether a prompt that is not complete may take memory from another one. By default it may not:
-        partial prompts would take it from each other.
+    can_partial_evict: whether a prompt that is not complete may take memory from another one. By default only one that
+        grows may, and only where host memory has room for the KV of all: others would compute it in vain, in turn.
     eviction: what becomes of the KV of those that must make room: it is computed again, copied to host memory and back
         ("swap"), or whatever is expected to take less time ("cost", the default where host memory can be had).
     host_kv_bytes: bounds the host memory of each worker. By default they share a quarter of the machine's,
-        and none takes more than twice its KV cache.
+        and none takes more than six times its KV cache.
     profile: name or path of the hardware's costs; without one they are estimated from the model's shape, and corrected
         by what the engine's own steps take.
     max_model_len: most tokens of prompt and answer together. This, and what else is None below, is vLLM's choice.

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
 
+MOST_OVERCOMMITTED = 1.5
+"""Times the room in host memory that the KV of all requests may need: the device holds some of it as well."""
+
+
 class _Released(NamedTuple):
     """What a block holds that its request had to give up."""
 
@@ -71,6 +75,14 @@ class HostMemory:
         num_blocks = self._num_known(request)
         num_saved = self.pool.num_valid(request.block_hashes[:num_blocks])
         return self.choice.evict(num_blocks, num_blocks - num_saved, self._now_s)
+
+    def holds(self, num_tokens: int, num_requests: int) -> bool:
+        """Whether there is room for so many tokens of so many requests, and copying them costs less than computing."""
+        num_blocks = num_tokens // self._block_size
+        if num_blocks > MOST_OVERCOMMITTED * self.pool.num_slots:
+            return False
+        typical = num_blocks // max(num_requests, 1)
+        return self.choice.evict(typical, typical, self._now_s).choice == "swap"
 
     def on_release(self, request: StreamRequest) -> None:
         """A victim is about to give up its blocks, and is to have them back."""

@@ -66,6 +66,9 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self.is_lean = self.options.num_partial_tokens is not None
         self.pace = Pace(self.options.num_partial_tokens or 0, self.options.partial_step_s)
         self._num_kept_free = int(self.options.low_water * self.kv_cache_manager.block_pool.num_gpu_blocks)
+        # With more than that, the largest step leaves free what must be.
+        largest_step = self.max_num_scheduled_tokens // self.kv_memory.smallest_block_size + self.max_num_active_reqs
+        self._num_free_if_short = self._num_kept_free + largest_step
         self._step_s = 0.0
         self._last_output_s = 0.0
         self._started_s: deque[float] = deque()  # for each step whose output is still to come
@@ -152,7 +155,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         limits = Limits(
             num_tokens=self.max_num_scheduled_tokens,
             num_seqs=self.max_num_active_reqs,
-            can_partial_evict=self.options.can_partial_evict,
+            can_partial_evict=bool(self.options.can_partial_evict),
+            can_growing_evict=self.options.can_partial_evict is None and self._is_kv_kept(),
             num_ahead=len(decoding),
             num_partial_tokens=num_partial_tokens,
             is_early=self.options.late_binding and any(self._prefills_in_flight),
@@ -163,6 +167,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         made = plan(order, self._idle_views, limits, self.kv_memory, self._fate)
         policy.on_admitted([g.request for g in made.grants if not g.request.is_running])
         return _Step(made, order, decoding, held_up)
+
+    def _is_kv_kept(self) -> bool:
+        """Whether KV that is taken away can be had back: host memory has room for that of all requests."""
+        if self.host_memory is None or self.kv_memory.num_free_blocks > self._num_free_if_short:
+            return False  # or nobody needs it
+        num_tokens = sum(request.num_prompt_tokens for request in self.requests.values())
+        return self.host_memory.holds(num_tokens, len(self.requests))
 
     def _split_running(self) -> tuple[list[Request], list[Request]]:
         """The running requests that decode and have what they need, which is one token each; and the others."""

@@ -183,3 +183,19 @@ def test_what_was_found_for_a_request_counts_once_and_for_nobody_else(bench: Mak
     connector.get_num_new_matched_tokens(a, 0)
     connector.update_state_after_alloc(b, None, 0)
     assert committed == [("a", True), ("a", False), ("b", False)]
+
+
+@pytest.mark.parametrize(("num_host_blocks", "num_evicted"), [(200, 8), (10, 0)])
+def test_partial_prompts_take_memory_from_each_other_only_if_the_host_holds_it(
+    bench: Make, num_host_blocks: int, num_evicted: int
+) -> None:
+    b = bench(num_blocks=20, streamrag={"eviction": "swap", "num_host_blocks": num_host_blocks})
+    prompts = [[100 * i + t for t in range(20)] for i in range(12)]
+    for i, prompt in enumerate(prompts):
+        b.chunk(f"s{i}", prompt)
+        b.run()
+    assert sum(bool(b.scheduler.requests[f"s{i}"].log.preemptions) for i in range(12)) == num_evicted
+    for i, prompt in enumerate(prompts):
+        b.chunk(f"s{i}", [7], kept=20, is_complete=True)
+        b.run()
+        assert b.tokens(f"s{i}") == b.fresh_answer([*prompt, 7])
