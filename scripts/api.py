@@ -29,7 +29,7 @@ MODULES = [
 SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
     "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages from_rankings Merged "
-    "ReplaySource",
+    "ReplaySource WorthSending calibrate Calibration",
     "Modes": "UpdateMode AppendMode",
     "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
     "Recording": "TraceRecorder",

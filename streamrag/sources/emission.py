@@ -1,0 +1,168 @@
+"""When an update is worth sending: what it saves, what it may lose, and what it may waste of the engine's time.
+
+A context with passages 1..n replaces what was sent, of which it keeps the first tokens. Times are counted from now: d
+is when the next stage comes, D when retrieval ends. The work of prefilling the context is laid out in time:
+
+    | kept, not yet computed | passage i | passage i + 1 | ...   |
+    0                                 d                 b       W              D
+                                      next stage        end of the engine's step that runs then
+
+p_i is the probability that the first i passages are final, |i [x, y]| are the seconds of work on passage i from x to y,
+and m is how many seconds others wait for a second of the engine. Sending the first j passages now, and not at the next
+stage,
+
+    saves    min( sum p_i |i [0, d]|,  (W - (D - d))+ )         a lead, if there would be no time for it later
+    loses    ( sum (1 - p_i) |i [d, b]|  -  ((D - d) - W)+ )+   the next context waits for a step that runs in vain
+    wastes   m * sum (1 - p_i) |i [0, b]|                       others wait for what is computed in vain
+
+seconds of waiting, where (x)+ is x or 0 if that is more. These are expected values: over examples of d and D, of
+queries whose result was final at this stage, as often as it is now (p_n; all p_i are 1 then), and of those whose was
+not (each p_i is (p_i - p_n) / (1 - p_n) then). What is best is sent, if it is better than sending nothing: then what
+was sent before goes on to be computed, and wastes and loses in the same way if the new context does not have it.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from streamrag.engine.costs import StepProfile, recompute_s
+
+MAX_TOKENS = 1 << 17
+"""Longer contexts cost what these do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A context that might be sent."""
+
+    num_kept: int
+    """Passages that it begins with, and that what was sent begins with too."""
+    tokens: tuple[int, ...]
+    """Of each of its passages."""
+    futures: tuple["Future", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Future:
+    """How it may go on."""
+
+    weight: float
+    """How likely it is; they are 1 together."""
+    next_s: float
+    end_s: float
+    p_final: tuple[float, ...]
+    """For each length of prefix, from 1, the probability that it is final."""
+
+
+class EngineGuess:
+    """What an engine may have computed of a context that was sent, if it had nothing else to do."""
+
+    def __init__(self, profile: StepProfile, budget: int) -> None:
+        self._profile = profile
+        self._budget = budget
+        self._now_s = 0.0
+        self.num_computed = 0
+        self.num_sent = 0
+
+    def work_s(self, start: int, end: int) -> float:
+        """Seconds to compute tokens [start, end)."""
+        start, end = min(start, MAX_TOKENS), min(end, MAX_TOKENS)
+        return recompute_s(self._profile, start, end, self._budget) if start < end else 0.0
+
+    def sent(self, num_kept: int, num_tokens: int, now_s: float) -> None:
+        """A context of so many tokens was sent, which keeps so many of the one before."""
+        self.pass_until(now_s)
+        self.num_computed = min(self.num_computed, num_kept)
+        self.num_sent = num_tokens
+
+    def pass_until(self, now_s: float) -> None:
+        """Time passes, in which tokens are computed."""
+        passed_s, self._now_s = now_s - self._now_s, now_s
+        low, high = self.num_computed, min(self.num_sent, MAX_TOKENS)
+        if low >= high or passed_s <= 0:
+            return
+        start = low
+        if self.work_s(start, high) <= passed_s:
+            low = high
+        while high - low > 1:  # [start, low) has been computed, [start, high) has not
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.work_s(start, middle) <= passed_s else (low, middle)
+        self.num_computed = low
+
+    def steps(self, start: int, end: int) -> list[tuple[int, float]]:
+        """The steps that compute tokens [start, end) from now on: up to which token, and when each ends."""
+        ends = [*range(start + self._budget, min(end, MAX_TOKENS), self._budget), end]
+        return [(each, self.work_s(start, each)) for each in ends]
+
+
+def futures(
+    when_final: Sequence[tuple[float, float]], when_not: Sequence[tuple[float, float]], p_final: Sequence[float]
+) -> tuple[Future, ...]:
+    """One for each example of (d, D). Without examples of a kind, those of the other stand for both."""
+    p_all = p_final[-1] if p_final else 1.0
+    of_others = tuple((p - p_all) / (1 - p_all) if p_all < 1 else 1.0 for p in p_final)
+    found = []
+    for share, times, p_each in (
+        (p_all, when_final or when_not, (1.0,) * len(p_final)),
+        (1 - p_all, when_not or when_final, of_others),
+    ):
+        found += [Future(share / len(times), next_s, end_s, p_each) for next_s, end_s in times]
+    return tuple(found)
+
+
+def best_length(held: Held, guess: EngineGuess, others: float, *, whole_only: bool = False) -> int | None:
+    """How many passages of `held` to send now; None to send nothing yet. With `whole_only`, all or none.
+
+    It may be `num_kept`: then nothing new is worth sending, but what is being computed is not worth it either.
+    """
+    ends = [0]
+    for num in held.tokens:
+        ends.append(ends[-1] + num)
+    num_kept_tokens = ends[held.num_kept]
+    start = min(guess.num_computed, num_kept_tokens)
+    kept_s = guess.work_s(start, num_kept_tokens)
+    is_dropping = guess.num_sent > num_kept_tokens
+    done_s = [guess.work_s(start, end) for end in ends[held.num_kept :]]  # 0 is what is kept
+    total_s = done_s[-1]
+    best, least = None, 0.0
+    if is_dropping and guess.num_computed < guess.num_sent:  # what was sent goes on to be computed
+        steps = [at_s for _, at_s in guess.steps(guess.num_computed, guess.num_sent)]
+        least = sum(
+            each.weight * _cost([(kept_s, steps[-1], 0.0)], steps, total_s, each, others) for each in held.futures
+        )
+    all_steps = guess.steps(start, ends[-1])
+    for length in range(held.num_kept, len(held.tokens) + 1):
+        if (length == held.num_kept and not is_dropping) or (whole_only and length < len(held.tokens)):
+            continue
+        steps = [at_s for end, at_s in all_steps if end < ends[length]] + [done_s[length - held.num_kept]]
+        cost = 0.0
+        for future in held.futures:
+            spans = list(zip(done_s, done_s[1:], future.p_final[held.num_kept : length], strict=False))
+            cost += future.weight * _cost(spans, steps, total_s, future, others)
+        if cost < least:
+            best, least = length, cost
+    return best
+
+
+def _cost(
+    spans: Sequence[tuple[float, float, float]], steps: Sequence[float], total_s: float, future: Future, others: float
+) -> float:
+    """Seconds of waiting that sending adds; below zero if it saves some. `spans` are passages: from, to, p_final."""
+    next_s, end_s = future.next_s, max(future.end_s, future.next_s)
+    busy_s = _step_end(steps, next_s)
+    slack_s = (end_s - next_s) - total_s
+    lead = sum(p * _overlap(a, b, 0.0, next_s) for a, b, p in spans)
+    in_the_way = sum((1 - p) * _overlap(a, b, next_s, busy_s) for a, b, p in spans)
+    wasted = sum((1 - p) * _overlap(a, b, 0.0, busy_s) for a, b, p in spans)
+    saved = min(lead, max(-slack_s, 0.0))
+    lost = max(in_the_way - max(slack_s, 0.0), 0.0)
+    return lost + others * wasted - saved
+
+
+def _step_end(steps: Sequence[float], at_s: float) -> float:
+    """When the step that runs then ends; that of the last, if all have."""
+    return steps[min(bisect_right(steps, at_s), len(steps) - 1)]
+
+
+def _overlap(start: float, end: float, low: float, high: float) -> float:
+    return max(min(end, high) - max(start, low), 0.0)
