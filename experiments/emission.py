@@ -1,7 +1,7 @@
 """Sending every update, the last one only, or those that are worth it: what is computed in vain, and who waits.
 
-Each load is replayed in virtual time: its updates go through the real `WorthSending`, calibrated on other queries of the
-same kind, and what comes out, and when, goes to vLLM's own scheduler with the costs of a profile. The final context of
+Each load is replayed in virtual time: its updates go through the real `WorthSending`, calibrated on other queries of
+the same kind, and what comes out, and when, goes to vLLM's own scheduler with the costs of a profile. The final context of
 each query is compared with that of the source itself. The same updates are also put in the order "stable".
 
     search      traces/search-python-docs: DiskANN and ranking by words, stretched four times (32 queries, two halves,
@@ -18,7 +18,6 @@ import asyncio
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Chunk, CutShort, Hint, Source, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.kinds import is_whole
+from streamrag.kinds import is_whole, message_of
 from streamrag.modes import UpdateMode
 from streamrag.retrieving import Retrieval
 from streamrag.sources.calibration import (
@@ -39,7 +39,7 @@ def place(chunk: Chunk) -> Place:
 def stages_left(hint: Hint | None) -> int | None:
     """How many stages a hint says are left; None if it does not, or says what cannot be."""
     num = None if hint is None else hint.num_chunks
-    return int(num) if is_whole(num) and 0 <= num < MAX_STAGES else None  # type: ignore[arg-type]
+    return int(num) if num is not None and is_whole(num) and 0 <= num < MAX_STAGES else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ async def calibrate(
     """Ask `source` all `queries`, one after the other, and count at which stage its result was final.
 
     The source must have been started, if it is one that must be, and say with each event how many stages are left:
-    `Hint.num_chunks`, which goes down from one event to the next. Queries whose retrieval fails or is cut short are left
-    out. `on_progress` is called with how many have ended, and of how many.
+    `Hint.num_chunks`, which goes down from one event to the next. Queries whose retrieval fails or is cut short are
+    left out. `on_progress` is called with how many have ended, and of how many.
 
     :raises ConfigurationError: no queries, or a source that does not say which stage it is at.
     :raises SourceError: retrieval failed, or was cut short, for all of them; the cause is the last failure.
@@ -87,7 +87,8 @@ async def calibrate(
             on_progress(number + 1, len(queries))
     if not num_queries:
         name = part_name(source)
-        raise SourceError(f"{name} gave no whole result for any of {len(queries)} queries") from failure
+        why = f"; the last time: {message_of(failure)}" if failure else ""
+        raise SourceError(f"{name} gave no whole result for any of {len(queries)} queries{why}") from failure
     return Calibration(
         source=part_name(source),
         num_queries=num_queries,

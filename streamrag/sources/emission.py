@@ -7,18 +7,20 @@ is when the next stage comes, D when retrieval ends. The work of prefilling the 
     0                                 d                 b       W              D
                                       next stage        end of the engine's step that runs then
 
-p_i is the probability that the first i passages are final, |i [x, y]| are the seconds of work on passage i from x to y,
-and m is how many seconds others wait for a second of the engine. Sending the first j passages now, and not at the next
-stage,
+p_i is the probability that the first i passages are final, and |i [x, y]| are the seconds of work on passage i from x
+to y. With m requests of others at the same time, the engine does a share of 1 / (1 + m) of this work before the prompt
+is complete, when it comes first; d, D and b are in seconds of this work. Sending the first j passages now, and not at
+the next stage,
 
     saves    min( sum p_i |i [0, d]|,  (W - (D - d))+ )         a lead, if there would be no time for it later
     loses    ( sum (1 - p_i) |i [d, b]|  -  ((D - d) - W)+ )+   the next context waits for a step that runs in vain
-    wastes   m * sum (1 - p_i) |i [0, b]|                       others wait for what is computed in vain
+    wastes   price * sum (1 - p_i) |i [0, b]|                   the engine's time
 
-seconds of waiting, where (x)+ is x or 0 if that is more. These are expected values: over examples of d and D, of
-queries whose result was final at this stage, as often as it is now (p_n; all p_i are 1 then), and of those whose was
-not (each p_i is (p_i - p_n) / (1 - p_n) then). What is best is sent, if it is better than sending nothing: then what
-was sent before goes on to be computed, and wastes and loses in the same way if the new context does not have it.
+seconds of waiting, where (x)+ is x or 0 if that is more, and a second of the engine's is worth `price` of them. These
+are expected values: over examples of d and D, of queries whose result was final at this stage, as often as it is now
+(p_n; all p_i are 1 then), and of those whose was not (each p_i is (p_i - p_n) / (1 - p_n) then). What is best is sent,
+if it is better than sending nothing: then what was sent before goes on to be computed, and wastes and loses in the same
+way if the new context does not have it.
 """
 
 from bisect import bisect_right
@@ -26,6 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamrag.engine.costs import StepProfile, recompute_s
+
+TIE_S = 1e-9
 
 MAX_TOKENS = 1 << 17
 """Longer contexts cost what these do."""
@@ -40,6 +44,10 @@ class Held:
     tokens: tuple[int, ...]
     """Of each of its passages."""
     futures: tuple["Future", ...]
+    others: float
+    """Requests of others at the same time."""
+    price: float
+    """What a second of the engine's time is worth, in seconds of waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ def futures(
     return tuple(found)
 
 
-def best_length(held: Held, guess: EngineGuess, others: float, *, whole_only: bool = False) -> int | None:
+def best_length(held: Held, guess: EngineGuess, *, whole_only: bool = False) -> int | None:
     """How many passages of `held` to send now; None to send nothing yet. With `whole_only`, all or none.
 
     It may be `num_kept`: then nothing new is worth sending, but what is being computed is not worth it either.
@@ -128,7 +136,7 @@ def best_length(held: Held, guess: EngineGuess, others: float, *, whole_only: bo
     if is_dropping and guess.num_computed < guess.num_sent:  # what was sent goes on to be computed
         steps = [at_s for _, at_s in guess.steps(guess.num_computed, guess.num_sent)]
         least = sum(
-            each.weight * _cost([(kept_s, steps[-1], 0.0)], steps, total_s, each, others) for each in held.futures
+            each.weight * _cost([(kept_s, steps[-1], 0.0)], steps, total_s, each, held) for each in held.futures
         )
     all_steps = guess.steps(start, ends[-1])
     for length in range(held.num_kept, len(held.tokens) + 1):
@@ -138,17 +146,17 @@ def best_length(held: Held, guess: EngineGuess, others: float, *, whole_only: bo
         cost = 0.0
         for future in held.futures:
             spans = list(zip(done_s, done_s[1:], future.p_final[held.num_kept : length], strict=False))
-            cost += future.weight * _cost(spans, steps, total_s, future, others)
-        if cost < least:
-            best, least = length, cost
+            cost += future.weight * _cost(spans, steps, total_s, future, held)
+        if cost < least - TIE_S or (best is not None and cost <= least + TIE_S):  # of those alike, the longest
+            best, least = length, min(cost, least)
     return best
 
 
 def _cost(
-    spans: Sequence[tuple[float, float, float]], steps: Sequence[float], total_s: float, future: Future, others: float
+    spans: Sequence[tuple[float, float, float]], steps: Sequence[float], total_s: float, future: Future, held: Held
 ) -> float:
     """Seconds of waiting that sending adds; below zero if it saves some. `spans` are passages: from, to, p_final."""
-    next_s, end_s = future.next_s, max(future.end_s, future.next_s)
+    next_s, end_s = (each / (1 + held.others) for each in (future.next_s, max(future.end_s, future.next_s)))
     busy_s = _step_end(steps, next_s)
     slack_s = (end_s - next_s) - total_s
     lead = sum(p * _overlap(a, b, 0.0, next_s) for a, b, p in spans)
@@ -156,7 +164,7 @@ def _cost(
     wasted = sum((1 - p) * _overlap(a, b, 0.0, busy_s) for a, b, p in spans)
     saved = min(lead, max(-slack_s, 0.0))
     lost = max(in_the_way - max(slack_s, 0.0), 0.0)
-    return lost + others * wasted - saved
+    return lost + held.price * wasted - saved
 
 
 def _step_end(steps: Sequence[float], at_s: float) -> float:

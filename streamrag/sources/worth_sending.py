@@ -25,6 +25,8 @@ CHARACTERS_PER_TOKEN = 4
 """Of English, with the tokenizers of current models."""
 NUM_HEADING_TOKENS = 20
 """What stands around a passage: its number, title and address."""
+PRICE = 0.1
+"""Higher ones made requests wait longer in experiments/emission.py, and saved little more on a busy engine."""
 
 _END = object()
 
@@ -38,27 +40,29 @@ class WorthSending(WrappedSource):
     """Passes on an update of `source` when that is worth it, and at the latest when retrieval ends.
 
     A search that refines its result changes it most while little is known. What is sent too early is computed in vain,
-    and what is final waits behind it; what is sent too late is computed when it could have been there. So an update is
-    sent when the prefill time that it is expected to save is more than what its invalidation is expected to cost:
+    and what is final may have to wait behind it; what is sent too late is computed when it could have been there. So an
+    update is sent when the prefill time that it is expected to save is more than what its invalidation is expected to
+    cost. In short, and where retrieval leaves no time to prefill all of it later:
 
-        sum p_i |i [0, d]|   >   sum (1 - p_i) |i [d, b]|  +  m * sum (1 - p_i) |i [0, b]|
+        sum p_i |i [0, d]|   >   sum (1 - p_i) |i [d, b]|  +  price * sum (1 - p_i) |i [0, b]|
 
     where p_i is the probability, from `calibration`, that the first i passages are final, |i [x, y]| the seconds of
-    prefilling passage i between x and y, d when the next stage is expected, b when the engine's step ends that runs
-    then, and m the requests of others that wait for the engine. Where retrieval leaves time enough to prefill all of it
-    after the next stage, waiting costs nothing, and it waits. An update may be sent in part: the passages that are
-    likely to stand now, and the others later.
+    prefilling passage i between x and y, d when the next stage comes, and b when the engine's step ends that runs then.
+    Where retrieval leaves that time, waiting costs nothing, and it waits. An update may be sent in part: the passages
+    that are likely to stand now, the others later.
 
-    The final context is the same as without it, in the default mode, `UpdateMode()`: what is held back comes when the
-    source ends, fails or is cut short. Other modes make of the updates between what they will. Updates are passed on at
-    once when their hints do not tell at which stage they are, or at one that `calibration` does not have; and so is an
-    `Append`, unless something is held back, which it then is a part of.
+    The final context is the same as without it, in the mode `UpdateMode()`, which is the default: what is held back
+    comes when the source ends, fails or is cut short. Another mode may make another context of fewer updates. An update
+    is passed on at once when its hint does not tell at which stage it is, or one that `calibration` does not have; and
+    so is an `Append`, unless something is held back, of which it then is a part.
 
     calibration: what `calibrate` found out about `source`, or the path of its file.
     profile: what prefilling takes: the name or path of a profile, as `streamrag profile` measures it.
     max_num_batched_tokens: the most tokens in a step of the engine.
-    others: how many requests of others wait for the engine, or a function that is called for it. A source cannot know;
-        None counts what it does know, its own retrievals that run at the same time.
+    others: how many requests of others there are at the same time, which make prefilling take longer; or a function
+        that is called for it. None counts what a source can know, its own retrievals that run at the same time.
+    price: what a second of the engine's time is worth, in seconds of waiting: 0 where it has nothing else to do, 1 or
+        more where it is never idle.
     whole_only: never send a part of an update.
     count_tokens: tokens of a passage in a prompt; by default a quarter of its characters, and some for its heading.
 
@@ -73,6 +77,7 @@ class WorthSending(WrappedSource):
         *,
         max_num_batched_tokens: int = DEFAULT_BUDGET,
         others: float | Callable[[], float] | None = None,
+        price: float = PRICE,
         whole_only: bool = False,
         count_tokens: Callable[[Chunk], int] = estimate_tokens,
         clock: Clock = monotonic,
@@ -80,15 +85,16 @@ class WorthSending(WrappedSource):
         super().__init__(source)
         if not is_whole(max_num_batched_tokens) or max_num_batched_tokens < 1:
             raise ConfigurationError(
-                f"WorthSending: max_num_batched_tokens={short(max_num_batched_tokens)} must be a whole number, at least 1"
+                f"WorthSending: max_num_batched_tokens={short(max_num_batched_tokens)} must be a number of tokens"
             )
         if others is not None and not callable(others):
-            _check_others(others)
+            _checked("others", others)
         self._calibration = calibration if isinstance(calibration, Calibration) else Calibration.read(calibration)
         self._odds = Odds(self._calibration)
         self._profile = load_profile(profile) if isinstance(profile, str) else profile
         self._budget = int(max_num_batched_tokens)
         self._others = others
+        self._price = _checked("price", price)
         self._whole_only = whole_only
         self._count_tokens = count_tokens
         self._clock = clock
@@ -129,19 +135,19 @@ class WorthSending(WrappedSource):
                 await cancel_regardless([pending])
 
     def num_others(self) -> float:
-        """Requests of others that wait for the engine, as far as is known."""
+        """Requests of others at the same time, as far as is known."""
         if self._others is None:
             return self.num_streams - 1
-        return _check_others(self._others()) if callable(self._others) else self._others
+        return _checked("others", self._others() if callable(self._others) else self._others)
 
 
 async def _next(events: AsyncGenerator[SourceEvent, None]) -> object:
     return await anext(events, _END)
 
 
-def _check_others(value: object) -> float:
+def _checked(name: str, value: object) -> float:
     if not is_number(value) or not 0 <= value < inf:  # type: ignore[operator]
-        raise ConfigurationError(f"WorthSending: others={short(value)} must be a number of requests, 0 or more")
+        raise ConfigurationError(f"WorthSending: {name}={short(value)} must be a number, at least 0")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -162,6 +168,8 @@ class _State:
         self._began_s = owner._clock()
         self._context: tuple[Chunk, ...] = ()
         self._sent: tuple[Chunk, ...] = ()
+        self._owes_update: bool | None = None
+        """Whether there was an update, and none was sent: one that says nothing new still ranks. None before there was."""
         self._hint: Hint | None = None
         self._hint_s = 0.0
         self._stage: _Stage | None = None  # None: not known, and nothing is held back
@@ -180,10 +188,12 @@ class _State:
             return [event] if rest is None else [rest, event]
         was_held = self._is_held
         self._context = UpdateMode().fold(self._context, event)
+        if isinstance(event, Update) and self._owes_update is None:
+            self._owes_update = True
         self._hint, self._hint_s = event.hint, self._now_s()
         self._note_stage(event.hint)
         if self._stage is None or self._stage.left == 0 or (isinstance(event, Append) and not was_held):
-            self._send(len(self._context))
+            self._send(len(self._context), is_update=was_held or isinstance(event, Update))
             return [Update(self._context, event.hint) if was_held and isinstance(event, Append) else event]
         update = self._what_is_worth_it()
         return [] if update is None else [update]
@@ -216,7 +226,7 @@ class _State:
 
     @property
     def _is_held(self) -> bool:
-        return self._sent != self._context
+        return self._sent != self._context or bool(self._owes_update)
 
     def _now_s(self) -> float:
         return self._owner._clock() - self._began_s
@@ -240,9 +250,11 @@ class _State:
         held = Held(
             num_kept=_num_same([*map(place, self._sent)], [*map(place, self._context)]),
             tokens=tuple(max(owner._count_tokens(chunk), 0) for chunk in self._context),
+            others=owner.num_others(),
+            price=owner._price,
             futures=futures(*self._times(owner._calibration.stages[left]), p_final),
         )
-        length = best_length(held, self._guess, owner.num_others(), whole_only=owner._whole_only)
+        length = best_length(held, self._guess, whole_only=owner._whole_only)
         if length is None:
             return None
         hint = self._hint_now()
@@ -251,13 +263,12 @@ class _State:
 
     def _times(self, stage: Stage) -> "tuple[list[tuple[float, float]], list[tuple[float, float]]]":
         """Until the next stage and until the end, when the result is final and when it is not."""
+        final, others = ([(each.next_s, each.end_s) for each in times] for times in (stage.when_final, stage.when_not))
         end_s = self._hint.end_s if self._hint is not None else None
         if end_s is None or not 0 <= end_s < inf:
-            return tuple([(each.next_s, each.end_s) for each in times] for times in (stage.when_final, stage.when_not))
+            return final, others
         left_s = max(end_s - (self._now_s() - self._hint_s), 0.0)  # the source knows better
-        return tuple(
-            [(min(each.next_s, left_s), left_s) for each in times] for times in (stage.when_final, stage.when_not)
-        )
+        return [(min(next_s, left_s), left_s) for next_s, _ in final], [(min(n, left_s), left_s) for n, _ in others]
 
     def _hint_now(self) -> Hint | None:
         """The last hint, as it reads now."""
@@ -268,8 +279,10 @@ class _State:
             end_s = max(end_s - (self._now_s() - self._hint_s), 0.0)
         return replace(self._hint, num_chunks=self._stage.left, end_s=end_s)
 
-    def _send(self, length: int) -> None:
+    def _send(self, length: int, *, is_update: bool = True) -> None:
         """The first passages of the context are what the engine has from now on."""
+        if is_update:
+            self._owes_update = False
         new = self._context[:length]
         tokens = [max(self._owner._count_tokens(chunk), 0) for chunk in new]
         num_kept = _num_same([*map(place, self._sent)], [*map(place, new)])
