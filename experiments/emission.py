@@ -1,16 +1,16 @@
 """Sending every update, the last one only, or those that are worth it: what is computed in vain, and who waits.
 
 Each load is replayed in virtual time: its updates go through the real `WorthSending`, calibrated on other queries of
-the same kind, and what comes out, and when, goes to vLLM's own scheduler with the costs of a profile. The final context of
-each query is compared with that of the source itself. The same updates are also put in the order "stable".
+the same kind, and what comes out, and when, goes to vLLM's own scheduler with the costs of a profile. The final
+context of each query is compared with that of the source itself. The same updates are also put in the order "stable".
 
     search      traces/search-python-docs: DiskANN and ranking by words, stretched four times (32 queries, two halves,
                 each calibrated on the other)
     anns        the generated load of the paper's search, short gaps at the end
     anns-last   the same with its long gap at the end
-    docs        a live search in this repository's documentation: VectorSource, real embeddings, calibrated on sentences
-                of its passages (--live)
-    ranked      the same, each stage ranked again by words (--live)
+    docs        searches in this repository's documentation, recorded live: VectorSource, real embeddings; asked are
+                sentences of its passages, and calibrated on are others (--index)
+    ranked      the same, each stage ranked again by words (--index)
 """
 
 import argparse
@@ -18,6 +18,7 @@ import asyncio
 import json
 import statistics
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,12 +28,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamrag import Calibration, Chunk, Hint, Source, Update, UpdateMode, WorthSending, calibrate
+from streamrag import (
+    Calibration,
+    Chunk,
+    Hint,
+    Source,
+    Startable,
+    Update,
+    UpdateMode,
+    VectorSource,
+    WorthSending,
+    calibrate,
+)
 from streamrag.bench.calibration_picture import draw_calibration
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
+from streamrag.sources.calibration_queries import sentences
+from streamrag.sources.worth_sending import estimate_tokens
 from streamrag.trace.generate import LongWindow, generate
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedUpdate
@@ -43,17 +57,20 @@ PROFILE = "h200-llama8b-tp2"
 BUDGETS = {"anns": 8_192, "anns-last": 8_192}
 BUDGET = 2_048
 RATES = {
-    "search": (0.5, 8.0, 14.0),
-    "anns": (0.2, 3.0, 5.0),
-    "anns-last": (0.2, 3.0, 5.0),
-    "docs": (0.5, 20.0, 40.0),
-    "ranked": (0.5, 20.0, 40.0),
+    "search": (0.5, 8.0),
+    "anns": (0.2, 3.0),
+    "anns-last": (0.2, 3.0),
+    "docs": (0.5, 20.0),
+    "ranked": (0.5, 20.0),
 }
-"""Queries a second: alone, and on an engine that is busy about half and nearly all of the time."""
+"""Queries a second: alone, and on an engine that is busy most of the time."""
 ARMS = ("always", "last", "worth, whole", "worth")
 MODES = {"rank": UpdateMode(), "stable": UpdateMode("stable")}
-NUM_QUERIES = 200
-NUM_SEEDS = 3
+NUM_QUERIES = 60
+NUM_SEEDS = 1
+K = 10
+SENT: dict[tuple[str, str, float, int], tuple[TracedQuery, ...]] = {}
+"""What has been worked out, for the other order."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +161,45 @@ def counting_down(query: TracedQuery) -> TracedQuery:
     return replace(query, events=events)
 
 
+async def live(name: str, index: Path, progress: Progress) -> tuple[Load, int]:
+    """Searches as they are, and in how many `WorthSending` gave another final context, live, which must be none."""
+    from record_traces import Reranked
+
+    if name == "docs":
+        source: Source = VectorSource(index, k=K)
+    else:
+        source = Reranked([VectorSource(index, k=num, ladder=(2 * num,)) for num in (K, 2 * K, 4 * K, 8 * K)], K)
+    assert isinstance(source, Startable)
+    await source.start(lambda line: None)
+    task = progress.add_task(f"{name}: searching", total=3 * NUM_QUERIES)
+    try:
+        calibration = await calibrate(
+            source, sentences(index, NUM_QUERIES, 1), on_progress=lambda *_: progress.advance(task)
+        )
+        held = WorthSending(source, calibration, PROFILE)
+        queries, num_others = [], 0
+        for number, text in enumerate(sentences(index, NUM_QUERIES, 2)):
+            query = await recorded(source, f"{name}-{number}", text)
+            again = await recorded(held, f"{name}-{number}", text)
+            num_others += keys(query) != keys(again)
+            queries.append((query, calibration))
+            progress.advance(task, 2)
+    finally:
+        await source.aclose()
+        progress.remove_task(task)
+    return Load(name, tuple(queries)), num_others
+
+
+async def recorded(source: Source, query_id: str, text: str) -> TracedQuery:
+    began_s = time.perf_counter()
+    events = []
+    async for event in source.stream(text):
+        assert isinstance(event, Update)
+        chunks = tuple(TracedChunk(chunk.text, estimate_tokens(chunk)) for chunk in event.chunks)
+        events.append(TracedUpdate(time.perf_counter() - began_s, chunks, event.hint))
+    return TracedQuery(query_id, 0.0, text, tuple(events), time.perf_counter() - began_s)
+
+
 # ------------------------------------------------------------------------------------------------------- the arms
 
 
@@ -153,7 +209,10 @@ def sent(load: Load, arm: str, qps: float, seed: int) -> tuple[TracedQuery, ...]
         return tuple(query for query, _ in load.queries)
     if arm == "last":
         return tuple(only_last(query) for query, _ in load.queries)
-    return run_virtual(_sent(load, arm == "worth, whole", qps, seed))
+    key = load.name, arm, qps, seed
+    if key not in SENT:
+        SENT[key] = run_virtual(_sent(load, arm == "worth, whole", qps, seed))
+    return SENT[key]
 
 
 def only_last(query: TracedQuery) -> TracedQuery:
@@ -315,6 +374,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw the calibration of the trace")
+    parser.add_argument("--index", type=Path, metavar="INDEX", help="of the documentation, for live searches")
     parser.add_argument("--only", action="append", choices=tuple(RATES), help="these loads only")
     arguments = parser.parse_args()
     made: dict[str, Callable[[], Load]] = {
@@ -322,14 +382,19 @@ def main() -> int:
         "anns": lambda: generated("anns", "first"),
         "anns-last": lambda: generated("anns-last", "last"),
     }
-    names = [name for name in arguments.only or made if name in made]
+    searched = ("docs", "ranked") if arguments.index else ()
+    names = [name for name in arguments.only or (*made, *searched) if name in made or name in searched]
     console = Console(width=180)
     rows = []
     columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(names) * len(ARMS) * len(MODES) * 3)
+        task = progress.add_task("", total=len(names) * len(ARMS) * len(MODES) * 2)
         for name in names:
-            load = made[name]()
+            if name in made:
+                load = made[name]()
+            else:
+                load, num_others = asyncio.run(live(name, arguments.index, progress))
+                assert num_others == 0, f"{num_others} of {NUM_QUERIES} live searches had another final context"
             for qps in RATES[name]:
                 for arm in ARMS:
                     for order in MODES:

@@ -30,6 +30,10 @@ from dataclasses import dataclass
 from streamrag.engine.costs import StepProfile, recompute_s
 
 TIE_S = 1e-9
+MIN_GAIN_S = 0.002
+"""An update takes time of its own, to be tokenised and planned: for less it is not sent."""
+
+UNKNOWN_S = 3600.0
 
 MAX_TOKENS = 1 << 17
 """Longer contexts cost what these do."""
@@ -108,6 +112,8 @@ def futures(
 ) -> tuple[Future, ...]:
     """One for each example of (d, D). Without examples of a kind, those of the other stand for both."""
     p_all = p_final[-1] if p_final else 1.0
+    if not when_final and not when_not:  # later than ever: waiting for more promises nothing
+        return (Future(1.0, UNKNOWN_S, 0.0, (1.0,) * len(p_final)),)
     of_others = tuple((p - p_all) / (1 - p_all) if p_all < 1 else 1.0 for p in p_final)
     found = []
     for share, times, p_each in (
@@ -147,7 +153,7 @@ def best_length(held: Held, guess: EngineGuess, *, whole_only: bool = False) -> 
         for future in held.futures:
             spans = list(zip(done_s, done_s[1:], future.p_final[held.num_kept : length], strict=False))
             cost += future.weight * _cost(spans, steps, total_s, future, held)
-        if cost < least - TIE_S or (best is not None and cost <= least + TIE_S):  # of those alike, the longest
+        if cost < least - MIN_GAIN_S or (best is not None and cost <= least + TIE_S):  # of those alike, the longest
             best, least = length, min(cost, least)
     return best
 

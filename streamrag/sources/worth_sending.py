@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from math import inf
+from statistics import median
 
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update
@@ -16,7 +17,7 @@ from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import UpdateMode
 from streamrag.retrieving import Retrieval
 from streamrag.sources.calibrating import Place, place, stages_left
-from streamrag.sources.calibration import Calibration, Odds, Stage
+from streamrag.sources.calibration import Calibration, Odds, Stage, Times
 from streamrag.sources.emission import EngineGuess, Held, best_length, futures
 from streamrag.sources.wrapped import WrappedSource
 from streamrag.tasks import cancel_regardless
@@ -25,6 +26,9 @@ CHARACTERS_PER_TOKEN = 4
 """Of English, with the tokenizers of current models."""
 NUM_HEADING_TOKENS = 20
 """What stands around a passage: its number, title and address."""
+NUM_LOOKS, MIN_WAIT_S = 8, 0.002
+"""While a stage lasts, it is looked so often whether what is held back is worth sending now."""
+ROUNDING_S = 1e-6
 PRICE = 0.1
 """Higher ones made requests wait longer in experiments/emission.py, and saved little more on a busy engine."""
 
@@ -114,7 +118,7 @@ class WorthSending(WrappedSource):
                         pending = pending or asyncio.create_task(_next(events), name="streamrag held back")
                         await asyncio.wait([pending], timeout=state.patience_s())
                         if not pending.done():
-                            if (update := state.stage_passed()) is not None:
+                            if (update := state.waited()) is not None:
                                 yield update
                             continue
                         event, pending = pending.result(), None
@@ -169,7 +173,7 @@ class _State:
         self._context: tuple[Chunk, ...] = ()
         self._sent: tuple[Chunk, ...] = ()
         self._owes_update: bool | None = None
-        """Whether there was an update, and none was sent: one that says nothing new still ranks. None before there was."""
+        """Whether an update came and none was sent: one that says nothing new still ranks. None before any came."""
         self._hint: Hint | None = None
         self._hint_s = 0.0
         self._stage: _Stage | None = None  # None: not known, and nothing is held back
@@ -202,17 +206,21 @@ class _State:
         """How long to wait for the source's next event; None if nothing is held back."""
         if self._stage is None or not self._is_held:
             return None
-        late_s = self._stage.began_s + self._owner._calibration.stages[self._stage.left].late_s
-        return max(late_s - self._now_s(), 0.0)
+        late_s = self._owner._calibration.stages[self._stage.left].late_s
+        until_late_s = self._stage.began_s + late_s - self._now_s()
+        return max(min(until_late_s, late_s / NUM_LOOKS), MIN_WAIT_S)  # never so little that no time passes
 
-    def stage_passed(self) -> Update | None:
-        """The source has been silent for longer than the stage takes: another one has changed nothing."""
+    def waited(self) -> Update | None:
+        """What to send when the source has been silent for so long. Later, a stage must have changed nothing."""
         assert self._stage is not None
-        if self._stage.left > 0:
-            self._stage = _Stage(self._stage.left - 1, self._now_s())
-        if self._stage.left > 0:
-            return self._what_is_worth_it()
-        return self.rest()
+        left, began_s = self._stage.left, self._stage.began_s
+        stage = self._owner._calibration.stages[left]
+        if self._now_s() >= began_s + stage.late_s - ROUNDING_S:
+            if left <= 1:
+                self._stage = _Stage(0, self._now_s())
+                return self.rest()
+            self._stage = _Stage(left - 1, began_s + min(_typical_s(stage), stage.late_s))
+        return self._what_is_worth_it()
 
     def rest(self) -> Update | None:
         """All that is held back."""
@@ -263,12 +271,21 @@ class _State:
 
     def _times(self, stage: Stage) -> "tuple[list[tuple[float, float]], list[tuple[float, float]]]":
         """Until the next stage and until the end, when the result is final and when it is not."""
-        final, others = ([(each.next_s, each.end_s) for each in times] for times in (stage.when_final, stage.when_not))
+        assert self._stage is not None
+        passed_s = self._now_s() - self._stage.began_s
+        final, others = (
+            [_after(each, passed_s) for each in times if each.end_s > passed_s or not passed_s]
+            for times in (stage.when_final, stage.when_not)
+        )
         end_s = self._hint.end_s if self._hint is not None else None
         if end_s is None or not 0 <= end_s < inf:
             return final, others
         left_s = max(end_s - (self._now_s() - self._hint_s), 0.0)  # the source knows better
-        return [(min(next_s, left_s), left_s) for next_s, _ in final], [(min(n, left_s), left_s) for n, _ in others]
+        final, others = (
+            [(min(_after(each, passed_s)[0], left_s), left_s) for each in times]
+            for times in (stage.when_final, stage.when_not)
+        )
+        return final, others
 
     def _hint_now(self) -> Hint | None:
         """The last hint, as it reads now."""
@@ -288,6 +305,21 @@ class _State:
         num_kept = _num_same([*map(place, self._sent)], [*map(place, new)])
         self._guess.sent(sum(tokens[:num_kept]), sum(tokens), self._now_s())
         self._sent = new
+
+
+def _typical_s(stage: Stage) -> float:
+    return (
+        median(each.next_s for each in (*stage.when_final, *stage.when_not))
+        if stage.when_final or stage.when_not
+        else 0.0
+    )
+
+
+def _after(times: Times, passed_s: float) -> tuple[float, float]:
+    """The same when so many seconds have passed in silence. Where the next stage has passed, another may come."""
+    next_s = times.next_s - passed_s if passed_s < times.next_s else times.next_s
+    end_s = max(times.end_s - passed_s, 0.0)
+    return min(next_s, end_s), end_s
 
 
 def _num_same(places: list[Place], others: list[Place]) -> int:

@@ -132,7 +132,7 @@ async def test_queries_that_fail_or_are_cut_short_are_left_out() -> None:
     assert found.num_queries == 1
     with pytest.raises(SourceError, match=r"any of 2 queries; the last time: retrieval was cut short: no time"):
         await calibrate(ScriptedSource(steps), ["fails", "is cut short"])
-    with pytest.raises(SourceError, match="gave no whole result for any of 1 queries$"):
+    with pytest.raises(SourceError, match=r"gave no whole result for any of 1 queries$"):
         await calibrate(ScriptedSource(()), ["finds nothing"])
     with pytest.raises(ConfigurationError, match="0 queries"):
         await calibrate(ScriptedSource(steps), [])
@@ -221,7 +221,7 @@ def test_a_damaged_file_is_read_or_refused_and_never_more(made: Calibration, tmp
 
 
 def test_a_count_and_a_stage_that_cannot_be_are_refused_when_made() -> None:
-    with pytest.raises(ValueError, match="num_final|final of"):
+    with pytest.raises(ValueError, match="final of"):
         Count("order", 0, 0, 0, num=1, num_final=-1)
     with pytest.raises(ValueError, match="late_s"):
         Stage(float("nan"), (), ())

@@ -74,7 +74,7 @@ async def read(source: WorthSending) -> tuple[list[SourceEvent], Exception | Non
     try:
         async with aclosing(source.stream("why?")) as stream:
             async for event in stream:
-                events.append(event)
+                events.append(event)  # noqa: PERF401 (those that came before an error)
     except Exception as error:
         return events, error
     return events, None
@@ -250,7 +250,9 @@ def test_the_part_that_is_likely_to_stand_is_sent_first() -> None:
     unlikely = tuple(replace(c, num_final=0) if c.length > 1 and c.left else c for c in known.counts)
     steps = (Update((A, B, C), Hint(1)), 1.0)
     known = replace(known, counts=unlikely)
-    assert timed(steps, known=known, price=1.0) == [(0.0, Update((A,), Hint(1))), (0.2, Update((A, B, C), Hint(0)))]
+    first, rest = timed(steps, known=known, price=1.0)
+    assert first == (0.0, Update((A,), Hint(1)))
+    assert rest == (pytest.approx(0.2), Update((A, B, C), Hint(0)))
     assert len(timed(steps, known=known, price=1.0, whole_only=True)) == 1
 
 
