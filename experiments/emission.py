@@ -327,6 +327,22 @@ def measure(load: Load, arm: str, order: str, qps: float) -> dict[str, Any]:
     }
 
 
+def displacement(load: Load) -> dict[str, Any]:
+    """How far passages stand from their rank in stable order, every update having been sent."""
+    moved, is_first, in_top = [], [], []
+    for query, _ in load.queries:
+        ranked, stable = keys(query), keys(ordered(query, MODES["stable"]))
+        moved += [abs(stable.index(key) - rank) for rank, key in enumerate(ranked)]
+        is_first.append(ranked[:1] == stable[:1])
+        in_top.append(len({*ranked[:5]} & {*stable[:5]}) / max(len(ranked[:5]), 1))
+    return {
+        "load": load.name,
+        "places_moved": statistics.mean(moved),
+        "share_with_the_best_first": statistics.mean(is_first),
+        "share_of_best_five_in_front_five": statistics.mean(in_top),
+    }
+
+
 def num_shared_tokens(before: Sequence[TracedChunk], after: Sequence[TracedChunk]) -> int:
     shared = 0
     for a, b in zip(before, after, strict=False):
@@ -385,7 +401,7 @@ def main() -> int:
     searched = ("docs", "ranked") if arguments.index else ()
     names = [name for name in arguments.only or (*made, *searched) if name in made or name in searched]
     console = Console(width=180)
-    rows = []
+    rows, orders = [], []
     columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(names) * len(ARMS) * len(MODES) * 2)
@@ -395,6 +411,7 @@ def main() -> int:
             else:
                 load, num_others = asyncio.run(live(name, arguments.index, progress))
                 assert num_others == 0, f"{num_others} of {NUM_QUERIES} live searches had another final context"
+            orders.append(displacement(load))
             for qps in RATES[name]:
                 for arm in ARMS:
                     for order in MODES:
@@ -402,11 +419,13 @@ def main() -> int:
                         rows.append(measure(load, arm, order, qps))
                         progress.advance(task)
     print_rows(rows, console)
+    for each in orders:
+        console.print(*(f"{name}: {value:.2f}" if name != "load" else value for name, value in each.items()), sep="  ")
     if arguments.plot:
         draw_calibration(arguments.plot, calibrated(read_trace(SEARCH).queries))
     if arguments.json:
         arguments.json.write_text(
-            json.dumps({"profile": PROFILE, "num_seeds": NUM_SEEDS, "rows": rows}, indent=1) + "\n"
+            json.dumps({"profile": PROFILE, "num_seeds": NUM_SEEDS, "rows": rows, "orders": orders}, indent=1) + "\n"
         )
     return 0
 

@@ -41,7 +41,13 @@ SECTIONS = {
 GIVEN = {"AnswerStream", "EventStream", "TokenStream", "TokenStreams"}
 """Classes whose objects a caller is given: how they are made is no promise."""
 
-INTERNAL = {"PromptTemplate.passage_format", "StreamragChatModel.home", "StreamragRetriever.home", "TokenStream.fail"}
+INTERNAL = {
+    "PromptTemplate.passage_format",
+    "StreamragChatModel.home",
+    "StreamragRetriever.home",
+    "TokenStream.fail",
+    "WorthSending.num_others",
+}
 """Members of public classes that are there for other parts of the package."""
 
 OF_FIELDS = ("BaseChatModel", "BaseRetriever", "NamedTuple", "TypedDict")

@@ -46,12 +46,10 @@ class WorthSending(WrappedSource):
     A search that refines its result changes it most while little is known. What is sent too early is computed in vain,
     and what is final may have to wait behind it; what is sent too late is computed when it could have been there. So an
     update is sent when the prefill time that it is expected to save is more than what its invalidation is expected to
-    cost. In short, and where retrieval leaves no time to prefill all of it later:
-
-        sum p_i |i [0, d]|   >   sum (1 - p_i) |i [d, b]|  +  price * sum (1 - p_i) |i [0, b]|
-
-    where p_i is the probability, from `calibration`, that the first i passages are final, |i [x, y]| the seconds of
-    prefilling passage i between x and y, d when the next stage comes, and b when the engine's step ends that runs then.
+    cost. In short, where retrieval leaves no time to prefill all of it later, when
+    `sum p_i |i [0, d]| > sum (1 - p_i) |i [d, b]| + price * sum (1 - p_i) |i [0, b]|`: p_i is the probability, from
+    `calibration`, that the first i passages are final, |i [x, y]| the seconds of prefilling passage i between x and y,
+    d when the next stage comes, and b when the engine's step ends that runs then.
     Where retrieval leaves that time, waiting costs nothing, and it waits. An update may be sent in part: the passages
     that are likely to stand now, the others later.
 
