@@ -26,6 +26,7 @@ way if the new context does not have it.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from streamrag.engine.costs import StepProfile, recompute_s
 
@@ -33,6 +34,10 @@ TIE_S = 1e-9
 MIN_GAIN_S = 0.002
 """An update takes time of its own, to be tokenised and planned: for less it is not sent."""
 
+MIN_BUDGET = 1024
+"""Smaller steps are taken to be as large: an event loop waits for what is worked out here."""
+MAX_LENGTHS = 64
+"""Lengths that are looked at, and the whole; so that it takes a few milliseconds at most."""
 UNKNOWN_S = 3600.0
 
 MAX_TOKENS = 1 << 17
@@ -71,7 +76,7 @@ class EngineGuess:
 
     def __init__(self, profile: StepProfile, budget: int) -> None:
         self._profile = profile
-        self._budget = budget
+        self._budget = max(budget, MIN_BUDGET)
         self._now_s = 0.0
         self.num_computed = 0
         self.num_sent = 0
@@ -101,10 +106,10 @@ class EngineGuess:
             low, high = (middle, high) if self.work_s(start, middle) <= passed_s else (low, middle)
         self.num_computed = low
 
-    def steps(self, start: int, end: int) -> list[tuple[int, float]]:
-        """The steps that compute tokens [start, end) from now on: up to which token, and when each ends."""
+    def step_ends_s(self, start: int, end: int) -> list[float]:
+        """When the steps end that compute tokens [start, end) from now on."""
         ends = [*range(start + self._budget, min(end, MAX_TOKENS), self._budget), end]
-        return [(each, self.work_s(start, each)) for each in ends]
+        return [self.work_s(start, each) for each in ends]
 
 
 def futures(
@@ -132,50 +137,60 @@ def best_length(held: Held, guess: EngineGuess, *, whole_only: bool = False) -> 
     ends = [0]
     for num in held.tokens:
         ends.append(ends[-1] + num)
+    lengths = [*range(held.num_kept, len(held.tokens) + 1)]
+    if len(lengths) > MAX_LENGTHS:
+        lengths = [*lengths[: MAX_LENGTHS - 1], lengths[-1]]
     num_kept_tokens = ends[held.num_kept]
     start = min(guess.num_computed, num_kept_tokens)
-    kept_s = guess.work_s(start, num_kept_tokens)
+    done_s = [guess.work_s(start, ends[length]) for length in lengths]
     is_dropping = guess.num_sent > num_kept_tokens
-    done_s = [guess.work_s(start, end) for end in ends[held.num_kept :]]  # 0 is what is kept
-    total_s = done_s[-1]
-    best, least = None, 0.0
+    least = 0.0
     if is_dropping and guess.num_computed < guess.num_sent:  # what was sent goes on to be computed
-        steps = [at_s for _, at_s in guess.steps(guess.num_computed, guess.num_sent)]
+        steps = guess.step_ends_s(guess.num_computed, guess.num_sent)
+        in_vain = [done_s[0], max(steps[-1], done_s[0])]
         least = sum(
-            each.weight * _cost([(kept_s, steps[-1], 0.0)], steps, total_s, each, held) for each in held.futures
+            future.weight * _costs(in_vain, [0.0], steps, done_s[-1], future, held)[-1] for future in held.futures
         )
-    all_steps = guess.steps(start, ends[-1])
-    for length in range(held.num_kept, len(held.tokens) + 1):
+    steps = guess.step_ends_s(start, ends[-1])
+    costs = [0.0] * len(lengths)
+    for future in held.futures:
+        likely = [future.p_final[length - 1] for length in lengths[1:]]
+        for number, cost in enumerate(_costs(done_s, likely, steps, done_s[-1], future, held)):
+            costs[number] += future.weight * cost
+    best = None
+    for length, cost in zip(lengths, costs, strict=True):
         if (length == held.num_kept and not is_dropping) or (whole_only and length < len(held.tokens)):
             continue
-        steps = [at_s for end, at_s in all_steps if end < ends[length]] + [done_s[length - held.num_kept]]
-        cost = 0.0
-        for future in held.futures:
-            spans = list(zip(done_s, done_s[1:], future.p_final[held.num_kept : length], strict=False))
-            cost += future.weight * _cost(spans, steps, total_s, future, held)
         if cost < least - MIN_GAIN_S or (best is not None and cost <= least + TIE_S):  # of those alike, the longest
             best, least = length, min(cost, least)
     return best
 
 
-def _cost(
-    spans: Sequence[tuple[float, float, float]], steps: Sequence[float], total_s: float, future: Future, held: Held
-) -> float:
-    """Seconds of waiting that sending adds; below zero if it saves some. `spans` are passages: from, to, p_final."""
+def _costs(
+    done_s: Sequence[float],
+    p_final: Sequence[float],
+    steps: Sequence[float],
+    total_s: float,
+    future: Future,
+    held: Held,
+) -> list[float]:
+    """Seconds of waiting that sending adds, for what is kept alone and for each length; below zero if it saves some.
+
+    `done_s` is when the work on what is kept is done, and then on each passage; `steps`, when steps of the engine are.
+    """
     next_s, end_s = (each / (1 + held.others) for each in (future.next_s, max(future.end_s, future.next_s)))
-    busy_s = _step_end(steps, next_s)
+    busy_s = steps[min(bisect_right(steps, next_s), len(steps) - 1)]  # when the step that runs then ends
     slack_s = (end_s - next_s) - total_s
-    lead = sum(p * _overlap(a, b, 0.0, next_s) for a, b, p in spans)
-    in_the_way = sum((1 - p) * _overlap(a, b, next_s, busy_s) for a, b, p in spans)
-    wasted = sum((1 - p) * _overlap(a, b, 0.0, busy_s) for a, b, p in spans)
-    saved = min(lead, max(-slack_s, 0.0))
-    lost = max(in_the_way - max(slack_s, 0.0), 0.0)
-    return lost + held.price * wasted - saved
-
-
-def _step_end(steps: Sequence[float], at_s: float) -> float:
-    """When the step that runs then ends; that of the last, if all have."""
-    return steps[min(bisect_right(steps, at_s), len(steps) - 1)]
+    lead = in_the_way = wasted = 0.0
+    costs = [0.0]
+    for (from_s, to_s), p in zip(pairwise(done_s), p_final, strict=True):
+        lead += p * _overlap(from_s, to_s, 0.0, next_s)
+        in_the_way += (1 - p) * _overlap(from_s, to_s, next_s, busy_s)
+        wasted += (1 - p) * _overlap(from_s, to_s, 0.0, max(next_s, busy_s))
+        saved = min(lead, max(-slack_s, 0.0))
+        lost = max(in_the_way - max(slack_s, 0.0), 0.0)
+        costs.append(lost + held.price * wasted - saved)
+    return costs
 
 
 def _overlap(start: float, end: float, low: float, high: float) -> float:
