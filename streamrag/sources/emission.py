@@ -34,8 +34,8 @@ TIE_S = 1e-9
 MIN_GAIN_S = 0.002
 """An update takes time of its own, to be tokenised and planned: for less it is not sent."""
 
-MIN_BUDGET = 1024
-"""Smaller steps are taken to be as large: an event loop waits for what is worked out here."""
+MAX_STEPS = 128
+"""Where there would be more, they are taken to be larger: an event loop waits for what is worked out here."""
 MAX_LENGTHS = 64
 """Lengths that are looked at, and the whole; so that it takes a few milliseconds at most."""
 UNKNOWN_S = 3600.0
@@ -76,7 +76,7 @@ class EngineGuess:
 
     def __init__(self, profile: StepProfile, budget: int) -> None:
         self._profile = profile
-        self._budget = max(budget, MIN_BUDGET)
+        self._budget = budget
         self._now_s = 0.0
         self.num_computed = 0
         self.num_sent = 0
@@ -84,7 +84,10 @@ class EngineGuess:
     def work_s(self, start: int, end: int) -> float:
         """Seconds to compute tokens [start, end)."""
         start, end = min(start, MAX_TOKENS), min(end, MAX_TOKENS)
-        return recompute_s(self._profile, start, end, self._budget) if start < end else 0.0
+        return recompute_s(self._profile, start, end, self._step_tokens(end - start)) if start < end else 0.0
+
+    def _step_tokens(self, num_tokens: int) -> int:
+        return max(self._budget, num_tokens // MAX_STEPS + 1)
 
     def sent(self, num_kept: int, num_tokens: int, now_s: float) -> None:
         """A context of so many tokens was sent, which keeps so many of the one before."""
@@ -108,7 +111,8 @@ class EngineGuess:
 
     def step_ends_s(self, start: int, end: int) -> list[float]:
         """When the steps end that compute tokens [start, end) from now on."""
-        ends = [*range(start + self._budget, min(end, MAX_TOKENS), self._budget), end]
+        size = self._step_tokens(min(end, MAX_TOKENS) - start)
+        ends = [*range(start + size, min(end, MAX_TOKENS), size), end]
         return [self.work_s(start, each) for each in ends]
 
 
