@@ -34,10 +34,10 @@ TIE_S = 1e-9
 MIN_GAIN_S = 0.002
 """An update takes time of its own, to be tokenised and planned: for less it is not sent."""
 
-MAX_STEPS = 128
+MAX_STEPS = 32
 """Where there would be more, they are taken to be larger: an event loop waits for what is worked out here."""
-MAX_LENGTHS = 64
-"""Lengths that are looked at, and the whole; so that it takes a few milliseconds at most."""
+MAX_LENGTHS = 48
+"""Lengths that are looked at, and the whole; so that an event loop is not kept."""
 UNKNOWN_S = 3600.0
 
 MAX_TOKENS = 1 << 17
