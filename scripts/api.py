@@ -29,7 +29,7 @@ MODULES = [
 SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
     "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages from_rankings Merged "
-    "ReplaySource",
+    "ReplaySource WorthSending calibrate Calibration",
     "Modes": "UpdateMode AppendMode",
     "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
     "Recording": "TraceRecorder",
@@ -41,7 +41,13 @@ SECTIONS = {
 GIVEN = {"AnswerStream", "EventStream", "TokenStream", "TokenStreams"}
 """Classes whose objects a caller is given: how they are made is no promise."""
 
-INTERNAL = {"PromptTemplate.passage_format", "StreamragChatModel.home", "StreamragRetriever.home", "TokenStream.fail"}
+INTERNAL = {
+    "PromptTemplate.passage_format",
+    "StreamragChatModel.home",
+    "StreamragRetriever.home",
+    "TokenStream.fail",
+    "WorthSending.num_others",
+}
 """Members of public classes that are there for other parts of the package."""
 
 OF_FIELDS = ("BaseChatModel", "BaseRetriever", "NamedTuple", "TypedDict")

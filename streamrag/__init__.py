@@ -70,6 +70,8 @@ if TYPE_CHECKING:
     from streamrag.modes import PromptTemplate as PromptTemplate
     from streamrag.modes import UpdateMode as UpdateMode
     from streamrag.pipeline import Pipeline as Pipeline
+    from streamrag.sources.calibrating import calibrate as calibrate
+    from streamrag.sources.calibration import Calibration as Calibration
     from streamrag.sources.generators import from_passages as from_passages
     from streamrag.sources.generators import from_rankings as from_rankings
     from streamrag.sources.index import IndexSummary as IndexSummary
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
     from streamrag.sources.vector import VectorSource as VectorSource
     from streamrag.sources.web import WebSource as WebSource
+    from streamrag.sources.worth_sending import WorthSending as WorthSending
     from streamrag.telemetry import Answer as Answer
     from streamrag.trace.recorder import TraceRecorder as TraceRecorder
 
@@ -91,6 +94,7 @@ _HOMES = {
     "Backend": "streamrag.core",
     "BackendError": "streamrag.errors",
     "BackendEvent": "streamrag.core",
+    "Calibration": "streamrag.sources.calibration",
     "Chunk": "streamrag.core",
     "ConfigurationError": "streamrag.errors",
     "CutShort": "streamrag.core",
@@ -146,7 +150,9 @@ _HOMES = {
     "VllmBackend": "streamrag.backends.vllm",
     "WebSource": "streamrag.sources.web",
     "WorkerError": "streamrag.errors",
+    "WorthSending": "streamrag.sources.worth_sending",
     "build_index": "streamrag.sources.index",
+    "calibrate": "streamrag.sources.calibrating",
     "from_passages": "streamrag.sources.generators",
     "from_rankings": "streamrag.sources.generators",
     "plain_chat": "streamrag.core",

@@ -109,6 +109,7 @@ class QueryRun:
         self._source_error: SourceError | None = None
         self._cut_short: str | None = None
         self._num_invalidated = 0
+        self._rank_of: dict[tuple[str, int, str], int] = {}  # of the last ranking
         self._complete: AssembledPrompt | None = None
 
     async def run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
@@ -250,6 +251,7 @@ class QueryRun:
                     raise ConfigurationError(f"{part_name(self._mode)}.fold must return a tuple of chunks")
                 chunks = chunks.become(tuple(folded))
                 is_ranked = is_ranked or isinstance(event, Update)  # an Append behind a ranking leaves that as it is
+                self._note_ranking(event)
                 if self._first_chunk_s is None and chunks:
                     self._first_chunk_s = at_s
                 if query.overlap:
@@ -325,7 +327,15 @@ class QueryRun:
             token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
             finish_reason=finish_reason,
             citations=tuple(
-                Citation(number, chunk.uri, chunk.title, chunk.passage, chunk.text, chunk.score)
+                Citation(
+                    number,
+                    chunk.uri,
+                    chunk.title,
+                    chunk.passage,
+                    chunk.text,
+                    chunk.score,
+                    self._rank_of.get((chunk.uri, chunk.passage, chunk.text)),
+                )
                 for number, chunk in enumerate(last.included, start=1)
             ),
             left_out=last.left_out,
@@ -340,6 +350,14 @@ class QueryRun:
             record=chunks[-1].record,
             breaks_look_alikes=self._backend.model.breaks_look_alikes,
         )
+
+    def _note_ranking(self, event: Append | Update) -> None:
+        if isinstance(event, Update):
+            self._rank_of = {}
+        elif not self._rank_of:
+            return
+        for chunk in event.chunks if isinstance(event, Update) else (event.chunk,):
+            self._rank_of.setdefault((chunk.uri, chunk.passage, chunk.text), len(self._rank_of) + 1)
 
     def _now(self) -> float:
         return self._clock() - self._submitted_s

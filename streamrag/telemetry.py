@@ -161,12 +161,15 @@ class Citation:
     """A passage of the prompt, with the number that the model saw."""
 
     number: int
-    """Place in the prompt, from 1: the rank in update mode, the order of arrival in append mode."""
+    """Place in the prompt, from 1: the rank in update mode, unless its order is "stable"; the order of arrival in
+    append mode."""
     uri: str
     title: str
     passage: int
     text: str
     score: float | None
+    rank: int | None = None
+    """Place in the retriever's last ranking, from 1; None if it ranked nothing, as a crawl does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,15 @@ class Answer:
     breaks_look_alikes: bool = False
     """Whether look-alikes of special tokens were broken by a space, because a server tokenised the text. Otherwise the
     model saw them as they are, as text; in neither case as special tokens."""
+
+    @property
+    def is_in_rank_order(self) -> bool:
+        """Whether the prompt has its passages in the order in which the retriever ranked them, if it did. Not so where
+        `UpdateMode(order="stable")` kept those that survived in front, or `AppendMode` those that came first."""
+        ranks = [citation.rank for citation in self.citations]
+        return all(rank is None for rank in ranks) or (
+            None not in ranks and ranks == sorted(ranks, key=lambda r: r or 0)
+        )
 
     @property
     def has_context(self) -> bool:

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 
 import streamrag
-from streamrag import Append, Chunk
+from streamrag import Append, Calibration, Chunk
+from streamrag.engine.costs import TableProfile
+from streamrag.engine.profile_files import save_profile
+from streamrag.sources.calibration import Stage
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write_trace
 
@@ -65,6 +68,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_package" / "my_module.py").write_text("def my_key(request, now_s): return request.arrival_s")
     page = TracedAppend(0.5, TracedChunk("a", 4, "The printer jams.", "printer.md"))
     write_trace(Trace((TracedQuery("1", 0.0, "Why does it jam?", (page,), 1.0),)), tmp_path / "crawl.jsonl.gz")
+    Calibration("VectorSource", 1, (Stage(0.0, (), ()),), ()).write(tmp_path / "calibration.json")
+    save_profile(TableProfile("machine", "", ((1, 1.0), (2, 2.0)), 0.0, 0.0, 100), tmp_path / "machine.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

@@ -1,10 +1,11 @@
-"""`streamrag index build`: a folder of documents becomes an index to search."""
+"""`streamrag index build`: a folder of documents becomes an index to search. And what else is done with an index."""
 
 import argparse
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
+from streamrag.cli import index_calibrate as calibrate
 from streamrag.cli.output import Output
 from streamrag.cli.steps import StepLines, bar
 
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     build.add_argument("--force", action="store_true", help="replace the index that is there")
     build.set_defaults(run=run)
+    calibrate.add_parser(verbs)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,11 @@
 """The two ways in which a context follows its retriever."""
 
 from collections.abc import Iterable
-from typing import Self
+from typing import Literal, Self
 
 from streamrag.core import Append, Chunk, Update
+from streamrag.errors import ConfigurationError
+from streamrag.kinds import short
 
 
 class Context(tuple[Chunk, ...]):
@@ -38,13 +40,26 @@ class UpdateMode:
 
     The default, and right for every source. A crawl never invalidates anything; a refining search keeps the tokens
     before the first passage that changed.
+
+    order: "rank" is the retriever's order, exactly. "stable" keeps the passages that an `Update` has again in the order
+        in which they stand, and puts newcomers behind them: fewer tokens are invalidated, and the final order depends
+        on what came before. The answer's `is_in_rank_order` then tells whether it differs, and its citations' `rank`
+        how. Where a token budget has no room for all passages, newcomers are left out first, whatever their rank.
+
+    :raises ConfigurationError: another order.
     """
+
+    def __init__(self, order: Literal["rank", "stable"] = "rank") -> None:
+        if order not in ("rank", "stable"):
+            raise ConfigurationError(f"UpdateMode: order={short(order)} must be 'rank' or 'stable'")
+        self.order = order
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
         """The new context, in prompt order; a chunk is never in it twice."""
-        if isinstance(event, Update):
-            return tuple(dict.fromkeys(event.chunks))
-        return chunks if event.chunk in chunks else (*chunks, event.chunk)
+        if isinstance(event, Append):
+            return chunks if event.chunk in chunks else (*chunks, event.chunk)
+        ranked = tuple(dict.fromkeys(event.chunks))
+        return ranked if self.order == "rank" else _in_old_order(chunks, ranked)
 
 
 class AppendMode:
@@ -63,6 +78,14 @@ class AppendMode:
             first = {_passage(chunk): chunk for chunk in (*reversed(new), *chunks)}
             new = [chunk for chunk in new if first[_passage(chunk)] is chunk]
         return (*chunks, *new) if new else chunks
+
+
+def _in_old_order(chunks: tuple[Chunk, ...], ranked: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+    """Those of `ranked` that are in `chunks` in the order of that, then the others. Scores are those of `ranked`."""
+    place_of: dict[tuple[str, int, str], int] = {}
+    for place, chunk in enumerate(chunks):
+        place_of.setdefault(_passage(chunk), place)
+    return tuple(sorted(ranked, key=lambda chunk: place_of.get(_passage(chunk), len(chunks))))
 
 
 def _passage(chunk: Chunk) -> tuple[str, int, str]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag import Append, AppendMode, Chunk, Pipeline, Update, UpdateMode
+from streamrag import Append, AppendMode, Chunk, ConfigurationError, Pipeline, Update, UpdateMode
 from streamrag.core import Mode
 from streamrag.modes.context import Context
 from streamrag.testing import ScriptedBackend, ScriptedSource
@@ -21,6 +21,26 @@ def test_update_mode_follows_the_source() -> None:
     assert mode.fold((A,), Append(B)) == (A, B)
     assert mode.fold((A, B), Update((C, A))) == (C, A)
     assert mode.fold((A, B), Update(())) == ()
+
+
+def test_in_stable_order_survivors_stay_and_newcomers_come_behind() -> None:
+    mode = UpdateMode(order="stable")
+    assert mode.fold((), Update((B, A))) == (B, A)
+    assert mode.fold((A, B), Update((C, B, A))) == (A, B, C)
+    assert mode.fold((A, B), Update((C, B))) == (B, C)
+    assert mode.fold((A,), Append(B)) == (A, B)
+    assert mode.fold((A,), Append(A)) == (A,)
+    assert mode.fold((A, B), Update(())) == ()
+
+
+def test_a_survivor_has_its_new_score() -> None:
+    better = replace(A, score=0.9)
+    assert UpdateMode("stable").fold((replace(A, score=0.1), B), Update((C, B, better))) == (better, B, C)
+
+
+def test_another_order_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="order='score' must be 'rank' or 'stable'"):
+        UpdateMode("score")  # type: ignore[arg-type]
 
 
 def test_append_mode_only_grows() -> None:
@@ -62,7 +82,10 @@ chunks_of_few = st.sampled_from([Chunk(text, "a.md") for text in "abcde"])
 events = chunks_of_few.map(Append) | st.lists(chunks_of_few, max_size=4).map(lambda chunks: Update(tuple(chunks)))
 
 
-@given(mode=st.sampled_from([AppendMode(), UpdateMode(), Shuffling()]), events=st.lists(events, max_size=12))
+@given(
+    mode=st.sampled_from([AppendMode(), UpdateMode(), UpdateMode("stable"), Shuffling()]),
+    events=st.lists(events, max_size=12),
+)
 def test_a_context_knows_what_it_holds_whatever_a_mode_makes_of_it(mode: Mode, events: list[Append | Update]) -> None:
     contexts, plain = [Context()], tuple[Chunk, ...]()
     for event in events:
@@ -73,6 +96,54 @@ def test_a_context_knows_what_it_holds_whatever_a_mode_makes_of_it(mode: Mode, e
         for context in contexts:  # earlier ones too: a mode may have kept them
             held = tuple(context)
             assert all((chunk in context) == (chunk in held) for chunk in (Chunk(text, "a.md") for text in "abcdef"))
+
+
+@given(events=st.lists(events, max_size=12))
+def test_stable_order_has_the_same_passages_and_keeps_the_order_of_those_that_stay(
+    events: list[Append | Update],
+) -> None:
+    ranked, stable = tuple[Chunk, ...](), tuple[Chunk, ...]()
+    for event in events:
+        before = stable
+        ranked, stable = UpdateMode().fold(ranked, event), UpdateMode("stable").fold(stable, event)
+        assert set(stable) == set(ranked)
+        assert len(stable) == len(ranked)
+        stayed = [chunk for chunk in before if chunk in stable]
+        assert list(stable[: len(stayed)]) == stayed
+        assert [c for c in stable if c not in before] == [c for c in ranked if c not in before]
+
+
+@pytest.mark.parametrize(
+    ("mode", "uris", "ranks", "is_in_rank_order"),
+    [
+        (UpdateMode(), "cab", [1, 2, 3], True),
+        (UpdateMode("stable"), "abc", [2, 3, 1], False),
+        (AppendMode(), "abc", [2, 3, 1], False),
+    ],
+)
+async def test_an_answer_says_whether_its_passages_are_in_rank_order(
+    mode: Mode, uris: str, ranks: list[int], is_in_rank_order: bool
+) -> None:
+    source = ScriptedSource([Update((A, B)), Update((C, A, B))])
+    backend = ScriptedBackend("ok")
+    async with Pipeline(source, backend, mode=mode) as pipeline:
+        answer = await collect(pipeline)
+    assert [citation.uri for citation in answer.citations] == [f"{uri}.md" for uri in uris]
+    assert [citation.number for citation in answer.citations] == [1, 2, 3]
+    assert [citation.rank for citation in answer.citations] == ranks
+    assert answer.is_in_rank_order == is_in_rank_order
+    prompt = backend.model.tokenizer.decode(backend.prompts[0][-1].token_ids)
+    for citation in answer.citations:  # the number that the model saw
+        assert f"[{citation.number}] {citation.uri} ({citation.uri})\n{citation.text}" in prompt
+
+
+async def test_passages_behind_a_ranking_have_the_next_ranks_and_a_crawl_has_none() -> None:
+    async with Pipeline(ScriptedSource([Update((A,)), Append(B)]), ScriptedBackend("ok")) as pipeline:
+        answer = await collect(pipeline)
+    assert ([citation.rank for citation in answer.citations], answer.is_in_rank_order) == ([1, 2], True)
+    async with Pipeline(ScriptedSource([Append(A), Append(B)]), ScriptedBackend("ok")) as pipeline:
+        answer = await collect(pipeline)
+    assert ([citation.rank for citation in answer.citations], answer.is_in_rank_order) == ([None, None], True)
 
 
 class CountedText(str):

@@ -1,0 +1,108 @@
+"""`streamrag index calibrate`: how soon a search of this index is final, as a file that `WorthSending` decides by."""
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+from streamrag.cli.output import Output
+from streamrag.cli.steps import StepLines, bar
+from streamrag.errors import ConfigurationError
+from streamrag.sources.calibration import Calibration, Odds
+
+DESCRIPTION = """\
+Searches INDEX for many queries, and counts at which stage of the search the
+result was final: all of it, its order, and each of its first passages. The
+queries are yours, or sentences of the index's own passages, which are easier to
+find than what people ask.
+"""
+EPILOG = """\
+examples:
+  streamrag index calibrate ./handbook-index --queries asked.txt --out calibration.json --plot calibration.png
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Adds the verb, and what runs it."""
+    parser = verbs.add_parser(
+        "calibrate",
+        help="find out how soon a search of an index is final",
+        usage="%(prog)s INDEX --out FILE [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    parser.add_argument("index", metavar="INDEX", help="made by `streamrag index build`")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="what to write, JSON")
+    parser.add_argument("--queries", type=Path, metavar="FILE", help="a text file with one query a line")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw it")
+    parser.add_argument("-k", type=int, default=5, metavar="N", help="passages in the context (%(default)s)")
+    parser.add_argument("--num-queries", type=int, default=200, metavar="N", help="most queries (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="which sentences are drawn (%(default)s)")
+    parser.add_argument(
+        "--embedder", metavar="NAME", help="what the index was made with, if not the default; it is loaded, so trust it"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Calibrate with a progress bar on stderr."""
+    if arguments.num_queries < 1:
+        raise ConfigurationError(f"--num-queries {arguments.num_queries}: give 1 or more")
+    for path in filter(None, (arguments.out, arguments.plot)):
+        if not path.parent.is_dir():  # now rather than after minutes
+            raise ConfigurationError(f"there is no folder {path.parent}; make it, or name another place")
+    if arguments.plot:
+        from streamrag.bench.report_canvas import require_matplotlib
+
+        require_matplotlib()
+    console = Output(stderr=True)
+    calibration = asyncio.run(_calibrate(arguments, console))
+    calibration.write(arguments.out)
+    _print(calibration, Output())
+    console.print_line(f"calibration: {arguments.out}")
+    if arguments.plot:
+        from streamrag.bench.calibration_picture import draw_calibration
+
+        draw_calibration(arguments.plot, calibration)
+        console.print_line(f"drawn: {arguments.plot}")
+    return 0
+
+
+async def _calibrate(arguments: argparse.Namespace, console: Output) -> Calibration:
+    from streamrag.sources.calibrating import calibrate
+    from streamrag.sources.calibration_queries import read_queries, sentences
+    from streamrag.sources.vector import VectorSource
+
+    source = VectorSource(arguments.index, k=arguments.k, embedder=arguments.embedder)
+    lines = StepLines(console)
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        await source.start(lambda line: console.print_line(line, style="dim"))
+        if arguments.queries:
+            queries = await asyncio.to_thread(read_queries, arguments.queries, arguments.num_queries)
+        else:
+            queries = await asyncio.to_thread(sentences, arguments.index, arguments.num_queries, arguments.seed)
+        with bar(console, *columns) as progress:
+            task = progress.add_task("searching", total=len(queries))
+
+            def show(num_done: int, num_total: int) -> None:
+                progress.update(task, completed=num_done, total=num_total)
+                lines.show("searching", f"{num_done:,} of {num_total:,}")
+
+            return await calibrate(source, queries, on_progress=show)
+    finally:
+        await source.aclose()
+
+
+def _print(calibration: Calibration, console: Output) -> None:
+    from rich.table import Table
+
+    odds = Odds(calibration)
+    table = Table("stages left", "set final", "order final", "first final", box=None, pad_edge=False)
+    for left in reversed(range(len(calibration.stages))):
+        likely = (odds.final("set", 0, left), odds.final("order", 0, left), odds.final("prefix", 1, left))
+        table.add_row(str(left), *(f"{each:.1%}" for each in likely))
+    console.print_table(table)
+    console.print_line(f"{calibration.num_queries:,} queries; probabilities, smoothed")
