@@ -43,7 +43,7 @@ from crawl4ai.models import AsyncCrawlResponse
 from rank_bm25 import BM25Okapi
 
 from streamrag.errors import UnreachableError
-from streamrag.sources.fetch import UnusablePageError
+from streamrag.sources.fetched import UnusablePageError
 from streamrag.sources.prune import MAX_CONTENT_CHARS, Pruned, prune
 from streamrag.sources.relevance import Stem, relevant_stems, relevant_terms, select, split_markdown, terms
 from streamrag.sources.worker_main import OUT_OF_MEMORY

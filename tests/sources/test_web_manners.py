@@ -1,0 +1,187 @@
+"""Whole crawls that keep to what hosts ask for, and to the user's bounds on what they may have."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from crawls import QUERY, crawl, cut_short, paths, reasons, text
+from website import Website
+
+from streamrag.core import Append, SourceEvent
+from streamrag.sources.web import WebSource
+
+pytest.importorskip("crawl4ai")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NewSource = Callable[..., WebSource]
+DISALLOWED = "robots.txt of its host does not allow it"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started() -> AsyncIterator[WebSource]:
+    source = WebSource(["http://docs.example/"], num_workers=1)
+    await source.start(lambda line: None)
+    yield source
+    await source.aclose()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def site() -> AsyncIterator[Website]:
+    async with Website().running() as site:
+        yield site
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def new(started: WebSource, site: Website) -> AsyncIterator[NewSource]:
+    def new(urls: Any = None, **options: Any) -> WebSource:
+        source = WebSource([site.url()] if urls is None else urls, **{"allow_private": True, **options})
+        source._workers, source._ssl_context = started._workers, started._ssl_context
+        return source
+
+    yield new
+    await site.until_all_closed()
+
+
+def forbid(site: Website, *lines: str) -> None:
+    site.add("/robots.txt", "User-agent: *\n" + "\n".join(lines), content_type="text/plain")
+
+
+async def test_what_robots_txt_forbids_is_skipped_and_does_not_count(site: Website, new: NewSource) -> None:
+    forbid(site, "Disallow: /no")
+    site.add("/", text("Emperor", *(f"/no/{i}-penguins-swim" for i in range(5)), "/a", "/b", "/c"))
+    for path in ("/a", "/b", "/c"):
+        site.add(path, text(path[1:]))
+    events = await crawl(new(max_pages=3))
+    assert sorted(paths(events)) == ["/", "/a", "/b"]
+    assert reasons(events) == {f"/no/{i}-penguins-swim": DISALLOWED for i in range(5)}
+    assert cut_short(events) == []
+    assert sorted(site.paths) == ["/", "/a", "/b"]
+    assert len(site.robots_requests) == 1
+
+
+async def test_robots_txt_is_asked_for_once_in_the_sources_life(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor"))
+    source = new()
+    for _ in range(3):
+        await crawl(source)
+    assert len(site.robots_requests) == 1
+
+
+async def test_robots_txt_is_not_asked_for_if_it_is_not_to_be_obeyed(site: Website, new: NewSource) -> None:
+    forbid(site, "Disallow: /", "Crawl-delay: 1000")
+    site.add("/", text("Emperor", "/a"))
+    site.add("/a", text("King"))
+    assert paths(await crawl(new(obey_robots=False))) == ["/", "/a"]
+    assert site.robots_requests == []
+
+
+async def test_a_start_page_that_is_forbidden_is_skipped(site: Website, new: NewSource) -> None:
+    forbid(site, "Disallow: /")
+    site.add("/", text("Emperor"))
+    assert reasons(await crawl(new())) == {"/": DISALLOWED}
+    assert site.requests == []
+
+
+async def test_where_a_redirect_leads_must_be_allowed_too(site: Website, new: NewSource) -> None:
+    forbid(site, "Disallow: /no")
+    site.add("/", text("Emperor", "/a"))
+    site.add_redirect("/a", "/no")
+    site.add("/no", text("King"))
+    events = await crawl(new())
+    assert reasons(events) == {"/a": DISALLOWED}
+    assert "/no" not in site.paths
+
+
+async def test_a_host_whose_robots_txt_fails_is_left_alone(site: Website, new: NewSource) -> None:
+    site.add("/robots.txt", status=500)
+    site.add("/", text("Emperor"))
+    why = "robots.txt of its host cannot be read (the server answers HTTP 500), so nothing is allowed"
+    assert reasons(await crawl(new())) == {"/": why}
+
+
+async def test_other_names_have_other_rules(site: Website, new: NewSource) -> None:
+    site.add("/robots.txt", "User-agent: examplebot\nDisallow: /\n")
+    site.add("/", text("Emperor"))
+    assert reasons(await crawl(new(user_agent="ExampleBot/2.0 (+https://example.com)"))) == {"/": DISALLOWED}
+    assert paths(await crawl(new())) == ["/"]
+
+
+async def test_a_crawl_delay_longer_than_the_crawl_leaves_a_gap_at_once(site: Website, new: NewSource) -> None:
+    forbid(site, "Crawl-delay: 1000")
+    site.add("/", text("Emperor", "/a", "/b"))
+    events = await crawl(new())
+    assert paths(events) == ["/"]
+    assert all("and the crawl ends before" in reason for reason in reasons(events).values())
+    assert cut_short(events) == ["2 pages not fetched, because servers asked to wait"]
+    assert site.paths == ["/"]
+
+
+async def test_a_busy_host_is_asked_again_and_gives_its_page(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/a"))
+    site.add("/a", status=503, headers={"Retry-After": "1"})
+    source = new()
+    async with asyncio.timeout(20), aclosing(source.stream(QUERY)) as stream:
+        events: list[SourceEvent] = []
+        async for event in stream:
+            events.append(event)
+            await site.until_asked("/a")
+            site.add("/a", text("King"))
+    assert paths(events) == ["/", "/a"]
+    assert site.paths.count("/a") == 2
+    assert cut_short(events) == []
+
+
+async def test_a_host_that_wants_an_hour_leaves_a_gap(site: Website, new: NewSource) -> None:
+    site.add("/", status=429, headers={"Retry-After": "3600"})
+    events = await crawl(new())
+    assert reasons(events) == {"/": "the server answers HTTP 429, and asks to wait for 3600 s"}
+    assert cut_short(events) == ["1 page not fetched, because servers asked to wait"]
+    assert len(site.requests) == 1
+
+
+async def test_a_retry_after_a_redirect_is_no_second_visit(site: Website, new: NewSource) -> None:
+    site.add_redirect("/", "/home")
+    site.add("/home", status=503)
+    crawling = asyncio.create_task(crawl(new()))
+    await site.until_asked("/home")
+    site.add("/home", text("Emperor"))
+    assert paths(await crawling) == ["/home"]
+
+
+async def test_pages_of_one_host_are_counted(site: Website, new: NewSource) -> None:
+    other = [site.url(f"/{i}", host="localhost") for i in range(4)]
+    site.add("/", text("Emperor", "/a", "/b", "/c", *other))
+    for path in ("/a", "/b", "/c", *(f"/{i}" for i in range(4))):
+        site.add(path, text(path[1:]))
+    events = await crawl(new(same_host=False, max_pages_per_host=3))
+    hosts = [event.chunk.uri.split("/")[2].split(":")[0] for event in events if isinstance(event, Append)]
+    assert sorted(hosts) == ["127.0.0.1"] * 3 + ["localhost"] * 3
+    events = await crawl(new([site.url("/a"), site.url("/b")], max_pages_per_host=1))
+    assert reasons(events) == {"/b": "max_pages_per_host=1 is less than there are start URLs of its host"}
+
+
+async def test_bytes_of_one_crawl_are_counted(site: Website, new: NewSource) -> None:
+    big = text("Emperor", *(f"/{i}" for i in range(6))) + "<!--" + "x" * 50_000 + "-->"
+    site.add("/", big)
+    for i in range(6):
+        site.add(f"/{i}", text(f"Number {i}") + "<!--" + "x" * 50_000 + "-->")
+    events = await crawl(new(max_crawl_bytes=120_000, num_fetches=1))
+    assert len(paths(events)) == 2
+    assert set(reasons(events).values()) == {"the crawl has had max_crawl_bytes=120000"}
+    assert cut_short(events) == []  # it is the user's own bound
+
+
+async def test_leaving_while_waiting_for_a_host_closes_everything(site: Website, new: NewSource) -> None:
+    forbid(site, "Crawl-delay: 20")
+    site.add("/", text("Emperor", "/a", "/b"))
+    source = new()
+    async with asyncio.timeout(20), aclosing(source.stream(QUERY)) as stream:
+        await anext(stream)
+        await asyncio.sleep(0.05)
+    assert {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("crawl http")} == set()
+    async with source._shared.hosts.using(site.url().split("/")[2]) as host:
+        assert host.num_users == 1
+        assert not host._next.locked()
