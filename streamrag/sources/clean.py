@@ -13,7 +13,6 @@ Importing this takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and reads a
 import asyncio
 import codecs
 import functools
-import itertools
 import math
 import os
 import re
@@ -43,14 +42,13 @@ from crawl4ai.models import AsyncCrawlResponse
 from rank_bm25 import BM25Okapi
 
 from streamrag.errors import UnreachableError
+from streamrag.sources.cleaned import Cleaned
+from streamrag.sources.documents import read_pdf
 from streamrag.sources.fetched import UnusablePageError
+from streamrag.sources.links import most_promising
 from streamrag.sources.prune import MAX_CONTENT_CHARS, Pruned, prune
-from streamrag.sources.relevance import Stem, relevant_stems, relevant_terms, select, split_markdown, terms
+from streamrag.sources.relevance import relevant_stems, select, split_markdown
 from streamrag.sources.worker_main import OUT_OF_MEMORY
-
-MAX_LINKS = 500
-MAX_LINKS_CHARS = 50_000
-"""Characters of all links together. Reading the answer must not hold up the caller's event loop."""
 
 MAX_TITLE_CHARS = 300
 
@@ -246,7 +244,7 @@ class PageCleaner:
         return (_data_bytes() or 0) > (self._first_bytes or 0) + MAX_LEFT_BYTES
 
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """`url`, `kind` ("html", "text" or "browser"), `charset`, `query`, `max_chars` to what the page has for it.
+        """`url`, `kind` (a `fetched.Kind`), `charset`, `query`, `max_chars` to what the page has for it.
 
         The answer's `url` is where a browser was led to; `num_passages` counts the irrelevant ones too.
         """
@@ -258,34 +256,39 @@ class PageCleaner:
             os._exit(OUT_OF_MEMORY)  # what it still holds is not known: the next page gets a new worker
 
     def _clean(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        url, title, markdown = job["url"], "", ""
-        pruned = None
-        if job["kind"] == "text":
-            markdown = decode(body, job["charset"])
-        else:
-            if job["kind"] == "html":
-                pruned = prune(url, decode(body, job["charset"]))
-                self._given.html = pruned.html
-            self._scraper.pruned = pruned
-            result = self._runner.run(self._crawler.arun(url, config=self._config))
-            self._check(result)
-            pruned = self._scraper.pruned
-            url = result.redirected_url or url
-            markdown = result.markdown.raw_markdown
-            title = " ".join((result.metadata.get("title") or "").split())[:MAX_TITLE_CHARS]
-        passages = split_markdown(markdown[:MAX_CONTENT_CHARS])
-        is_cut = bool(pruned and pruned.is_cut) or len(markdown) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
+        cleaned = self._read(job, body)
+        passages = split_markdown(cleaned.text[:MAX_CONTENT_CHARS])
+        is_cut = cleaned.is_cut or len(cleaned.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
         del passages[MAX_PASSAGES:]
         stem = relevant_stems(job["query"], self._stem)
-        chosen = select(passages, job["query"], title=title, max_chars=job["max_chars"], score=bm25, stem=stem)
+        chosen = select(passages, job["query"], title=cleaned.title, max_chars=job["max_chars"], score=bm25, stem=stem)
         return {
-            "url": url,
-            "title": title,
+            "url": cleaned.url,
+            "title": cleaned.title,
             "num_passages": len(passages),
             "passages": [[passage.headings, passage.blocks] for passage in chosen],
-            "links": _most_promising(pruned.links if pruned else {}, job["query"], stem),
+            "links": most_promising(cleaned.links, job["query"], stem),
             "is_cut": is_cut,
         }
+
+    def _read(self, job: dict[str, Any], body: bytes) -> Cleaned:
+        """What a page says, whatever the query is."""
+        url = job["url"]
+        if job["kind"] == "text":
+            return Cleaned(url, "", decode(body, job["charset"])[: MAX_CONTENT_CHARS + 1], {}, False)
+        if job["kind"] == "pdf":
+            document = read_pdf(body, max_chars=MAX_CONTENT_CHARS, max_cpu_s=self._max_page_cpu_s)
+            return Cleaned(url, document.title[:MAX_TITLE_CHARS], document.text, {}, document.is_cut)
+        self._scraper.pruned = None
+        if job["kind"] == "html":
+            self._scraper.pruned = prune(url, decode(body, job["charset"]))
+            self._given.html = self._scraper.pruned.html
+        result = self._runner.run(self._crawler.arun(url, config=self._config))
+        self._check(result)
+        pruned = self._scraper.pruned
+        title = " ".join((result.metadata.get("title") or "").split())[:MAX_TITLE_CHARS]
+        links, is_cut = (pruned.links, pruned.is_cut) if pruned else ({}, False)
+        return Cleaned(result.redirected_url or url, title, result.markdown.raw_markdown, links, is_cut)
 
     def _check(self, result: Any) -> None:
         status, message = result.status_code or 200, result.error_message or ""
@@ -302,16 +305,3 @@ class PageCleaner:
             raise UnreachableError(network[0])
         cause = re.search(r"net::\w+|Timeout \d+ms exceeded|(?<=Error: ).+", message)
         raise ValueError(cause[0][:200] if cause else message[:200])
-
-
-def _most_promising(found: Mapping[str, str], query: str, stem: Stem) -> list[str]:
-    """The links, those first whose text or path has the most of the query's terms."""
-    wanted = set(relevant_terms(query, stem))
-
-    def num_matches(link: tuple[str, str]) -> int:
-        address, text = link
-        return len(wanted.intersection(terms(f"{text} {urlsplit(address).path}", stem)))
-
-    links = [address for address, _ in sorted(found.items(), key=num_matches, reverse=True)]
-    ends = itertools.accumulate(map(len, links))
-    return [address for address, end in zip(links[:MAX_LINKS], ends, strict=False) if end <= MAX_LINKS_CHARS]

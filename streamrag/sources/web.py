@@ -45,7 +45,7 @@ MAX_CALLS = 32
 MAX_ROBOTS = 4
 """Files robots.txt that are parsed at the same time."""
 
-PACKAGES = ("crawl4ai", "rank_bm25", "protego", "tenacity")
+PACKAGES = ("crawl4ai", "rank_bm25", "protego", "pypdf", "tenacity")
 PACKAGES_HERE = ("protego", "tenacity")
 """Those of them that are used in this process."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from crawls import QUERY, crawl, cut_short, paths, reasons, text
+from test_documents import changed, pdf, with_content
 from website import Website
 
 from streamrag.core import Append, SourceEvent
@@ -185,3 +186,24 @@ async def test_leaving_while_waiting_for_a_host_closes_everything(site: Website,
     async with source._shared.hosts.using(site.url().split("/")[2]) as host:
         assert host.num_users == 1
         assert not host._next.locked()
+
+
+# --------------------------------------------------------------------------------------------------------- other kinds
+
+
+async def test_a_pdf_is_a_page_and_a_bad_one_is_skipped(site: Website, new: NewSource) -> None:
+    good = pdf("Penguins swim.", "They do so with their wings.")
+    site.add("/", text("Emperor", "/good.pdf", "/damaged.pdf", "/locked.pdf", "/bomb.pdf"))
+    site.add("/good.pdf", good, content_type="application/pdf")
+    site.add("/damaged.pdf", good[:400], content_type="application/pdf")
+    locked = changed(good, lambda writer: writer.encrypt("secret", algorithm="RC4-128"))
+    site.add("/locked.pdf", locked, content_type="application/pdf")
+    site.add("/bomb.pdf", with_content(bytes(80 << 20), 2), content_type="application/pdf")
+    events = await crawl(new())
+    assert sorted(paths(events)) == ["/", "/good.pdf"]
+    [chunk] = [event.chunk for event in events if isinstance(event, Append) and event.chunk.uri.endswith("good.pdf")]
+    assert (chunk.title, chunk.text) == ("Penguins", "Penguins swim.\n\nThey do so with their wings.")
+    found = reasons(events)
+    assert found["/damaged.pdf"].startswith("it is a damaged PDF: ")
+    assert found["/locked.pdf"] == "it is a PDF that needs a password"
+    assert found["/bomb.pdf"] == "it is a damaged PDF: none of its pages can be read"
