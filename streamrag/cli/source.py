@@ -23,6 +23,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     crawl.add_argument(
         "--ignore-robots", action="store_true", help="do not ask what robots.txt allows: for sites of your own"
     )
+    crawl.add_argument("--cache", metavar="FOLDER", help="keep pages there for later questions")
     crawl.add_argument("--cdp-url", metavar="URL", help="render pages in the browser at this CDP address")
     search = parser.add_argument_group("searching")
     search.add_argument(
@@ -47,5 +48,6 @@ def make_source(arguments: argparse.Namespace) -> Source:
         same_host=not arguments.any_host,
         allow_private=arguments.allow_private,
         obey_robots=not arguments.ignore_robots,
+        cache_folder=arguments.cache,
         cdp_url=arguments.cdp_url,
     )

@@ -13,6 +13,7 @@ Importing this takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and reads a
 import asyncio
 import codecs
 import functools
+import hashlib
 import math
 import os
 import re
@@ -42,7 +43,8 @@ from crawl4ai.models import AsyncCrawlResponse
 from rank_bm25 import BM25Okapi
 
 from streamrag.errors import UnreachableError
-from streamrag.sources.cleaned import Cleaned
+from streamrag.sources.cleaned import Cleaned, cleaned_by
+from streamrag.sources.disk_store import DiskStore
 from streamrag.sources.documents import read_pdf
 from streamrag.sources.fetched import UnusablePageError
 from streamrag.sources.links import most_promising
@@ -207,7 +209,10 @@ class PageCleaner:
         max_page_cpu_s: float,
         max_page_memory_bytes: int,
         cdp_url: str | None,
+        cache_folder: str | None = None,
+        max_cache_bytes: int = 0,
     ) -> None:
+        self._store = DiskStore(cache_folder, max_cache_bytes) if cache_folder else None
         # crawl4ai opens a SQLite file there at every start: one for each worker, so that they do not wait for a lock.
         os.environ["CRAWL4_AI_BASE_DIRECTORY"] = tempfile.mkdtemp(dir=scratch)
         self._stem = functools.lru_cache(maxsize=1 << 16)(snowballstemmer.stemmer("english").stemWord)
@@ -256,7 +261,7 @@ class PageCleaner:
             os._exit(OUT_OF_MEMORY)  # what it still holds is not known: the next page gets a new worker
 
     def _clean(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        cleaned = self._read(job, body)
+        cleaned = self._kept(job, body)
         passages = split_markdown(cleaned.text[:MAX_CONTENT_CHARS])
         is_cut = cleaned.is_cut or len(cleaned.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
         del passages[MAX_PASSAGES:]
@@ -270,6 +275,20 @@ class PageCleaner:
             "links": most_promising(cleaned.links, job["query"], stem),
             "is_cut": is_cut,
         }
+
+    def _kept(self, job: dict[str, Any], body: bytes) -> Cleaned:
+        """As `_read`, or what was kept of reading the very same."""
+        if self._store is None or job["kind"] == "browser":
+            return self._read(job, body)
+        key = f"{cleaned_by()} {job['kind']} {job['charset']} {hashlib.sha256(body).hexdigest()} {job['url']}"
+        kept = self._store.get(key)
+        with suppress(ValueError):
+            if kept is not None:
+                return Cleaned.from_bytes(kept)
+        cleaned = self._read(job, body)
+        if not cleaned.is_cut or job["kind"] == "html":  # a PDF may be cut because the machine was busy
+            self._store.put(key, cleaned.to_bytes())
+        return cleaned
 
     def _read(self, job: dict[str, Any], body: bytes) -> Cleaned:
         """What a page says, whatever the query is."""

@@ -1,7 +1,11 @@
 """What cleaning makes of a page, whatever the query is: what a worker keeps on disk for the next one."""
 
+import functools
 import json
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
+
+from streamrag.versions import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +37,9 @@ class Cleaned:
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("its fields have other types")
         return cleaned
+
+
+@functools.cache
+def cleaned_by() -> str:
+    """What cleans pages: what another version has made of them is not used."""
+    return f"cleaned 1 streamrag {__version__} crawl4ai {version('crawl4ai')} pypdf {version('pypdf')}"

@@ -32,6 +32,8 @@ class CrawlOptions:
     obey_robots: bool
     user_agent: str
     cdp_url: str | None
+    cache_folder: str | None
+    max_cache_bytes: int
 
     def __post_init__(self) -> None:
         least: Mapping[str, int] = {
@@ -45,6 +47,7 @@ class CrawlOptions:
             "max_crawl_bytes": 1,
             "max_page_chars": 1,
             "max_page_memory_bytes": 1 << 20,
+            "max_cache_bytes": 1 << 20,
         }
         for name, minimum in least.items():
             value = getattr(self, name)

@@ -22,6 +22,7 @@ from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.addresses import CheckedBackend, Resolve, normalize_url
 from streamrag.sources.counted import CountedStream, ResponseTooLargeError
 from streamrag.sources.fetched import (
+    NOT_MODIFIED,
     PAGES,
     CheckRedirect,
     CostlyPageError,
@@ -48,7 +49,6 @@ MAX_OVERHEAD_BYTES = 1 << 16
 that."""
 
 REDIRECTS = {301, 302, 303, 307, 308}
-NOT_MODIFIED = 304
 NETWORK_ERRORS = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
 
 

@@ -8,6 +8,8 @@ from streamrag.errors import SourceError, UnreachableError
 
 T = TypeVar("T")
 
+NOT_MODIFIED = 304
+
 
 class UnusablePageError(SourceError):
     """An address was reached, but what it gave cannot be used."""

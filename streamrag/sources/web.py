@@ -2,8 +2,10 @@
 
 import asyncio
 import importlib.util
+import os
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import TypeAlias
 
 import anyio
@@ -24,7 +26,9 @@ from streamrag.sources.addresses import MAX_URL_CHARS, parse_start_url
 from streamrag.sources.callers import call_for_list
 from streamrag.sources.crawl import Crawl
 from streamrag.sources.crawl_options import CrawlOptions
+from streamrag.sources.disk_store import DiskStore
 from streamrag.sources.fetched import Remembered
+from streamrag.sources.page_cache import PageCache
 from streamrag.sources.page_reader import PageReader, Shared
 from streamrag.sources.politeness import Hosts
 from streamrag.sources.robots import Robots
@@ -45,8 +49,8 @@ MAX_CALLS = 32
 MAX_ROBOTS = 4
 """Files robots.txt that are parsed at the same time."""
 
-PACKAGES = ("crawl4ai", "rank_bm25", "protego", "pypdf", "tenacity")
-PACKAGES_HERE = ("protego", "tenacity")
+PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "tenacity")
+PACKAGES_HERE = ("hishel", "protego", "tenacity")
 """Those of them that are used in this process."""
 
 INSTALL = "pip install 'streamrag[crawl]'"
@@ -87,6 +91,9 @@ class WebSource:
     cdp_url: a running browser's address (`http://127.0.0.1:9222`), which then fetches the pages and runs their scripts.
         The addresses of links and start URLs are checked before it is asked. Where it is redirected to is checked
         afterwards, and what it loads for a page is not: use a browser that cannot reach what it must not.
+    cache_folder: where pages are kept as HTTP's rules allow, and what cleaning made of them, for later queries and
+        programs. Without it nothing is kept. What a browser fetched is not.
+    max_cache_bytes: how much is kept; what was used least recently goes first.
 
     :raises ConfigurationError: a value that cannot work.
     :raises UnsafeUrlError: a start URL that is neither http nor https.
@@ -117,6 +124,8 @@ class WebSource:
         obey_robots: bool = True,
         user_agent: str | None = None,
         cdp_url: str | None = None,
+        cache_folder: str | Path | None = None,
+        max_cache_bytes: int = 256 << 20,
     ) -> None:
         self._urls = urls if callable(urls) else _parse(urls)
         if not self._urls:
@@ -140,6 +149,8 @@ class WebSource:
             obey_robots=obey_robots,
             user_agent=user_agent or f"streamrag/{__version__}",
             cdp_url=cdp_url,
+            cache_folder=None if cache_folder is None else os.path.abspath(cache_folder),
+            max_cache_bytes=max_cache_bytes,
         )
         self._workers: WorkerPool | None = None
         self._ssl_context: ssl.SSLContext | None = None
@@ -151,12 +162,18 @@ class WebSource:
         self._calls = Threads(MAX_CALLS, "start URLs")
         lookups = Threads(MAX_LOOKUPS, "look up a name")
         robots = Robots(self._options.user_agent, Threads(MAX_ROBOTS, "robots.txt"))
-        self._shared = Shared(lookups, Hosts(self._options.num_fetches_per_host), robots, Remembered())
+        remembered = Remembered()
+        if self._options.cache_folder:
+            store = DiskStore(self._options.cache_folder, self._options.max_cache_bytes)
+            allow_private, user_agent = self._options.allow_private, self._options.user_agent
+            remembered = PageCache(store, allow_private=allow_private, user_agent=user_agent)
+        self._shared = Shared(lookups, Hosts(self._options.num_fetches_per_host), robots, remembered)
 
     async def start(self, progress: Progress) -> None:
         """Start the workers.
 
         :raises MissingDependencyError: crawl4ai is not installed.
+        :raises ConfigurationError: `cache_folder` cannot be written to.
         :raises UnreachableError: no browser answers at `cdp_url`.
         :raises WorkerError: a worker cannot start.
         """
@@ -170,6 +187,9 @@ class WebSource:
         try:
             for package in PACKAGES_HERE:
                 await asyncio.to_thread(importlib.import_module, package)  # a tenth of a second
+            if self._options.cache_folder:
+                store = DiskStore(self._options.cache_folder, self._options.max_cache_bytes)
+                await asyncio.to_thread(store.open)
             self._ssl_context = await asyncio.to_thread(httpcore.default_ssl_context)
             await asyncio.to_thread(anyio.run, anyio.sleep, 0)  # imports its backend: 25 ms that would stall a query
             await asyncio.to_thread(remove_left_behind, SCRATCH)
@@ -194,6 +214,8 @@ class WebSource:
             "max_page_cpu_s": self._options.max_page_cpu_s,
             "max_page_memory_bytes": self._options.max_page_memory_bytes,
             "cdp_url": self._options.cdp_url,
+            "cache_folder": self._options.cache_folder,
+            "max_cache_bytes": self._options.max_cache_bytes,
         }
         env = {
             "CRAWL4_AI_BASE_DIRECTORY": scratch,  # else it writes to ~/.crawl4ai

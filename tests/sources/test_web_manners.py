@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,3 +208,36 @@ async def test_a_pdf_is_a_page_and_a_bad_one_is_skipped(site: Website, new: NewS
     assert found["/damaged.pdf"].startswith("it is a damaged PDF: ")
     assert found["/locked.pdf"] == "it is a PDF that needs a password"
     assert found["/bomb.pdf"] == "it is a damaged PDF: none of its pages can be read"
+
+
+# ------------------------------------------------------------------------------------------------------- kept on disk
+
+
+async def test_a_second_question_fetches_and_cleans_nothing_again(
+    site: Website, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = {"Cache-Control": "max-age=3600"}
+    site.add("/robots.txt", "User-agent: *\nCrawl-delay: 0.2", headers=fresh)
+    site.add("/", text("Emperor", "/a"), headers=fresh)
+    site.add("/a", text("King"), headers=fresh)
+    cache = tmp_path / "cache"
+    first = WebSource([site.url()], allow_private=True, num_workers=1, cache_folder=cache)
+    second = WebSource([site.url()], allow_private=True, num_workers=1, cache_folder=cache)
+    try:
+        await first.start(lambda line: None)
+        events = await crawl(first)
+        assert sorted(paths(events)) == ["/", "/a"]
+        assert await crawl(first, "king") != events
+        await second.start(lambda line: None)
+        assert await crawl(second) == events
+        assert sorted(site.paths) == ["/", "/a"]
+        assert len(site.robots_requests) == 1
+        kept = [path for path in cache.iterdir() if b'"text": ' in path.read_bytes()]
+        assert len(kept) == 2
+        for path in cache.iterdir():
+            path.write_bytes(b"damaged")
+        assert await crawl(second) == events
+        assert sorted(site.paths) == ["/", "/", "/a", "/a"]
+    finally:
+        await first.aclose()
+        await second.aclose()
