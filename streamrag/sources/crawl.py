@@ -21,6 +21,7 @@ from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
 from streamrag.sources.addresses import normalize_url
 from streamrag.sources.crawl_options import CrawlOptions
 from streamrag.sources.fetched import CostlyPageError, NoConnectionError, UnusablePageError
+from streamrag.sources.near_duplicates import NearDuplicates
 from streamrag.sources.page_reader import PageReader
 from streamrag.sources.politeness import PutOffError, is_busy
 from streamrag.sources.relevance import Passage, assemble
@@ -65,6 +66,7 @@ class Crawl:
         self._unusable: dict[str, UnreachableError | UnsafeUrlError | None] = {}  # the start URLs, in their order
         self._may_be_unsafe = False
         self._seen: set[bytes] = set()
+        self._near = NearDuplicates()
         self._num_costly: Counter[str] = Counter()  # pages, by host
         self._num_put_off = 0
         self._num_read_in_part = 0
@@ -125,7 +127,9 @@ class Crawl:
         self._follow(page["links"], target.depth + 1)
         if not page["passages"]:
             return Skipped(page["url"], "nothing on it matches the query" if page["num_passages"] else "it has no text")
-        text = assemble((Passage(tuple(h), tuple(b)) for h, b in page["passages"]), self._seen)
+        passages = (Passage(tuple(headings), tuple(blocks)) for headings, blocks in page["passages"])
+        text = assemble(passages, self._seen, self._near.has)
+        self._near.end_page()
         if not text:
             return Skipped(page["url"], "what matches the query on it was on earlier pages")
         return Append(Chunk(text, page["url"], page["title"]), Hint(num_chunks=len(self._pages)))

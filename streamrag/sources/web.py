@@ -49,8 +49,8 @@ MAX_CALLS = 32
 MAX_ROBOTS = 4
 """Files robots.txt that are parsed at the same time."""
 
-PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "tenacity")
-PACKAGES_HERE = ("hishel", "protego", "tenacity")
+PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "rensa", "tenacity")
+PACKAGES_HERE = ("hishel", "protego", "rensa", "tenacity")
 """Those of them that are used in this process."""
 
 INSTALL = "pip install 'streamrag[crawl]'"
