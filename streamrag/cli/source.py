@@ -23,6 +23,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     crawl.add_argument(
         "--ignore-robots", action="store_true", help="do not ask what robots.txt allows: for sites of your own"
     )
+    crawl.add_argument("--sitemaps", action="store_true", help="look for pages in the site's sitemaps too")
     crawl.add_argument("--cache", metavar="FOLDER", help="keep pages there for later questions")
     crawl.add_argument("--cdp-url", metavar="URL", help="render pages in the browser at this CDP address")
     search = parser.add_argument_group("searching")
@@ -49,5 +50,6 @@ def make_source(arguments: argparse.Namespace) -> Source:
         allow_private=arguments.allow_private,
         obey_robots=not arguments.ignore_robots,
         cache_folder=arguments.cache,
+        sitemaps=arguments.sitemaps,
         cdp_url=arguments.cdp_url,
     )

@@ -50,6 +50,7 @@ from streamrag.sources.fetched import UnusablePageError
 from streamrag.sources.links import most_promising
 from streamrag.sources.prune import MAX_CONTENT_CHARS, Pruned, prune
 from streamrag.sources.relevance import relevant_stems, select, split_markdown
+from streamrag.sources.sitemap import find_pages
 from streamrag.sources.worker_main import OUT_OF_MEMORY
 
 MAX_TITLE_CHARS = 300
@@ -251,12 +252,13 @@ class PageCleaner:
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
         """`url`, `kind` (a `fetched.Kind`), `charset`, `query`, `max_chars` to what the page has for it.
 
-        The answer's `url` is where a browser was led to; `num_passages` counts the irrelevant ones too.
+        The answer's `url` is where a browser was led to; `num_passages` counts the irrelevant ones too. A sitemap
+        ("xml") has another answer: see `find_pages`.
         """
         try:
             _limit_memory(self._max_page_memory_bytes)  # anew, because of what earlier pages have left behind
             with _cpu_limit(self._max_page_cpu_s):
-                return self._clean(job, body)
+                return find_pages(job, body, self._stem) if job["kind"] == "xml" else self._clean(job, body)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)  # what it still holds is not known: the next page gets a new worker
 

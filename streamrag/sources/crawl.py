@@ -31,6 +31,9 @@ from streamrag.tasks import wait_regardless
 MAX_COSTLY_PAGES = 2
 """Pages of one host that may take too much before it is given up for the rest of the crawl."""
 
+MAX_SITEMAP_HOSTS = 5
+"""Hosts whose sitemaps one crawl reads."""
+
 MAX_WAITING = 1000
 """Links that wait for a place, should a page turn out not to be asked for."""
 
@@ -46,6 +49,8 @@ class _Target:
     url: str
     depth: int
     """Links from a start URL; 0 for those themselves."""
+    is_sitemaps: bool = False
+    """Whether it is no page, but all sitemaps of the host (`url` is its address without a path)."""
 
 
 class Crawl:
@@ -69,6 +74,7 @@ class Crawl:
         self._near = NearDuplicates()
         self._num_costly: Counter[str] = Counter()  # pages, by host
         self._num_put_off = 0
+        self._num_sitemaps = 0  # hosts whose sitemaps are being read
         self._num_read_in_part = 0
         self._is_late = False
 
@@ -86,6 +92,11 @@ class Crawl:
             self._unusable[url] = None
             self._hosts.add(urlsplit(url).netloc)
             self._launch(_Target(url, 0))
+        if self._options.sitemaps and self._options.max_depth:
+            origins = dict.fromkeys("{0.scheme}://{0.netloc}".format(urlsplit(url)) for url in self._unusable)
+            for origin in list(origins)[:MAX_SITEMAP_HOSTS]:
+                self._num_sitemaps += 1
+                self._begin_task(_Target(origin, 0, is_sitemaps=True))
 
     async def next_finished(self) -> "asyncio.Task[dict[str, Any]] | None":
         """The next page in the order in which they are finished; None when there is none, or the time is over."""
@@ -97,13 +108,34 @@ class Crawl:
         except TimeoutError:
             return None
 
-    def absorb(self, task: "asyncio.Task[dict[str, Any]]") -> SourceEvent:
+    def absorb(self, task: "asyncio.Task[dict[str, Any]]") -> Iterator[SourceEvent]:
         """What became of a finished page. Launches its links.
 
         :raises UnsafeUrlError: it is a start URL that is not allowed.
         :raises WorkerError: a worker died.
         """
         target = self._pages.pop(task)
+        if target.is_sitemaps:
+            yield from self._absorb_sitemaps(task, target)
+        else:
+            yield self._absorb_page(task, target)
+
+    def _absorb_sitemaps(self, task: "asyncio.Task[dict[str, Any]]", target: _Target) -> Iterator[Skipped]:
+        self._num_sitemaps -= 1
+        waiting, self._waiting = self._waiting, deque()
+        try:
+            found = {} if task.cancelled() else task.result()
+        except WorkerError:
+            raise
+        except Exception as error:  # a start page says what is wrong with its host
+            found = {"problems": {target.url: f"its sitemaps cannot be read: {error}"[:MAX_REASON_CHARS]}}
+        self._follow(found.get("pages", ()), 1)
+        self._waiting.extend(waiting)
+        self._launch_waiting()
+        for url, problem in found.get("problems", {}).items():
+            yield Skipped(url, problem)
+
+    def _absorb_page(self, task: "asyncio.Task[dict[str, Any]]", target: _Target) -> SourceEvent:
         if task.cancelled():
             return Skipped(target.url, f"its host is given up: {MAX_COSTLY_PAGES} of its pages took too much")
         try:
@@ -132,7 +164,7 @@ class Crawl:
         self._near.end_page()
         if not text:
             return Skipped(page["url"], "what matches the query on it was on earlier pages")
-        return Append(Chunk(text, page["url"], page["title"]), Hint(num_chunks=len(self._pages)))
+        return Append(Chunk(text, page["url"], page["title"]), Hint(num_chunks=self._num_to_come()))
 
     def end(self) -> Iterator[Skipped]:
         """What is given up because the time is over.
@@ -173,10 +205,18 @@ class Crawl:
         await asyncio.gather(*self._pages, return_exceptions=True)
         await self._reader.aclose()
 
+    def _num_to_come(self) -> int:
+        """Pages that are under way, or wait only for sitemaps."""
+        num_places = self._options.max_pages - self._num_launched
+        return len(self._pages) - self._num_sitemaps + min(len(self._waiting), num_places)
+
     def _launch(self, target: _Target) -> None:
         self._visited.add(target.url)
         self._num_launched += 1
         self._num_of_host[urlsplit(target.url).netloc] += 1
+        self._begin_task(target)
+
+    def _begin_task(self, target: _Target) -> None:
         task = asyncio.create_task(self._visit(target), name=f"crawl {target.url}")
         self._pages[task] = target
         task.add_done_callback(self._finished.put_nowait)
@@ -189,7 +229,7 @@ class Crawl:
                 return
             # A worker reads hostile pages: what it answers is checked like what a page says.
             if self._is_wanted(url) and url not in self._visited and normalize_url(url) == url:
-                if self._num_launched == self._options.max_pages:
+                if not self._has_place():
                     self._visited.add(url)
                     self._waiting.append(_Target(url, depth))
                 elif asyncio.get_running_loop().time() >= self._deadline:
@@ -197,6 +237,17 @@ class Crawl:
                     return
                 else:
                     self._launch(_Target(url, depth))
+
+    def _has_place(self) -> bool:
+        """Whether another page may be launched: half of the places are kept for what sitemaps say."""
+        num_kept = self._options.max_pages // 2 if self._num_sitemaps else 0
+        return self._num_launched < self._options.max_pages - num_kept
+
+    def _launch_waiting(self) -> None:
+        while self._waiting and self._has_place():
+            waiting = self._waiting.popleft()
+            if self._is_wanted(waiting.url):
+                self._launch(waiting)
 
     def _is_wanted(self, url: str) -> bool:
         host = urlsplit(url).netloc
@@ -214,11 +265,7 @@ class Crawl:
         self._num_disallowed += 1
         self._num_launched -= 1
         self._num_of_host[urlsplit(target.url).netloc] -= 1
-        while self._waiting:
-            waiting = self._waiting.popleft()
-            if self._is_wanted(waiting.url):
-                self._launch(waiting)
-                return
+        self._launch_waiting()
 
     async def _visit(self, target: _Target) -> dict[str, Any]:
         """The worker's answer for one page."""
@@ -233,6 +280,8 @@ class Crawl:
             self._visited.add(url)
 
         try:
+            if target.is_sitemaps:
+                return await self._reader.find_pages(target.url)
             return await self._reader.read(target.url, check_redirect)
         except (CostlyPageError, NoConnectionError):
             self._blame(urlsplit(target.url).netloc)

@@ -30,6 +30,7 @@ class CrawlOptions:
     max_page_memory_bytes: int
     allow_private: bool
     obey_robots: bool
+    sitemaps: bool
     user_agent: str
     cdp_url: str | None
     cache_folder: str | None

@@ -11,14 +11,15 @@ MAX_LINKS_CHARS = 50_000
 """Characters of all links together. Reading the answer must not hold up the caller's event loop."""
 
 
-def most_promising(found: Mapping[str, str], query: str, stem: Stem) -> list[str]:
-    """The links, those first whose text or path has the most of the query's terms."""
+def most_promising(found: Mapping[str, str], query: str, stem: Stem, *, least: int = 0) -> list[str]:
+    """The links, those first whose text or path has the most of the query's terms; `least` of them at least."""
     wanted = set(relevant_terms(query, stem))
 
-    def num_matches(link: tuple[str, str]) -> int:
-        address, text = link
+    def num_matches(address: str, text: str) -> int:
         return len(wanted.intersection(terms(f"{text} {urlsplit(address).path}", stem)))
 
-    links = [address for address, _ in sorted(found.items(), key=num_matches, reverse=True)]
+    counted = [(num_matches(*link), link[0]) for link in found.items()]
+    counted.sort(key=lambda each: -each[0])
+    links = [address for number, address in counted if number >= least]
     ends = itertools.accumulate(map(len, links))
     return [address for address, end in zip(links[:MAX_LINKS], ends, strict=False) if end <= MAX_LINKS_CHARS]

@@ -28,7 +28,7 @@ MAX_DIFFERENT = 0.15
 """Share of words that one has and the other has not."""
 
 FORM_CHARS = 5
-"""Words that begin with the same so many letters are forms of one word; a shorter word and itself with an ending too."""
+"""Words that begin with the same so many letters are forms of one word, and so are one and itself with an ending."""
 
 MAX_ENDING_CHARS = 2
 

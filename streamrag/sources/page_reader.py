@@ -11,7 +11,15 @@ from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.addresses import normalize_url, resolve
 from streamrag.sources.crawl_options import CrawlOptions
 from streamrag.sources.fetch import Fetcher
-from streamrag.sources.fetched import CostlyPageError, FetchLimits, Kind, Remembered, UnusablePageError
+from streamrag.sources.fetched import (
+    CostlyPageError,
+    FetchLimits,
+    HttpStatusError,
+    Kind,
+    Remembered,
+    UnusablePageError,
+    Wanted,
+)
 from streamrag.sources.politeness import CrawlTurns, Hosts
 from streamrag.sources.robots import Robots
 from streamrag.sources.threads import Threads
@@ -23,6 +31,27 @@ from streamrag.sources.workers import (
     WorkerStartError,
     WorkerTimeoutError,
 )
+
+SITEMAPS = Wanted(
+    dict.fromkeys(
+        (
+            "application/xml",
+            "text/xml",
+            "application/rss+xml",
+            "application/gzip",
+            "application/x-gzip",
+            "application/octet-stream",
+            "text/plain",
+        ),
+        "xml",
+    ),
+    "application/xml, text/xml, application/gzip",
+    "a sitemap",
+    is_lenient=True,
+)
+
+MAX_SITEMAPS = 10
+"""Files that one crawl reads of one host's sitemaps."""
 
 MAX_LOOKUPS = 4
 """Names that one crawl looks up at the same time."""
@@ -95,6 +124,52 @@ class PageReader:
             return await self._browse(url, check_redirect)
         page = await self._fetcher.fetch(url, check)
         return await self._clean(page.url, page.kind, page.charset, page.body)
+
+    async def find_pages(self, origin: str) -> dict[str, Any]:
+        """The `pages` that a host's sitemaps name and that have words of the query in their address, and `problems`.
+
+        The sitemaps are those that its robots.txt names, or else `/sitemap.xml`. Those elsewhere are not read.
+        """
+        named: tuple[str, ...] = ()
+        if self._robots:
+            rules = await self._robots.rules(origin + "/", self._fetcher)
+            self._turns.set_delay(urlsplit(origin).netloc, rules.delay_s)
+            named = rules.sitemaps
+        waiting = [url for each in named if (url := normalize_url(each)) and url.startswith(origin + "/")]
+        if not waiting:
+            waiting = [f"{origin}/sitemap.xml"]
+        known = set(waiting)
+        pages: dict[str, None] = {}
+        problems: dict[str, str] = {}
+        for _ in range(MAX_SITEMAPS):
+            if not waiting:
+                break
+            url = waiting.pop(0)
+            try:
+                answer = await self._read_sitemap(url)
+            except HttpStatusError as error:
+                if named or error.status != 404:
+                    problems[url] = str(error)
+                continue
+            except UnusablePageError as error:
+                problems[url] = str(error)
+                continue
+            pages |= dict.fromkeys(answer["pages"])
+            # A worker reads hostile files: what it answers is checked like what they say.
+            more = (each for each in answer["sitemaps"] if normalize_url(each) == each)
+            more_here = [each for each in more if each.startswith(origin + "/") and each not in known]
+            waiting += more_here
+            known.update(more_here)
+        return {"pages": list(pages), "problems": problems}
+
+    async def _read_sitemap(self, url: str) -> dict[str, Any]:
+        def stay(redirected_to: str) -> None:
+            if urlsplit(redirected_to).netloc != urlsplit(url).netloc:
+                raise UnusablePageError(f"it redirects to another host: {redirected_to}")
+
+        await self._check_robots(url)
+        page = await self._fetcher.fetch(url, stay, SITEMAPS)
+        return await self._clean(page.url, "xml", page.charset, page.body)
 
     async def _check_robots(self, url: str) -> None:
         if self._robots:

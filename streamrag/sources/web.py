@@ -87,6 +87,8 @@ class WebSource:
     obey_robots: fetch only what a host's robots.txt allows `user_agent`, and wait between pages as long as it asks
         for. If a server fails to give it, nothing of that host is fetched. False asks for no robots.txt: what it says
         is then not known, and it is you who must have leave to fetch these pages at this rate.
+    sitemaps: look for pages in the sitemaps of the start URLs' hosts too. Those whose address has words of the query
+        are fetched before links for which there is no place yet; half of `max_pages` is kept free until then.
     user_agent: how requests identify themselves, here and in the question what robots.txt allows.
     cdp_url: a running browser's address (`http://127.0.0.1:9222`), which then fetches the pages and runs their scripts.
         The addresses of links and start URLs are checked before it is asked. Where it is redirected to is checked
@@ -122,6 +124,7 @@ class WebSource:
         max_page_memory_bytes: int = 512 << 20,
         allow_private: bool = False,
         obey_robots: bool = True,
+        sitemaps: bool = False,
         user_agent: str | None = None,
         cdp_url: str | None = None,
         cache_folder: str | Path | None = None,
@@ -147,6 +150,7 @@ class WebSource:
             max_page_memory_bytes=max_page_memory_bytes,
             allow_private=allow_private,
             obey_robots=obey_robots,
+            sitemaps=sitemaps,
             user_agent=user_agent or f"streamrag/{__version__}",
             cdp_url=cdp_url,
             cache_folder=None if cache_folder is None else os.path.abspath(cache_folder),
@@ -232,7 +236,7 @@ class WebSource:
         await wait_regardless([asyncio.create_task(_release(workers, scratch), name="web source close")])
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """The pages of a crawl for `query`, as they arrive. `Hint.num_chunks` counts the pages under way.
+        """The pages of a crawl for `query`, as they arrive. `Hint.num_chunks` counts the pages under way and queued.
 
         Close it (`contextlib.aclosing`) if it is not read to its end: that stops what is under way.
 
@@ -252,7 +256,8 @@ class WebSource:
             for skipped in (*unusable, *crawl.begin(urls, may_be_unsafe=callable(self._urls))):
                 yield skipped
             while page := await crawl.next_finished():
-                yield crawl.absorb(page)
+                for event in crawl.absorb(page):
+                    yield event
             for skipped in crawl.end():
                 yield skipped
             if cut_short := crawl.cut_short():

@@ -241,3 +241,72 @@ async def test_a_second_question_fetches_and_cleans_nothing_again(
     finally:
         await first.aclose()
         await second.aclose()
+
+
+# ----------------------------------------------------------------------------------------------------------- sitemaps
+
+
+def add_sitemap(site: Website, path: str, *paths: str, kind: str = "url") -> None:
+    entries = "".join(f"<{kind}><loc>{site.url(each)}</loc></{kind}>" for each in paths)
+    site.add(path, f"<urlset>{entries}</urlset>", content_type="application/xml")
+
+
+async def test_pages_that_no_link_leads_to_are_found_in_sitemaps(site: Website, new: NewSource) -> None:
+    site.add("/robots.txt", f"Sitemap: {site.url('/index.xml')}\nUser-agent: *\nDisallow: /no")
+    add_sitemap(site, "/index.xml", "/a.xml", "/b.xml.gz", "/index.xml", kind="sitemap")
+    add_sitemap(site, "/a.xml", "/penguins/king", "/other", "/no/penguins")
+    add_sitemap(site, "/b.xml.gz", "/penguins/adelie")
+    site.add("/", text("Emperor", *(f"/{i}" for i in range(9))))
+    for path in ("/penguins/king", "/penguins/adelie", *(f"/{i}" for i in range(9))):
+        site.add(path, text(path[1:]))
+    events = await crawl(new(sitemaps=True, max_pages=6))
+    found = set(paths(events))
+    assert {"/", "/penguins/king", "/penguins/adelie"} <= found
+    assert len(found) == 6
+    assert reasons(events) == {"/no/penguins": DISALLOWED}
+    hints = [event.hint.num_chunks for event in events if isinstance(event, Append) and event.hint]
+    assert hints[-1] == 0
+    assert site.paths.count("/index.xml") == 1
+
+
+async def test_a_site_without_sitemaps_is_crawled_as_ever(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", *(f"/{i}" for i in range(9))))
+    for i in range(9):
+        site.add(f"/{i}", text(f"Number {i}"))
+    events = await crawl(new(sitemaps=True, max_pages=5))
+    assert len(paths(events)) == len(events) == 5
+    assert site.paths.count("/sitemap.xml") == 1
+
+
+async def test_sitemaps_that_fail_are_told_and_lead_nowhere_else(site: Website, new: NewSource) -> None:
+    elsewhere = site.url("/x.xml", host="localhost")
+    named = (site.url(path) for path in ("/gone.xml", "/page.xml", "/away.xml"))
+    site.add("/robots.txt", "\n".join(f"Sitemap: {each}" for each in (*named, elsewhere, "http://169.254.169.254/")))
+    site.add("/page.xml", text("King"))
+    site.add_redirect("/away.xml", elsewhere)
+    site.add("/", text("Emperor"))
+    events = await crawl(new(sitemaps=True))
+    assert paths(events) == ["/"]
+    assert reasons(events) == {
+        "/gone.xml": "the server answers HTTP 404",
+        "/page.xml": "it is text/html, not a sitemap",
+        "/away.xml": f"it redirects to another host: {elsewhere}",
+    }
+    assert "/x.xml" not in site.paths
+
+
+async def test_leaving_while_sitemaps_are_read_closes_everything(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/a"))
+    site.add_gate("/sitemap.xml")
+    async with asyncio.timeout(20), aclosing(new(sitemaps=True).stream(QUERY)) as stream:
+        await anext(stream)
+        await site.until_asked("/sitemap.xml")
+
+
+async def test_a_sitemap_that_never_comes_leaves_the_links(site: Website, new: NewSource) -> None:
+    site.add("/", text("Emperor", "/a", "/b", "/c"))
+    for path in ("/a", "/b", "/c"):
+        site.add(path, text(path[1:]))
+    site.add_gate("/sitemap.xml")
+    events = await crawl(new(sitemaps=True, max_pages=3, page_timeout_s=1.5))
+    assert len(paths(events)) == 3
