@@ -1,5 +1,6 @@
 """A search engine's answers as start addresses."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -36,6 +37,8 @@ async def engine() -> AsyncIterator[Engine]:
     async with Engine().running() as engine:
         assert isinstance(engine, Engine)
         yield engine
+    for _ in range(5):  # httpx leaves its generators to the event loop, which ends them in its next steps
+        await asyncio.sleep(0)
 
 
 async def test_the_first_results_are_the_addresses(engine: Engine) -> None:
