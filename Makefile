@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission paper paper-full clean
+.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -85,6 +85,10 @@ bench-step: .venv/installed ## microseconds that planning a step takes over vLLM
 bench-emission: .venv/installed ## send every update, the last, or what is worth it; by rank or in stable order; a quarter of an hour, simulated
 	test -d build/emission-index || .venv/bin/streamrag index build docs --out build/emission-index
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/emission.py --index build/emission-index --json experiments/results/emission.json --plot docs/calibration.png
+
+bench-crawl: .venv/installed ## milliseconds of each step of a crawl, pages a second, the first page's delay, memory; near-duplicates
+	$(RUN) experiments/crawling.py --json experiments/results/crawling.json
+	$(RUN) experiments/near_duplicates.py
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -28,8 +28,8 @@ MODULES = [
 
 SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
-    "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages from_rankings Merged "
-    "ReplaySource WorthSending calibrate Calibration",
+    "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages "
+    "from_rankings Merged ReplaySource WorthSending calibrate Calibration search_engine",
     "Modes": "UpdateMode AppendMode",
     "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
     "Recording": "TraceRecorder",

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from streamrag.sources.merged import Merged as Merged
     from streamrag.sources.replay import ReplaySource as ReplaySource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
+    from streamrag.sources.search_engine import search_engine as search_engine
     from streamrag.sources.vector import VectorSource as VectorSource
     from streamrag.sources.web import WebSource as WebSource
     from streamrag.sources.worth_sending import WorthSending as WorthSending
@@ -156,6 +157,7 @@ _HOMES = {
     "from_passages": "streamrag.sources.generators",
     "from_rankings": "streamrag.sources.generators",
     "plain_chat": "streamrag.core",
+    "search_engine": "streamrag.sources.search_engine",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

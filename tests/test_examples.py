@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import nbformat
@@ -23,6 +25,7 @@ SHORT = [
     "mcp_source",
     "merged_sources",
     "own_source",
+    "search_the_web",
 ]
 
 
@@ -52,6 +55,36 @@ def test_own_source() -> None:
         "[2] T-103: A new printer.",
     ]
     assert sum("known already" in line for line in lines) == 3
+
+
+def test_search_the_web() -> None:
+    class Site(BaseHTTPRequestHandler):
+        """A search engine, and the page that it finds."""
+
+        def do_GET(self) -> None:
+            host = f"http://127.0.0.1:{self.server.server_port}"  # type: ignore[attr-defined]
+            pages = {
+                "/search": json.dumps({"results": [{"url": f"{host}/printers"}, {"url": "file:///etc/passwd"}]}),
+                "/printers": "<title>Printers</title><p>The printer jams when the paper is thick.</p>",
+            }
+            page = pages.get(self.path.partition("?")[0], "")
+            self.send_response(200 if page else 404)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        threading.Thread(target=server.serve_forever).start()
+        host = f"http://127.0.0.1:{server.server_port}"
+        lines = run("search_the_web.py", "--allow-private", host, "Why does the printer jam?").splitlines()
+        server.shutdown()
+    assert lines[2:] == [
+        "file:///etc/passwd is left out: 'file:///etc/passwd' is not fetched: only http:// and https:// addresses are",
+        f"{host}/printers: The printer jams when the paper is thick.",
+    ]
 
 
 def test_mcp_source() -> None:

@@ -20,6 +20,11 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     )
     crawl.add_argument("--any-host", action="store_true", help="follow links to other hosts too")
     crawl.add_argument("--allow-private", action="store_true", help="allow private and loopback addresses")
+    crawl.add_argument(
+        "--ignore-robots", action="store_true", help="do not ask what robots.txt allows: for sites of your own"
+    )
+    crawl.add_argument("--sitemaps", action="store_true", help="look for pages in the site's sitemaps too")
+    crawl.add_argument("--cache", metavar="FOLDER", help="keep pages there for later questions")
     crawl.add_argument("--cdp-url", metavar="URL", help="render pages in the browser at this CDP address")
     search = parser.add_argument_group("searching")
     search.add_argument(
@@ -43,5 +48,8 @@ def make_source(arguments: argparse.Namespace) -> Source:
         crawl_timeout_s=arguments.timeout,
         same_host=not arguments.any_host,
         allow_private=arguments.allow_private,
+        obey_robots=not arguments.ignore_robots,
+        cache_folder=arguments.cache,
+        sitemaps=arguments.sitemaps,
         cdp_url=arguments.cdp_url,
     )

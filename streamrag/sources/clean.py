@@ -13,7 +13,7 @@ Importing this takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and reads a
 import asyncio
 import codecs
 import functools
-import itertools
+import hashlib
 import math
 import os
 import re
@@ -43,14 +43,15 @@ from crawl4ai.models import AsyncCrawlResponse
 from rank_bm25 import BM25Okapi
 
 from streamrag.errors import UnreachableError
-from streamrag.sources.fetch import UnusablePageError
+from streamrag.sources.cleaned import Cleaned, cleaned_by
+from streamrag.sources.disk_store import DiskStore
+from streamrag.sources.documents import read_pdf
+from streamrag.sources.fetched import UnusablePageError
+from streamrag.sources.links import most_promising
 from streamrag.sources.prune import MAX_CONTENT_CHARS, Pruned, prune
-from streamrag.sources.relevance import Stem, relevant_stems, relevant_terms, select, split_markdown, terms
+from streamrag.sources.relevance import relevant_stems, select, split_markdown
+from streamrag.sources.sitemap import find_pages
 from streamrag.sources.worker_main import OUT_OF_MEMORY
-
-MAX_LINKS = 500
-MAX_LINKS_CHARS = 50_000
-"""Characters of all links together. Reading the answer must not hold up the caller's event loop."""
 
 MAX_TITLE_CHARS = 300
 
@@ -209,7 +210,10 @@ class PageCleaner:
         max_page_cpu_s: float,
         max_page_memory_bytes: int,
         cdp_url: str | None,
+        cache_folder: str | None = None,
+        max_cache_bytes: int = 0,
     ) -> None:
+        self._store = DiskStore(cache_folder, max_cache_bytes) if cache_folder else None
         # crawl4ai opens a SQLite file there at every start: one for each worker, so that they do not wait for a lock.
         os.environ["CRAWL4_AI_BASE_DIRECTORY"] = tempfile.mkdtemp(dir=scratch)
         self._stem = functools.lru_cache(maxsize=1 << 16)(snowballstemmer.stemmer("english").stemWord)
@@ -246,46 +250,66 @@ class PageCleaner:
         return (_data_bytes() or 0) > (self._first_bytes or 0) + MAX_LEFT_BYTES
 
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """`url`, `kind` ("html", "text" or "browser"), `charset`, `query`, `max_chars` to what the page has for it.
+        """`url`, `kind` (a `fetched.Kind`), `charset`, `query`, `max_chars` to what the page has for it.
 
-        The answer's `url` is where a browser was led to; `num_passages` counts the irrelevant ones too.
+        The answer's `url` is where a browser was led to; `num_passages` counts the irrelevant ones too. A sitemap
+        ("xml") has another answer: see `find_pages`.
         """
         try:
             _limit_memory(self._max_page_memory_bytes)  # anew, because of what earlier pages have left behind
             with _cpu_limit(self._max_page_cpu_s):
-                return self._clean(job, body)
+                return find_pages(job, body, self._stem) if job["kind"] == "xml" else self._clean(job, body)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)  # what it still holds is not known: the next page gets a new worker
 
     def _clean(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        url, title, markdown = job["url"], "", ""
-        pruned = None
-        if job["kind"] == "text":
-            markdown = decode(body, job["charset"])
-        else:
-            if job["kind"] == "html":
-                pruned = prune(url, decode(body, job["charset"]))
-                self._given.html = pruned.html
-            self._scraper.pruned = pruned
-            result = self._runner.run(self._crawler.arun(url, config=self._config))
-            self._check(result)
-            pruned = self._scraper.pruned
-            url = result.redirected_url or url
-            markdown = result.markdown.raw_markdown
-            title = " ".join((result.metadata.get("title") or "").split())[:MAX_TITLE_CHARS]
-        passages = split_markdown(markdown[:MAX_CONTENT_CHARS])
-        is_cut = bool(pruned and pruned.is_cut) or len(markdown) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
+        cleaned = self._kept(job, body)
+        passages = split_markdown(cleaned.text[:MAX_CONTENT_CHARS])
+        is_cut = cleaned.is_cut or len(cleaned.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
         del passages[MAX_PASSAGES:]
         stem = relevant_stems(job["query"], self._stem)
-        chosen = select(passages, job["query"], title=title, max_chars=job["max_chars"], score=bm25, stem=stem)
+        chosen = select(passages, job["query"], title=cleaned.title, max_chars=job["max_chars"], score=bm25, stem=stem)
         return {
-            "url": url,
-            "title": title,
+            "url": cleaned.url,
+            "title": cleaned.title,
             "num_passages": len(passages),
             "passages": [[passage.headings, passage.blocks] for passage in chosen],
-            "links": _most_promising(pruned.links if pruned else {}, job["query"], stem),
+            "links": most_promising(cleaned.links, job["query"], stem),
             "is_cut": is_cut,
         }
+
+    def _kept(self, job: dict[str, Any], body: bytes) -> Cleaned:
+        """As `_read`, or what was kept of reading the very same."""
+        if self._store is None or job["kind"] == "browser":
+            return self._read(job, body)
+        key = f"{cleaned_by()} {job['kind']} {job['charset']} {hashlib.sha256(body).hexdigest()} {job['url']}"
+        kept = self._store.get(key)
+        with suppress(ValueError):
+            if kept is not None:
+                return Cleaned.from_bytes(kept)
+        cleaned = self._read(job, body)
+        if not cleaned.is_cut or job["kind"] == "html":  # a PDF may be cut because the machine was busy
+            self._store.put(key, cleaned.to_bytes())
+        return cleaned
+
+    def _read(self, job: dict[str, Any], body: bytes) -> Cleaned:
+        """What a page says, whatever the query is."""
+        url = job["url"]
+        if job["kind"] == "text":
+            return Cleaned(url, "", decode(body, job["charset"])[: MAX_CONTENT_CHARS + 1], {}, False)
+        if job["kind"] == "pdf":
+            document = read_pdf(body, max_chars=MAX_CONTENT_CHARS, max_cpu_s=self._max_page_cpu_s)
+            return Cleaned(url, document.title[:MAX_TITLE_CHARS], document.text, {}, document.is_cut)
+        self._scraper.pruned = None
+        if job["kind"] == "html":
+            self._scraper.pruned = prune(url, decode(body, job["charset"]))
+            self._given.html = self._scraper.pruned.html
+        result = self._runner.run(self._crawler.arun(url, config=self._config))
+        self._check(result)
+        pruned = self._scraper.pruned
+        title = " ".join((result.metadata.get("title") or "").split())[:MAX_TITLE_CHARS]
+        links, is_cut = (pruned.links, pruned.is_cut) if pruned else ({}, False)
+        return Cleaned(result.redirected_url or url, title, result.markdown.raw_markdown, links, is_cut)
 
     def _check(self, result: Any) -> None:
         status, message = result.status_code or 200, result.error_message or ""
@@ -302,16 +326,3 @@ class PageCleaner:
             raise UnreachableError(network[0])
         cause = re.search(r"net::\w+|Timeout \d+ms exceeded|(?<=Error: ).+", message)
         raise ValueError(cause[0][:200] if cause else message[:200])
-
-
-def _most_promising(found: Mapping[str, str], query: str, stem: Stem) -> list[str]:
-    """The links, those first whose text or path has the most of the query's terms."""
-    wanted = set(relevant_terms(query, stem))
-
-    def num_matches(link: tuple[str, str]) -> int:
-        address, text = link
-        return len(wanted.intersection(terms(f"{text} {urlsplit(address).path}", stem)))
-
-    links = [address for address, _ in sorted(found.items(), key=num_matches, reverse=True)]
-    ends = itertools.accumulate(map(len, links))
-    return [address for address, end in zip(links[:MAX_LINKS], ends, strict=False) if end <= MAX_LINKS_CHARS]

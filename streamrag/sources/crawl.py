@@ -10,57 +10,38 @@ What ends at a bound of the user's own (`max_depth`, `max_pages`, `max_body_byte
 """
 
 import asyncio
-import ssl
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
 from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
-from streamrag.sources.addresses import normalize_url, resolve
-from streamrag.sources.fetch import CostlyPageError, Fetcher, FetchLimits, NoConnectionError, UnusablePageError
+from streamrag.sources.addresses import normalize_url
+from streamrag.sources.crawl_options import CrawlOptions
+from streamrag.sources.fetched import CostlyPageError, NoConnectionError, UnusablePageError
+from streamrag.sources.near_duplicates import NearDuplicates
+from streamrag.sources.page_reader import PageReader
+from streamrag.sources.politeness import PutOffError, is_busy
 from streamrag.sources.relevance import Passage, assemble
-from streamrag.sources.threads import Threads
-from streamrag.sources.workers import (
-    Share,
-    WorkerJobError,
-    WorkerLimitError,
-    WorkerPool,
-    WorkerStartError,
-    WorkerTimeoutError,
-)
+from streamrag.sources.robots import DisallowedError
 from streamrag.tasks import wait_regardless
 
 MAX_COSTLY_PAGES = 2
 """Pages of one host that may take too much before it is given up for the rest of the crawl."""
 
-MAX_LOOKUPS = 4
-"""Names that one crawl looks up at the same time."""
+MAX_SITEMAP_HOSTS = 5
+"""Hosts whose sitemaps one crawl reads."""
+
+MAX_WAITING = 1000
+"""Links that wait for a place, should a page turn out not to be asked for."""
+
+MAX_DISALLOWED = 100
+"""Pages that robots.txt forbids and that do not count towards `max_pages`."""
 
 MAX_REASON_CHARS = 500
 """Characters that are shown of an unexpected error."""
-
-
-@dataclass(frozen=True, slots=True)
-class CrawlOptions:
-    """The options of `WebSource`, which explains them."""
-
-    max_depth: int
-    same_host: bool
-    max_pages: int
-    num_fetches: int
-    page_timeout_s: float
-    crawl_timeout_s: float
-    max_body_bytes: int
-    max_page_chars: int
-    max_page_cpu_s: float
-    max_page_memory_bytes: int
-    allow_private: bool
-    user_agent: str
-    cdp_url: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,48 +49,34 @@ class _Target:
     url: str
     depth: int
     """Links from a start URL; 0 for those themselves."""
+    is_sitemaps: bool = False
+    """Whether it is no page, but all sitemaps of the host (`url` is its address without a path)."""
 
 
 class Crawl:
     """One crawl. Once `absorb` has raised, only `aclose` may be called."""
 
-    def __init__(
-        self, query: str, options: CrawlOptions, workers: WorkerPool, ssl_context: ssl.SSLContext, lookups: Threads
-    ) -> None:
-        self._query = query
+    def __init__(self, options: CrawlOptions, reader: PageReader, deadline: float) -> None:
         self._options = options
-        self._workers = workers
-        limits = FetchLimits(
-            page_timeout_s=options.page_timeout_s,
-            connect_timeout_s=options.page_timeout_s / 2,
-            max_body_bytes=options.max_body_bytes,
-            allow_private=options.allow_private,
-        )
-        self._fetcher = Fetcher(
-            limits,
-            user_agent=options.user_agent,
-            ssl_context=ssl_context,
-            resolve=partial(resolve, threads=Threads(MAX_LOOKUPS, "look up a name", within=lookups)),
-        )
-        self._share = Share()
-        self._fetch_slots = asyncio.Semaphore(options.num_fetches)
-        self._deadline = asyncio.get_running_loop().time() + options.crawl_timeout_s
+        self._reader = reader
+        self._deadline = deadline
         self._pages: dict[asyncio.Task[dict[str, Any]], _Target] = {}
         self._finished: asyncio.Queue[asyncio.Task[dict[str, Any]]] = asyncio.Queue()
+        self._waiting: deque[_Target] = deque()  # links that `max_pages` leaves no place for
         self._visited: set[str] = set()
         self._hosts: set[str] = set()
         self._num_launched = 0
+        self._num_of_host: Counter[str] = Counter()  # pages that are launched
+        self._num_disallowed = 0
         self._unusable: dict[str, UnreachableError | UnsafeUrlError | None] = {}  # the start URLs, in their order
         self._may_be_unsafe = False
         self._seen: set[bytes] = set()
+        self._near = NearDuplicates()
         self._num_costly: Counter[str] = Counter()  # pages, by host
+        self._num_put_off = 0
+        self._num_sitemaps = 0  # hosts whose sitemaps are being read
         self._num_read_in_part = 0
         self._is_late = False
-
-    @property
-    def deadline(self) -> float:
-        """In the event loop's time."""
-        return self._deadline
 
     def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
         """Launch the start URLs. If they `may_be_unsafe`, others chose them, and unsafe ones are skipped."""
@@ -118,9 +85,18 @@ class Crawl:
             if self._num_launched == self._options.max_pages:
                 yield Skipped(url, f"max_pages={self._options.max_pages} is less than there are start URLs")
                 continue
+            if self._has_enough(url):
+                limit = self._options.max_pages_per_host
+                yield Skipped(url, f"max_pages_per_host={limit} is less than there are start URLs of its host")
+                continue
             self._unusable[url] = None
             self._hosts.add(urlsplit(url).netloc)
             self._launch(_Target(url, 0))
+        if self._options.sitemaps and self._options.max_depth:
+            origins = dict.fromkeys("{0.scheme}://{0.netloc}".format(urlsplit(url)) for url in self._unusable)
+            for origin in list(origins)[:MAX_SITEMAP_HOSTS]:
+                self._num_sitemaps += 1
+                self._begin_task(_Target(origin, 0, is_sitemaps=True))
 
     async def next_finished(self) -> "asyncio.Task[dict[str, Any]] | None":
         """The next page in the order in which they are finished; None when there is none, or the time is over."""
@@ -132,13 +108,34 @@ class Crawl:
         except TimeoutError:
             return None
 
-    def absorb(self, task: "asyncio.Task[dict[str, Any]]") -> SourceEvent:
+    def absorb(self, task: "asyncio.Task[dict[str, Any]]") -> Iterator[SourceEvent]:
         """What became of a finished page. Launches its links.
 
         :raises UnsafeUrlError: it is a start URL that is not allowed.
         :raises WorkerError: a worker died.
         """
         target = self._pages.pop(task)
+        if target.is_sitemaps:
+            yield from self._absorb_sitemaps(task, target)
+        else:
+            yield self._absorb_page(task, target)
+
+    def _absorb_sitemaps(self, task: "asyncio.Task[dict[str, Any]]", target: _Target) -> Iterator[Skipped]:
+        self._num_sitemaps -= 1
+        waiting, self._waiting = self._waiting, deque()
+        try:
+            found = {} if task.cancelled() else task.result()
+        except WorkerError:
+            raise
+        except Exception as error:  # a start page says what is wrong with its host
+            found = {"problems": {target.url: f"its sitemaps cannot be read: {error}"[:MAX_REASON_CHARS]}}
+        self._follow(found.get("pages", ()), 1)
+        self._waiting.extend(waiting)
+        self._launch_waiting()
+        for url, problem in found.get("problems", {}).items():
+            yield Skipped(url, problem)
+
+    def _absorb_page(self, task: "asyncio.Task[dict[str, Any]]", target: _Target) -> SourceEvent:
         if task.cancelled():
             return Skipped(target.url, f"its host is given up: {MAX_COSTLY_PAGES} of its pages took too much")
         try:
@@ -150,6 +147,9 @@ class Crawl:
                 self._unusable[target.url] = error
             return Skipped(target.url, str(error))
         except UnusablePageError as error:
+            self._num_put_off += isinstance(error, PutOffError) or is_busy(error)
+            if isinstance(error, DisallowedError):
+                self._replace(target)
             return Skipped(target.url, str(error))
         except WorkerError:
             raise
@@ -159,10 +159,12 @@ class Crawl:
         self._follow(page["links"], target.depth + 1)
         if not page["passages"]:
             return Skipped(page["url"], "nothing on it matches the query" if page["num_passages"] else "it has no text")
-        text = assemble((Passage(tuple(h), tuple(b)) for h, b in page["passages"]), self._seen)
+        passages = (Passage(tuple(headings), tuple(blocks)) for headings, blocks in page["passages"])
+        text = assemble(passages, self._seen, self._near.has)
+        self._near.end_page()
         if not text:
             return Skipped(page["url"], "what matches the query on it was on earlier pages")
-        return Append(Chunk(text, page["url"], page["title"]), Hint(num_chunks=len(self._pages)))
+        return Append(Chunk(text, page["url"], page["title"]), Hint(num_chunks=self._num_to_come()))
 
     def end(self) -> Iterator[Skipped]:
         """What is given up because the time is over.
@@ -187,6 +189,7 @@ class Crawl:
             or self._is_late,
             f"{_count(self._num_costly.total(), 'page')} took more time or memory than a page may": self._num_costly,
             f"{_count(num_given_up, 'host')} given up because of that": num_given_up,
+            f"{_count(self._num_put_off, 'page')} not fetched, because servers asked to wait": self._num_put_off,
             f"{_count(self._num_read_in_part, 'page')} too large to be read to the end": self._num_read_in_part,
         }
         reasons = [cause for cause, holds in causes.items() if holds]
@@ -200,11 +203,20 @@ class Crawl:
 
     async def _close(self) -> None:
         await asyncio.gather(*self._pages, return_exceptions=True)
-        await self._fetcher.aclose()
+        await self._reader.aclose()
+
+    def _num_to_come(self) -> int:
+        """Pages that are under way, or wait only for sitemaps."""
+        num_places = self._options.max_pages - self._num_launched
+        return len(self._pages) - self._num_sitemaps + min(len(self._waiting), num_places)
 
     def _launch(self, target: _Target) -> None:
         self._visited.add(target.url)
         self._num_launched += 1
+        self._num_of_host[urlsplit(target.url).netloc] += 1
+        self._begin_task(target)
+
+    def _begin_task(self, target: _Target) -> None:
         task = asyncio.create_task(self._visit(target), name=f"crawl {target.url}")
         self._pages[task] = target
         task.add_done_callback(self._finished.put_nowait)
@@ -213,22 +225,64 @@ class Crawl:
         if depth > self._options.max_depth:
             return
         for url in links:
-            if self._num_launched == self._options.max_pages:
+            if len(self._waiting) == MAX_WAITING:
                 return
-            host = urlsplit(url).netloc
-            is_wanted = host in self._hosts or not self._options.same_host
-            is_wanted &= self._num_costly[host] < MAX_COSTLY_PAGES
             # A worker reads hostile pages: what it answers is checked like what a page says.
-            if is_wanted and url not in self._visited and normalize_url(url) == url:
-                if asyncio.get_running_loop().time() >= self._deadline:
+            if self._is_wanted(url) and url not in self._visited and normalize_url(url) == url:
+                if not self._has_place():
+                    self._visited.add(url)
+                    self._waiting.append(_Target(url, depth))
+                elif asyncio.get_running_loop().time() >= self._deadline:
                     self._is_late = True
                     return
-                self._launch(_Target(url, depth))
+                else:
+                    self._launch(_Target(url, depth))
+
+    def _has_place(self) -> bool:
+        """Whether another page may be launched: half of the places are kept for what sitemaps say."""
+        num_kept = self._options.max_pages // 2 if self._num_sitemaps else 0
+        return self._num_launched < self._options.max_pages - num_kept
+
+    def _launch_waiting(self) -> None:
+        while self._waiting and self._has_place():
+            waiting = self._waiting.popleft()
+            if self._is_wanted(waiting.url):
+                self._launch(waiting)
+
+    def _is_wanted(self, url: str) -> bool:
+        host = urlsplit(url).netloc
+        is_at_home = host in self._hosts or not self._options.same_host
+        return is_at_home and self._num_costly[host] < MAX_COSTLY_PAGES and not self._has_enough(url)
+
+    def _has_enough(self, url: str) -> bool:
+        limit = self._options.max_pages_per_host
+        return limit is not None and self._num_of_host[urlsplit(url).netloc] >= limit
+
+    def _replace(self, target: _Target) -> None:
+        """A page was not asked for after all: the next link that waits comes in its place."""
+        if self._num_disallowed == MAX_DISALLOWED:
+            return
+        self._num_disallowed += 1
+        self._num_launched -= 1
+        self._num_of_host[urlsplit(target.url).netloc] -= 1
+        self._launch_waiting()
 
     async def _visit(self, target: _Target) -> dict[str, Any]:
         """The worker's answer for one page."""
+
+        def check_redirect(url: str) -> None:
+            if url in self._visited:
+                raise UnusablePageError(f"it redirects to {url}, which is visited already")
+            if target.depth == 0:  # to www.example.com, say: that is then the site
+                self._hosts.add(urlsplit(url).netloc)
+            elif self._options.same_host and urlsplit(url).netloc not in self._hosts:
+                raise UnusablePageError(f"it redirects to another host: {url}")
+            self._visited.add(url)
+
         try:
-            return await self._read(target)
+            if target.is_sitemaps:
+                return await self._reader.find_pages(target.url)
+            return await self._reader.read(target.url, check_redirect)
         except (CostlyPageError, NoConnectionError):
             self._blame(urlsplit(target.url).netloc)
             raise
@@ -240,63 +294,6 @@ class Crawl:
             for task, target in self._pages.items():
                 if urlsplit(target.url).netloc == host and task is not asyncio.current_task():
                     task.cancel()
-
-    async def _read(self, target: _Target) -> dict[str, Any]:
-        def check_redirect(url: str) -> None:
-            if url in self._visited:
-                raise UnusablePageError(f"it redirects to {url}, which is visited already")
-            if target.depth == 0:  # to www.example.com, say: that is then the site
-                self._hosts.add(urlsplit(url).netloc)
-            elif self._options.same_host and urlsplit(url).netloc not in self._hosts:
-                raise UnusablePageError(f"it redirects to another host: {url}")
-            self._visited.add(url)
-
-        if self._options.cdp_url:
-            return await self._browse(target, check_redirect)
-        async with self._fetch_slots:
-            page = await self._fetcher.fetch(target.url, check_redirect)
-        return await self._clean(page.url, page.kind, page.charset, page.body)
-
-    async def _browse(self, target: _Target, check_redirect: Any) -> dict[str, Any]:
-        """Let the browser fetch the page. Where it goes from there is only known afterwards."""
-        await self._fetcher.check_address(target.url)
-        answer = await self._clean(target.url, "browser", "", b"")
-        url = normalize_url(answer["url"])
-        if url is None:
-            raise UnusablePageError(f"the browser was led to {answer['url'][:100]!r}")
-        if url != target.url:
-            check_redirect(url)
-            try:
-                await self._fetcher.check_address(url)
-            except UnsafeUrlError as error:
-                raise UnusablePageError(f"it redirects to {url}: {error}") from None
-        return {**answer, "url": url}
-
-    async def _clean(self, url: str, kind: str, charset: str, body: bytes) -> dict[str, Any]:
-        choice = {"query": self._query, "max_chars": self._options.max_page_chars}
-        job = {"url": url, "kind": kind, "charset": charset, **choice}
-        # A browser's own deadline is page_timeout_s, and it has to be read after that.
-        timeout_s = self._options.page_timeout_s * (2 if kind == "browser" else 1)
-        try:
-            part = urlsplit(url).netloc
-            return await self._workers.run(job, body, timeout_s=timeout_s, share=self._share, part=part)
-        except WorkerTimeoutError:
-            raise CostlyPageError(f"reading it takes longer than {timeout_s:g} s") from None
-        except WorkerLimitError as error:
-            limit = (
-                f"max_page_memory_bytes={self._options.max_page_memory_bytes}"
-                if error.what == "memory"
-                else f"max_page_cpu_s={self._options.max_page_cpu_s:g}"
-            )
-            raise CostlyPageError(f"reading it takes more {error.what} than {limit}") from None
-        except WorkerStartError:
-            raise
-        except WorkerJobError as error:
-            if error.kind == UnreachableError.__name__:
-                raise UnreachableError(f"{url} cannot be reached: {error.message}") from error
-            if error.kind == UnusablePageError.__name__:
-                raise UnusablePageError(error.message) from error
-            raise UnusablePageError(f"it cannot be read: {error.message}") from error
 
 
 def _count(number: int, what: str) -> str:

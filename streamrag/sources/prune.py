@@ -35,7 +35,7 @@ NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
 DROPPED = "streamrag-dropped"
 
 NO_PAGE = re.compile(
-    r"\.(7z|avi|bin|bz2|css|csv|deb|dmg|docx?|epub|exe|gif|gz|ico|iso|jar|jpe?g|js|json|mp[34]|msi|ods|odt|og[gv]|pdf|png"
+    r"\.(7z|avi|bin|bz2|css|csv|deb|dmg|docx?|epub|exe|gif|gz|ico|iso|jar|jpe?g|js|json|mp[34]|msi|ods|odt|og[gv]|png"
     r"|pptx?|rar|rpm|rss|svg|tar|tgz|wav|web[mp]|whl|woff2?|xlsx?|xml|xz|zip)$",
     re.IGNORECASE,
 )

@@ -256,10 +256,13 @@ def _fitting(passages: Sequence[Passage], ranked: Iterable[int], max_chars: int)
 # --------------------------------------------------------------------------------------------------------- assembling
 
 
-def assemble(passages: Iterable[Passage], seen: set[bytes]) -> str:
+def assemble(
+    passages: Iterable[Passage], seen: set[bytes], is_known: Callable[[str], bool] = lambda block: False
+) -> str:
     """The text of `passages` without the blocks that are in `seen`, which is added to; empty if nothing is new.
 
-    Blocks are the same if their words are; what is between words, and the case, does not count.
+    Blocks are the same if their words are; what is between words, and the case, does not count. `is_known` says of
+    others whether they say nothing new either.
     """
     text: list[str] = []
     heading = ""
@@ -269,7 +272,7 @@ def assemble(passages: Iterable[Passage], seen: set[bytes]) -> str:
         for block in passage.blocks:
             words = " ".join(WORD.findall(block.casefold()))
             fingerprint = hashlib.blake2b(words.encode(errors="replace"), digest_size=16).digest()
-            is_new = fingerprint not in seen
+            is_new = fingerprint not in seen and not is_known(block)
             seen.add(fingerprint)
             if is_new or len(words) < MIN_REPEATED_CHARS:
                 blocks.append(block)

@@ -96,7 +96,7 @@ async def test_links_come_from_the_whole_page_the_contents_first(cleaner: Worker
         cleaner,
         """<body><nav><a href="/nav/">Navigation</a></nav><p><a href="b.html#part">B</a> <a href="../c/?q=1">C</a>
         <a href="b.html">B again</a> <a href="#top">Top</a> <a href="mailto:me@docs.example">Mail</a> <a>None</a>
-        <a href="javascript:void(0)">Script</a> <a href="file.PDF?x">PDF</a> <a href="http://other.example">Other</a>
+        <a href="javascript:void(0)">Script</a> <a href="file.ZIP?x">ZIP</a> <a href="http://other.example">Other</a>
         <a href="http://[broken">Broken</a></p>""",
     )
     assert answer["links"] == [

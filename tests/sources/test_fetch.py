@@ -16,7 +16,8 @@ from website import Website
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources import addresses
-from streamrag.sources.fetch import CostlyPageError, Fetcher, FetchLimits, NoConnectionError, Page, UnusablePageError
+from streamrag.sources.fetch import Fetcher
+from streamrag.sources.fetched import CostlyPageError, FetchLimits, NoConnectionError, Page, UnusablePageError
 from streamrag.sources.threads import Threads
 
 CONTEXT = ssl.create_default_context()
@@ -86,7 +87,7 @@ async def test_requests_say_who_asks_and_carry_no_cookie(site: Website) -> None:
     assert site.requests[1].headers == {
         "host": f"127.0.0.1:{site.port}",
         "user-agent": "streamrag/test",
-        "accept": "text/html, application/xhtml+xml, text/plain;q=0.5",
+        "accept": "text/html, application/xhtml+xml, text/plain;q=0.5, application/pdf;q=0.5",
         "accept-encoding": "gzip",
     }
 
@@ -363,8 +364,8 @@ async def test_an_http_error_is_no_page(site: Website, status: int) -> None:
 
 
 async def test_a_wrong_type_is_not_read(site: Website) -> None:
-    with pytest.raises(UnusablePageError, match="it is application/pdf, not a web page"):
-        await fetch(site.add("/a", "%PDF", content_type="application/pdf", fault="never ends"))
+    with pytest.raises(UnusablePageError, match="it is application/zip, not a web page"):
+        await fetch(site.add("/a", "PK", content_type="application/zip", fault="never ends"))
 
 
 async def test_an_empty_page_is_no_page(site: Website) -> None:

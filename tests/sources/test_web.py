@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -17,6 +17,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import pytest_asyncio
+from crawls import QUERY, crawl, cut_short, paths, reasons, text
 from hostile_pages import TEXT, attributes
 from source_helpers import alive, until
 from website import Website
@@ -32,13 +33,13 @@ from streamrag.errors import (
     WorkerError,
 )
 from streamrag.sources import addresses, web
-from streamrag.sources.fetch import Fetcher, Page
+from streamrag.sources.fetch import Fetcher
+from streamrag.sources.fetched import Page
 from streamrag.sources.web import StartUrls, WebSource
 
 pytest.importorskip("crawl4ai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-QUERY = "How do penguins swim?"
 SLOW = "<p>Penguins swim.</p>" + attributes(1_000_000)
 """A page that takes a worker many seconds to read."""
 
@@ -87,32 +88,6 @@ async def new(started: WebSource, site: Website) -> AsyncIterator[NewSource]:
 def num_busy(source: WebSource) -> int:
     assert source._workers
     return source._workers.num_busy
-
-
-def text(subject: str, *links: str) -> str:
-    """A relevant page."""
-    anchors = "".join(f'<p><a href="{link}">{link}</a></p>' for link in links)
-    return f"<title>{subject}</title><h1>{subject}</h1><p>{subject} penguins swim in their very own way.</p>{anchors}"
-
-
-async def crawl(source: WebSource, query: str = QUERY) -> list[SourceEvent]:
-    async with asyncio.timeout(20), aclosing(source.stream(query)) as events:
-        return [event async for event in events]
-
-
-def paths(events: Sequence[SourceEvent], kind: type = Append) -> list[str]:
-    """Paths of the pages that ended as this kind of event."""
-    urls = [event.chunk.uri if isinstance(event, Append) else event.uri for event in events if type(event) is kind]
-    return ["/" + url.split("/", 3)[3] for url in urls]
-
-
-def cut_short(events: Sequence[SourceEvent]) -> list[str]:
-    return [event.reason for event in events if isinstance(event, CutShort)]
-
-
-def reasons(events: Sequence[SourceEvent]) -> dict[str, str]:
-    skipped = [event for event in events if isinstance(event, Skipped)]
-    return dict(zip(paths(skipped, Skipped), [event.reason for event in skipped], strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------ the crawl
@@ -295,9 +270,9 @@ async def test_plain_text_pages_are_sources_too(site: Website, new: NewSource) -
 
 
 async def test_pages_that_cannot_be_used_are_skipped_with_the_reason(site: Website, new: NewSource) -> None:
-    links = ["/missing", "/pdf", "/empty", "/endless", "/large", "/broken", "/textless", "/gone"]
+    links = ["/missing", "/zip", "/empty", "/endless", "/large", "/broken", "/textless", "/gone"]
     site.add("/", text("Emperor", *links))
-    site.add("/pdf", "%PDF", content_type="application/pdf")
+    site.add("/zip", "PK", content_type="application/zip")
     site.add("/empty", "")
     site.add("/endless", text("King"), fault="never ends")
     site.add("/large", "x" * 20_000)
@@ -311,7 +286,7 @@ async def test_pages_that_cannot_be_used_are_skipped_with_the_reason(site: Websi
     assert found.pop("/broken").startswith("its connection broke off: ")
     assert found == {
         "/missing": "the server answers HTTP 404",
-        "/pdf": "it is application/pdf, not a web page",
+        "/zip": "it is application/zip, not a web page",
         "/empty": "it is empty",
         "/endless": "it did not end within 1 s",
         "/large": "it is larger than max_body_bytes=10000",
@@ -505,10 +480,10 @@ async def test_an_error_that_nobody_expects_costs_its_page_alone(
 ) -> None:
     fetch = Fetcher.fetch
 
-    async def fail(fetcher: Fetcher, url: str, check_redirect: Callable[[str], None]) -> Page:
+    async def fail(fetcher: Fetcher, url: str, *more: Any) -> Page:
         if url.endswith("/bad"):
             raise RuntimeError("as asked")
-        return await fetch(fetcher, url, check_redirect)
+        return await fetch(fetcher, url, *more)
 
     monkeypatch.setattr(Fetcher, "fetch", fail)
     site.add("/", text("Emperor", "/bad", "/good"))
@@ -720,7 +695,7 @@ async def test_names_that_are_slow_to_look_up_leave_the_programs_own_threads_alo
             await crawl(source)
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 20) == "free"
         other = new()
-        other._lookups = source._lookups
+        other._shared = source._shared
         assert paths(await crawl(other)) == ["/"]
     finally:
         release.set()
@@ -939,7 +914,7 @@ async def test_where_a_browser_is_led_to_is_checked(
 
 async def test_what_a_browser_cannot_reach_is_unreachable(site: Website, browse: NewSource) -> None:
     with pytest.raises(UnreachableError, match=r"cannot be reached: net::ERR_CONNECTION_REFUSED"):
-        await crawl(browse([site.url(host="127.0.0.9")]))
+        await crawl(browse([site.url(host="127.0.0.9")], obey_robots=False))
 
 
 async def test_a_page_that_a_browser_waits_for_is_given_up_at_its_deadline(site: Website, browse: NewSource) -> None:

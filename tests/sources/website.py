@@ -33,6 +33,8 @@ class Website:
         self.pages: dict[str, Reply] = {}
         self.gates: dict[str, asyncio.Event] = {}
         self.requests: list[Request] = []
+        """But for those of robots.txt."""
+        self.robots_requests: list[Request] = []
         self.num_open = 0
         self.num_connections = 0
         self.is_browsed = False
@@ -119,7 +121,7 @@ class Website:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-1])}
         path = head[0].split()[1]
-        self.requests.append(Request(path, headers))
+        (self.robots_requests if path == "/robots.txt" else self.requests).append(Request(path, headers))
         await self._notify()
         if path in self.gates and not await self._passes(self.gates[path], reader):
             return False

@@ -1,0 +1,120 @@
+"""Paragraphs that say what an earlier page said in nearly the same words: of a mirror, a copy, another version.
+
+    words ──MinHash and LSH, by rensa──▶ an earlier paragraph like it ──what differs?──▶ a near-duplicate, or none
+
+MinHash finds what is alike; but a price list and the next year's are alike, and so are "is allowed" and "is not
+allowed", and what is said of the emperor and of the king penguin. So two paragraphs are near-duplicates only if they
+share enough of their word triples, and differ in few words, none of them a number, a negation, or one word in another's
+place. What is kept is at most read twice; what is dropped by mistake is lost.
+"""
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from streamrag.sources.relevance import STOP_WORDS, WORD
+
+if TYPE_CHECKING:
+    from rensa import RMinHash, RMinHashLSH
+
+NUM_PERM, NUM_BANDS = 64, 16
+MIN_JACCARD = 0.6
+"""Of word triples. Chosen by what experiments/near_duplicates.py prints: see docs/web-crawling.md."""
+
+MIN_WORDS = 12
+"""Shorter paragraphs differ in too few words to say that they say the same."""
+
+MAX_DIFFERENT = 0.15
+"""Share of words that one has and the other has not."""
+
+FORM_CHARS = 5
+"""Words that begin with the same so many letters are forms of one word, and so are one and itself with an ending."""
+
+MAX_ENDING_CHARS = 2
+
+MAX_CANDIDATES = 8
+"""Earlier paragraphs that one is compared with."""
+
+MAX_PARAGRAPHS = 20_000
+"""Paragraphs that are remembered in one crawl."""
+
+NEGATIONS = frozenset(
+    """
+    no not none nor never neither nobody nothing nowhere cannot cant dont doesnt didnt isnt arent wasnt werent wont
+    shouldnt mustnt without except unless only deprecated removed disabled enabled disable enable forbidden allowed
+    """.split()  # noqa: SIM905 (nobody can read a list of quoted words)
+)
+MAY_TURN = re.compile(r"\d|^(un|non|dis|im|ir|in)")
+"""A word that may turn a sentence round, or is a number."""
+
+
+def words_of(paragraph: str) -> list[str]:
+    return WORD.findall(paragraph.casefold().replace("'", "").replace("’", ""))
+
+
+def triples_of(words: list[str]) -> set[str]:
+    return {" ".join(words[i : i + 3]) for i in range(len(words) - 2)}
+
+
+def is_near_duplicate(one: list[str], other: list[str]) -> bool:
+    """Whether these words say the same, as far as words can tell."""
+    counted, others = Counter(one), Counter(other)
+    different = (counted - others) + (others - counted)
+    if different.total() > MAX_DIFFERENT * (len(one) + len(other)):
+        return False
+    if any(word in NEGATIONS or MAY_TURN.search(word) for word in different) or _is_replaced(
+        counted - others, others - counted
+    ):
+        return False
+    triples, other_triples = triples_of(one), triples_of(other)
+    return len(triples & other_triples) >= MIN_JACCARD * len(triples | other_triples)
+
+
+def _is_replaced(one: Counter[str], other: Counter[str]) -> bool:
+    """Whether each side has a word of its own, and they are not forms of the same one."""
+    left = [word for word in one.elements() if word not in STOP_WORDS]
+    right = [word for word in other.elements() if word not in STOP_WORDS]
+    for word in list(left):
+        if match := next((each for each in right if _are_forms(each, word)), None):
+            left.remove(word)
+            right.remove(match)
+    return bool(left and right)
+
+
+def _are_forms(one: str, other: str) -> bool:
+    shorter, longer = sorted((one, other), key=len)
+    has_ending = longer.startswith(shorter) and len(longer) - len(shorter) <= MAX_ENDING_CHARS < len(shorter)
+    return has_ending or (len(shorter) >= FORM_CHARS and shorter[:FORM_CHARS] == longer[:FORM_CHARS])
+
+
+class NearDuplicates:
+    """The paragraphs of one crawl, page by page."""
+
+    def __init__(self) -> None:
+        self._index: RMinHashLSH | None = None
+        self._words: list[list[str]] = []
+        self._of_page: list[tuple[list[str], RMinHash]] = []
+
+    def has(self, paragraph: str) -> bool:
+        """Whether an earlier page has one like it. If not, it is remembered for later pages: see `end_page`."""
+        from rensa import RMinHash, RMinHashLSH  # no part of a plain installation
+
+        words = words_of(paragraph)
+        if len(words) < MIN_WORDS:
+            return False
+        minhash = RMinHash(NUM_PERM, 1)
+        minhash.update(list(triples_of(words)))
+        self._index = self._index or RMinHashLSH(MIN_JACCARD, NUM_PERM, NUM_BANDS)
+        for number in self._index.query(minhash)[:MAX_CANDIDATES]:
+            if is_near_duplicate(words, self._words[number]):
+                return True
+        self._of_page.append((words, minhash))
+        return False
+
+    def end_page(self) -> None:
+        """The paragraphs since the last call were one page's, which may be alike."""
+        for words, minhash in self._of_page:
+            if self._index and len(self._words) < MAX_PARAGRAPHS:
+                self._index.insert(len(self._words), minhash)
+                self._words.append(words)
+        self._of_page.clear()

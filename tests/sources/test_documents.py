@@ -1,0 +1,128 @@
+"""PDF files, good and hostile."""
+
+import io
+import zlib
+from collections.abc import Callable
+
+import fpdf
+import pypdf
+import pytest
+from pypdf.generic import DecodedStreamObject, NameObject, NumberObject
+
+from streamrag.sources import documents
+from streamrag.sources.documents import Document, read_pdf
+from streamrag.sources.fetched import UnusablePageError
+
+SENTENCE = "Penguins swim with their wings, and steer with their feet. "
+
+
+def pdf(*pages: str, title: str = "Penguins") -> bytes:
+    document = fpdf.FPDF()
+    document.set_title(title)
+    document.set_font("helvetica", size=11)
+    for page in pages:
+        document.add_page()
+        document.multi_cell(0, 6, page)
+    return bytes(document.output())
+
+
+def read(body: bytes, max_chars: int = 100_000, max_cpu_s: float = 30.0) -> Document:
+    return read_pdf(body, max_chars=max_chars, max_cpu_s=max_cpu_s)
+
+
+def changed(body: bytes, change: Callable[[pypdf.PdfWriter], object]) -> bytes:
+    writer = pypdf.PdfWriter(clone_from=io.BytesIO(body))
+    change(writer)
+    written = io.BytesIO()
+    writer.write(written)
+    return written.getvalue()
+
+
+def test_title_and_text_of_all_pages_are_read() -> None:
+    document = read(pdf("The first page. " + SENTENCE * 20, "The second page."))
+    assert document.title == "Penguins"
+    paragraphs = document.text.split("\n\n")
+    assert paragraphs[0].startswith("The first page. Penguins swim")
+    assert paragraphs[-1] == "The second page."
+    assert len(paragraphs) == 3
+    assert not document.is_cut
+
+
+def test_words_that_are_broken_at_the_end_of_a_line_are_whole() -> None:
+    assert (
+        read(pdf("Penguins are swim-\nming birds of 2020-\n2024.")).text
+        == "Penguins are swimming birds of 2020-\n2024."
+    )
+
+
+def test_text_pages_and_time_are_bounded_and_what_was_read_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [f"Page {number}. " + SENTENCE * 5 for number in range(12)]
+    short = read(pdf(*pages), max_chars=700)
+    assert short.is_cut
+    assert "Page 1." in short.text
+    assert "Page 5." not in short.text
+    out_of_time = read(pdf(*pages), max_cpu_s=0.0)
+    assert out_of_time == Document("Penguins", "", True)
+    monkeypatch.setattr(documents, "MAX_PDF_PAGES", 2)
+    few = read(pdf(*pages))
+    assert few.is_cut
+    assert "Page 1." in few.text
+    assert "Page 2." not in few.text
+
+
+@pytest.mark.parametrize("algorithm", ["RC4-128", "AES-256"])
+def test_encryption_with_an_empty_password_is_none_and_any_other_is_refused(algorithm: str) -> None:
+    body = pdf("Penguins swim.")
+    assert read(changed(body, lambda writer: writer.encrypt("", "owner", algorithm=algorithm))).text == "Penguins swim."
+    with pytest.raises(UnusablePageError, match="it is a PDF that needs a password"):
+        read(changed(body, lambda writer: writer.encrypt("secret", algorithm=algorithm)))
+
+
+def test_a_damaged_file_is_refused_or_read_as_far_as_it_goes() -> None:
+    """Cut anywhere, with bytes turned anywhere: nothing else ever comes out than a document or an UnusablePageError."""
+    body = pdf("Penguins swim.", SENTENCE * 9)
+    num_refused = 0
+    for number in range(0, len(body), len(body) // 60):
+        for damaged in (body[:number], body[:number] + bytes(9) + body[number + 9 :], body[number:]):
+            try:
+                assert isinstance(read(damaged), Document)
+            except UnusablePageError:
+                num_refused += 1
+    assert num_refused > 30
+    for text in (b"", b"%PDF", b"%PDF-1.7\n%%EOF", b"<html>", b"%PDF-1.7\n" + b"[" * 100_000):
+        with pytest.raises(UnusablePageError, match="it is a damaged PDF"):
+            read(text)
+
+
+def with_content(content: bytes, num_deflated: int = 1) -> bytes:
+    """A file whose page draws `content`, compressed so many times."""
+
+    def put(writer: pypdf.PdfWriter) -> None:
+        stream = DecodedStreamObject()
+        body = content
+        for _ in range(num_deflated):
+            body = zlib.compress(body, 9)
+        stream.set_data(body)
+        filters = pypdf.generic.ArrayObject([NameObject("/FlateDecode")] * num_deflated)
+        stream[NameObject("/Filter")] = filters
+        writer.pages[0][NameObject("/Contents")] = writer._add_object(stream)
+
+    return changed(pdf("x"), put)
+
+
+@pytest.mark.parametrize("num_deflated", [1, 2, 3])
+def test_a_decompression_bomb_is_refused(num_deflated: int) -> None:
+    bomb = with_content(bytes(80 << 20), num_deflated)
+    assert len(bomb) < 1 << 20
+    with pytest.raises(UnusablePageError, match="none of its pages can be read"):
+        read(bomb)
+
+
+def test_a_page_tree_that_is_a_circle_ends() -> None:
+    def turn_round(writer: pypdf.PdfWriter) -> None:
+        tree = writer._root_object["/Pages"]
+        tree.get_object()["/Kids"].append(writer._root_object.raw_get("/Pages"))  # type: ignore[union-attr,index]
+        tree.get_object()[NameObject("/Count")] = NumberObject(1_000_000_000)  # type: ignore[index]
+
+    with pytest.raises(UnusablePageError, match="it is a damaged PDF"):
+        read(changed(pdf("x"), turn_round))

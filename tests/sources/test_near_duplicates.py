@@ -1,0 +1,96 @@
+"""Which paragraphs are near-duplicates of an earlier page's, and which only look like them."""
+
+import random
+
+import pytest
+
+from streamrag.sources import near_duplicates
+from streamrag.sources.near_duplicates import NearDuplicates
+from streamrag.sources.relevance import Passage, assemble
+
+pytest.importorskip("rensa")
+
+TEXT = (
+    "Penguins swim with their wings, and steer with their feet, while the tail helps them to brake when they come near "
+    "the ice. It takes a young bird some weeks to learn it."
+)
+
+
+def is_known(later: str, earlier: str = TEXT) -> bool:
+    known = NearDuplicates()
+    assert not known.has(earlier)
+    known.end_page()
+    return known.has(later)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        TEXT.upper(),
+        TEXT.replace("It takes", "It usually takes"),
+        TEXT.replace("wings", "wing"),
+        "Note: " + TEXT,
+        TEXT.replace(" to learn it", ""),
+    ],
+)
+def test_the_same_in_nearly_the_same_words_is_known(later: str) -> None:
+    assert is_known(later)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        TEXT.replace("some weeks", "3 weeks"),
+        TEXT.replace("swim", "cannot swim"),
+        TEXT.replace("helps them", "doesn't help them"),
+        TEXT.replace("young", "old"),
+        TEXT.replace("Penguins", "Seals"),
+        TEXT.replace("to brake", "to brake, except in winter,"),
+        TEXT + " They are taught by their parents, who go ahead and wait for them in the open water.",
+        "Penguins swim.",
+        "",
+    ],
+)
+def test_what_differs_in_a_word_that_counts_is_news(later: str) -> None:
+    assert not is_known(later)
+
+
+def test_numbers_that_changed_are_news() -> None:
+    assert not is_known(TEXT.replace("some", "4"), TEXT.replace("some", "3"))
+
+
+def test_paragraphs_of_one_page_may_be_alike() -> None:
+    known = NearDuplicates()
+    assert [known.has(text) for text in (TEXT, "Note: " + TEXT)] == [False, False]
+    known.end_page()
+    assert known.has("Hint: " + TEXT)
+
+
+def test_a_chunk_lacks_what_an_earlier_page_said_nearly() -> None:
+    known, seen = NearDuplicates(), set[bytes]()
+    pages = [(TEXT,), ("Note: " + TEXT, "This is told by no other page of the whole site.")]
+    texts = []
+    for blocks in pages:
+        texts.append(assemble([Passage((), blocks)], seen, known.has))
+        known.end_page()
+    assert texts == [TEXT, "This is told by no other page of the whole site."]
+
+
+def test_what_is_remembered_and_compared_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_duplicates, "MAX_PARAGRAPHS", 10)
+    known = NearDuplicates()
+    choose = random.Random(1)
+    for _ in range(50):
+        known.has(" ".join(choose.choice("abcdefgh") * 5 for _ in range(30)))
+        known.end_page()
+    assert len(known._words) == 10
+    assert known._of_page == []
+
+
+@pytest.mark.timeout(60)
+def test_a_paragraph_of_a_megabyte_takes_time_in_proportion() -> None:
+    for text in ("penguin " * 130_000, " ".join(f"p{number}x" for number in range(130_000)), "a" * 1_000_000):
+        known = NearDuplicates()
+        known.has(text)
+        known.end_page()
+        known.has("note " + text)

@@ -1,0 +1,192 @@
+"""How seldom a host is asked, and for how long it is left alone when it wants to be."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from streamrag.sources import politeness
+from streamrag.sources.fetched import HttpStatusError, UnusablePageError
+from streamrag.sources.politeness import CrawlTurns, Hosts, PutOffError
+
+pytest.importorskip("tenacity")
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time jumps to what is waited for next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 1000.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    def _run_once(self) -> None:
+        scheduled = self._scheduled  # type: ignore[attr-defined]
+        if not self._ready and scheduled:  # type: ignore[attr-defined]
+            self.now_s = max(self.now_s, scheduled[0]._when)
+        super()._run_once()  # type: ignore[misc]
+
+
+@pytest.fixture
+def event_loop_policy() -> Any:
+    class Policy(asyncio.DefaultEventLoopPolicy):
+        def new_event_loop(self) -> asyncio.AbstractEventLoop:
+            return Clock()
+
+    return Policy()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time() - 1000
+
+
+def turns(hosts: Hosts, deadline_s: float = 100, num_fetches: int = 6) -> CrawlTurns:
+    return CrawlTurns(hosts, num_fetches=num_fetches, deadline=1000 + deadline_s)
+
+
+class Server:
+    """Notes when it is asked; each answer takes a second."""
+
+    def __init__(self, *errors: UnusablePageError) -> None:
+        self.asked_s: list[float] = []
+        self.num_at_once = 0
+        self.most_at_once = 0
+        self.errors = list(errors)
+
+    async def send(self) -> str:
+        self.asked_s.append(round(now(), 3))
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        try:
+            await asyncio.sleep(1)
+        finally:
+            self.num_at_once -= 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "page"
+
+
+async def test_a_host_gets_a_few_requests_at_a_time_from_all_crawls_together() -> None:
+    hosts, server = Hosts(2), Server()
+    crawls = [turns(hosts), turns(hosts)]
+    await asyncio.gather(*(crawl.ask("http://a.example/", server.send) for crawl in crawls for _ in range(4)))
+    assert server.most_at_once == 2
+    assert server.asked_s == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+async def test_other_hosts_do_not_wait_for_a_busy_one() -> None:
+    hosts, slow, fast = Hosts(2), Server(), Server()
+    crawl = turns(hosts, num_fetches=3)
+    await asyncio.gather(
+        *(crawl.ask("http://a.example/", slow.send) for _ in range(6)), crawl.ask("http://b.example/", fast.send)
+    )
+    assert fast.asked_s == [0]
+
+
+async def test_a_crawl_that_comes_later_does_not_wait_for_all_pages_of_the_first() -> None:
+    hosts, first, second = Hosts(2), Server(), Server()
+    one, other = turns(hosts), turns(hosts)
+    many = [asyncio.create_task(one.ask("http://a.example/", first.send)) for _ in range(20)]
+    await asyncio.sleep(0.5)
+    await other.ask("http://a.example/", second.send)
+    assert second.asked_s[0] <= 3
+    await asyncio.gather(*many)
+
+
+async def test_a_crawl_delay_is_kept_between_requests_of_all_crawls() -> None:
+    hosts, server = Hosts(4), Server()
+    crawls = [turns(hosts), turns(hosts)]
+    for crawl in crawls:
+        crawl.set_delay("a.example", 5)
+    await asyncio.gather(*(crawl.ask("http://a.example/", server.send) for crawl in crawls for _ in range(2)))
+    assert server.asked_s == [0, 5, 10, 15]
+
+
+async def test_waiting_for_a_delay_keeps_no_other_host_waiting() -> None:
+    hosts, slow, fast = Hosts(4), Server(), Server()
+    crawl = turns(hosts, num_fetches=2)
+    crawl.set_delay("a.example", 50)
+    waiting = [asyncio.create_task(crawl.ask("http://a.example/", slow.send)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await crawl.ask("http://b.example/", fast.send)
+    assert fast.asked_s == [0]
+    await asyncio.gather(*waiting)
+
+
+async def test_what_would_come_after_the_crawl_is_put_off_at_once() -> None:
+    crawl, server = turns(Hosts(4), deadline_s=30), Server()
+    crawl.set_delay("a.example", 3600)
+    await crawl.ask("http://a.example/", server.send)
+    with pytest.raises(PutOffError, match=r"wants to be left alone for 3599\.0 s, and the crawl ends before"):
+        await crawl.ask("http://a.example/", server.send)
+    assert now() == 1
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_busy_host_is_asked_again_when_it_says(status: int) -> None:
+    hosts, server = Hosts(4), Server(HttpStatusError(status, 7.0))
+    crawl = turns(hosts)
+    assert await crawl.ask("http://a.example/", server.send) == "page"
+    assert server.asked_s == [0, 8]
+
+
+async def test_all_pages_wait_for_a_busy_host() -> None:
+    hosts, server = Hosts(1), Server(HttpStatusError(429, 7.0))
+    crawls = [turns(hosts), turns(hosts)]
+    await asyncio.gather(*(crawl.ask("http://a.example/", server.send) for crawl in crawls))
+    assert server.asked_s == [0, 8, 9]
+
+
+async def test_a_host_that_stays_busy_is_given_up_after_three_requests() -> None:
+    server = Server(*(HttpStatusError(503) for _ in range(9)))
+    with pytest.raises(HttpStatusError, match="HTTP 503"):
+        await turns(Hosts(4)).ask("http://a.example/", server.send)
+    assert len(server.asked_s) == 3
+    assert now() < 3 + 2 * politeness.MAX_WAIT_S
+
+
+async def test_nobody_waits_for_an_answer_after_the_crawl() -> None:
+    server = Server(HttpStatusError(429, 1e9))
+    with pytest.raises(HttpStatusError, match=r"HTTP 429, and asks to wait for 1e\+09 s"):
+        await turns(Hosts(4), deadline_s=30).ask("http://a.example/", server.send)
+    assert now() == 1
+    hold = Hosts(1)
+    async with hold.using("a.example") as host:
+        host.hold(1e9)
+        assert host.free_at - 1001 == politeness.MAX_HOLD_S
+
+
+@pytest.mark.parametrize("status", [404, 500, 502])
+async def test_other_errors_are_not_asked_for_again(status: int) -> None:
+    server = Server(HttpStatusError(status))
+    with pytest.raises(HttpStatusError):
+        await turns(Hosts(4)).ask("http://a.example/", server.send)
+    assert server.asked_s == [0]
+
+
+async def test_cancelling_at_any_moment_frees_the_turn() -> None:
+    for moment_s in (0.0, 0.5, 3.0, 6.5, 9.0, 12.0):
+        hosts, server = Hosts(1), Server(HttpStatusError(503, 2.0))
+        crawl = turns(hosts, deadline_s=1000)
+        crawl.set_delay("a.example", 3)
+        asking = [asyncio.create_task(crawl.ask("http://a.example/", server.send)) for _ in range(4)]
+        await asyncio.sleep(moment_s)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert await crawl.ask("http://a.example/", server.send) == "page"
+        async with hosts.using("a.example") as host:
+            assert host.num_users == 1
+            assert not host._places.locked()
+
+
+async def test_hosts_that_nobody_asks_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(politeness, "MAX_HOSTS", 10)
+    hosts, server = Hosts(4), Server()
+    crawl = turns(hosts, deadline_s=1000)
+    for number in range(30):
+        await crawl.ask(f"http://{number}.example/", server.send)
+    assert len(hosts._hosts) == 10

@@ -1,0 +1,111 @@
+"""What sitemaps name, and what those that are made to be large, slow or sly may cost."""
+
+import gzip
+import tracemalloc
+import zlib
+from typing import Any
+
+import pytest
+
+from streamrag.sources import sitemap
+from streamrag.sources.sitemap import find_pages
+
+URL = "http://docs.example/sitemap.xml"
+NAMESPACE = "http://www.sitemaps.org/schemas/sitemap/0.9"
+
+
+def urlset(*addresses: str) -> bytes:
+    urls = "".join(f"<url><loc> {each} </loc><lastmod>2026</lastmod></url>\n" for each in addresses)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n<urlset xmlns="{NAMESPACE}">{urls}</urlset>'.encode()
+
+
+def index(*addresses: str) -> bytes:
+    maps = "".join(f"<sitemap><loc>{each}</loc></sitemap>" for each in addresses)
+    return f'<sitemapindex xmlns="{NAMESPACE}">{maps}</sitemapindex>'.encode()
+
+
+def find(body: bytes, query: str = "How do penguins swim?") -> dict[str, Any]:
+    return find_pages({"url": URL, "query": query}, body, str)
+
+
+PAGES = urlset(
+    "http://docs.example/other",
+    "http://docs.example/penguins",
+    "http://docs.example/penguins-swim.html?a=1&amp;b=2",
+    "/swim/relative",
+    "javascript:x",
+    "http://docs.example/penguins.zip",
+)
+FOUND = [
+    "http://docs.example/penguins-swim.html?a=1&b=2",
+    "http://docs.example/penguins",
+    "http://docs.example/swim/relative",
+]
+
+
+@pytest.mark.parametrize(
+    "body", [PAGES, gzip.compress(PAGES), b"\xef\xbb\xbf\n" + PAGES, PAGES.replace(b" xmlns=", b" x=")]
+)
+def test_pages_that_promise_something_come_in_that_order(body: bytes) -> None:
+    assert find(body) == {"pages": FOUND, "sitemaps": [], "is_cut": False}
+
+
+def test_an_index_names_sitemaps_and_those_that_promise_more_come_first() -> None:
+    body = index("http://docs.example/1.xml", "http://docs.example/penguins.xml.gz")
+    expected = ["http://docs.example/penguins.xml.gz", "http://docs.example/1.xml"]
+    assert find(body) == {"pages": [], "sitemaps": expected, "is_cut": False}
+
+
+def test_lines_of_text_are_a_sitemap() -> None:
+    body = b"http://docs.example/penguins\r\nnonsense\n\nhttp://docs.example/other\n"
+    assert find(body)["pages"] == ["http://docs.example/penguins"]
+
+
+def test_of_a_damaged_or_cut_file_the_beginning_counts() -> None:
+    assert find(PAGES[: PAGES.index(b"/swim/rel")])["pages"] == FOUND[:2]
+    cut = gzip.compress(PAGES)[:-20]
+    assert find(cut)["is_cut"]
+    for body in (
+        b"",
+        b"<",
+        b"\x1f\x8b",
+        b"\x1f\x8bxxxxxxxxxx",
+        b"\xff" * 1000,
+        b"<a>" * 1000,
+        b"<loc>x",
+        b"\x00<urlset>",
+    ):
+        assert find(body)["pages"] == []
+
+
+def test_entities_stay_what_they_are_and_nothing_is_loaded() -> None:
+    laughs = "".join(f'<!ENTITY l{i} "{f"&l{i - 1};" * 10}">' for i in range(1, 10))
+    sly = [
+        f'<!DOCTYPE x [<!ENTITY l0 "penguins">{laughs}]><urlset><url><loc>http://docs.example/&l9;</loc></url></urlset>',
+        '<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><urlset><url><loc>http://a.example/penguins&e;</loc></url>',
+        '<!DOCTYPE x SYSTEM "http://127.0.0.1:9/x.dtd"><urlset><url><loc>&e;</loc></url></urlset>',
+    ]
+    for body in sly:
+        assert find(body.encode())["pages"] == []
+
+
+def test_a_bomb_is_read_up_to_the_limit() -> None:
+    compressor = zlib.compressobj(wbits=31)
+    bomb = b"".join(compressor.compress(bytes(1 << 24)) for _ in range(16)) + compressor.flush()
+    tracemalloc.start()
+    assert find(bomb) == {"pages": [], "sitemaps": [], "is_cut": True}
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 3 * sitemap.MAX_SITEMAP_BYTES
+
+
+@pytest.mark.timeout(60)
+def test_many_addresses_and_deep_files_are_bounded() -> None:
+    many = find(urlset(*(f"http://docs.example/penguins/{i}" for i in range(60_000))))
+    assert many["is_cut"]
+    assert 0 < len(many["pages"]) <= 500
+    assert len(find(index(*(f"http://docs.example/{i}.xml" for i in range(1000))))["sitemaps"]) == sitemap.MAX_SITEMAPS
+    find(b"<a>" * 1_000_000)
+    find(b"<urlset>" + b"<url " + b"".join(b'a%d="" ' % i for i in range(50_000)) + b"/></urlset>")
+    find(b"<urlset><url><loc>" + b"penguins" * 500_000)
+    find(b"\n" * 4_000_000)
