@@ -108,6 +108,6 @@ def _fill_table(arguments: argparse.Namespace, show: Callable[[int, int, str], N
     )
     return (
         f"{arguments.table}: {summary.num_passages} passages of {summary.num_documents} documents, "
-        f"{summary.num_embedded} of them new or changed, {summary.num_removed} removed, {summary.dimension} dimensions, "
+        f"{summary.num_embedded} new or changed, {summary.num_removed} removed, {summary.dimension} dimensions, "
         f"in {summary.duration_s:.1f} s"
     ), summary.skipped

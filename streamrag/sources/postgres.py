@@ -10,8 +10,8 @@ from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
 from streamrag.kinds import is_number, short
 from streamrag.sources.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.embedding import EmbeddingPool
-from streamrag.sources.postgres_link import Address, Link, StatementTimeoutError
-from streamrag.sources.postgres_query import Rows, Search
+from streamrag.sources.postgres_link import Address, EncodingError, Link, StatementTimeoutError
+from streamrag.sources.postgres_query import Rows, Search, storable
 from streamrag.sources.postgres_table import (
     Ladder,
     Table,
@@ -208,16 +208,18 @@ class PgVectorSource:
             raise ConfigurationError("PgVectorSource is not started: use it in a Pipeline, or await its start() first")
         rows = Rows(self.name, opened.table.metric)
         best: tuple[Chunk, ...] = ()
-        embedding = asyncio.create_task(opened.embedding.query(query, Share()), name="streamrag embed a query")
+        embedding = asyncio.create_task(
+            opened.embedding.query(storable(query), Share()), name="streamrag embed a query"
+        )
         try:
             stages = await self._stages(opened)
             for number, stage in enumerate(stages):
                 try:
                     found = await self._find(opened, stage, rows, query, embedding)
-                except StatementTimeoutError as error:
+                except (StatementTimeoutError, EncodingError) as error:
                     if stage.what == "words":
                         continue
-                    if not best:
+                    if not best or isinstance(error, EncodingError):
                         raise
                     yield CutShort(f"{error}, at stage {number + 1} of {len(stages)}: {stage.what}")
                     return

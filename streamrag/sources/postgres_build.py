@@ -28,7 +28,7 @@ from streamrag.sources.passages import (
 )
 from streamrag.sources.postgres_link import Address
 from streamrag.sources.postgres_query import storable
-from streamrag.sources.postgres_table import TableName, at_start, read_record, record_of, table_parts
+from streamrag.sources.postgres_table import TableName, at_start, identifier, read_record, record_of, table_parts
 
 if TYPE_CHECKING:
     from streamrag.sources.postgres_link import Connection
@@ -226,7 +226,7 @@ class _Filling:
         from psycopg import sql
 
         self.address, self._parts, self._words, self.tell = address, parts, words, tell
-        self._name = sql.Identifier(*parts)
+        self._name, self._name_beside_values = sql.Identifier(*parts), identifier(*parts)
         self._schema = ""  # pgvector's
         self._changed: list[_Row] = []
         self._shrunk: list[_Document] = []
@@ -282,7 +282,7 @@ class _Filling:
         """What the table does not have of a document yet, and what it has too much."""
         from psycopg import sql
 
-        query = sql.SQL("SELECT passage, digest FROM {} WHERE uri = %s").format(self._name)
+        query = sql.SQL("SELECT passage, digest FROM {} WHERE uri = %s").format(self._name_beside_values)
         there: dict[int, str] = dict(await (await connection.execute(query, [document.uri])).fetchall())
         for passage, text in document.passages.items():
             digest = hashlib.blake2b(f"{document.title}\0{text}".encode(), digest_size=16).hexdigest()
@@ -297,8 +297,9 @@ class _Filling:
         """Embed what has changed, and write it; a transaction for each batch."""
         from psycopg import sql
 
-        upsert = sql.SQL(_UPSERT).format(name=self._name, vector=sql.Identifier(self._schema, "vector"))
-        surplus = sql.SQL("DELETE FROM {} WHERE uri = %s AND passage <> ALL(%s)").format(self._name)
+        vector = identifier(self._schema, "vector")
+        upsert = sql.SQL(_UPSERT).format(name=self._name_beside_values, vector=vector)
+        surplus = sql.SQL("DELETE FROM {} WHERE uri = %s AND passage <> ALL(%s)").format(self._name_beside_values)
         changed, self._changed, shrunk, self._shrunk = self._changed, [], self._shrunk, []
         for start in range(0, len(changed), NUM_TEXTS_AT_ONCE):
             batch = changed[start : start + NUM_TEXTS_AT_ONCE]
@@ -318,7 +319,7 @@ class _Filling:
         """Documents that are not in the folder."""
         from psycopg import sql
 
-        query = sql.SQL("DELETE FROM {} WHERE uri <> ALL(%s)").format(self._name)
+        query = sql.SQL("DELETE FROM {} WHERE uri <> ALL(%s)").format(self._name_beside_values)
         self.num_removed += (await connection.execute(query, [uris])).rowcount
 
     async def make_indexes(self, connection: "Connection") -> None:

@@ -43,6 +43,10 @@ def require_psycopg() -> None:
         raise MissingDependencyError("psycopg with libpq", INSTALL) from error
 
 
+class EncodingError(SourceError):
+    """A text cannot be translated between UTF-8 and the database's encoding."""
+
+
 class Address:
     """Where a server is. Its text, which messages and logs may have, has no password.
 
@@ -145,8 +149,8 @@ class Address:
                 return SourceError(f"{self}: {said}. Ask its owner:  GRANT SELECT ON TABLE ... TO ...")
             case TimeoutError():
                 return SourceError(f"{self} does not answer")
-            case UnicodeError():
-                return SourceError(f"{self}: a text is not in UTF-8: is the database's encoding SQL_ASCII? ({said})")
+            case UnicodeError() | psycopg.errors.CharacterNotInRepertoire() | psycopg.errors.UntranslatableCharacter():
+                return EncodingError(f"{self}: a text does not fit the database's encoding, which is not UTF-8: {said}")
         return SourceError(f"{self}: {type(error).__name__}: {said}")
 
 

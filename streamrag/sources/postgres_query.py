@@ -9,7 +9,7 @@ from streamrag.errors import ConfigurationError
 from streamrag.kinds import short
 from streamrag.retrieving import MAX_COUNT
 from streamrag.sources.passage_like import PassageReader
-from streamrag.sources.postgres_table import OPERATORS, Table
+from streamrag.sources.postgres_table import OPERATORS, Table, identifier
 
 if TYPE_CHECKING:
     from psycopg import sql
@@ -42,11 +42,11 @@ class Search:
         from psycopg import sql
 
         self._table, self._k = table, k
-        self._from = sql.Identifier(*table.parts)
-        self._columns = {field: sql.Identifier(column) for field, column in table.columns.items()}
+        self._from = identifier(*table.parts)
+        self._columns = {field: identifier(column) for field, column in table.columns.items()}
         schema, kind = table.vector_type
-        self._vector = sql.SQL("%s::{}").format(sql.Identifier(schema, kind))
-        operator = sql.SQL("OPERATOR({}.{})").format(sql.Identifier(schema), sql.SQL(OPERATORS[table.metric]))
+        self._vector = sql.SQL("%s::{}").format(identifier(schema, kind))
+        operator = sql.SQL("OPERATOR({}.{})").format(identifier(schema), sql.SQL(OPERATORS[table.metric]))
         self._distance = sql.SQL("{} {} {}").format(self._columns["embedding"], operator, self._vector)
         self._filter, self._values = _filter(where)
 
@@ -60,7 +60,7 @@ class Search:
         from psycopg import sql
 
         name = (
-            sql.SQL("{}::regconfig").format(sql.Literal(configuration))
+            sql.SQL("{}::regconfig").format(sql.Literal(configuration.replace("%", "%%")))
             if configuration
             else sql.SQL("get_current_ts_config()")
         )
@@ -170,9 +170,9 @@ def _filter(where: Mapping[str, Any]) -> "tuple[list[sql.Composed], list[Any]]":
         if not isinstance(column, str) or not column or "\0" in column:
             raise ConfigurationError(f"PostgreSQL: where has {short(column)} in place of a column's name")
         if value is None:
-            tests.append(sql.SQL("{} IS NULL").format(sql.Identifier(column)))
+            tests.append(sql.SQL("{} IS NULL").format(identifier(column)))
             continue
         is_any = isinstance(value, list | tuple | set | frozenset)
-        tests.append(sql.SQL("{} = ANY(%s)" if is_any else "{} = %s").format(sql.Identifier(column)))
+        tests.append(sql.SQL("{} = ANY(%s)" if is_any else "{} = %s").format(identifier(column)))
         values.append(list(value) if is_any else value)
     return tests, values

@@ -17,6 +17,8 @@ from streamrag.sources.embedding import Loaded
 from streamrag.sources.postgres_link import Address
 
 if TYPE_CHECKING:
+    from psycopg import sql
+
     from streamrag.sources.postgres_link import Connection
 
 DEFAULT_COLUMNS = {
@@ -100,6 +102,13 @@ class Table:
     def name(self) -> str:
         """For messages."""
         return ".".join(self.parts)
+
+
+def identifier(*parts: str) -> "sql.Identifier":
+    """For a statement that is run with a list of values, be it empty: there, a % in a name must be doubled."""
+    from psycopg import sql
+
+    return sql.Identifier(*(part.replace("%", "%%") for part in parts))
 
 
 async def inspect_table(

@@ -20,7 +20,8 @@ def postgres_server(folder: Path) -> Iterator[str]:
     process = server.get_postmaster_info().process
     try:
         dsn = str(server.get_uri())
-        execute(dsn, "CREATE EXTENSION vector", "ALTER SYSTEM SET autovacuum = off", "SELECT pg_reload_conf()")
+        settings = [f"ALTER SYSTEM SET {name} = off" for name in ("autovacuum", "fsync", "full_page_writes")]
+        execute(dsn, *settings, "SELECT pg_reload_conf()", "CREATE EXTENSION vector")
         yield dsn
     finally:
         server.cleanup()
