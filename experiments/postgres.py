@@ -32,9 +32,9 @@ from streamrag.bench.summary import percentile
 from streamrag.files import write_whole
 from streamrag.sources.embedding import EmbeddingPool
 from streamrag.sources.passages import read_document, split_document
-from streamrag.sources.postgres import PgVectorSource as Source
-from streamrag.sources.postgres import _settings
-from streamrag.sources.postgres_query import Rows
+from streamrag.sources.postgres.query import Rows
+from streamrag.sources.postgres.source import PgVectorSource as Source
+from streamrag.sources.postgres.source import _settings
 from streamrag.sources.workers import Share
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -75,9 +75,9 @@ if TYPE_CHECKING:
     from streamrag.sources.index import IndexSummary as IndexSummary
     from streamrag.sources.index import build_index as build_index
     from streamrag.sources.merged import Merged as Merged
-    from streamrag.sources.postgres import PgVectorSource as PgVectorSource
-    from streamrag.sources.postgres_build import TableSummary as TableSummary
-    from streamrag.sources.postgres_build import build_table as build_table
+    from streamrag.sources.postgres.build import TableSummary as TableSummary
+    from streamrag.sources.postgres.build import build_table as build_table
+    from streamrag.sources.postgres.source import PgVectorSource as PgVectorSource
     from streamrag.sources.replay import ReplaySource as ReplaySource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
     from streamrag.sources.vector import VectorSource as VectorSource
@@ -112,7 +112,7 @@ _HOMES = {
     "ModelError": "streamrag.errors",
     "ModelInfo": "streamrag.core",
     "OpenAIBackend": "streamrag.backends.openai",
-    "PgVectorSource": "streamrag.sources.postgres",
+    "PgVectorSource": "streamrag.sources.postgres.source",
     "Pipeline": "streamrag.pipeline",
     "PipelineClosedError": "streamrag.errors",
     "Prefilled": "streamrag.core",
@@ -133,7 +133,7 @@ _HOMES = {
     "Startable": "streamrag.core",
     "StreamRagError": "streamrag.errors",
     "StreamedTokens": "streamrag.backends.vllm.client.token_streams",
-    "TableSummary": "streamrag.sources.postgres_build",
+    "TableSummary": "streamrag.sources.postgres.build",
     "TokenStream": "streamrag.backends.vllm.client.token_streams",
     "TokenStreams": "streamrag.backends.vllm.client.token_streams",
     "Tokenizer": "streamrag.core",
@@ -152,7 +152,7 @@ _HOMES = {
     "WebSource": "streamrag.sources.web",
     "WorkerError": "streamrag.errors",
     "build_index": "streamrag.sources.index",
-    "build_table": "streamrag.sources.postgres_build",
+    "build_table": "streamrag.sources.postgres.build",
     "from_passages": "streamrag.sources.generators",
     "from_rankings": "streamrag.sources.generators",
     "plain_chat": "streamrag.core",

@@ -95,7 +95,7 @@ def _build_index(arguments: argparse.Namespace, show: Callable[[int, int, str], 
 
 
 def _fill_table(arguments: argparse.Namespace, show: Callable[[int, int, str], None]) -> Made:
-    from streamrag.sources.postgres_build import build_table
+    from streamrag.sources.postgres.build import build_table
 
     summary = build_table(
         arguments.folder,

@@ -42,7 +42,7 @@ def make_source(arguments: argparse.Namespace) -> Source:
         return VectorSource(arguments.index, k=arguments.k, embedder=arguments.embedder)
     if arguments.postgres is not None:
         from streamrag.sources.embedder import DEFAULT_EMBEDDER
-        from streamrag.sources.postgres import PgVectorSource
+        from streamrag.sources.postgres.source import PgVectorSource
 
         embedder = arguments.embedder or DEFAULT_EMBEDDER
         return PgVectorSource(dsn_of(arguments.postgres), table=arguments.table, k=arguments.k, embedder=embedder)

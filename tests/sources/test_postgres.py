@@ -31,10 +31,10 @@ from streamrag.errors import (
 )
 from streamrag.pipeline import Pipeline
 from streamrag.sources.embedding import EmbeddingPool, Loaded
-from streamrag.sources.postgres import PgVectorSource
-from streamrag.sources.postgres_link import Address
-from streamrag.sources.postgres_query import Search
-from streamrag.sources.postgres_table import Ladder, Table, record_of
+from streamrag.sources.postgres.link import Address
+from streamrag.sources.postgres.query import Search
+from streamrag.sources.postgres.source import PgVectorSource
+from streamrag.sources.postgres.table import Ladder, Table, record_of
 from streamrag.sources.workers import Share
 from streamrag.testing import ScriptedBackend
 
@@ -92,7 +92,7 @@ async def started(dsn: str, *, has_worker: bool = False, **options: Any) -> Asyn
     source = PgVectorSource(dsn, **{"embedder": EMBEDDER} | options)
     with pytest.MonkeyPatch.context() as patch:
         if not has_worker:
-            patch.setattr("streamrag.sources.postgres.EmbeddingPool", InThisProcess)
+            patch.setattr("streamrag.sources.postgres.source.EmbeddingPool", InThisProcess)
         await source.start(lambda line: None)
     try:
         yield source
@@ -633,7 +633,7 @@ async def test_words_that_take_too_long_are_left_out(dsn: str, monkeypatch: pyte
         await connection.execute("SELECT pg_sleep(1000)")
 
     monkeypatch.setattr(Search, "words", sleep)
-    monkeypatch.setattr("streamrag.sources.postgres.WORDS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("streamrag.sources.postgres.source.WORDS_TIMEOUT_S", 0.05)
     async with started(dsn, exact_rows=0) as source:
         first, *_ = await updates(source, TEXTS[3])
     assert first.chunks[0].uri == "3.md"

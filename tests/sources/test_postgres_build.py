@@ -25,8 +25,9 @@ from streamrag.errors import (
     VectorIndexError,
     WorkerError,
 )
-from streamrag.sources.postgres import PgVectorSource
-from streamrag.sources.postgres_build import LOCK_SPACE, TableSummary, build_table
+from streamrag.sources.postgres.build import TableSummary, build_table
+from streamrag.sources.postgres.fill import LOCK_SPACE
+from streamrag.sources.postgres.source import PgVectorSource
 
 SECRET = "s3cr3t-w0rd"
 

@@ -10,18 +10,10 @@ from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
 from streamrag.kinds import is_number, short
 from streamrag.sources.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.embedding import EmbeddingPool
-from streamrag.sources.postgres_link import Address, EncodingError, Link, StatementTimeoutError
-from streamrag.sources.postgres_query import Rows, Search, storable
-from streamrag.sources.postgres_table import (
-    Ladder,
-    Table,
-    TableName,
-    at_start,
-    checked_columns,
-    checked_ladder,
-    inspect_table,
-    table_parts,
-)
+from streamrag.sources.postgres.link import Address, EncodingError, Link, StatementTimeoutError
+from streamrag.sources.postgres.names import TableName, checked_columns, checked_ladder, table_parts
+from streamrag.sources.postgres.query import Rows, Search, storable
+from streamrag.sources.postgres.table import Ladder, Table, at_start, inspect_table
 from streamrag.sources.workers import Share
 from streamrag.tasks import cancel_regardless
 

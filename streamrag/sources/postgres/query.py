@@ -9,12 +9,13 @@ from streamrag.errors import ConfigurationError
 from streamrag.kinds import short
 from streamrag.retrieving import MAX_COUNT
 from streamrag.sources.passage_like import PassageReader
-from streamrag.sources.postgres_table import OPERATORS, Table, identifier
+from streamrag.sources.postgres.names import identifier
+from streamrag.sources.postgres.table import OPERATORS, Table
 
 if TYPE_CHECKING:
     from psycopg import sql
 
-    from streamrag.sources.postgres_link import Connection
+    from streamrag.sources.postgres.link import Connection
 
 MAX_TEXT_CHARS = 20_000
 MAX_TITLE_CHARS = 500
