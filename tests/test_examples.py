@@ -84,7 +84,7 @@ def test_postgres_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "notes").mkdir()
     for name, text in {"a": "The printer jams on thick paper.", "b": "Travel needs approval."}.items():
         (tmp_path / "notes" / f"{name}.txt").write_text(text)
-    with server.postgres_server(tmp_path) as dsn:
+    with server.postgres_server() as dsn:
         ask = (dsn, str(tmp_path / "notes"), "Why does the printer jam?", "toy_embedder:embed")
         built, *_, update, text = run("postgres_search.py", *ask).splitlines()
         again, *_ = run("postgres_search.py", *ask).splitlines()

@@ -68,9 +68,9 @@ def make_table(dsn: str, name: str, texts: Sequence[str] = TEXTS, *, index: str 
 
 
 @pytest.fixture(scope="module")
-def dsn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def dsn() -> Iterator[str]:
     """A server with a table `passages` that nobody changes, and a view `slow` of it that takes for ever."""
-    with postgres_server(tmp_path_factory.mktemp("server")) as dsn:
+    with postgres_server() as dsn:
         make_table(dsn, "passages")
         execute(dsn, "CREATE VIEW slow AS SELECT passages.* FROM passages, (SELECT pg_sleep(1000)) AS s")
         yield dsn

@@ -33,8 +33,8 @@ SECRET = "s3cr3t-w0rd"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with postgres_server(tmp_path_factory.mktemp("server")) as dsn:
+def server() -> Iterator[str]:
+    with postgres_server() as dsn:
         yield dsn
 
 

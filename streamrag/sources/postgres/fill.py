@@ -23,6 +23,9 @@ NUM_TEXTS_AT_ONCE = 128
 MAX_INDEXED_DIMENSIONS = 2_000
 """pgvector's limit for an index of vectors."""
 
+MAX_PLAIN_DIMENSIONS = 1_000
+"""Vectors of up to 4 KB stay in their row, whose texts leave it first: exact search reads a page rather than two."""
+
 LOCK_SPACE = 0x5247
 """The first number of our advisory locks; the second is the table's."""
 
@@ -45,7 +48,7 @@ _TABLE = """
         title text NOT NULL,
         text text NOT NULL,
         digest text NOT NULL,
-        embedding {vector}({dimension}) NOT NULL,
+        embedding {vector}({dimension}) STORAGE {storage} NOT NULL,
         words tsvector GENERATED ALWAYS AS (to_tsvector({words}::regconfig, left(title || ' ' || text, 100000))) STORED,
         PRIMARY KEY (uri, passage)
     )"""
@@ -106,7 +109,11 @@ class Filling:
         )
         (self._schema,) = await _row(connection, query)
         if oid is None:
-            values = {"dimension": sql.Literal(loaded.dimension), "words": sql.Literal(self._words)}
+            values = {
+                "dimension": sql.Literal(loaded.dimension),
+                "words": sql.Literal(self._words),
+                "storage": sql.SQL("PLAIN" if loaded.dimension <= MAX_PLAIN_DIMENSIONS else "EXTERNAL"),
+            }
             async with connection.transaction():
                 await connection.execute(
                     sql.SQL(_TABLE).format(name=self._name, vector=sql.Identifier(self._schema, "vector"), **values)
