@@ -368,7 +368,7 @@ async def test_a_hostile_table_gives_passages_within_limits(dsn: str) -> None:
     assert stream.result.source_error is None
     async with started(dsn, table="hostile", k=50) as source:
         events = await events_of(source, "text")
-    assert isinstance(events[0], Skipped)
+    assert [event for event in events if isinstance(event, Skipped)] == [events[0]]
     assert events[0] == Skipped("long", "passage 0 has over 20,000 characters, and the rest was left out")
     final = events[-1]
     assert isinstance(final, Update)
@@ -618,7 +618,7 @@ async def test_a_search_that_takes_too_long_is_an_error(dsn: str) -> None:
 
 
 async def test_a_stage_that_takes_too_long_keeps_what_was_found_before(dsn: str) -> None:
-    async with started(dsn, timeout_s=1.0, words="") as source:
+    async with started(dsn, timeout_s=2.0, words="") as source:
         with psycopg.connect(dsn) as other:
             async with aclosing(source.stream(QUERIES[0])) as events:
                 assert isinstance(await anext(events), Update)
@@ -663,7 +663,7 @@ async def test_connections_that_died_unused_are_replaced_without_an_error(dsn: s
 
 async def test_a_server_that_crashes_is_an_error_of_its_query_and_serves_again(dsn: str) -> None:
     """Killing one of its processes ends them all; it recovers by itself."""
-    async with started(dsn, table="slow", num_connections=1) as source, started(dsn) as other:
+    async with started(dsn, table="slow", num_connections=1) as source, started(dsn, pool_timeout_s=60) as other:
         expected = await updates(other, QUERIES[0])
         task = asyncio.create_task(updates(source, QUERIES[0]))
         os.kill(await until_it_runs(dsn), signal.SIGKILL)
@@ -673,10 +673,10 @@ async def test_a_server_that_crashes_is_an_error_of_its_query_and_serves_again(d
 
 
 async def test_a_pool_in_use_is_an_error_that_says_so(dsn: str) -> None:
-    async with started(dsn, table="slow", num_connections=1, pool_timeout_s=0.1) as source:
+    async with started(dsn, table="slow", num_connections=1, pool_timeout_s=1.0) as source:
         task = asyncio.create_task(updates(source, QUERIES[0]))
         await until_it_runs(dsn)
-        with pytest.raises(SourceError, match=r"after 0.10 sec. All of them are in use .*num_connections"):
+        with pytest.raises(SourceError, match=r"after 1.00 sec. All of them are in use .*num_connections"):
             await updates(source, QUERIES[1])
         task.cancel()
         with suppress(asyncio.CancelledError):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'streamrag[postgres]'"
 
+SECRETS = {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
+"""What of a DSN is in no message."""
+
 MAX_WAITING = 1_000
 """Searches that wait for a connection; further ones are refused."""
 
@@ -76,7 +79,7 @@ class Address:
                 "PostgreSQL: the dsn cannot be read: an @ in its host or database, or a port that is no number. "
                 "Write special characters of its password as %40 (@), %2F (/), %3A (:)"
             )
-        self._password = str(parts.get("password") or "")
+        self._secrets = [str(value) for name, value in parts.items() if value and name in SECRETS]
         where = host or "its default address"
         self._text = f"PostgreSQL at {where}{f':{port}' if port else ''}{f', database {database}' if database else ''}"
         parts.setdefault("connect_timeout", "10")
@@ -91,8 +94,8 @@ class Address:
 
     def without_password(self, text: str) -> str:
         """What a server or the driver says, for a message."""
-        if self._password:
-            text = text.replace(self._password, "***")
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
         return " ".join(text.split())[:MAX_MESSAGE_CHARS]
 
     async def connect(self, *, autocommit: bool = False) -> "Connection":

@@ -130,6 +130,7 @@ class Rows:
         self._metric = metric
         self._reader = PassageReader(name)
         self._cut: set[tuple[str, int]] = set()
+        self._told: set[tuple[str, int]] = set()
 
     def nearest(self, rows: Iterable[tuple[Any, ...]]) -> tuple[Chunk, ...]:
         """Best first; equals by their place, so that their order does not change from stage to stage."""
@@ -155,8 +156,9 @@ class Rows:
         return chunk
 
     def newly_cut(self) -> list[Skipped]:
-        """A `Skipped` for each passage of which only the beginning was taken since this was last asked."""
-        cut, self._cut = self._cut, set()
+        """A `Skipped` for each passage of which only the beginning was taken, once."""
+        cut = self._cut - self._told
+        self._told |= cut
         return [
             Skipped(uri, f"passage {passage} has over {MAX_TEXT_CHARS:,} characters, and the rest was left out")
             for uri, passage in sorted(cut)
