@@ -83,7 +83,9 @@ class InThisProcess(EmbeddingPool):
         return Loaded(EMBEDDER, DIMENSION, ())
 
     async def query(self, text: str, share: Share) -> str:
-        await asyncio.sleep(0)
+        words = {task for task in asyncio.all_tasks() if task.get_name() == "streamrag words of a query"}
+        if words:
+            await asyncio.wait(words)
         return as_vector(vectors_of([text])[0])
 
 
@@ -640,6 +642,22 @@ async def test_words_that_take_too_long_are_left_out(dsn: str, monkeypatch: pyte
     assert first.hint == Hint(num_chunks=4)
 
 
+async def test_words_that_take_longer_than_embedding_are_stopped(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sleep(self: Search, connection: Any, query: str, configuration: str) -> None:
+        await connection.execute("SELECT pg_sleep(1000)")
+
+    async def until_they_sleep(self: InThisProcess, text: str, share: Share) -> str:
+        await until(lambda: any("pg_sleep" in query for _, query in active(dsn)))
+        return as_vector(vectors_of([text])[0])
+
+    monkeypatch.setattr(Search, "words", sleep)
+    monkeypatch.setattr("streamrag.sources.postgres.source.WORDS_TIMEOUT_S", 1000)
+    monkeypatch.setattr(InThisProcess, "query", until_they_sleep)
+    async with started(dsn, timeout_s=1000, num_connections=1) as source:
+        first, *_ = await updates(source, TEXTS[3])
+    assert first.hint == Hint(num_chunks=5)
+
+
 async def test_a_connection_that_dies_is_an_error_of_its_query_and_the_pool_recovers(dsn: str) -> None:
     async with started(dsn, table="slow", num_connections=1) as source:
         task = asyncio.create_task(updates(source, QUERIES[0]))
@@ -666,9 +684,19 @@ async def test_a_server_that_crashes_is_an_error_of_its_query_and_serves_again(d
     async with started(dsn, table="slow", num_connections=1) as source, started(dsn, pool_timeout_s=60) as other:
         expected = await updates(other, QUERIES[0])
         task = asyncio.create_task(updates(source, QUERIES[0]))
-        os.kill(await until_it_runs(dsn), signal.SIGKILL)
+        process_id = await until_it_runs(dsn)
+        of_us = "SELECT pid FROM pg_stat_activity WHERE application_name = 'streamrag'"
+        before = {*execute(dsn, of_us)}
+
+        def has_recovered() -> bool:
+            with suppress(psycopg.OperationalError):
+                return not before & {*execute(dsn, of_us)}
+            return False
+
+        os.kill(process_id, signal.SIGKILL)
         with pytest.raises(SourceError, match="PostgreSQL at"):
             await task
+        await until(has_recovered)
         assert await updates(other, QUERIES[0]) == expected
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamrag.core import Chunk, Skipped
 from streamrag.errors import ConfigurationError
@@ -29,6 +29,10 @@ MAX_QUERY_CHARS = 10_000
 def storable(text: str) -> str:
     """The text as PostgreSQL can hold it: without NUL, and without halves of a character."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()
+
+
+Row: TypeAlias = tuple[Any, ...]
+"""Text, uri, title, passage, and a distance or rank."""
 
 
 class Search:

@@ -12,7 +12,7 @@ from streamrag.sources.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.embedding import EmbeddingPool
 from streamrag.sources.postgres.link import Address, EncodingError, Link, StatementTimeoutError
 from streamrag.sources.postgres.names import TableName, checked_columns, checked_ladder, table_parts
-from streamrag.sources.postgres.query import Rows, Search, storable
+from streamrag.sources.postgres.query import Row, Rows, Search, storable
 from streamrag.sources.postgres.table import Ladder, Table, at_start, inspect_table
 from streamrag.sources.workers import Share
 from streamrag.tasks import cancel_regardless
@@ -43,7 +43,8 @@ class _Stage:
 class PgVectorSource:
     """Searches a table of PostgreSQL with pgvector: one that `streamrag index build --to` filled, or one of your own.
 
-    A search runs in stages: the query's words, if the table has an index of words; then its vector, looking further
+    A search runs in stages: the query's words, if the table has an index of words, for as long as the query is being
+    embedded; then its vector, looking further
     with each rung of a ladder, if the table has an HNSW or IVFFlat index; then exactly, if it has few enough rows. A
     stage that changes the `k` best passages, or their order, yields an `Update` with all of them, best first;
     `Hint.num_chunks` counts the stages still to come. A chunk's `score` is the cosine similarity to the query, or
@@ -199,19 +200,22 @@ class PgVectorSource:
         if not opened:
             raise ConfigurationError("PgVectorSource is not started: use it in a Pipeline, or await its start() first")
         rows = Rows(self.name, opened.table.metric)
-        best: tuple[Chunk, ...] = ()
         embedding = asyncio.create_task(
             opened.embedding.query(storable(query), Share()), name="streamrag embed a query"
         )
+        words = asyncio.create_task(self._find_words(opened, query), name="streamrag words of a query")
         try:
+            best = rows.by_words(await _unless_first(words, embedding))
             stages = await self._stages(opened)
+            for skipped in rows.newly_cut():
+                yield skipped
+            if best:
+                yield Update(best, Hint(num_chunks=len(stages)))
             for number, stage in enumerate(stages):
                 try:
-                    found = await self._find(opened, stage, rows, query, embedding)
-                except (StatementTimeoutError, EncodingError) as error:
-                    if stage.what == "words":
-                        continue
-                    if not best or isinstance(error, EncodingError):
+                    found = rows.nearest(await self._find_nearest(opened, stage, embedding))
+                except StatementTimeoutError as error:
+                    if not best:
                         raise
                     yield CutShort(f"{error}, at stage {number + 1} of {len(stages)}: {stage.what}")
                     return
@@ -221,19 +225,18 @@ class PgVectorSource:
                     best = found
                     yield Update(best, Hint(num_chunks=len(stages) - number - 1))
         finally:
-            await cancel_regardless([embedding])
+            await cancel_regardless([words, embedding])
 
     async def _stages(self, opened: _Opened) -> list[_Stage]:
         """What to do for one query: the table may have grown since the one before."""
         num_rows = await opened.link.run(opened.search.estimate, {}, timeout_s=self._timeout_s)
-        has_words = self._words if self._words is not None else opened.table.words is not None
-        stages = [_Stage("words", {})] if has_words else []
+        stages = []
         is_exact = num_rows <= self._exact_rows
         if (ladder := opened.table.ladder) and not (is_exact and num_rows <= FEW_ROWS and self._ladder is None):
             stages += [_Stage(f"{ladder.setting} = {rung}", _settings(ladder, rung)) for rung in self._rungs(ladder)]
         if is_exact:
             stages.append(_Stage("exact", {"enable_indexscan": "off"}))
-        if not any(stage.what != "words" for stage in stages):
+        if not stages:
             raise SourceError(
                 f"{self._address}: table {opened.table.name} has no HNSW or IVFFlat index to look in, and about "
                 f"{num_rows:,} rows, more than exact_rows={self._exact_rows:,}:  CREATE INDEX ON {opened.table.name} "
@@ -247,25 +250,37 @@ class PgVectorSource:
         first = 2 * self._k if ladder.setting == "hnsw.ef_search" else max(1, ladder.most // 64)
         return sorted({min(first << stage, ladder.most) for stage in range(NUM_STAGES)})
 
-    async def _find(
-        self, opened: _Opened, stage: _Stage, rows: Rows, query: str, embedding: "asyncio.Task[str]"
-    ) -> tuple[Chunk, ...]:
-        search, link = opened.search, opened.link
-        if stage.what == "words":
-            configuration = self._words or opened.table.words or ""
-            timeout_s = min(self._timeout_s, WORDS_TIMEOUT_S)
-            found = await link.run(
-                lambda connection: search.words(connection, query, configuration), stage.settings, timeout_s=timeout_s
+    async def _find_words(self, opened: _Opened, query: str) -> list[Row]:
+        """What has the query's words; nothing if that takes too long, or the database has no such characters."""
+        configuration = self._words if self._words is not None else opened.table.words
+        if configuration is None or self._words == "":
+            return []
+        try:
+            return await opened.link.run(
+                lambda connection: opened.search.words(connection, query, configuration),
+                {},
+                timeout_s=min(self._timeout_s, WORDS_TIMEOUT_S),
             )
-            return rows.by_words(found)
+        except (StatementTimeoutError, EncodingError):
+            return []
+
+    async def _find_nearest(self, opened: _Opened, stage: _Stage, embedding: "asyncio.Task[str]") -> list[Row]:
         try:
             vector = await embedding
         except ConfigurationError as error:  # what was found to be wrong with the embedder
             raise SourceError(str(error)) from error
-        found = await link.run(
-            lambda connection: search.nearest(connection, vector), stage.settings, timeout_s=self._timeout_s
+        return await opened.link.run(
+            lambda connection: opened.search.nearest(connection, vector), stage.settings, timeout_s=self._timeout_s
         )
-        return rows.nearest(found)
+
+
+async def _unless_first(words: "asyncio.Task[list[Row]]", embedding: "asyncio.Task[str]") -> list[Row]:
+    """What the words found; nothing, and they are stopped, if the query is embedded first: its vector finds better."""
+    await asyncio.wait([words, embedding], return_when=asyncio.FIRST_COMPLETED)
+    if not words.done():
+        await cancel_regardless([words])
+        return []
+    return words.result()
 
 
 def _settings(ladder: Ladder, rung: int) -> dict[str, str]:
