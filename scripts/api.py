@@ -29,7 +29,8 @@ MODULES = [
 SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
     "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages "
-    "from_rankings Merged ReplaySource WorthSending calibrate Calibration search_engine",
+    "from_rankings Merged ReplaySource WorthSending calibrate Calibration search_engine "
+    "PgVectorSource build_table TableSummary",
     "Modes": "UpdateMode AppendMode",
     "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
     "Recording": "TraceRecorder",

@@ -77,6 +77,9 @@ if TYPE_CHECKING:
     from streamrag.sources.index import IndexSummary as IndexSummary
     from streamrag.sources.index import build_index as build_index
     from streamrag.sources.merged import Merged as Merged
+    from streamrag.sources.postgres.build import TableSummary as TableSummary
+    from streamrag.sources.postgres.build import build_table as build_table
+    from streamrag.sources.postgres.source import PgVectorSource as PgVectorSource
     from streamrag.sources.replay import ReplaySource as ReplaySource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
     from streamrag.sources.search_engine import search_engine as search_engine
@@ -114,6 +117,7 @@ _HOMES = {
     "ModelError": "streamrag.errors",
     "ModelInfo": "streamrag.core",
     "OpenAIBackend": "streamrag.backends.openai",
+    "PgVectorSource": "streamrag.sources.postgres.source",
     "Pipeline": "streamrag.pipeline",
     "PipelineClosedError": "streamrag.errors",
     "Prefilled": "streamrag.core",
@@ -134,6 +138,7 @@ _HOMES = {
     "Startable": "streamrag.core",
     "StreamRagError": "streamrag.errors",
     "StreamedTokens": "streamrag.backends.vllm.client.token_streams",
+    "TableSummary": "streamrag.sources.postgres.build",
     "TokenStream": "streamrag.backends.vllm.client.token_streams",
     "TokenStreams": "streamrag.backends.vllm.client.token_streams",
     "Tokenizer": "streamrag.core",
@@ -154,6 +159,7 @@ _HOMES = {
     "WorthSending": "streamrag.sources.worth_sending",
     "build_index": "streamrag.sources.index",
     "calibrate": "streamrag.sources.calibrating",
+    "build_table": "streamrag.sources.postgres.build",
     "from_passages": "streamrag.sources.generators",
     "from_rankings": "streamrag.sources.generators",
     "plain_chat": "streamrag.core",

@@ -1,5 +1,6 @@
 """Every example runs, as its docstring says, and prints what it is there to show."""
 
+import importlib
 import json
 import os
 import re
@@ -26,6 +27,7 @@ SHORT = [
     "merged_sources",
     "own_source",
     "search_the_web",
+    "postgres_search",
 ]
 
 
@@ -105,6 +107,23 @@ def test_record_and_replay_keeps_nothing_without_a_file_and_explains_itself(
     assert run("record_and_replay.py").startswith("recorded: 1 query, 2 chunks")
     assert "usage: record_and_replay.py [-h] [trace]" in run("record_and_replay.py", "--help")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_postgres_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toys = Path(__file__).resolve().parent / "sources"
+    monkeypatch.syspath_prepend(toys)
+    monkeypatch.setenv("PYTHONPATH", str(toys))
+    server = importlib.import_module("postgres_server")
+    (tmp_path / "notes").mkdir()
+    for name, text in {"a": "The printer jams on thick paper.", "b": "Travel needs approval."}.items():
+        (tmp_path / "notes" / f"{name}.txt").write_text(text)
+    with server.postgres_server() as dsn:
+        ask = (dsn, str(tmp_path / "notes"), "Why does the printer jam?", "toy_embedder:embed")
+        built, *_, update, text = run("postgres_search.py", *ask).splitlines()
+        again, *_ = run("postgres_search.py", *ask).splitlines()
+    assert [built, again] == [f"2 passages of 2 documents, {number} embedded" for number in (2, 0)]
+    assert update == "update: a.txt#0, b.txt#0"
+    assert text == "The printer jams on thick paper."
 
 
 def test_merged_sources() -> None:

@@ -74,6 +74,8 @@ HEAVY = {
     "jinja2",
     "matplotlib",
     "numpy",
+    "psycopg",
+    "psycopg_pool",
     "sentence_transformers",
     "torch",
     "transformers",

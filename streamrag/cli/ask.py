@@ -31,7 +31,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command is told, and what runs it."""
-    parser.usage = "%(prog)s QUESTION (--url URL | --index FOLDER) --model MODEL [options]"
+    parser.usage = "%(prog)s QUESTION (--url URL | --index FOLDER | --postgres DSN) --model MODEL [options]"
     parser.description = "Answers a question. What is retrieved streams into the model while retrieval still runs."
     parser.epilog = EPILOG
     parser.add_argument("question", metavar="QUESTION", help="in quotes")

@@ -1,8 +1,12 @@
 """Where to look: the options of the commands that retrieve."""
 
 import argparse
+import os
 
 from streamrag.core import Source
+from streamrag.errors import ConfigurationError
+
+DSN_HELP = "postgresql://user@host/database, or env:NAME of a variable that has it, so that nobody sees a password"
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -10,6 +14,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("where to look (one of)").add_mutually_exclusive_group(required=True)
     source.add_argument("--url", action="append", metavar="URL", help="crawl from here; may be given more than once")
     source.add_argument("--index", metavar="FOLDER", help="search an index made by `streamrag index build`")
+    source.add_argument("--postgres", metavar="DSN", help=f"search a table with pgvector: {DSN_HELP}")
     crawl = parser.add_argument_group("crawling")
     crawl.add_argument(
         "--depth", type=int, default=2, metavar="N", help="links to follow from a start page (%(default)s)"
@@ -27,6 +32,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     crawl.add_argument("--cache", metavar="FOLDER", help="keep pages there for later questions")
     crawl.add_argument("--cdp-url", metavar="URL", help="render pages in the browser at this CDP address")
     search = parser.add_argument_group("searching")
+    search.add_argument("--table", default="passages", metavar="NAME", help="of --postgres (%(default)s)")
     search.add_argument(
         "--embedder", metavar="NAME", help="what the index was made with, if not the default; it is loaded, so trust it"
     )
@@ -39,6 +45,12 @@ def make_source(arguments: argparse.Namespace) -> Source:
         from streamrag.sources.vector import VectorSource
 
         return VectorSource(arguments.index, k=arguments.k, embedder=arguments.embedder)
+    if arguments.postgres is not None:
+        from streamrag.sources.embedder import DEFAULT_EMBEDDER
+        from streamrag.sources.postgres.source import PgVectorSource
+
+        embedder = arguments.embedder or DEFAULT_EMBEDDER
+        return PgVectorSource(dsn_of(arguments.postgres), table=arguments.table, k=arguments.k, embedder=embedder)
     from streamrag.sources.web import WebSource
 
     return WebSource(
@@ -53,3 +65,13 @@ def make_source(arguments: argparse.Namespace) -> Source:
         sitemaps=arguments.sitemaps,
         cdp_url=arguments.cdp_url,
     )
+
+
+def dsn_of(text: str) -> str:
+    """What `--postgres` or `--to` names: a DSN, or that in an environment variable, as `env:NAME`."""
+    if not text.startswith("env:"):
+        return text
+    name = text.removeprefix("env:")
+    if not os.environ.get(name):
+        raise ConfigurationError(f"{text}: there is no environment variable {name}")
+    return os.environ[name]
