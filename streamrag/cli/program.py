@@ -17,6 +17,7 @@ COMMANDS = {
     "record": "record what retrieval does, to replay it later",
     "trace": "look at such records, convert those of others, generate them",
     "bench": "compare ways of serving a load, simulated or on the real engine",
+    "demo-model": "make a small model that answers in English, to try things with",
     "profile": "measure what recomputing and copying KV takes here",
     "doctor": "find out whether a server that is there gains from it, and how much",
 }
@@ -57,7 +58,7 @@ def make_parser(argv: Sequence[str]) -> ArgumentParser:
     for name, what in COMMANDS.items():
         command = commands.add_parser(name, help=what)
         if name == named:
-            import_module(f"streamrag.cli.{name}").add_arguments(command)
+            import_module(f"streamrag.cli.{name.replace('-', '_')}").add_arguments(command)
     return parser
 
 
