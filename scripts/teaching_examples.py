@@ -30,25 +30,10 @@ UNCLEAR = {
 }
 """A sentence that begins with one of these says little by itself."""
 
-NO_SUBJECT = set(
-    [
-        "If",
-        "When",
-        "To",
-        "Use",
-        "While",
-        "Since",
-        "After",
-        "Before",
-        "Unless",
-        "Name",
-        "Return",
-        "Sets",
-        "Returns",
-        "You",
-        "I",
-    ]
-)
+NO_SUBJECT = {
+    *("If", "When", "To", "Use", "While", "Since", "After", "Before", "Unless", "Name"),
+    *("Return", "Sets", "Returns", "You", "I"),
+}
 """What a subject does not begin with."""
 
 BE = "is|are|was|were"

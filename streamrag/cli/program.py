@@ -12,7 +12,7 @@ from streamrag.errors import StreamRagError
 from streamrag.versions import __version__
 
 COMMANDS = {
-    "ask": "answer one question from the web or from an index",
+    "ask": "answer questions from the web or from an index",
     "index": "make an index of a folder of documents",
     "record": "record what retrieval does, to replay it later",
     "trace": "look at such records, convert those of others, generate them",
