@@ -109,7 +109,6 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("10 long passages", 10, 180),
     Setting("5 long passages", 5, 180),
     Setting("3 long passages", 3, 180),
     Setting("5 short passages", 5, 60),
@@ -170,15 +169,15 @@ def steps(chunks: tuple[Chunk, ...]) -> Iterator[Step]:
     yield Update(chunks)
 
 
-async def retrieve(folder: Path, max_k: int) -> dict[int, dict[str, tuple[Chunk, ...]]]:
+async def retrieve(folder: Path, settings: Sequence[Setting]) -> dict[int, dict[str, tuple[Chunk, ...]]]:
     """For each length of passages and each question, what the index gives at its last stage."""
     build_site(DOCS, folder / "site")
     found: dict[int, dict[str, tuple[Chunk, ...]]] = {}
-    for words in {setting.passage_words: None for setting in SETTINGS}:
+    for words in {setting.passage_words: None for setting in settings}:
         with console.status(f"indexing passages of {words} words"):
             await asyncio.to_thread(build_index, folder / "site", folder / str(words), passage_words=words)
         found[words] = {}
-        source = VectorSource(folder / str(words), k=max_k)
+        source = VectorSource(folder / str(words), k=max(setting.k for setting in settings))
         async with aclosing(source):
             await source.start(lambda line: None)
             for question in QUESTIONS:
@@ -247,8 +246,8 @@ def chosen(results: dict[str, list[Row]]) -> str:
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    settings = [s for s in SETTINGS if arguments.only in (None, s.name)]
-    found = await retrieve(folder, max(setting.k for setting in SETTINGS))
+    settings = [s for s in SETTINGS if not arguments.only or s.name in arguments.only]
+    found = await retrieve(folder, settings)
     backend = VllmBackend(arguments.model, max_model_len=8192, dtype=arguments.dtype, kv_cache_bytes=1 << 30)
     results: dict[str, list[Row]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -279,7 +278,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="another model than `streamrag demo-model` makes")
     parser.add_argument("--dtype", default="float32", metavar="D", help="of the engine (%(default)s)")
-    parser.add_argument("--only", metavar="SETTING", help=f"one of: {', '.join(s.name for s in SETTINGS)}")
+    names = [setting.name for setting in SETTINGS]
+    parser.add_argument("--only", action="append", choices=names, metavar="SETTING", help=f"of {'; '.join(names)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the answers")
     arguments = parser.parse_args()
     pages = {path.name: plain(path.read_text()) for path in sorted(DOCS.glob("*.md")) if path.name != "api.md"}
