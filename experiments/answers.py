@@ -1,6 +1,6 @@
 """How many of 40 questions does the demo's model answer rightly, and cite rightly? On the real engine.
 
-    python experiments/answers.py [--model FOLDER] [--dtype D] [--only SETTING] [--json FILE]
+    python experiments/answers.py [--model FOLDER] [--dtype D] [--only SETTING] [--questions N] [--json FILE]
 
 The questions are about streamrag's own documentation, which the model was not taught on; what is retrieved for each is
 what an index of it gives. An answer is right if it has the words that it must contain, and cites rightly if the first
@@ -169,7 +169,9 @@ def steps(chunks: tuple[Chunk, ...]) -> Iterator[Step]:
     yield Update(chunks)
 
 
-async def retrieve(folder: Path, settings: Sequence[Setting]) -> dict[int, dict[str, tuple[Chunk, ...]]]:
+async def retrieve(
+    folder: Path, settings: Sequence[Setting], asked: Sequence[str]
+) -> dict[int, dict[str, tuple[Chunk, ...]]]:
     """For each length of passages and each question, what the index gives at its last stage."""
     build_site(DOCS, folder / "site")
     found: dict[int, dict[str, tuple[Chunk, ...]]] = {}
@@ -180,7 +182,7 @@ async def retrieve(folder: Path, settings: Sequence[Setting]) -> dict[int, dict[
         source = VectorSource(folder / str(words), k=max(setting.k for setting in settings))
         async with aclosing(source):
             await source.start(lambda line: None)
-            for question in QUESTIONS:
+            for question in asked:
                 async with aclosing(source.stream(question)) as events:
                     async for event in events:
                         if isinstance(event, Update):
@@ -219,7 +221,7 @@ async def ask(
                 assert stream.result is not None
                 return row(question, stream.result)
 
-        return list(await asyncio.gather(*(one(question) for question in QUESTIONS)))
+        return list(await asyncio.gather(*(one(question) for question in found)))
 
 
 def table_of(results: dict[str, list[Row]], title: str) -> Table:
@@ -247,7 +249,7 @@ def chosen(results: dict[str, list[Row]]) -> str:
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     settings = [s for s in SETTINGS if not arguments.only or s.name in arguments.only]
-    found = await retrieve(folder, settings)
+    found = await retrieve(folder, settings, [*QUESTIONS][: arguments.questions])
     backend = VllmBackend(arguments.model, max_model_len=8192, dtype=arguments.dtype, kv_cache_bytes=1 << 30)
     results: dict[str, list[Row]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -255,21 +257,22 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         with console.status("starting the engine"):
             await backend.start(lambda line: None)
         with Progress(*columns, console=console) as progress:
-            task = progress.add_task("asking", total=(len(settings) + 2) * len(QUESTIONS))
+            task = progress.add_task("asking", total=(len(settings) + 2 - (len(settings) == 1)) * arguments.questions)
 
             def bar() -> None:
                 progress.advance(task)
 
-            for setting in settings:
+            for setting in settings if len(settings) > 1 else ():
                 results[setting.name] = await ask(
                     backend, setting, found[setting.passage_words], overlap=False, at_once=8, bar=bar
                 )
                 progress.console.print(f"{setting.name}: {sum(r.is_cited for r in results[setting.name])}")
-            best = next(s for s in settings if s.name == chosen(results))
+            best = next(s for s in settings if s.name == chosen(results)) if results else settings[0]
             both = [
                 await ask(backend, best, found[best.passage_words], overlap=overlap, at_once=1, bar=bar)
                 for overlap in (True, False)
             ]
+            results = results or {best.name: both[1]}
     num_equal = sum(a.token_ids == b.token_ids for a, b in zip(*both, strict=True))
     return {"settings": results, "chosen": best.name, "streaming": both[0], "waiting": both[1], "num_equal": num_equal}
 
@@ -280,6 +283,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", metavar="D", help="of the engine (%(default)s)")
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--only", action="append", choices=names, metavar="SETTING", help=f"of {'; '.join(names)}")
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS), metavar="N", help="only the first N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the answers")
     arguments = parser.parse_args()
     pages = {path.name: plain(path.read_text()) for path in sorted(DOCS.glob("*.md")) if path.name != "api.md"}
@@ -293,9 +297,9 @@ def main() -> int:
         mark = "[green]cited[/]" if one.is_cited else "[yellow]right[/]" if one.is_right else "[red]wrong[/]"
         console.print(f"{mark} {one.question}")
         console.print(f"      {' '.join(one.text.split())}", markup=False)
-    console.print(table_of(measured["settings"], f"{len(QUESTIONS)} questions, {arguments.dtype}"))
+    console.print(table_of(measured["settings"], f"{arguments.questions} questions, {arguments.dtype}"))
     console.print(table_of({measured["chosen"]: measured["streaming"]}, "chosen by one half, and asked streaming"))
-    console.print(f"streaming and not, the same tokens: {measured['num_equal']} of {len(QUESTIONS)}")
+    console.print(f"streaming and not, the same tokens: {measured['num_equal']} of {arguments.questions}")
     if arguments.json:
         as_json = {
             "command": " ".join(["python", *sys.argv]),
@@ -307,7 +311,7 @@ def main() -> int:
             "streaming": [asdict(r) for r in measured["streaming"]],
         }
         write_whole(arguments.json, json.dumps(as_json, indent=1) + "\n")
-    return 0 if measured["num_equal"] == len(QUESTIONS) else 1
+    return 0 if measured["num_equal"] == arguments.questions else 1
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=num_total)
             progress.update(tasks[what], completed=num_done, total=num_total)
-            lines.show(what)
+            lines.show(what, f"{num_done / num_total:.0%}")
 
         folder = make_demo_model(arguments.out, on_progress=show)
     num_bytes = sum(file.stat().st_size for file in folder.iterdir())
