@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import sys
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -81,6 +82,9 @@ async def _ask(arguments: argparse.Namespace) -> int:
         options["max_context_tokens"] = arguments.max_context_tokens
     if arguments.deadline is not None:
         options["deadline_s"] = arguments.deadline
+    is_conversation = arguments.question is None
+    if is_conversation and sys.stdin is None:  # its number may be another file by now
+        raise ConfigurationError("the standard input is closed: give a QUESTION")
     lines = StepLines(progress)
     with progress.status("starting") as status:
 
@@ -95,7 +99,6 @@ async def _ask(arguments: argparse.Namespace) -> int:
             overlap=not arguments.no_overlap,
             on_progress=show,
         )
-        is_conversation = arguments.question is None
         pipeline.events("?" if is_conversation else arguments.question, **options)  # checked before anything starts
         await pipeline.start()
 
