@@ -102,7 +102,9 @@ def prepare(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     docs = ROOT / "docs"
     texts = [path.read_text() for path in written_pages(docs)]
-    made_from = hashlib.sha256("\0".join([*texts, json.dumps([TINY, arguments.tiny])]).encode()).hexdigest()
+    made_from = hashlib.sha256(
+        "\0".join([*texts, json.dumps([TINY, arguments.tiny, arguments.model is None])]).encode()
+    ).hexdigest()
     stamp = out / "made-from"
     if not stamp.exists() or stamp.read_text() != made_from:
         shutil.rmtree(out, ignore_errors=True)
