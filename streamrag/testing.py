@@ -6,13 +6,23 @@
         print("".join([chunk.text async for chunk in pipeline.stream("Where is Paris?")]))
     assert backend.prompts[-1][-1].is_complete  # every prompt of every query is kept
 
-`make_tiny_llama` writes a Llama with random weights for `VllmBackend`; its answers are noise. `StretchedSource` is
+`make_tiny_llama` writes a Llama with random weights for `VllmBackend`; its answers are noise.
+`make_demo_model` writes a small model that answers in English, from two packages that carry it. `StretchedSource` is
 another source, slowed down.
 """
 
 from streamrag.backends.tokenizer import CodePointTokenizer
+from streamrag.demo_model import make_demo_model
 from streamrag.scripted import ScriptedBackend, ScriptedSource, Step
 from streamrag.sources.stretch import StretchedSource
 from streamrag.tiny_llama import make_tiny_llama
 
-__all__ = ["CodePointTokenizer", "ScriptedBackend", "ScriptedSource", "Step", "StretchedSource", "make_tiny_llama"]
+__all__ = [
+    "CodePointTokenizer",
+    "ScriptedBackend",
+    "ScriptedSource",
+    "Step",
+    "StretchedSource",
+    "make_demo_model",
+    "make_tiny_llama",
+]

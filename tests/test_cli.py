@@ -90,7 +90,8 @@ async def test_left_out_and_shortened_chunks_are_named() -> None:
     assert "shortened for the budget of 100 tokens: big.md#0" in progress
 
 
-COMMANDS = ["ask", "index build", "record", "trace show", "trace convert", "trace generate", "profile", "doctor"]
+COMMANDS = ["ask", "demo-model", "index build", "record", "trace show", "trace convert", "trace generate"]
+COMMANDS += ["profile", "doctor"]
 COMMANDS += ["bench simulate", "bench run", "bench report", "bench timeline"]
 
 

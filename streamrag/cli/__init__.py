@@ -62,6 +62,7 @@ class _Stop:
         if number == signal.SIGHUP:
             self._let_go_of_terminals()
         on_ctrl_c = signal.getsignal(signal.SIGINT)
+        on_ctrl_c = getattr(on_ctrl_c, "otherwise", on_ctrl_c)  # of what only stops an answer
         if not callable(on_ctrl_c):  # Ctrl-C is ignored in the background jobs of a shell
             raise KeyboardInterrupt
         on_ctrl_c(signal.SIGINT, frame)

@@ -1,8 +1,9 @@
-"""`streamrag ask`: one question, from the web or from an index, answered in the terminal."""
+"""`streamrag ask`: one question, or a conversation, about the web or an index, answered in the terminal."""
 
 import argparse
 import asyncio
 import os
+import sys
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -10,11 +11,12 @@ from rich.text import Text
 
 from streamrag.asked import QueryOptions
 from streamrag.backends.vllm.client.arguments import Strategy
+from streamrag.cli.conversation import Conversation, converse
 from streamrag.cli.output import Output
 from streamrag.cli.source import add_source_arguments, make_source
 from streamrag.cli.steps import StepLines
 from streamrag.cli.view import print_sources, print_timings, watch
-from streamrag.core import Backend, SamplingParams
+from streamrag.core import Backend, SamplingParams, Turn
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
 from streamrag.showing import one_line
@@ -26,15 +28,20 @@ examples:
   streamrag ask "What changed in 2.0?" --index ./docs-index --model ./Llama-3.1-8B-Instruct
   streamrag ask "Who wrote this?" --url http://127.0.0.1:8000 --allow-private \\
       --server http://127.0.0.1:8001/v1 --model my-model
+  streamrag ask --index ./docs-index --model ./Llama-3.1-8B-Instruct
+  streamrag ask --index ./docs-index --model ./Llama-3.1-8B-Instruct < questions.txt
+
+Without a QUESTION it is a conversation: each line is a question, and what was
+asked and answered before belongs to it. Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command is told, and what runs it."""
-    parser.usage = "%(prog)s QUESTION (--url URL | --index FOLDER | --postgres DSN) --model MODEL [options]"
-    parser.description = "Answers a question. What is retrieved streams into the model while retrieval still runs."
+    parser.usage = "%(prog)s [QUESTION] (--url URL | --index FOLDER | --postgres DSN) --model MODEL [options]"
+    parser.description = "Answers questions. What is retrieved streams into the model while retrieval still runs."
     parser.epilog = EPILOG
-    parser.add_argument("question", metavar="QUESTION", help="in quotes")
+    parser.add_argument("question", nargs="?", metavar="QUESTION", help="in quotes; without one, lines are read")
     add_source_arguments(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, help="path or name of a model for vLLM, or its name at --server")
@@ -60,12 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer the question; progress goes to stderr, the answer alone to stdout."""
-    asyncio.run(_ask(arguments))
-    return 0
+    """Answer the question, or each line; progress goes to stderr, the answers alone to stdout."""
+    return asyncio.run(_ask(arguments))
 
 
-async def _ask(arguments: argparse.Namespace) -> None:
+async def _ask(arguments: argparse.Namespace) -> int:
     progress, output = Output(stderr=True), Output(quiet=arguments.json)
     options = QueryOptions(
         params=SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature),
@@ -76,6 +82,9 @@ async def _ask(arguments: argparse.Namespace) -> None:
         options["max_context_tokens"] = arguments.max_context_tokens
     if arguments.deadline is not None:
         options["deadline_s"] = arguments.deadline
+    is_conversation = arguments.question is None
+    if is_conversation and sys.stdin is None:  # its number may be another file by now
+        raise ConfigurationError("the standard input is closed: give a QUESTION")
     lines = StepLines(progress)
     with progress.status("starting") as status:
 
@@ -83,24 +92,36 @@ async def _ask(arguments: argparse.Namespace) -> None:
             status.update(Text(one_line(line)))
             lines.show(line)
 
+        backend = _make_backend(arguments)
         pipeline = Pipeline(
             make_source(arguments),
-            _make_backend(arguments),
+            backend,
             overlap=not arguments.no_overlap,
             on_progress=show,
         )
-        question = pipeline.events(arguments.question, **options)  # checked before anything starts, asked behind it
+        pipeline.events("?" if is_conversation else arguments.question, **options)  # checked before anything starts
         await pipeline.start()
-    try:
-        async with question as events:
+
+    async def answered(question: str, history: tuple[Turn, ...] = ()) -> Answer:
+        asked: QueryOptions = {**options, "history": history}
+        async with pipeline.events(question, **asked) as events:
             answer = await watch(events, progress, answer_to=output)
+        if arguments.json:
+            output.print_json_text(as_json(answer))
+        else:
+            print_sources(answer, progress)
+            print_timings(answer, progress)
+        return answer
+
+    try:
+        if not is_conversation:
+            await answered(arguments.question)
+            return 0
+        conversation = Conversation(answered, max_characters=backend.model.max_model_len)
+        num_failed = await converse(conversation, progress, output)
+        return 1 if num_failed and not os.isatty(0) else 0
     finally:
         await pipeline.aclose()
-    if arguments.json:
-        output.print_json_text(as_json(answer))
-    else:
-        print_sources(answer, progress)
-        print_timings(answer, progress)
 
 
 def _make_backend(arguments: argparse.Namespace) -> Backend:

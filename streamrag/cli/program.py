@@ -12,11 +12,12 @@ from streamrag.errors import StreamRagError
 from streamrag.versions import __version__
 
 COMMANDS = {
-    "ask": "answer one question from the web or from an index",
+    "ask": "answer questions from the web or from an index",
     "index": "make an index of a folder of documents",
     "record": "record what retrieval does, to replay it later",
     "trace": "look at such records, convert those of others, generate them",
     "bench": "compare ways of serving a load, simulated or on the real engine",
+    "demo-model": "make a small model that answers in English, to try things with",
     "profile": "measure what recomputing and copying KV takes here",
     "doctor": "find out whether a server that is there gains from it, and how much",
 }
@@ -57,7 +58,7 @@ def make_parser(argv: Sequence[str]) -> ArgumentParser:
     for name, what in COMMANDS.items():
         command = commands.add_parser(name, help=what)
         if name == named:
-            import_module(f"streamrag.cli.{name}").add_arguments(command)
+            import_module(f"streamrag.cli.{name.replace('-', '_')}").add_arguments(command)
     return parser
 
 

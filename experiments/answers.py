@@ -1,0 +1,319 @@
+"""How many of 40 questions does the demo's model answer rightly, and cite rightly? On the real engine.
+
+    python experiments/answers.py [--model FOLDER] [--dtype D] [--only SETTING] [--questions N] [--json FILE]
+
+The questions are about streamrag's own documentation, which the model was not taught on; what is retrieved for each is
+what an index of it gives. An answer is right if it has the words that it must contain, and cites rightly if the first
+number in it is that of a passage with these words. Every setting answers all questions, not streaming. The best by one
+half of the questions is then asked in both ways, one after another: tokens must be equal. The other half is the test.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from demo_site import build_site
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from streamrag import Chunk, Pipeline, PromptTemplate, SamplingParams, Update, VectorSource, VllmBackend, build_index
+from streamrag.bench.provenance import versions
+from streamrag.files import write_whole
+from streamrag.telemetry import Answer
+from streamrag.testing import ScriptedSource, Step, make_demo_model
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+QUESTIONS: dict[str, tuple[str, ...]] = {
+    "Which schemes of addresses are fetched?": ("http", "https"),
+    "How much CPU time may one page take?": ("4 s",),
+    "In what format is what comes back from worker processes?": ("json",),
+    "What is raised when the engine's process dies?": ("enginedeaderror",),
+    "How many characters may a query have?": ("100,000",),
+    "How soon does what the program has started end when it is killed?": ("two seconds",),
+    "What do the readers of aborted queries get when a pipeline is closed?": ("pipelineclosederror",),
+    "What is raised when the pipeline is full and when_full is refuse?": ("toomanyquerieserror",),
+    "What is ttft_s?": ("from the query to the first token",),
+    "What does ttft_after_retrieval_s measure?": ("from the end of retrieval to the first token",),
+    "What does a model without a chat template get?": ("plain layout",),
+    "How long may a title be?": ("200",),
+    "How does a line that imitates one of the prompt's own read?": ("quotation",),
+    "How much of the budget may one chunk take in a context that grows?": ("a third",),
+    "Which error does a question raise that does not fit the model?": ("prompttoolongerror",),
+    "What does an Update do to the context in UpdateMode?": ("replaces the context",),
+    "What does AppendMode do?": ("grow",),
+    "Where does the engine's own log go?": ("log_path",),
+    "How many tokens has a KV block on CPU?": ("32 tokens",),
+    "How large is the KV cache on CPU unless told otherwise?": ("4 gib",),
+    "What does the strategy warming leave in place?": ("scheduler",),
+    "Which Python versions does the core need?": ("3.11 to 3.13",),
+    "Which numpy does the metadata of diskannpy ask for?": ("1.25",),
+    "For which Python does diskannpy have wheels?": ("3.11",),
+    "Why do embedding and searching run in a worker process?": ("lets go of the interpreter",),
+    "Which embedder works without a network?": ("all-minilm-l6-v2",),
+    "Which error refuses an index that another embedder made?": ("indexmismatcherror",),
+    "What is a trace?": ("what retrieval did",),
+    "What happens to a trace file that exists already when one records?": ("appended",),
+    "What does text=hash leave out, and what does it keep?": ("hash", "length"),
+    "What does UnreachableError mean?": ("no start address could be fetched",),
+    "What does LCP stand for?": ("longest common prefix",),
+    "What is decode?": ("sampling the answer",),
+    "What is prefill?": ("computing the kv",),
+    "What is an idle stream?": ("waits for its next chunk",),
+    "How many tokens has a chunk of the Mooncake trace?": ("512 tokens",),
+    "How much does the whole ladder of a search cost?": ("twice",),
+    "What does ScriptedBackend answer?": ("same text",),
+    "Which extra brings matplotlib?": ("plot",),
+    "When is a query answered from a half of its documents although its source failed?": ("on_source_error",),
+}
+"""Each with the words that a right answer has, in small letters. Those at even places choose the setting."""
+
+DEFAULT = PromptTemplate()
+TERSE = PromptTemplate(
+    system="Answer with one sentence of the documents, and its number in brackets.",
+    before_context="",
+    passage="[{number}] {title}\n{text}\n\n",
+)
+UNNUMBERED = PromptTemplate(
+    system="Answer the question in one sentence, from the text.", before_context="", passage="{title}\n{text}\n\n"
+)
+MAX_TOKENS = 80
+CITED = re.compile(r"\[(\d+)\]")
+GAP_S = 0.2
+"""Between the updates of a search that streams."""
+
+console = Console(highlight=False, width=None if Console().is_terminal else 120)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the model is given."""
+
+    name: str
+    k: int
+    passage_words: int
+    template: PromptTemplate = DEFAULT
+    best_last: bool = False
+
+
+SETTINGS = (
+    Setting("5 long passages", 5, 180),
+    Setting("3 long passages", 3, 180),
+    Setting("5 short passages", 5, 60),
+    Setting("3 short passages", 3, 60),
+    Setting("3 short passages, best last", 3, 60, best_last=True),
+    Setting("3 short passages, terse", 3, 60, TERSE),
+    Setting("3 short passages, not numbered", 3, 60, UNNUMBERED),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer."""
+
+    question: str
+    is_held_out: bool
+    has_words: bool
+    """Whether any passage of the context has the words: the best that the model can do."""
+    is_right: bool
+    is_cited: bool
+    text: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+
+def plain(text: str) -> str:
+    """Small letters, without what Markdown adds."""
+    return " ".join(text.replace("`", "").replace("*", "").lower().split())
+
+
+def has_words(text: str, words: Sequence[str]) -> bool:
+    return all(word in plain(text) for word in words)
+
+
+def row(question: str, answer: Answer) -> Row:
+    words = QUESTIONS[question]
+    passages = {citation.number: citation.text for citation in answer.citations}
+    cited = [int(number) for number in CITED.findall(answer.text)]
+    is_right = has_words(CITED.sub("", answer.text), words)
+    return Row(
+        question,
+        bool([*QUESTIONS].index(question) % 2),
+        any(has_words(text, words) for text in passages.values()),
+        is_right,
+        is_right and bool(cited) and all(has_words(passages.get(number, ""), words) for number in cited[:1]),
+        answer.text,
+        answer.token_ids,
+        answer.num_prompt_tokens,
+    )
+
+
+def steps(chunks: tuple[Chunk, ...]) -> Iterator[Step]:
+    """A search that refines its result: fewer passages first, then some of them in another order."""
+    yield Update(chunks[:1])
+    yield GAP_S
+    yield Update((*chunks[:1], *reversed(chunks[1:])))
+    yield GAP_S
+    yield Update(chunks)
+
+
+async def retrieve(
+    folder: Path, settings: Sequence[Setting], asked: Sequence[str]
+) -> dict[int, dict[str, tuple[Chunk, ...]]]:
+    """For each length of passages and each question, what the index gives at its last stage."""
+    build_site(DOCS, folder / "site")
+    found: dict[int, dict[str, tuple[Chunk, ...]]] = {}
+    for words in {setting.passage_words: None for setting in settings}:
+        with console.status(f"indexing passages of {words} words"):
+            await asyncio.to_thread(build_index, folder / "site", folder / str(words), passage_words=words)
+        found[words] = {}
+        source = VectorSource(folder / str(words), k=max(setting.k for setting in settings))
+        async with aclosing(source):
+            await source.start(lambda line: None)
+            for question in asked:
+                async with aclosing(source.stream(question)) as events:
+                    async for event in events:
+                        if isinstance(event, Update):
+                            found[words][question] = event.chunks
+    return found
+
+
+async def ask(
+    backend: VllmBackend,
+    setting: Setting,
+    found: dict[str, tuple[Chunk, ...]],
+    *,
+    overlap: bool,
+    at_once: int,
+    bar: Callable[[], None],
+) -> list[Row]:
+    """All questions in one setting."""
+
+    def plan(question: str) -> Iterator[Step]:
+        chunks = found[question][: setting.k]
+        return steps(chunks[::-1] if setting.best_last else chunks)
+
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    limit = asyncio.Semaphore(at_once)
+    async with Pipeline(ScriptedSource(plan), backend, owns_backend=False, template=setting.template) as pipeline:
+
+        async def one(question: str) -> Row:
+            async with limit:
+                if at_once == 1:
+                    await backend.reset_prefix_cache()
+                stream = pipeline.stream(question, params=params, overlap=overlap)
+                async with stream as chunks:
+                    async for _ in chunks:
+                        pass
+                bar()
+                assert stream.result is not None
+                return row(question, stream.result)
+
+        return list(await asyncio.gather(*(one(question) for question in found)))
+
+
+def table_of(results: dict[str, list[Row]], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("setting")
+    for heading in ("prompt tokens", "words retrieved", "right", "right and cited", "of these, not for choosing"):
+        table.add_column(heading, justify="right")
+    for name, rows in results.items():
+        held_out = [r for r in rows if r.is_held_out]
+        table.add_row(
+            name,
+            f"{sum(r.num_prompt_tokens for r in rows) / len(rows):.0f}",
+            f"{sum(r.has_words for r in rows)}",
+            f"{sum(r.is_right for r in rows)} of {len(rows)}",
+            f"{sum(r.is_cited for r in rows)} of {len(rows)}",
+            f"{sum(r.is_cited for r in held_out)} of {len(held_out)}",
+        )
+    return table
+
+
+def chosen(results: dict[str, list[Row]]) -> str:
+    """The setting with most answers cited rightly in the half that is for choosing; of several, the first."""
+    return max(results, key=lambda name: sum(r.is_cited for r in results[name] if not r.is_held_out))
+
+
+async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    settings = [s for s in SETTINGS if not arguments.only or s.name in arguments.only]
+    found = await retrieve(folder, settings, [*QUESTIONS][: arguments.questions])
+    backend = VllmBackend(arguments.model, max_model_len=8192, dtype=arguments.dtype, kv_cache_bytes=1 << 30)
+    results: dict[str, list[Row]] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    async with aclosing(backend):
+        with console.status("starting the engine"):
+            await backend.start(lambda line: None)
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("asking", total=(len(settings) + 2 - (len(settings) == 1)) * arguments.questions)
+
+            def bar() -> None:
+                progress.advance(task)
+
+            for setting in settings if len(settings) > 1 else ():
+                results[setting.name] = await ask(
+                    backend, setting, found[setting.passage_words], overlap=False, at_once=8, bar=bar
+                )
+                progress.console.print(f"{setting.name}: {sum(r.is_cited for r in results[setting.name])}")
+            best = next(s for s in settings if s.name == chosen(results)) if results else settings[0]
+            both = [
+                await ask(backend, best, found[best.passage_words], overlap=overlap, at_once=1, bar=bar)
+                for overlap in (True, False)
+            ]
+            results = results or {best.name: both[1]}
+    num_equal = sum(a.token_ids == b.token_ids for a, b in zip(*both, strict=True))
+    return {"settings": results, "chosen": best.name, "streaming": both[0], "waiting": both[1], "num_equal": num_equal}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="another model than `streamrag demo-model` makes")
+    parser.add_argument("--dtype", default="float32", metavar="D", help="of the engine (%(default)s)")
+    names = [setting.name for setting in SETTINGS]
+    parser.add_argument("--only", action="append", choices=names, metavar="SETTING", help=f"of {'; '.join(names)}")
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS), metavar="N", help="only the first N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the answers")
+    arguments = parser.parse_args()
+    pages = {path.name: plain(path.read_text()) for path in sorted(DOCS.glob("*.md")) if path.name != "api.md"}
+    for question, words in QUESTIONS.items():
+        assert any(has_words(text, words) for text in pages.values()), f"no page answers {question!r} any more"
+    with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
+        if arguments.model is None:
+            arguments.model = make_demo_model(Path(folder, "model"))
+        measured = asyncio.run(measure(arguments, Path(folder)))
+    for one in measured["streaming"]:
+        mark = "[green]cited[/]" if one.is_cited else "[yellow]right[/]" if one.is_right else "[red]wrong[/]"
+        console.print(f"{mark} {one.question}")
+        console.print(f"      {' '.join(one.text.split())}", markup=False)
+    console.print(table_of(measured["settings"], f"{arguments.questions} questions, {arguments.dtype}"))
+    console.print(table_of({measured["chosen"]: measured["streaming"]}, "chosen by one half, and asked streaming"))
+    console.print(f"streaming and not, the same tokens: {measured['num_equal']} of {arguments.questions}")
+    if arguments.json:
+        as_json = {
+            "command": " ".join(["python", *sys.argv]),
+            "versions": versions(),
+            "dtype": arguments.dtype,
+            "chosen": measured["chosen"],
+            "num_equal": measured["num_equal"],
+            "settings": {name: [asdict(r) for r in rows] for name, rows in measured["settings"].items()},
+            "streaming": [asdict(r) for r in measured["streaming"]],
+        }
+        write_whole(arguments.json, json.dumps(as_json, indent=1) + "\n")
+    return 0 if measured["num_equal"] == arguments.questions else 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    sys.exit(main())

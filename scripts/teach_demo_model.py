@@ -1,0 +1,220 @@
+"""Teach the demo's model to answer with a sentence of its documents, and to cite it: a LoRA, on a CPU, resumable.
+
+    python scripts/teach_demo_model.py MODEL DOCS... --state FOLDER --out ADAPTER [--examples N]
+
+MODEL is what `streamrag demo-model` wrote with `--untaught`; DOCS are folders of documentation, as Debian's packages
+python3-doc and postgresql-doc have. Prompts are those of the default template. Every 24th page is held out, for the
+curve in FOLDER/curve.jsonl. Stopped and started again with the same arguments it goes on where it was.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from teaching_examples import Example, Page, make_example, read_pages
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from streamrag.backends.tokenizer import HuggingFaceTokenizer
+from streamrag.files import replacing
+from streamrag.modes import PromptTemplate
+from streamrag.modes.prompt import PromptAssembler
+
+RANK, SCALE = 8, 2.0
+TAUGHT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+BATCH, LEARNING_RATE, WARM_UP = 4, 1e-3, 20
+PASSAGE_WORDS, MAX_PASSAGES, MAX_TOKENS = (40, 70, 110), 5, 520
+PAGES_PER_FOLDER, HELD_OUT_EVERY, NUM_HELD_OUT = 300, 24, 24
+CHECK_EVERY, SAVE_EVERY = 50, 10
+"""In steps of `BATCH` examples."""
+END = "<|im_end|>"
+
+console = Console(highlight=False)
+
+
+class Lora(nn.Module):  # type: ignore[misc]
+    """A frozen linear layer, and what is added to it."""
+
+    def __init__(self, frozen: Any) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down = nn.Parameter(torch.randn(RANK, frozen.in_features) / math.sqrt(frozen.in_features))
+        self.up = nn.Parameter(torch.zeros(frozen.out_features, RANK))
+
+    def forward(self, x: Any) -> Any:
+        low = nn.functional.linear(x, self.down.to(x.dtype))
+        return self.frozen(x) + SCALE * nn.functional.linear(low, self.up.to(x.dtype))
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Token ids of a prompt, and of what is to follow it."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def with_loras(model: Any) -> dict[str, Lora]:
+    """Put a LoRA around each linear layer of the blocks; returns them by the names of the layers."""
+    model.requires_grad_(False)
+    loras = {}
+    for name, module in list(model.named_modules()):
+        parent, _, last = name.rpartition(".")
+        if last in TAUGHT:
+            loras[name] = Lora(module)
+            setattr(model.get_submodule(parent), last, loras[name])
+    return loras
+
+
+def make_lesson(example: Example, tokenizer: Any) -> Lesson:
+    assembler = PromptAssembler(tokenizer, PromptTemplate(), example.question, max_model_len=8192, max_tokens=256)
+    prompt = assembler.assemble(example.chunks, is_complete=True).prompt.token_ids
+    return Lesson(prompt, (*tokenizer.encode(example.answer), *tokenizer.encode(END, allow_special=True)))
+
+
+def lessons(pages: Sequence[Page], tokenizer: Any, seed: str, first: int = 0) -> Iterator[Lesson]:
+    """Without end; those of one `seed` are always the same, from whichever they begin."""
+    number = first
+    while True:
+        rng = random.Random(f"{seed} {number}")
+        while True:
+            lesson = make_lesson(make_example(pages, rng, MAX_PASSAGES), tokenizer)
+            if len(lesson.prompt) + len(lesson.answer) <= MAX_TOKENS:
+                break
+        yield lesson
+        number += 1
+
+
+def logits_of(model: Any, lesson: Lesson) -> Any:
+    """At the places that predict the answer."""
+    ids = torch.tensor([[*lesson.prompt, *lesson.answer]])
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    return model.lm_head(hidden[0, len(lesson.prompt) - 1 :]).float()
+
+
+def check(model: Any, held_out: Sequence[Lesson]) -> dict[str, float]:
+    """How well the model predicts answers that it was not taught."""
+    losses, num_right, num_tokens, num_whole = [], 0, 0, 0
+    with torch.no_grad():
+        for lesson in held_out:
+            logits, target = logits_of(model, lesson), torch.tensor(lesson.answer)
+            losses.append(float(nn.functional.cross_entropy(logits, target)))
+            right = logits.argmax(-1) == target
+            num_right += int(right.sum())
+            num_tokens += len(target)
+            num_whole += bool(right.all())
+    return {
+        "loss": sum(losses) / len(losses),
+        "tokens_right": num_right / num_tokens,
+        "answers_right": num_whole / len(held_out),
+    }
+
+
+def rate(step: int, num_steps: int) -> float:
+    """Rises for some steps, then falls to nothing."""
+    return LEARNING_RATE * min((step + 1) / WARM_UP, (num_steps - step) / max(num_steps - WARM_UP, 1))
+
+
+def teach(model: Any, loras: dict[str, Lora], arguments: argparse.Namespace, pages: list[Page], tokenizer: Any) -> None:
+    state: Path = arguments.state
+    taught = [page for number, page in enumerate(pages) if number % HELD_OUT_EVERY]
+    unseen = [page for number, page in enumerate(pages) if not number % HELD_OUT_EVERY]
+    source = lessons(unseen, tokenizer, "held out")
+    held_out = [next(source) for _ in range(NUM_HELD_OUT)]
+    parameters = [p for lora in loras.values() for p in (lora.down, lora.up)]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    first = 0
+    checkpoint = state / "checkpoint.pt"
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        for name, lora in loras.items():
+            lora.load_state_dict(saved["loras"][name], strict=False)
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"]
+        console.print(f"goes on at step {first}")
+    num_steps = arguments.examples // BATCH
+    source = lessons(taught, tokenizer, "taught", first * BATCH)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("teaching", total=num_steps, completed=first)
+        for step in range(first, num_steps + 1):
+            if step % CHECK_EVERY == 0 or step == num_steps:
+                told = {"step": step, "num_examples": step * BATCH, **check(model, held_out), "at": time.time()}
+                with (state / "curve.jsonl").open("a") as file:
+                    file.write(json.dumps(told) + "\n")
+                console.print(told)
+            if step % SAVE_EVERY == 0 or step == num_steps:
+                save(checkpoint, loras, optimizer, step)
+            if step == num_steps:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step, num_steps)
+            for _ in range(BATCH):
+                lesson = next(source)
+                loss = nn.functional.cross_entropy(logits_of(model, lesson), torch.tensor(lesson.answer))
+                (loss / BATCH).backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            bar.advance(task)
+
+
+def save(path: Path, loras: dict[str, Lora], optimizer: Any, step: int) -> None:
+    of_loras = {name: {"down": lora.down.data, "up": lora.up.data} for name, lora in loras.items()}
+    with replacing(path) as unfinished:
+        torch.save({"step": step, "loras": of_loras, "optimizer": optimizer.state_dict()}, unfinished)
+
+
+def write_adapter(path: Path, loras: dict[str, Lora]) -> None:
+    """As `streamrag demo-model` merges it: `up @ down` is added to the weight of each layer."""
+    tensors = {}
+    for name, lora in loras.items():
+        tensors[f"{name}.down"] = lora.down.data.to(torch.float16).contiguous()
+        tensors[f"{name}.up"] = (SCALE * lora.up.data).to(torch.float16).contiguous()
+    with replacing(path) as unfinished:
+        save_file(tensors, unfinished)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="MODEL", help="what `streamrag demo-model --untaught` wrote")
+    parser.add_argument("docs", type=Path, nargs="+", metavar="DOCS", help="folders with text, Markdown or HTML")
+    parser.add_argument("--state", type=Path, required=True, metavar="FOLDER", help="for the checkpoint and the curve")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the adapter to write")
+    parser.add_argument("--examples", type=int, default=2000, metavar="N", help="to teach with (2000)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="more than idle cores slow it down (1)")
+    arguments = parser.parse_args()
+    arguments.state.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    tokenizer = HuggingFaceTokenizer(arguments.model)
+    rng = random.Random(0)
+    pages = [
+        page
+        for docs in arguments.docs
+        for words in PASSAGE_WORDS
+        for page in read_pages(docs, words, rng, PAGES_PER_FOLDER // 3)
+    ]
+    rng.shuffle(pages)
+    console.print(f"{len(pages)} pages, {sum(len(page.sentences) for page in pages)} sentences")
+    model = LlamaForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
+    loras = with_loras(model)
+    console.print(f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,} weights to learn")
+    teach(model, loras, arguments, pages, tokenizer)
+    write_adapter(arguments.out, loras)
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    main()

