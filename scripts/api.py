@@ -28,8 +28,8 @@ MODULES = [
 
 SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
-    "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages from_rankings Merged "
-    "ReplaySource",
+    "Sources": "WebSource VectorSource HybridSource build_index IndexSummary RetrieverSource from_passages "
+    "from_rankings Merged ReplaySource",
     "Modes": "UpdateMode AppendMode",
     "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
     "Recording": "TraceRecorder",
