@@ -218,7 +218,7 @@ class HybridSource:
         """
         if not self._opened:
             raise ConfigurationError("HybridSource is not started: use it in a Pipeline, or await its start() first")
-        opened, share, refinement = self._opened, Share(), Refinement(self._k)
+        opened, refinement = self._opened, Refinement(self._k)
         failures = Failures(lambda: self._opened is opened)
         num_batches = ceil(min(self._candidates, opened.num_passages) / self._batch_size) if opened.reranker else 0
         coming: _Coming = asyncio.Queue(MAX_COMING)
@@ -226,7 +226,7 @@ class HybridSource:
         pulling = asyncio.create_task(self._pull(query, coming), name="hybrid source vectors")
         try:
             with failures.noted("the keyword search"):
-                found = await self._by_keywords(opened.keywords, query, share)
+                found = await self._by_keywords(opened.keywords, query)
                 refinement.rank("keywords", found)
             if refinement.best:
                 yield Update(refinement.best, self._hint(1, began_s, num_batches))
@@ -246,7 +246,7 @@ class HybridSource:
                         yield Update(refinement.best, self._hint(num_stages, began_s, num_batches))
             self._search_pace.note(_now() - began_s)
             if opened.reranker and refinement.best:
-                async with aclosing(self._rerank(opened.reranker, refinement, query, share, failures)) as updates:
+                async with aclosing(self._rerank(opened.reranker, refinement, query, failures)) as updates:
                     async for update in updates:
                         yield update
         finally:
@@ -256,9 +256,9 @@ class HybridSource:
         if failures.missing:
             yield CutShort("; ".join(failures.missing))
 
-    async def _by_keywords(self, workers: WorkerPool, query: str, share: Share) -> tuple[Chunk, ...]:
+    async def _by_keywords(self, workers: WorkerPool, query: str) -> tuple[Chunk, ...]:
         job = {"do": "search", "query": query, "k": self._candidates}
-        found = await _run(workers, job, timeout_s=KEYWORD_TIMEOUT_S, share=share)
+        found = await _run(workers, job, timeout_s=KEYWORD_TIMEOUT_S, share=Share())
         return tuple(Chunk(**fields) for fields in found["passages"])
 
     async def _pull(self, query: str, coming: _Coming) -> None:
@@ -274,12 +274,12 @@ class HybridSource:
         await coming.put(None)
 
     async def _rerank(
-        self, workers: WorkerPool, refinement: Refinement, query: str, share: Share, failures: Failures
+        self, workers: WorkerPool, refinement: Refinement, query: str, failures: Failures
     ) -> AsyncGenerator[Update, None]:
         """An update for each batch that changes what is best. One job a batch: those of other queries come between."""
         candidates = refinement.fused[: self._candidates]
         batches = [candidates[i : i + self._batch_size] for i in range(0, len(candidates), self._batch_size)]
-        end_s = _now() + self._rerank_timeout_s
+        share, end_s = Share(), _now() + self._rerank_timeout_s
         for number, batch in enumerate(batches):
             began_s = _now()
             job = {"do": "score", "query": query, "texts": [with_title(chunk.title, chunk.text) for chunk in batch]}
