@@ -274,9 +274,9 @@ def timed(
 ) -> KeywordRow:
     before = set(folder.rglob("*")) - {folder / KEYWORDS} if folder else set()
     build_s = seconds(build)
-    began_s = time.perf_counter()
-    search = open_index()
-    open_ms = (time.perf_counter() - began_s) * 1e3
+    opened: list[Callable[[str, int], object]] = []
+    open_ms = seconds(lambda: opened.append(open_index())) * 1e3
+    search = opened[0]
     size = sum(path.stat().st_size for path in set(folder.rglob("*")) - before if path.is_file()) if folder else 0
     search(queries[0], CANDIDATES)
     took_ms = [seconds(lambda query=query: search(query, CANDIDATES)) * 1e3 for query in queries]  # type: ignore[misc]
@@ -284,9 +284,10 @@ def timed(
 
 
 def seconds(work: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
+    """Of computing by this thread: what other programs take does not count."""
+    began_s = time.thread_time()
     work()
-    return time.perf_counter() - began_s
+    return time.thread_time() - began_s
 
 
 def write_fts(folder: Path, texts: Iterable[str]) -> None:
@@ -305,7 +306,7 @@ def open_fts(folder: Path) -> Callable[[str, int], object]:
 
 
 def bm25s_row(folder: Path, texts: list[str], queries: Sequence[str]) -> Iterator[KeywordRow]:
-    import bm25s  # type: ignore[import-not-found,unused-ignore]
+    import bm25s  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     saved = folder / "bm25s"
 
@@ -346,7 +347,9 @@ def print_search(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_keywords(rows: Sequence[KeywordRow]) -> None:
-    table = Table(f"{NUM_MADE:,} made passages", "built in", "opened in", "on disk", "query, median", "9 of 10 within")
+    table = Table(
+        f"{NUM_MADE:,} made passages, CPU times", "built in", "opened in", "on disk", "query, median", "9 of 10 within"
+    )
     for each in rows:
         size = f"{each.size_mib:.0f} MiB" if each.size_mib else "-"
         figures = (

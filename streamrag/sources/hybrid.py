@@ -120,6 +120,7 @@ class HybridSource:
             vectors = VectorSource(index, k=candidates, ladder=(4 * candidates,), embedder=embedder)
         self._vectors = vectors
         self._opened: _Opened | None = None
+        self._loading: asyncio.Task[None] | None = None
         self._search_pace, self._batch_pace = Pace(), Pace()
 
     # ---------------------------------------------------------------------------------------------------- starting
@@ -189,10 +190,20 @@ class HybridSource:
         if opened.reranker:
             progress(f"loading the reranker {self._reranker}")
             await opened.reranker.start()
-            loads = (_run(opened.reranker, {"do": "load"}, timeout_s=START_TIMEOUT_S) for _ in range(self._num_workers))
-            for result in await asyncio.gather(*loads, return_exceptions=True):
-                if isinstance(result, BaseException):
-                    raise result
+            await self._load(opened.reranker)
+
+    async def _load(self, workers: WorkerPool) -> None:
+        """One job for each worker: those that have loaded the model answer at once."""
+        loads = (_run(workers, {"do": "load"}, timeout_s=START_TIMEOUT_S) for _ in range(self._num_workers))
+        for result in await asyncio.gather(*loads, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    def _load_again(self, workers: WorkerPool) -> None:
+        """For a worker that was replaced: no query whose time runs out while the model is loaded stops that again."""
+        if self._loading is None or self._loading.done():
+            self._loading = asyncio.create_task(self._load(workers), name="hybrid source load")
+            self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def aclose(self) -> None:
         """Stop the workers. Searches that are under way end with an error. Does nothing when not started."""
@@ -201,6 +212,8 @@ class HybridSource:
             await self._close(opened)
 
     async def _close(self, opened: _Opened) -> None:
+        if self._loading:
+            await cancel_regardless([self._loading])
         closing = [pool.aclose() for pool in (opened.keywords, opened.reranker) if pool]
         if isinstance(self._vectors, Startable):
             closing.append(self._vectors.aclose())
@@ -291,6 +304,7 @@ class HybridSource:
                 except TimeoutError:
                     raise SourceError(f"it took longer than {self._rerank_timeout_s:g} s") from None
             if scores is None:
+                self._load_again(workers)
                 return
             self._batch_pace.note(_now() - began_s)
             if refinement.score(batch, scores):
