@@ -1,4 +1,5 @@
-"""The main job on real parts: a crawl and a DiskANN search stream into a vLLM on CPU, and the same without streaming.
+"""The main job on real parts: a crawl, and a search that refines its result by keywords, vectors and a reranker, stream
+into a vLLM on CPU; and the same without streaming.
 
 Run it with `make demo`. Without options it serves streamrag's own documentation on loopback, indexes it, and asks a
 small model, SmolLM2 with 135 M parameters, made by `streamrag demo-model`. With `--tiny` it is a Llama with random
@@ -25,11 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag import (
+    HybridSource,
     Pipeline,
     SamplingParams,
     Source,
     StreamRagError,
-    VectorSource,
     VllmBackend,
     WebSource,
     build_index,
@@ -44,7 +45,7 @@ from streamrag.telemetry import (
     Event,
     RetrievalCutShort,
 )
-from streamrag.testing import StretchedSource, make_demo_model, make_tiny_llama
+from streamrag.testing import make_demo_model, make_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = (
@@ -54,10 +55,6 @@ QUESTIONS = (
     "When does streaming the context not help?",
     "How does a search refine its result in stages?",
 )
-STAGE_GAP_S, END_GAP_S = 0.6, 1.5
-"""The stretched search: seconds between changes of its result, and from the last one until it is known to be final, as
-if the index lay on a slow or remote disk. The real ones are milliseconds."""
-
 MAX_MODEL_LEN = 8192
 TINY = {"hidden_size": 768, "num_layers": 4, "num_heads": 12, "vocab_size": 4096, "max_model_len": MAX_MODEL_LEN}
 
@@ -103,7 +100,9 @@ def prepare(arguments: argparse.Namespace) -> None:
     docs = ROOT / "docs"
     texts = [path.read_text() for path in written_pages(docs)]
     made_from = hashlib.sha256(
-        "\0".join([*texts, json.dumps([TINY, arguments.tiny, arguments.model is None])]).encode()
+        "\0".join(
+            [*texts, json.dumps([TINY, arguments.tiny, arguments.model is None, "with a keyword index"])]
+        ).encode()
     ).hexdigest()
     stamp = out / "made-from"
     if not stamp.exists() or stamp.read_text() != made_from:
@@ -301,7 +300,7 @@ async def run(arguments: argparse.Namespace) -> None:
             dtype="auto" if arguments.model else "float32",
         )
         crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
-        search = VectorSource(index, k=10)
+        search = HybridSource(index, k=10, reranker="late-interaction", candidates=20)
         with console.status("starting") as status:
             for part in (backend, crawl, search):
                 stack.push_async_callback(part.aclose)
@@ -309,12 +308,10 @@ async def run(arguments: argparse.Namespace) -> None:
         for name, source, what in (
             ("crawl", crawl, "Pages append to the context."),
             (
-                "search, stretched",
-                StretchedSource(search, (STAGE_GAP_S,), end_gap_s=END_GAP_S),
-                "Stages update the context. They are stretched, as if the index lay on a slow disk: changes come "
-                f"{STAGE_GAP_S} s apart, and the search ends {END_GAP_S} s after the last one.",
+                "search",
+                search,
+                "Keywords, then vectors, then a reranker update the context, each when it knows better.",
             ),
-            ("search", search, "The same search as fast as it is."),
         ):
             console.rule(f"[bold]{name}", align="left")
             console.print(what)

@@ -30,7 +30,7 @@ SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
     "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages "
     "from_rankings Merged ReplaySource WorthSending calibrate Calibration search_engine "
-    "PgVectorSource build_table TableSummary",
+    "PgVectorSource build_table TableSummary HybridSource",
     "Modes": "UpdateMode AppendMode",
     "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
     "Recording": "TraceRecorder",

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from streamrag.sources.calibration import Calibration as Calibration
     from streamrag.sources.generators import from_passages as from_passages
     from streamrag.sources.generators import from_rankings as from_rankings
+    from streamrag.sources.hybrid import HybridSource as HybridSource
     from streamrag.sources.index import IndexSummary as IndexSummary
     from streamrag.sources.index import build_index as build_index
     from streamrag.sources.merged import Merged as Merged
@@ -106,6 +107,7 @@ _HOMES = {
     "EngineDeadError": "streamrag.errors",
     "EventStream": "streamrag.handle",
     "Hint": "streamrag.core",
+    "HybridSource": "streamrag.sources.hybrid",
     "IndexCorruptError": "streamrag.errors",
     "IndexExistsError": "streamrag.errors",
     "IndexMismatchError": "streamrag.errors",

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from streamrag import Append, Chunk, CutShort, Pipeline, Skipped, Update
+from streamrag import Append, Chunk, CutShort, HybridSource, Pipeline, Skipped, Update, VectorSource
 from streamrag.cli import main
+from streamrag.cli.program import make_parser
+from streamrag.cli.source import make_source
 from streamrag.cli.view import print_sources, print_timings, watch
 from streamrag.errors import SourceError
 from streamrag.telemetry import Event
@@ -132,6 +134,8 @@ def test_only_the_command_that_is_named_is_imported() -> None:
         (["--url", "ftp://example.org", "--model", "/tmp"], "UnsafeUrlError"),
         (["--index", "/nowhere", "--model", "/nowhere"], "ModelError"),
         (["--url", "http://example.org", "--model", "/tmp", "--api-key", "x"], "--api-key is for --server"),
+        (["--url", "http://example.org", "--model", "/tmp", "--hybrid"], "--rerank are for --index"),
+        (["--url", "http://example.org", "--model", "/tmp", "--rerank", "x"], "--rerank are for --index"),
         (["--url", "http://example.org", "--model", "/tmp", "--max-tokens", "0"], "max_tokens=0"),
     ],
 )
@@ -161,6 +165,20 @@ def test_a_question_that_cannot_be_asked_is_refused_before_anything_starts(
 def test_building_from_a_missing_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["index", "build", str(tmp_path / "none"), "--out", str(tmp_path / "index")]) == 1
     assert "none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], (VectorSource, None)),
+        (["--hybrid"], (HybridSource, None)),
+        (["--rerank", "late-interaction"], (HybridSource, "late-interaction")),
+    ],
+)
+def test_an_index_is_searched_as_its_options_say(options: list[str], expected: tuple[type, str | None]) -> None:
+    parser = make_parser(["ask"])
+    source = make_source(parser.parse_args(["ask", "Why?", "--index", "./index", "--model", "m", *options]))
+    assert (type(source), getattr(source, "_reranker", None)) == expected
 
 
 async def test_the_json_result_is_complete() -> None:

@@ -26,6 +26,7 @@ EPILOG = """\
 examples:
   streamrag ask "How do I cancel a task group?" --url https://anyio.readthedocs.io --model ./Llama-3.1-8B-Instruct
   streamrag ask "What changed in 2.0?" --index ./docs-index --model ./Llama-3.1-8B-Instruct
+  streamrag ask "What changed in 2.0?" --index ./docs-index --rerank late-interaction --model ./Llama-3.1-8B-Instruct
   streamrag ask "Who wrote this?" --url http://127.0.0.1:8000 --allow-private \\
       --server http://127.0.0.1:8001/v1 --model my-model
   streamrag ask --index ./docs-index --model ./Llama-3.1-8B-Instruct

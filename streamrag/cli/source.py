@@ -36,12 +36,22 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--embedder", metavar="NAME", help="what the index was made with, if not the default; it is loaded, so trust it"
     )
+    search.add_argument("--hybrid", action="store_true", help="search by keywords too, and fuse both rankings")
+    search.add_argument(
+        "--rerank",
+        metavar="NAME",
+        help="as --hybrid, then rerank: late-interaction, or a cross-encoder's name or path; it is loaded, so trust it",
+    )
     search.add_argument("-k", type=int, default=5, metavar="N", help="passages in the context (%(default)s)")
 
 
 def make_source(arguments: argparse.Namespace) -> Source:
     """The source that these options name."""
     if arguments.index is not None:
+        if arguments.hybrid or arguments.rerank is not None:
+            from streamrag.sources.hybrid import HybridSource
+
+            return HybridSource(arguments.index, k=arguments.k, reranker=arguments.rerank, embedder=arguments.embedder)
         from streamrag.sources.vector import VectorSource
 
         return VectorSource(arguments.index, k=arguments.k, embedder=arguments.embedder)
@@ -51,6 +61,8 @@ def make_source(arguments: argparse.Namespace) -> Source:
 
         embedder = arguments.embedder or DEFAULT_EMBEDDER
         return PgVectorSource(dsn_of(arguments.postgres), table=arguments.table, k=arguments.k, embedder=embedder)
+    if arguments.hybrid or arguments.rerank is not None:
+        raise ConfigurationError("--hybrid and --rerank are for --index, which was not given")
     from streamrag.sources.web import WebSource
 
     return WebSource(

@@ -1,6 +1,7 @@
 """Building a vector index from a folder of documents.
 
     documents ──passages──▶ passages.jsonl ──worker: embedder──▶ vectors ──worker: DiskANN──▶ index ──rename──▶ out
+                                           ──▶ keywords.sqlite
 
 The whole index is made in a hidden folder beside `out`, which `out` becomes at the very end.
 """
@@ -34,6 +35,7 @@ from streamrag.sources.index_folder import (
     looks_like_index,
     stored_line,
 )
+from streamrag.sources.keywords import require_stemmer, write_keywords
 from streamrag.sources.passages import (
     UnusableDocumentError,
     find_documents,
@@ -98,6 +100,7 @@ def build_index(
     started_s = clock()
     _check_caller(passage_words, max_file_bytes)
     require_diskann()
+    require_stemmer()
     place = find_embedder(embedder)
     folder, out = Path(folder).resolve(), Path(out).resolve()
     _check_out(out, force)
@@ -106,6 +109,7 @@ def build_index(
         paths, skipped = find_documents(folder, max_file_bytes=max_file_bytes, leave_out=out)
         with _workspace(out) as unfinished:
             corpus = _write_passages(folder, paths, skipped, unfinished / PASSAGES, passage_words, tell)
+            write_keywords(unfinished)
             made = asyncio.run(_write_vectors(unfinished, place, corpus.num_passages, tell))
             manifest = _write_manifest(unfinished, place, corpus, passage_words, made)
             _publish(unfinished, out, force)

@@ -5,6 +5,7 @@ passages.jsonl          one passage a line, in the order of its vectors
 ann_disk.index          DiskANN's graph with the full vectors, read at every search
 ann_pq_*.bin            DiskANN's compressed vectors, held in the searcher's memory
 ann_metadata.bin        DiskANN's number of vectors, dimension and metric
+keywords.sqlite         the keyword index, see `keywords.py`; indexes of older versions have none
 """
 
 import hashlib
@@ -32,10 +33,10 @@ from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_byt
 from streamrag.sources.workers import WorkerJobError
 
 FORMAT_VERSION: Literal[1] = 1
-MANIFEST, PASSAGES = "manifest.json", "passages.jsonl"
+MANIFEST, PASSAGES, KEYWORDS = "manifest.json", "passages.jsonl", "keywords.sqlite"
 NEEDED = {PASSAGES, "ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
-MAYBE = {f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")}
-"""Files that DiskANN writes beside those, for large indexes and other metrics."""
+MAYBE = {KEYWORDS, *(f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm"))}
+"""Files beside those: not in older indexes, or written by DiskANN for large indexes and other metrics only."""
 
 MAX_HASHED_BYTES = 64 << 20
 """Files up to this size are read and compared with their SHA-256 when an index is opened; larger ones are not."""
@@ -85,7 +86,7 @@ def looks_like_index(folder: Path) -> bool:
     if not names <= NEEDED | MAYBE | {MANIFEST}:
         return False
     # Many programs have a manifest.json, and a passages.jsonl: only what DiskANN writes beside them makes an index.
-    return names >= NEEDED or (MANIFEST in names and not names <= {MANIFEST, PASSAGES})
+    return names >= NEEDED or (MANIFEST in names and not names <= {MANIFEST, PASSAGES, KEYWORDS})
 
 
 def sha256(path: Path) -> str:
