@@ -55,14 +55,14 @@ def make_source(arguments: argparse.Namespace) -> Source:
         from streamrag.sources.vector import VectorSource
 
         return VectorSource(arguments.index, k=arguments.k, embedder=arguments.embedder)
+    if arguments.hybrid or arguments.rerank is not None:
+        raise ConfigurationError("--hybrid and --rerank are for --index, which was not given")
     if arguments.postgres is not None:
         from streamrag.sources.embedder import DEFAULT_EMBEDDER
         from streamrag.sources.postgres.source import PgVectorSource
 
         embedder = arguments.embedder or DEFAULT_EMBEDDER
         return PgVectorSource(dsn_of(arguments.postgres), table=arguments.table, k=arguments.k, embedder=embedder)
-    if arguments.hybrid or arguments.rerank is not None:
-        raise ConfigurationError("--hybrid and --rerank are for --index, which was not given")
     from streamrag.sources.web import WebSource
 
     return WebSource(
