@@ -28,7 +28,8 @@ MODULES = [
 
 SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
-    "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages from_rankings Merged "
+    "Sources": "WebSource VectorSource IvfSource index_source build_index add_documents remove_documents IndexSummary "
+    "RetrieverSource from_passages from_rankings Merged "
     "ReplaySource",
     "Modes": "UpdateMode AppendMode",
     "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",

@@ -74,6 +74,10 @@ if TYPE_CHECKING:
     from streamrag.sources.generators import from_rankings as from_rankings
     from streamrag.sources.index import IndexSummary as IndexSummary
     from streamrag.sources.index import build_index as build_index
+    from streamrag.sources.index_changes import add_documents as add_documents
+    from streamrag.sources.index_changes import remove_documents as remove_documents
+    from streamrag.sources.ivf import IvfSource as IvfSource
+    from streamrag.sources.ivf import index_source as index_source
     from streamrag.sources.merged import Merged as Merged
     from streamrag.sources.replay import ReplaySource as ReplaySource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
@@ -103,6 +107,7 @@ _HOMES = {
     "IndexMismatchError": "streamrag.errors",
     "IndexMissingError": "streamrag.errors",
     "IndexSummary": "streamrag.sources.index",
+    "IvfSource": "streamrag.sources.ivf",
     "Merged": "streamrag.sources.merged",
     "MissingDependencyError": "streamrag.errors",
     "Mode": "streamrag.core",
@@ -146,10 +151,13 @@ _HOMES = {
     "VllmBackend": "streamrag.backends.vllm",
     "WebSource": "streamrag.sources.web",
     "WorkerError": "streamrag.errors",
+    "add_documents": "streamrag.sources.index_changes",
     "build_index": "streamrag.sources.index",
     "from_passages": "streamrag.sources.generators",
     "from_rankings": "streamrag.sources.generators",
+    "index_source": "streamrag.sources.ivf",
     "plain_chat": "streamrag.core",
+    "remove_documents": "streamrag.sources.index_changes",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -31,9 +31,9 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 def make_source(arguments: argparse.Namespace) -> Source:
     """The source that these options name."""
     if arguments.index is not None:
-        from streamrag.sources.vector import VectorSource
+        from streamrag.sources.ivf import index_source
 
-        return VectorSource(arguments.index, k=arguments.k, embedder=arguments.embedder)
+        return index_source(arguments.index, k=arguments.k, embedder=arguments.embedder)
     from streamrag.sources.web import WebSource
 
     return WebSource(

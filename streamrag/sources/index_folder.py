@@ -2,16 +2,25 @@
 
 manifest.json           what the index was made with, and the size and SHA-256 of the other files
 passages.jsonl          one passage a line, in the order of its vectors
+duplicates.jsonl        passages that were left out because an equal one is there, for when that one is removed
+
+Kind "diskann":
+vectors.f32             the vectors as they came from the embedder, for when documents are added or removed
 ann_disk.index          DiskANN's graph with the full vectors, read at every search
 ann_pq_*.bin            DiskANN's compressed vectors, held in the searcher's memory
 ann_metadata.bin        DiskANN's number of vectors, dimension and metric
+
+Kind "ivf":
+ivf.index               faiss's inverted lists with the full vectors, mapped into memory and read at every search
+
+Format 1 had one kind, "diskann", and neither duplicates.jsonl nor vectors.f32.
 """
 
 import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -31,11 +40,17 @@ from streamrag.errors import (
 from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 from streamrag.sources.workers import WorkerJobError
 
-FORMAT_VERSION: Literal[1] = 1
-MANIFEST, PASSAGES = "manifest.json", "passages.jsonl"
-NEEDED = {PASSAGES, "ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
-MAYBE = {f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")}
-"""Files that DiskANN writes beside those, for large indexes and other metrics."""
+IndexKind: TypeAlias = Literal["diskann", "ivf"]
+
+FORMATS = (1, 2)
+MANIFEST, PASSAGES, DUPLICATES = "manifest.json", "passages.jsonl", "duplicates.jsonl"
+VECTORS, IVF = "vectors.f32", "ivf.index"
+DISKANN = {"ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
+NEEDED: dict[str, set[str]] = {"diskann": {PASSAGES} | DISKANN, "ivf": {PASSAGES, IVF}}
+"""The files without which an index of this kind cannot be searched."""
+
+MAYBE = {DUPLICATES, VECTORS} | {f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")}
+"""Files that are there too: what adding and removing needs, and DiskANN's for large indexes and other metrics."""
 
 MAX_HASHED_BYTES = 64 << 20
 """Files up to this size are read and compared with their SHA-256 when an index is opened; larger ones are not."""
@@ -58,7 +73,8 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1, 2] = 2
+    kind: IndexKind = "diskann"
     created: datetime
     embedder: Annotated[str, Field(max_length=1000)]
     """For people; only the default one is found by this name. See `embedder_of_index`."""
@@ -67,12 +83,15 @@ class Manifest(BaseModel):
     """The first numbers of what the embedder makes of one sentence; tells embedders apart whatever they are called."""
     is_normalized: Literal[True] = True
     metric: Literal["l2"] = "l2"
-    """The metric of DiskANN's distances, which are squared: between unit vectors they are 2 - 2 * cosine similarity."""
+    """The metric of the distances, which are squared: between unit vectors they are 2 - 2 * cosine similarity."""
     num_documents: _Count
     num_passages: _Count
     passage_words: _Count
-    graph_degree: _Count
-    build_complexity: _Count
+    graph_degree: _Count | None = None
+    """DiskANN's, as is the next."""
+    build_complexity: _Count | None = None
+    num_lists: _Count | None = None
+    """The inverted lists of an IVF index."""
     packages: dict[str, str]
     """Versions."""
     files: dict[str, FileEntry]
@@ -82,10 +101,11 @@ def looks_like_index(folder: Path) -> bool:
     """Whether this folder holds files of an index, damaged or not, and no others: nobody's work is lost with it."""
     with os.scandir(folder) as entries:
         names = {entry.name if entry.is_file(follow_symlinks=False) else "" for entry in entries}
-    if not names <= NEEDED | MAYBE | {MANIFEST}:
+    if not names <= set().union(MAYBE, {MANIFEST}, *NEEDED.values()):
         return False
-    # Many programs have a manifest.json, and a passages.jsonl: only what DiskANN writes beside them makes an index.
-    return names >= NEEDED or (MANIFEST in names and not names <= {MANIFEST, PASSAGES})
+    # Many programs have a manifest.json, and a passages.jsonl: only what the library writes beside them makes an index.
+    has_all = any(names >= needed for needed in NEEDED.values())
+    return has_all or (MANIFEST in names and not names <= {MANIFEST, PASSAGES, DUPLICATES, VECTORS})
 
 
 def sha256(path: Path) -> str:
@@ -119,7 +139,9 @@ def check_index(folder: Path) -> tuple[Manifest, str]:
             f"{folder} is no vector index. Make one with:  streamrag index build FOLDER --out {folder}"
         ) from error
     manifest = _parse_manifest(folder, text)
-    if missing := sorted(NEEDED - manifest.files.keys()):
+    if manifest.kind == "ivf" and manifest.num_lists is None:
+        raise corrupt(folder, f"its {MANIFEST} does not say how many lists it has")
+    if missing := sorted(NEEDED[manifest.kind] - manifest.files.keys()):
         raise corrupt(folder, f"its {MANIFEST} does not name {', '.join(missing)}")
     for name, entry in manifest.files.items():
         _check_file(folder, name, entry)
@@ -132,10 +154,9 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
         version = fields["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise corrupt(folder, f"its {MANIFEST} is damaged") from error
-    if version != FORMAT_VERSION:
+    if version not in FORMATS:
         raise IndexMismatchError(
-            f"{folder} has format version {str(version)[:40]}, and this streamrag reads {FORMAT_VERSION}: "
-            "build it again"
+            f"{folder} has format version {str(version)[:40]}, and this streamrag reads 1 and 2: build it again"
         )
     try:
         return Manifest.model_validate(fields)
@@ -166,6 +187,27 @@ def corrupt(folder: Path, what: str) -> IndexCorruptError:
         f"the vector index {folder} is damaged: {what}. Build it again:  "
         f"streamrag index build FOLDER --out {folder} --force"
     )
+
+
+def embedded_text(fields: Mapping[str, Any]) -> str:
+    """What is embedded of a passage. In the middle of a document it may not say what it is about; the title does."""
+    title, text = fields["title"], fields["text"]
+    return text if text.startswith(title) else f"{title}\n{text}"
+
+
+def read_passages(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The fields of each passage in `name`, PASSAGES or DUPLICATES; none if there is no such file.
+
+    :raises IndexCorruptError: what stands there is no passage.
+    """
+    if not (folder / name).exists():
+        return
+    with open_regular(folder / name, follow_links=False) as file:
+        try:
+            for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+                yield _passage(parse_json(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise corrupt(folder, f"{name} has a line that is no passage") from error
 
 
 def stored_line(chunk: Chunk) -> str:
