@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamrag.core import Chunk
+from streamrag.errors import VectorIndexError
 from streamrag.files import exchange_folders, one_at_a_time, sync
 from streamrag.scratch import locked_folder, not_left_behind
 from streamrag.sources.embedded import KEPT
@@ -150,6 +151,8 @@ async def _write_vectors(
         tell(total, total, "indexing")
         return made, num_embedded
     except WorkerJobError as error:
+        if error.kind == "OSError":
+            raise VectorIndexError(f"building the index failed: {error.message}") from error
         raise explain(error, "building the index failed") from error
     finally:
         await pool.aclose()

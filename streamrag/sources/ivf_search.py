@@ -74,8 +74,10 @@ class _Searcher(IndexSearcher):
             query[None], job["k"], lists[None, first:last], distances_of_lists[None, first:last]
         )
         is_found = ids[0] >= 0
+        if first == 0 and is_found.sum() < min(job["k"], self._num_passages):  # what is not a number is never found
+            raise corrupt(self._folder, f"{IVF} has vectors that are none")
         if job["nearer_than"] is not None:
-            is_found &= ~(distances[0] > job["nearer_than"])  # NaN stays, to be seen
+            is_found &= distances[0] <= job["nearer_than"]
         distances, ids = distances[0][is_found], ids[0][is_found]
         if len(np.unique(ids)) < len(ids) or (ids >= self._num_passages).any() or not np.isfinite(distances).all():
             raise corrupt(self._folder, f"{IVF} answers with passages {ids.tolist()[:100]} of {self._num_passages}")
