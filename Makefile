@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step paper paper-full clean
+.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-index paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -81,6 +81,9 @@ bench-k-lpm: .venv/installed ## k-LPM on prompts that form a tree, beside its th
 
 bench-step: .venv/installed ## microseconds that planning a step takes over vLLM's own, with 50 and 500 requests; two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/step_cost.py --json experiments/results/step_cost.json
+
+bench-index: .venv/installed ## DiskANN and IVF with 100,000 vectors, DOCUMENTS=FOLDER embedded first; SLOW=--slow as root: minutes to an hour
+	$(RUN) experiments/index_size.py $(DOCUMENTS) $(SLOW) --json experiments/results/index_size.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

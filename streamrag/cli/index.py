@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="put documents into an index, or replace them",
         usage="%(prog)s INDEX PATH [PATH ...] [options]",
         description=ADD,
+        epilog=EPILOG,
     )
     add.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
     add.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="files, or folders of any depth")
@@ -77,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take documents out of an index",
         usage="%(prog)s INDEX NAME [NAME ...] [options]",
         description=REMOVE,
+        epilog=EPILOG,
     )
     remove.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
     remove.add_argument("names", nargs="+", metavar="NAME", help="a document's or a folder's, as in citations")

@@ -21,6 +21,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -146,6 +147,14 @@ def check_index(folder: Path) -> tuple[Manifest, str]:
     for name, entry in manifest.files.items():
         _check_file(folder, name, entry)
     return manifest, hashlib.sha256(text).hexdigest()
+
+
+def said_kind(folder: Path) -> IndexKind:
+    """What the manifest says of the kind; nothing is checked. "diskann" if it says nothing."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if parse_json(read_bytes(folder / MANIFEST, follow_links=False))["kind"] == "ivf":
+            return "ivf"
+    return "diskann"
 
 
 def _parse_manifest(folder: Path, text: bytes) -> Manifest:

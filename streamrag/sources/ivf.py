@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.errors import ConfigurationError
-from streamrag.sources.index_folder import Manifest, check_index
+from streamrag.sources.index_folder import Manifest, said_kind
 from streamrag.sources.index_source import Found, IndexSource
 from streamrag.sources.ivf_search import MOST_LISTS, require_faiss
 from streamrag.sources.vector import VectorSource
@@ -93,12 +93,10 @@ def index_source(
 ) -> VectorSource | IvfSource:
     """The source for an index of either kind, with the defaults of that source.
 
-    Reads the index's files of up to 64 MiB, as starting it does again.
+    Reads the manifest only; what is wrong with an index, its source says when it is started.
 
-    :raises IndexMissingError: there is no index. As are IndexCorruptError and IndexMismatchError.
     :raises ConfigurationError: a value that cannot work.
     """
-    manifest, _ = check_index(Path(index).absolute())
-    if manifest.kind == "ivf":
+    if said_kind(Path(index).absolute()) == "ivf":
         return IvfSource(index, k=k, num_workers=num_workers, embedder=embedder)
     return VectorSource(index, k=k, num_workers=num_workers, embedder=embedder)
