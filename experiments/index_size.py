@@ -16,7 +16,6 @@ import argparse
 import ctypes
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -45,6 +44,7 @@ NUM_REAL, NUM_QUERIES, NUM_VECTORS, NUM_SLOW_QUERIES = 20_480, 200, 100_000, 30
 PASSAGE_WORDS, NOISE, K = 60, 0.35, 10
 LENGTHS = tuple(2 * K << stage for stage in range(5))
 PROBES = (4, 8, 16, 32, 64)
+KINDS = ("diskann", "ivf")
 READS_PER_S, BYTES_PER_S = 500, 40 << 20
 NUM_THREADS = min(8, os.cpu_count() or 1)
 BLKIO = Path("/sys/fs/cgroup/blkio")
@@ -118,7 +118,7 @@ def build(kind: str, work: Path) -> dict[str, Any]:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     vectors = np.load(work / "every.npy", mmap_mode="r")
-    before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before_bytes = _status("VmHWM")
     started_s = time.perf_counter()
     made: dict[str, Any] = {}
     if kind == "ivf":
@@ -126,7 +126,8 @@ def build(kind: str, work: Path) -> dict[str, Any]:
     else:
         search.build_graph(out, vectors, NUM_THREADS)
     build_s = time.perf_counter() - started_s
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before_bytes
+    cpu_s = time.process_time()
+    peak_bytes = _status("VmHWM") - before_bytes
     shutil.copy(work / "lines.jsonl", out / PASSAGES)
     files = describe_files(out)
     manifest = Manifest(
@@ -144,7 +145,7 @@ def build(kind: str, work: Path) -> dict[str, Any]:
     )
     (out / MANIFEST).write_text(manifest.model_dump_json())
     size_bytes = sum(entry.size_bytes for name, entry in files.items() if name != PASSAGES)
-    return {"build_s": build_s, "peak_bytes": peak_bytes, "size_bytes": size_bytes, **made}
+    return {"build_s": build_s, "build_cpu_s": cpu_s, "peak_bytes": peak_bytes, "size_bytes": size_bytes, **made}
 
 
 def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any]:
@@ -152,12 +153,13 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
     if is_slow:
         (BLKIO / "streamrag-slow" / "cgroup.procs").write_text(str(os.getpid()))
     manifest = Manifest.model_validate_json((folder / MANIFEST).read_text())
-    about = {"folder": str(folder), "num_passages": manifest.num_passages, "dimension": manifest.dimension}
-    options = {**about, "manifest_sha256": "", "location": "", "embedder": "", "probe": []}
+    options: dict[str, Any] = {"manifest_sha256": "", "location": "", "embedder": "", "probe": []}
+    options |= {"folder": str(folder), "num_passages": manifest.num_passages, "dimension": manifest.dimension}
     queries, exact = np.load(work / "queries.npy"), np.load(work / "exact.npy")
-    before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before_bytes = _status("RssAnon")
     stages: list[dict[str, Any]]
     if kind == "ivf":
+        assert manifest.num_lists
         searcher: Any = ivf_search._Searcher(num_lists=manifest.num_lists, **options)
         ends = (*PROBES, manifest.num_lists)
         stages = [{"after": after, "until": until} for after, until in pairwise([0, *ends])]
@@ -183,7 +185,7 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
             results.append([each for _, each in best])
             right[number, place] = len({*results[-1]} & {*exact[number].tolist()}) / K
         is_final[number] = [result == results[-1] for result in results]
-    memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before_bytes
+    memory_bytes, mapped_bytes = _status("RssAnon") - before_bytes, _status("RssFile")
     names = [*map(str, LENGTHS)] if kind == "diskann" else [*map(str, PROBES), f"all {manifest.num_lists}"]
     rows = [
         {
@@ -195,7 +197,13 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
         }
         for place, name in enumerate(names)
     ]
-    return {"stages": rows, "memory_bytes": memory_bytes, "num_queries": num_queries}
+    return {"stages": rows, "memory_bytes": memory_bytes, "mapped_bytes": mapped_bytes, "num_queries": num_queries}
+
+
+def _status(name: str) -> int:
+    """Bytes, of this process."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
 
 
 def _forget(path: Path) -> None:
@@ -264,11 +272,15 @@ def main() -> None:
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--work", type=Path, default=Path("bench-results/index-size"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--slow", action="store_true", help="on a slow disk too; root only")
     arguments = parser.parse_args()
     if str(arguments.documents) in ("build", "measure"):
-        steps = {"build": lambda kind, work: build(kind, Path(work)), "measure": _measure}
-        print(json.dumps(steps[str(arguments.documents)](*arguments.rest)))
+        kind, *paths = arguments.rest
+        if str(arguments.documents) == "build":
+            print(json.dumps(build(kind, Path(paths[0]))))
+        else:
+            print(json.dumps(measure(kind, Path(paths[0]), Path(paths[1]), bool(paths[2]))))
         return
     work: Path = arguments.work.absolute()
     lines, vectors = embed(arguments.documents, work)
@@ -287,19 +299,20 @@ def main() -> None:
             "packages": installed_versions("streamrag", "diskannpy", "faiss-cpu", "numpy"),
         }
     }
-    for kind in ("diskann", "ivf"):
+    for kind in arguments.kinds:
         made = in_process("build", kind, str(work))
         found = in_process("measure", kind, str(work / kind), str(work), "")
         result[kind] = {"build": made, "disk": found}
         mib = {name: made[name] / 2**20 for name in ("peak_bytes", "size_bytes")}
         console.print(
-            f"{kind}: built in {made['build_s']:.1f} s, at most {mib['peak_bytes']:.0f} MiB of memory, "
-            f"{mib['size_bytes']:.0f} MiB on disk; a searcher takes {found['memory_bytes'] / 2**20:.0f} MiB"
+            f"{kind}: built in {made['build_s']:.1f} s ({made['build_cpu_s']:.1f} s of computing), at most "
+            f"{mib['peak_bytes']:.0f} MiB of memory, {mib['size_bytes']:.0f} MiB on disk; a searcher holds "
+            f"{found['memory_bytes'] / 2**20:.0f} MiB, and {found['mapped_bytes'] / 2**20:.0f} MiB of files are mapped"
         )
         show(f"{kind}, as the disk is", found)
     if arguments.slow:
         with slow_disk(work) as mounted:
-            for kind in ("diskann", "ivf"):
+            for kind in arguments.kinds:
                 folder = Path(shutil.copytree(work / kind, mounted / kind))
                 os.sync()
                 found = in_process("measure", kind, str(folder), str(work), "slow")
@@ -308,10 +321,6 @@ def main() -> None:
                 shutil.rmtree(folder)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _measure(kind: str, folder: str, work: str, slow: str) -> dict[str, Any]:
-    return measure(kind, Path(folder), Path(work), bool(slow))
 
 
 if __name__ == "__main__":

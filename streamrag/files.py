@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import fcntl
 import os
 import secrets
 import stat
@@ -115,17 +114,5 @@ def sync(path: Path) -> None:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
-    finally:
-        os.close(file)
-
-
-@contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """What is done in this block is done by one program at a time, for this folder; blocks until it is our turn."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # there are no locks here
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
     finally:
         os.close(file)

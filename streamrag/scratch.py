@@ -1,5 +1,6 @@
 """Folders that the next program removes if their owner was killed, in the temporary folder and elsewhere."""
 
+import errno
 import fcntl
 import os
 import re
@@ -7,6 +8,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +16,9 @@ from pathlib import Path
 
 OWNER = ".owner"
 """A file in each folder that its owner keeps locked. The kernel unlocks it when the owner ends, however that ends."""
+
+
+HELD_FOR_S, HELD_TICK_S = 60, 0.05
 
 
 class ScratchFolder:
@@ -187,17 +192,24 @@ def _is_still(owner: int, path: Path) -> bool:
 
 
 @contextmanager
-def not_left_behind(folder: Path) -> Iterator[None]:
-    """Nobody takes this folder for left behind during the block, whatever it is called by then."""
-    owner = _open_folder(folder)
-    try:
-        with suppress(OSError):  # there are no locks here, so nobody takes any
+def held(folder: Path) -> Iterator[None]:
+    """No other program holds this folder during the block, or takes it for left behind, whatever it is called by then.
+
+    :raises OSError: another program has held it for a minute.
+    """
+    for _ in range(int(HELD_FOR_S / HELD_TICK_S)):
+        owner = _open_folder(folder)
+        try:
+            with suppress(OSError):  # there are no locks here, so nobody holds it
+                if owner is not None and not _lock(owner, folder):
+                    time.sleep(HELD_TICK_S)
+                    continue
+            yield
+            return
+        finally:
             if owner is not None:
-                _lock(owner, folder)
-        yield
-    finally:
-        if owner is not None:
-            os.close(owner)
+                os.close(owner)
+    raise OSError(errno.EBUSY, "it is held by another program", str(folder))
 
 
 def _open_folder(path: Path) -> int | None:

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 
 from streamrag.core import Chunk
 from streamrag.errors import VectorIndexError
-from streamrag.files import exchange_folders, one_at_a_time, sync
-from streamrag.scratch import locked_folder, not_left_behind
+from streamrag.files import exchange_folders, sync
+from streamrag.scratch import held, locked_folder
 from streamrag.sources.embedded import KEPT
 from streamrag.sources.embedder import EmbedderPlace
 from streamrag.sources.index_folder import (
@@ -165,13 +165,13 @@ def publish(unfinished: Path, out: Path, check: Callable[[], None]) -> None:
     """
     for path in [*unfinished.iterdir(), unfinished]:
         sync(path)
-    with one_at_a_time(out.parent):
+    if not out.exists() or not any(out.iterdir()):
         check()
-        if not out.exists() or not any(out.iterdir()):
-            unfinished.rename(out)
-            sync(out.parent)
-            return
-        with not_left_behind(out):  # under its new name
-            exchange_folders(unfinished, out)
-            sync(out.parent)
-            shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.rename(out)
+        sync(out.parent)
+        return
+    with held(out):
+        check()
+        exchange_folders(unfinished, out)
+        sync(out.parent)
+        shutil.rmtree(unfinished, ignore_errors=True)
