@@ -294,6 +294,28 @@ def test_a_program_that_is_killed_at_a_step_leaves_a_whole_index(documents: Path
     assert "0005.txt" not in found(index)
 
 
+KILLED = """
+import os, signal, sys
+from streamrag.sources.index import build_index
+
+def at(number, total, name):
+    if name == "embedding" and number == 128:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+build_index(sys.argv[1], sys.argv[2], embedder=sys.argv[3], kind="ivf", on_progress=at)
+"""
+
+
+def test_a_build_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
+    documents, index = write_documents(tmp_path / "documents", 140), tmp_path / "index"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", KILLED, str(documents), str(index), EMBEDDER]
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    assert not index.exists()
+    assert build_index(documents, index, embedder=EMBEDDER, kind="ivf").num_embedded == 12
+    assert names(tmp_path) == {"documents", "index"}
+
+
 def test_a_disk_that_is_full_leaves_the_old_index(documents: Path, tmp_path: Path) -> None:
     """On a file system of 256 KiB, where only root may make one."""
     disk = tmp_path / "disk"
