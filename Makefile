@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid paper paper-full clean
+.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz mutants bench-engine bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -98,6 +98,9 @@ bench-answers: .venv/installed ## 40 questions about the documentation: what doe
 
 bench-hybrid: .venv/installed ## keywords, vectors and reranking: what each finds, how long it takes, what updates cost; a quarter of an hour
 	$(RUN) experiments/hybrid.py --json experiments/results/hybrid.json
+
+bench-index: .venv/installed ## DiskANN and IVF with 100,000 vectors, DOCUMENTS=FOLDER embedded first; SLOW=--slow as root: minutes to an hour
+	$(RUN) experiments/index_size.py $(DOCUMENTS) $(SLOW) --json experiments/results/index_size.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

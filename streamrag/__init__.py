@@ -77,6 +77,10 @@ if TYPE_CHECKING:
     from streamrag.sources.hybrid import HybridSource as HybridSource
     from streamrag.sources.index import IndexSummary as IndexSummary
     from streamrag.sources.index import build_index as build_index
+    from streamrag.sources.index_changes import add_documents as add_documents
+    from streamrag.sources.index_changes import remove_documents as remove_documents
+    from streamrag.sources.ivf import IvfSource as IvfSource
+    from streamrag.sources.ivf import index_source as index_source
     from streamrag.sources.merged import Merged as Merged
     from streamrag.sources.postgres.build import TableSummary as TableSummary
     from streamrag.sources.postgres.build import build_table as build_table
@@ -113,6 +117,7 @@ _HOMES = {
     "IndexMismatchError": "streamrag.errors",
     "IndexMissingError": "streamrag.errors",
     "IndexSummary": "streamrag.sources.index",
+    "IvfSource": "streamrag.sources.ivf",
     "Merged": "streamrag.sources.merged",
     "MissingDependencyError": "streamrag.errors",
     "Mode": "streamrag.core",
@@ -159,13 +164,16 @@ _HOMES = {
     "WebSource": "streamrag.sources.web",
     "WorkerError": "streamrag.errors",
     "WorthSending": "streamrag.sources.worth_sending",
+    "add_documents": "streamrag.sources.index_changes",
     "build_index": "streamrag.sources.index",
     "calibrate": "streamrag.sources.calibrating",
     "build_table": "streamrag.sources.postgres.build",
     "from_passages": "streamrag.sources.generators",
     "from_rankings": "streamrag.sources.generators",
+    "index_source": "streamrag.sources.ivf",
     "plain_chat": "streamrag.core",
     "search_engine": "streamrag.sources.search_engine",
+    "remove_documents": "streamrag.sources.index_changes",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

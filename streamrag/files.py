@@ -1,9 +1,12 @@
-"""Files that are written whole or not at all, such as on a disk that is full."""
+"""Files and folders that are written whole or not at all, such as on a disk that is full."""
 
+import ctypes
+import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -49,3 +52,67 @@ def replacing(path: Path) -> Iterator[Path]:
         unfinished.replace(real)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------------ whole folders
+
+AT_FDCWD = -100
+RENAME_EXCHANGE = RENAME_SWAP = 2
+"""Of Linux and of macOS."""
+
+
+def exchange_folders(one: Path, other: Path) -> None:
+    """Each gets the other's name, at one moment: whoever looks, or is killed, finds both.
+
+    Where the system or the file system cannot do that (NFS, for one), three renames do it; if those are interrupted,
+    what was `other` is left beside it under a hidden name that `set_aside` finds.
+
+    :raises OSError: it failed; both are as they were.
+    """
+    if _exchange_at_once(one, other):
+        return
+    aside = other.with_name(f".{other.name}.old-{secrets.token_hex(4)}")
+    other.rename(aside)
+    try:
+        one.rename(other)
+    except BaseException:
+        aside.rename(other)
+        raise
+    aside.rename(one)
+
+
+def set_aside(path: Path) -> list[Path]:
+    """What an exchange left behind that was interrupted between its renames."""
+    with suppress(OSError):
+        return sorted(path.parent.glob(f".{path.name}.old-????????"))
+    return []
+
+
+def _exchange_at_once(one: Path, other: Path) -> bool:
+    rename = _renaming()
+    if rename is None:
+        return False
+    if rename(os.fsencode(one), os.fsencode(other)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _renaming() -> Callable[[bytes, bytes], int] | None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if sys.platform == "darwin":
+        swap = getattr(library, "renamex_np", None)
+        return swap and (lambda one, other: swap(one, other, RENAME_SWAP))
+    exchange = getattr(library, "renameat2", None)
+    return exchange and (lambda one, other: exchange(AT_FDCWD, one, AT_FDCWD, other, RENAME_EXCHANGE))
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,18 +1,24 @@
 """Folders that the next program removes if their owner was killed, in the temporary folder and elsewhere."""
 
+import errno
 import fcntl
 import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OWNER = ".owner"
 """A file in each folder that its owner keeps locked. The kernel unlocks it when the owner ends, however that ends."""
+
+
+HELD_FOR_S, HELD_TICK_S = 60, 0.05
 
 
 class ScratchFolder:
@@ -100,20 +106,28 @@ def _remove_if_left_behind(folder: Path) -> None:
 
 
 @contextmanager
-def locked_folder(beside: Path, prefix: str) -> Iterator[Path]:
+def locked_folder(beside: Path, prefix: str, *, kept: Collection[str] = ()) -> Iterator[Path]:
     """A folder of this prefix and eight characters in `beside`, gone at the end unless it was renamed.
 
     It is locked itself, for it holds nothing but what it is made for. Those of this prefix and user that nobody has
     locked were left behind, and are removed first.
 
+    With `kept`, files of these names stay when the block raises, if all are there and none is empty, in a folder that
+    the next one is given, with them.
+
     :raises OSError: it cannot be made.
     """
-    _remove_unlocked(beside, prefix)
-    path, owner = _make_locked(beside, prefix)
+    path, owner = _take_over_or_remove(beside, prefix, kept) or _make_locked(beside, prefix)
     try:
         yield path
+    except BaseException:
+        if _is_still(owner, path) and not _empty(path, kept):
+            path.rmdir()
+        raise
+    else:
+        if _is_still(owner, path):
+            shutil.rmtree(path, ignore_errors=True)
     finally:
-        shutil.rmtree(path, ignore_errors=True)
         os.close(owner)
 
 
@@ -132,20 +146,70 @@ def _make_locked(beside: Path, prefix: str) -> tuple[Path, int]:
             os.close(owner)
 
 
-def _remove_unlocked(beside: Path, prefix: str) -> None:
+def _take_over_or_remove(beside: Path, prefix: str, kept: Collection[str]) -> tuple[Path, int] | None:
+    """The first folder that was left behind with what is kept, now locked; the others are removed."""
     name = re.compile(re.escape(prefix) + r"[0-9a-f]{8}")
     with os.scandir(beside) as entries:
         left = [Path(entry.path) for entry in entries if name.fullmatch(entry.name)]
+    taken = None
     for path in left:
-        folder = _open_folder(path)
-        if folder is None:
+        owner = _open_folder(path)
+        if owner is None:
             continue
+        with suppress(OSError):  # there are no locks here: nothing is sure
+            if os.fstat(owner).st_uid == os.geteuid() and _lock(owner, path):
+                if taken is None and _empty(path, kept):
+                    taken = path, owner
+                    continue
+                shutil.rmtree(path, ignore_errors=True)
+        os.close(owner)
+    return taken
+
+
+def _empty(folder: Path, kept: Collection[str]) -> bool:
+    """Remove what is in it, except files of the names `kept` if all are worth it; whether they are."""
+    found = [status for name in kept if (status := _status(folder / name)) and stat.S_ISREG(status.st_mode)]
+    is_worth = len(found) == len(kept) > 0 and all(status.st_size for status in found)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif not (is_worth and path.name in kept):
+            path.unlink()
+    return is_worth
+
+
+def _status(path: Path) -> os.stat_result | None:
+    with suppress(OSError):
+        return path.lstat()
+    return None
+
+
+def _is_still(owner: int, path: Path) -> bool:
+    """Whether the folder that is locked is what stands at `path`."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(owner), os.stat(path, follow_symlinks=False))
+    return False
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """No other program holds this folder during the block, or takes it for left behind, whatever it is called by then.
+
+    :raises OSError: another program has held it for a minute.
+    """
+    for _ in range(int(HELD_FOR_S / HELD_TICK_S)):
+        owner = _open_folder(folder)
         try:
-            with suppress(OSError):  # there are no locks here: nothing is sure
-                if os.fstat(folder).st_uid == os.geteuid() and _lock(folder, path):
-                    shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):  # there are no locks here, so nobody holds it
+                if owner is not None and not _lock(owner, folder):
+                    time.sleep(HELD_TICK_S)
+                    continue
+            yield
+            return
         finally:
-            os.close(folder)
+            if owner is not None:
+                os.close(owner)
+    raise OSError(errno.EBUSY, "it is held by another program", str(folder))
 
 
 def _open_folder(path: Path) -> int | None:

@@ -92,8 +92,19 @@ async def test_left_out_and_shortened_chunks_are_named() -> None:
     assert "shortened for the budget of 100 tokens: big.md#0" in progress
 
 
-COMMANDS = ["ask", "demo-model", "index build", "record", "trace show", "trace convert", "trace generate"]
-COMMANDS += ["profile", "doctor"]
+COMMANDS = [
+    "ask",
+    "demo-model",
+    "index build",
+    "index add",
+    "index remove",
+    "record",
+    "trace show",
+    "trace convert",
+    "trace generate",
+    "profile",
+    "doctor",
+]
 COMMANDS += ["bench simulate", "bench run", "bench report", "bench timeline"]
 
 
@@ -179,6 +190,27 @@ def test_an_index_is_searched_as_its_options_say(options: list[str], expected: t
     parser = make_parser(["ask"])
     source = make_source(parser.parse_args(["ask", "Why?", "--index", "./index", "--model", "m", *options]))
     assert (type(source), getattr(source, "_reranker", None)) == expected
+
+
+def test_an_index_is_built_added_to_and_taken_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "words.py").write_text("def embed(texts): return [[1 + len(text), text.count('a')] for text in texts]")
+    monkeypatch.syspath_prepend(tmp_path)
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    for name in ("a", "b"):
+        (documents / f"{name}.txt").write_text(f"{name} text")
+    index, embedder = str(tmp_path / "index"), ["--embedder", "words:embed"]
+    assert main(["index", "build", str(documents), "--out", index, "--kind", "ivf", *embedder]) == 0
+    assert "faiss IVF; 2 passages were embedded" in capsys.readouterr().err
+    (documents / "c.txt").write_text("c text")
+    assert main(["index", "add", index, str(documents / "c.txt"), "--root", str(documents), *embedder]) == 0
+    assert "index: 3 passages of 3 documents" in capsys.readouterr().err
+    assert main(["index", "remove", index, "a.txt", *embedder]) == 0
+    assert "faiss IVF; 0 passages were embedded" in capsys.readouterr().err
+    assert main(["index", "remove", index, "a.txt", *embedder]) == 1
+    assert "has no document 'a.txt'" in capsys.readouterr().err
 
 
 async def test_the_json_result_is_complete() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrag.errors import ConfigurationError
-from streamrag.files import replacing, write_whole
+from streamrag.files import exchange_folders, replacing, write_whole
 
 
 @contextmanager
@@ -147,3 +147,22 @@ def run_on_a_full_disk(arguments: list[str]) -> "subprocess.CompletedProcess[str
         "from streamrag.cli import main; raise SystemExit(main())"
     )
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_two_folders_are_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    if not at_once:  # as on NFS
+        monkeypatch.setattr("streamrag.files._exchange_at_once", lambda one, other: False)
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    exchange_folders(tmp_path / "one", tmp_path / "other")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "one",
+        "one/other",
+        "other",
+        "other/one",
+    ]
+    with pytest.raises(OSError, match="No such file"):
+        exchange_folders(tmp_path / "none", tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]

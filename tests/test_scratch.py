@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,45 @@ def test_where_files_cannot_be_locked_nothing_is_removed(
     remove_left_behind("test")
     assert set(os.listdir(temporary_folder)) == {path.name, folder.path.name}
     folder.remove()
+
+
+def test_a_folder_that_another_program_holds_is_waited_for_and_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "HELD_FOR_S", 0.2)
+    (tmp_path / "index").mkdir()
+    with scratch.held(tmp_path / "index"):
+        with pytest.raises(OSError, match="held by another program"):
+            with scratch.held(tmp_path / "index"):
+                pass
+    with scratch.held(tmp_path / "index"):
+        (tmp_path / "index").rename(tmp_path / "elsewhere")
+    with scratch.held(tmp_path / "elsewhere"):
+        pass
+
+
+def failing_in(beside: Path) -> Path:
+    """The folder of a block that raised."""
+    with suppress(ZeroDivisionError), scratch.locked_folder(beside, ".index.building-", kept=["kept"]) as folder:
+        (folder / "kept").write_text("a start")
+        (folder / "other").mkdir()
+        raise ZeroDivisionError
+    return folder
+
+
+def test_a_link_is_not_kept_and_what_it_leads_to_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("ten years of work")
+    left = tmp_path / ".index.building-0123abcd"
+    left.mkdir()
+    (left / "kept").symlink_to(tmp_path / "precious")
+    with scratch.locked_folder(tmp_path, ".index.building-", kept=["kept"]) as folder:
+        assert list(folder.iterdir()) == []
+        (folder / "kept").write_text("a start")
+    assert not folder.exists()
+    assert (tmp_path / "precious").read_text() == "ten years of work"
+    folder = failing_in(tmp_path)
+    assert os.listdir(folder) == ["kept"]
+    with scratch.locked_folder(tmp_path, ".index.building-", kept=["kept"]) as again:
+        assert again == folder
+        with scratch.locked_folder(tmp_path, ".index.building-", kept=["kept"]) as other:
+            assert other != folder

@@ -1,10 +1,10 @@
-"""`streamrag index`: a folder of documents becomes an index to search, or a table of PostgreSQL; what else is done
-with an index."""
+"""`streamrag index`: a folder of documents becomes an index to search, or a table; documents come to it and go."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
@@ -13,19 +13,33 @@ from streamrag.cli.output import Output
 from streamrag.cli.source import DSN_HELP, dsn_of
 from streamrag.cli.steps import StepLines, bar
 
+if TYPE_CHECKING:
+    from streamrag.sources.index import IndexSummary
+
 DESCRIPTION = """\
 Splits every text, Markdown and HTML file below FOLDER into passages, embeds
-them, and writes a DiskANN index with the passages beside it; or fills a table
-of PostgreSQL with pgvector, and brings it up to date when it is run again.
+them, and writes an index with the passages beside it; or fills a table of
+PostgreSQL with pgvector, and brings it up to date when it is run again. A build
+that is stopped is gone on with by the same command.
+"""
+ADD = """\
+Puts files, and the files below folders, into an index; those that it has are
+replaced. Only new passages are embedded. A document is known by its path within
+FOLDER; without that, by its name, or by its path within the folder named here.
+"""
+REMOVE = """\
+Takes documents out of an index, by the names that citations give them, or all
+those of a folder.
 """
 EPILOG = """\
 examples:
   streamrag index build ./handbook --out ./handbook-index
+  streamrag index add ./handbook-index ./handbook/travel.md --root ./handbook
+  streamrag index remove ./handbook-index travel.md archive
   streamrag ask "Who approves travel?" --index ./handbook-index --model ./Llama-3.1-8B-Instruct
   streamrag index build ./handbook --to postgresql://me@localhost/docs --table handbook
 """
-Made: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
-"""What was made, in a line, and what was skipped, with reasons."""
+Tell: TypeAlias = Callable[[Sequence[str], Iterable[tuple[str, str]]], None]
 
 MAX_PATHS = 5
 """Files that are named, at most, for each reason to skip files."""
@@ -52,18 +66,118 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="sentence-transformers model; another than %(default)s must be named again wherever the index is used",
     )
+    build.add_argument(
+        "--kind", choices=("diskann", "ivf"), help="DiskANN or faiss's IVF (the first of them that is installed)"
+    )
     build.add_argument("--force", action="store_true", help="replace the index that is there, at --out")
     build.add_argument("--table", default="passages", metavar="NAME", help="table of --to (%(default)s)")
     build.add_argument("--words", default="english", metavar="NAME", help="text search configuration of --to (english)")
     build.add_argument("--prune", action="store_true", help="remove documents from --to that are not in FOLDER")
     build.set_defaults(run=run)
+    add = verbs.add_parser(
+        "add",
+        help="put documents into an index, or replace them",
+        usage="%(prog)s INDEX PATH [PATH ...] [options]",
+        description=ADD,
+        epilog=EPILOG,
+    )
+    add.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
+    add.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="files, or folders of any depth")
+    add.add_argument("--root", type=Path, metavar="FOLDER", help="what the index was built from")
+    remove = verbs.add_parser(
+        "remove",
+        help="take documents out of an index",
+        usage="%(prog)s INDEX NAME [NAME ...] [options]",
+        description=REMOVE,
+        epilog=EPILOG,
+    )
+    remove.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
+    remove.add_argument("names", nargs="+", metavar="NAME", help="a document's or a folder's, as in citations")
+    for verb, does in ((add, run_add), (remove, run_remove)):
+        verb.add_argument("--embedder", metavar="NAME", help="what the index was made with, if not the default")
+        verb.set_defaults(run=does)
     calibrate.add_parser(verbs)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Build the index, or fill the table, with a progress bar on stderr."""
+    if arguments.to is not None:
+        return _fill_table(arguments)
+    from streamrag.sources.index import build_index
+
+    with _shown() as (show, tell):
+        summary = build_index(
+            arguments.folder,
+            arguments.out,
+            embedder=arguments.embedder,
+            kind=arguments.kind,
+            force=arguments.force,
+            on_progress=show,
+        )
+        _tell_index(tell, arguments.out, summary)
+    return 0
+
+
+def run_add(arguments: argparse.Namespace) -> int:
+    """Put documents into the index."""
+    from streamrag.sources.index_changes import add_documents
+
+    with _shown() as (show, tell):
+        summary = add_documents(
+            arguments.index, arguments.paths, folder=arguments.root, embedder=arguments.embedder, on_progress=show
+        )
+        _tell_index(tell, arguments.index, summary)
+    return 0
+
+
+def run_remove(arguments: argparse.Namespace) -> int:
+    """Take documents out of the index."""
+    from streamrag.sources.index_changes import remove_documents
+
+    with _shown() as (show, tell):
+        summary = remove_documents(arguments.index, arguments.names, embedder=arguments.embedder, on_progress=show)
+        _tell_index(tell, arguments.index, summary)
+    return 0
+
+
+def _fill_table(arguments: argparse.Namespace) -> int:
+    from streamrag.sources.postgres.build import build_table
+
+    with _shown() as (show, tell):
+        summary = build_table(
+            arguments.folder,
+            dsn_of(arguments.to),
+            table=arguments.table,
+            embedder=arguments.embedder,
+            words=arguments.words,
+            prune=arguments.prune,
+            on_progress=show,
+        )
+        lines = (
+            f"{arguments.table}: {summary.num_passages} passages of {summary.num_documents} documents, "
+            f"{summary.num_embedded} new or changed, {summary.num_removed} removed, {summary.dimension} dimensions, "
+            f"in {summary.duration_s:.1f} s",
+        )
+        tell(lines, summary.skipped)
+    return 0
+
+
+def _tell_index(tell: Tell, index: Path, summary: "IndexSummary") -> None:
+    library = {"diskann": "DiskANN", "ivf": "faiss IVF"}[summary.kind]
+    lines = (
+        f"{index}: {summary.num_passages} passages of {summary.num_documents} documents, "
+        f"{summary.dimension} dimensions, {summary.size_bytes / 2**20:.1f} MiB, in {summary.duration_s:.1f} s",
+        f"  {library}; {summary.num_embedded} passages were embedded",
+    )
+    tell(lines, summary.skipped)
+
+
+@contextmanager
+def _shown() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
+    """What shows progress, on stderr, and what tells at the end what was made, and what was skipped, with reasons."""
     console = Output(stderr=True)
-    lines = StepLines(console)
+    told: list[str] = []
+    steps = StepLines(console)
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with bar(console, *columns) as progress:
         tasks: dict[str, TaskID] = {}
@@ -72,45 +186,17 @@ def run(arguments: argparse.Namespace) -> int:
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=num_total)
             progress.update(tasks[what], completed=num_done, total=num_total)
-            lines.show(what, f"{num_done:,} of {num_total:,}")
+            steps.show(what, f"{num_done:,} of {num_total:,}")
 
-        made, skipped = _fill_table(arguments, show) if arguments.to else _build_index(arguments, show)
-    console.print_line(made)
+        yield show, lambda lines, skipped: told.extend([*lines, *_reasons(skipped)])
+    for line in told:
+        console.print_line(line)
+
+
+def _reasons(skipped: Iterable[tuple[str, str]]) -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     for path, reason in skipped:
         by_reason.setdefault(reason, []).append(str(path))
     for reason, paths in sorted(by_reason.items()):
         more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
-        console.print_line(f"  skipped, {reason}: {', '.join(paths[:MAX_PATHS])}{more}")
-    return 0
-
-
-def _build_index(arguments: argparse.Namespace, show: Callable[[int, int, str], None]) -> Made:
-    from streamrag.sources.index import build_index
-
-    summary = build_index(
-        arguments.folder, arguments.out, embedder=arguments.embedder, force=arguments.force, on_progress=show
-    )
-    return (
-        f"{arguments.out}: {summary.num_passages} passages of {summary.num_documents} documents, "
-        f"{summary.dimension} dimensions, {summary.size_bytes / 2**20:.1f} MiB, in {summary.duration_s:.1f} s"
-    ), summary.skipped
-
-
-def _fill_table(arguments: argparse.Namespace, show: Callable[[int, int, str], None]) -> Made:
-    from streamrag.sources.postgres.build import build_table
-
-    summary = build_table(
-        arguments.folder,
-        dsn_of(arguments.to),
-        table=arguments.table,
-        embedder=arguments.embedder,
-        words=arguments.words,
-        prune=arguments.prune,
-        on_progress=show,
-    )
-    return (
-        f"{arguments.table}: {summary.num_passages} passages of {summary.num_documents} documents, "
-        f"{summary.num_embedded} new or changed, {summary.num_removed} removed, {summary.dimension} dimensions, "
-        f"in {summary.duration_s:.1f} s"
-    ), summary.skipped
+        yield f"  skipped, {reason}: {', '.join(paths[:MAX_PATHS])}{more}"

@@ -52,9 +52,9 @@ def make_source(arguments: argparse.Namespace) -> Source:
             from streamrag.sources.hybrid import HybridSource
 
             return HybridSource(arguments.index, k=arguments.k, reranker=arguments.rerank, embedder=arguments.embedder)
-        from streamrag.sources.vector import VectorSource
+        from streamrag.sources.ivf import index_source
 
-        return VectorSource(arguments.index, k=arguments.k, embedder=arguments.embedder)
+        return index_source(arguments.index, k=arguments.k, embedder=arguments.embedder)
     if arguments.hybrid or arguments.rerank is not None:
         raise ConfigurationError("--hybrid and --rerank are for --index, which was not given")
     if arguments.postgres is not None:

@@ -14,8 +14,9 @@ from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
 from streamrag.kinds import is_number, short
 from streamrag.retrieving import Retrieval
 from streamrag.sources.embedder import embedder_of_index, find_embedder
-from streamrag.sources.index_folder import KEYWORDS, Manifest, check_index, explain
-from streamrag.sources.keywords import require_stemmer, with_title
+from streamrag.sources.index_folder import KEYWORDS, Manifest, check_index, explain, said_kind, with_title
+from streamrag.sources.ivf import IvfSource
+from streamrag.sources.keywords import require_stemmer
 from streamrag.sources.refining import Failures, Pace, Refinement
 from streamrag.sources.rerank import RerankerPlace, find_reranker
 from streamrag.sources.vector import VectorSource
@@ -117,7 +118,10 @@ class HybridSource:
         self._num_workers = num_workers
         self._embedder = embedder
         if vectors is None:
-            vectors = VectorSource(index, k=candidates, ladder=(4 * candidates,), embedder=embedder)
+            if said_kind(Path(index).absolute()) == "ivf":
+                vectors = IvfSource(index, k=candidates, embedder=embedder)
+            else:
+                vectors = VectorSource(index, k=candidates, ladder=(4 * candidates,), embedder=embedder)
         self._vectors = vectors
         self._opened: _Opened | None = None
         self._loading: asyncio.Task[None] | None = None

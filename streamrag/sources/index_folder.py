@@ -2,17 +2,27 @@
 
 manifest.json           what the index was made with, and the size and SHA-256 of the other files
 passages.jsonl          one passage a line, in the order of its vectors
+duplicates.jsonl        passages that were left out because an equal one is there, for when that one is removed
+
+Kind "diskann":
+vectors.f32             the vectors as they came from the embedder, for when documents are added or removed
 ann_disk.index          DiskANN's graph with the full vectors, read at every search
 ann_pq_*.bin            DiskANN's compressed vectors, held in the searcher's memory
 ann_metadata.bin        DiskANN's number of vectors, dimension and metric
 keywords.sqlite         the keyword index, see `keywords.py`; indexes of older versions have none
+
+Kind "ivf":
+ivf.index               faiss's inverted lists with the full vectors, mapped into memory and read at every search
+
+Format 1 had one kind, "diskann", and neither duplicates.jsonl nor vectors.f32.
 """
 
 import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -32,11 +42,20 @@ from streamrag.errors import (
 from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 from streamrag.sources.workers import WorkerJobError
 
-FORMAT_VERSION: Literal[1] = 1
-MANIFEST, PASSAGES, KEYWORDS = "manifest.json", "passages.jsonl", "keywords.sqlite"
-NEEDED = {PASSAGES, "ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
-MAYBE = {KEYWORDS, *(f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm"))}
-"""Files beside those: not in older indexes, or written by DiskANN for large indexes and other metrics only."""
+IndexKind: TypeAlias = Literal["diskann", "ivf"]
+
+FORMATS = (1, 2)
+MANIFEST, PASSAGES, DUPLICATES = "manifest.json", "passages.jsonl", "duplicates.jsonl"
+KEYWORDS = "keywords.sqlite"
+VECTORS, IVF = "vectors.f32", "ivf.index"
+DISKANN = {"ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
+NEEDED: dict[str, set[str]] = {"diskann": {PASSAGES} | DISKANN, "ivf": {PASSAGES, IVF}}
+"""The files without which an index of this kind cannot be searched."""
+
+MAYBE = {DUPLICATES, KEYWORDS, VECTORS} | {
+    f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")
+}
+"""Files that are there too: what adding and removing needs, and DiskANN's for large indexes and other metrics."""
 
 MAX_HASHED_BYTES = 64 << 20
 """Files up to this size are read and compared with their SHA-256 when an index is opened; larger ones are not."""
@@ -59,7 +78,8 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1, 2] = 2
+    kind: IndexKind = "diskann"
     created: datetime
     embedder: Annotated[str, Field(max_length=1000)]
     """For people; only the default one is found by this name. See `embedder_of_index`."""
@@ -68,12 +88,15 @@ class Manifest(BaseModel):
     """The first numbers of what the embedder makes of one sentence; tells embedders apart whatever they are called."""
     is_normalized: Literal[True] = True
     metric: Literal["l2"] = "l2"
-    """The metric of DiskANN's distances, which are squared: between unit vectors they are 2 - 2 * cosine similarity."""
+    """The metric of the distances, which are squared: between unit vectors they are 2 - 2 * cosine similarity."""
     num_documents: _Count
     num_passages: _Count
     passage_words: _Count
-    graph_degree: _Count
-    build_complexity: _Count
+    graph_degree: _Count | None = None
+    """DiskANN's, as is the next."""
+    build_complexity: _Count | None = None
+    num_lists: _Count | None = None
+    """The inverted lists of an IVF index."""
     packages: dict[str, str]
     """Versions."""
     files: dict[str, FileEntry]
@@ -83,10 +106,11 @@ def looks_like_index(folder: Path) -> bool:
     """Whether this folder holds files of an index, damaged or not, and no others: nobody's work is lost with it."""
     with os.scandir(folder) as entries:
         names = {entry.name if entry.is_file(follow_symlinks=False) else "" for entry in entries}
-    if not names <= NEEDED | MAYBE | {MANIFEST}:
+    if not names <= set().union(MAYBE, {MANIFEST}, *NEEDED.values()):
         return False
-    # Many programs have a manifest.json, and a passages.jsonl: only what DiskANN writes beside them makes an index.
-    return names >= NEEDED or (MANIFEST in names and not names <= {MANIFEST, PASSAGES, KEYWORDS})
+    # Many programs have a manifest.json, and a passages.jsonl: only what the library writes beside them makes an index.
+    has_all = any(names >= needed for needed in NEEDED.values())
+    return has_all or (MANIFEST in names and not names <= {MANIFEST, PASSAGES, DUPLICATES, KEYWORDS, VECTORS})
 
 
 def sha256(path: Path) -> str:
@@ -120,11 +144,21 @@ def check_index(folder: Path) -> tuple[Manifest, str]:
             f"{folder} is no vector index. Make one with:  streamrag index build FOLDER --out {folder}"
         ) from error
     manifest = _parse_manifest(folder, text)
-    if missing := sorted(NEEDED - manifest.files.keys()):
+    if manifest.kind == "ivf" and manifest.num_lists is None:
+        raise corrupt(folder, f"its {MANIFEST} does not say how many lists it has")
+    if missing := sorted(NEEDED[manifest.kind] - manifest.files.keys()):
         raise corrupt(folder, f"its {MANIFEST} does not name {', '.join(missing)}")
     for name, entry in manifest.files.items():
         _check_file(folder, name, entry)
     return manifest, hashlib.sha256(text).hexdigest()
+
+
+def said_kind(folder: Path) -> IndexKind:
+    """What the manifest says of the kind; nothing is checked. "diskann" if it says nothing."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if parse_json(read_bytes(folder / MANIFEST, follow_links=False))["kind"] == "ivf":
+            return "ivf"
+    return "diskann"
 
 
 def _parse_manifest(folder: Path, text: bytes) -> Manifest:
@@ -133,10 +167,9 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
         version = fields["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise corrupt(folder, f"its {MANIFEST} is damaged") from error
-    if version != FORMAT_VERSION:
+    if version not in FORMATS:
         raise IndexMismatchError(
-            f"{folder} has format version {str(version)[:40]}, and this streamrag reads {FORMAT_VERSION}: "
-            "build it again"
+            f"{folder} has format version {str(version)[:40]}, and this streamrag reads 1 and 2: build it again"
         )
     try:
         return Manifest.model_validate(fields)
@@ -167,6 +200,26 @@ def corrupt(folder: Path, what: str) -> IndexCorruptError:
         f"the vector index {folder} is damaged: {what}. Build it again:  "
         f"streamrag index build FOLDER --out {folder} --force"
     )
+
+
+def with_title(title: str, text: str) -> str:
+    """What a passage is searched by. In the middle of a document it may not say what it is about; the title does."""
+    return text if text.startswith(title) else f"{title}\n{text}"
+
+
+def read_passages(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The fields of each passage in `name`, PASSAGES or DUPLICATES; none if there is no such file.
+
+    :raises IndexCorruptError: what stands there is no passage.
+    """
+    if not (folder / name).exists():
+        return
+    with open_regular(folder / name, follow_links=False) as file:
+        try:
+            for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+                yield _passage(parse_json(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise corrupt(folder, f"{name} has a line that is no passage") from error
 
 
 def stored_line(chunk: Chunk) -> str:

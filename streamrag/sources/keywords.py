@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from streamrag.errors import IndexMismatchError, MissingDependencyError
-from streamrag.sources.index_folder import KEYWORDS, MANIFEST, PASSAGES, PassageStore, corrupt, sha256
+from streamrag.sources.index_folder import KEYWORDS, MANIFEST, PASSAGES, PassageStore, corrupt, sha256, with_title
 from streamrag.sources.relevance import relevant_terms, terms
 
 if TYPE_CHECKING:
@@ -54,11 +54,6 @@ def new_stem() -> "Stem":
 
     stem: Stem = cache(snowballstemmer.stemmer("english").stemWord)
     return stem
-
-
-def with_title(title: str, text: str) -> str:
-    """A passage in the middle of a document often does not say what it is about; the title does."""
-    return text if text.startswith(title) else f"{title}\n{text}"
 
 
 # --------------------------------------------------------------------------------------------------------- building

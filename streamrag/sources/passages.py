@@ -75,7 +75,7 @@ def find_documents(folder: Path, *, max_file_bytes: int, leave_out: Path) -> tup
     pending = [folder]
     while pending:
         path = pending.pop()
-        reason = None if path == folder else _reason_to_skip(path, max_file_bytes, leave_out)
+        reason = None if path == folder else reason_to_skip(path, max_file_bytes, leave_out)
         if reason:
             skipped.append((relative_name(path, folder), reason))
         elif not path.is_dir():
@@ -88,7 +88,8 @@ def find_documents(folder: Path, *, max_file_bytes: int, leave_out: Path) -> tup
     return found, skipped
 
 
-def _reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path) -> str | None:
+def reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path) -> str | None:
+    """Why this file or folder is not looked at; None if it is."""
     if path.name.startswith("."):
         return "hidden"
     if path.is_symlink():  # what it points to is read itself, if it is in the folder; so there are no loops

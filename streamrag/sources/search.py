@@ -10,17 +10,18 @@ diskannpy 0.7.0, and what is done about them:
 - A `_disk.index` that is cut short opens, and answers nonsense; sizes are checked before (`check_index`).
 """
 
-import os
 import struct
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from streamrag.errors import IndexMismatchError, MissingDependencyError
-from streamrag.sources.embedder import Embedder
-from streamrag.sources.index_folder import MANIFEST, PassageStore, corrupt, sha256
+from streamrag.errors import MissingDependencyError
+from streamrag.sources.index_folder import VECTORS, corrupt
+from streamrag.sources.search_worker import IndexSearcher, silence_stdout
 
 if TYPE_CHECKING:
+    from streamrag.sources.embedder import Vectors
     from streamrag.sources.worker_main import Handler
 
 
@@ -39,6 +40,8 @@ NO_CACHE = {"num_nodes_to_cache": 0, "cache_mechanism": 2}
 
 NOT_FOR_SEARCHING = ("ann_vectors.bin", "ann_mem.index.data", "ann_sample_data.bin", "ann_sample_ids.bin")
 
+NUM_ROWS_AT_ONCE = 8192
+
 VECTORS_HEADER = struct.Struct("<II")
 """DiskANN's: number of vectors, dimension; float32 rows follow."""
 
@@ -53,72 +56,27 @@ def require_diskann() -> None:
         )
 
 
-class _Searcher:
-    def __init__(
-        self,
-        *,
-        folder: str,
-        manifest_sha256: str,
-        num_passages: int,
-        location: str,
-        embedder: str,
-        dimension: int,
-        probe: list[float],
-    ) -> None:
-        self._folder = Path(folder)
-        self._manifest_sha256 = manifest_sha256
-        self._num_passages = num_passages
-        self._location, self._name = location, embedder
-        self._dimension, self._probe = dimension, probe
-        self._embedder: Embedder | None = None
-        self._index: Any = None
-        self._passages: PassageStore | None = None
+class _Searcher(IndexSearcher):
+    def _open_index(self) -> Any:
+        import diskannpy
 
-    def handle(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """`load`, `open` and `search` may be asked in any order: a worker that replaces another starts at `search`."""
-        match header:
-            case {"do": "load"}:
-                self._load()
-                return {}
-            case {"do": "open"}:
-                self._open()
-                return {}
-            case {"do": "search", "query": query, "k": k, "complexity": complexity, "beam_width": beam_width}:
-                return self._search(self._load().query(query), k, complexity, beam_width)
-        raise AssertionError(header)
+        try:
+            return diskannpy.StaticDiskIndex(
+                str(self._folder), num_threads=NUM_DISKANN_THREADS, index_prefix="ann", **NO_CACHE
+            )
+        except Exception as error:  # RuntimeError, MemoryError, IndexError and others have been seen
+            reason = f"DiskANN cannot open it, {type(error).__name__}: {error}"
+            raise corrupt(self._folder, reason) from error
 
-    def _load(self) -> Embedder:
-        if self._embedder is None:
-            embedder = Embedder(self._location, self._name, num_threads=1, device="cpu")
-            if not embedder.matches(self._dimension, self._probe):
-                raise IndexMismatchError(
-                    f"{self._folder} was not made with embedder={self._name!r} ({embedder.dimension} dimensions, "
-                    f"the index has {self._dimension}): name the embedder that it was made with, or build it again"
-                )
-            self._embedder = embedder
-        return self._embedder
-
-    def _open(self) -> Any:
-        if self._index is None:
-            manifest = self._folder / MANIFEST
-            if not manifest.exists() or sha256(manifest) != self._manifest_sha256:  # before a replacing worker opens it
-                raise IndexMismatchError(f"{self._folder} was replaced while it was in use: start the source again")
-            self._passages = PassageStore(self._folder, self._num_passages)
-            import diskannpy
-
-            try:
-                self._index = diskannpy.StaticDiskIndex(
-                    str(self._folder), num_threads=NUM_DISKANN_THREADS, index_prefix="ann", **NO_CACHE
-                )
-            except Exception as error:  # RuntimeError, MemoryError, IndexError and others have been seen
-                reason = f"DiskANN cannot open it, {type(error).__name__}: {error}"
-                raise corrupt(self._folder, reason) from error
-        return self._index
-
-    def _search(self, query: Any, k: int, complexity: int, beam_width: int) -> dict[str, Any]:
-        """The `k` nearest passages with their squared distances, nearest first."""
-        found = self._open().batch_search(
-            query[None], k_neighbors=k, complexity=complexity, num_threads=NUM_DISKANN_THREADS, beam_width=beam_width
+    def _search(self, query: Any, job: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+        """The `k` nearest passages."""
+        k = job["k"]
+        found = self._index.batch_search(
+            query[None],
+            k_neighbors=k,
+            complexity=job["complexity"],
+            num_threads=NUM_DISKANN_THREADS,
+            beam_width=job["beam_width"],
         )
         ids, distances = found.identifiers[0].tolist(), found.distances[0].tolist()
         num_found = 0
@@ -128,95 +86,61 @@ class _Searcher:
             num_found += 1
         if num_found < min(k, 2):
             raise corrupt(self._folder, f"it answers with passages {ids} of {self._num_passages}")
-        ids, distances = ids[:num_found], distances[:num_found]
-        assert self._passages
-        return {"ids": ids, "distances": distances, "passages": self._passages.read(ids)}
-
-
-def _silence_stdout() -> None:
-    """DiskANN tells hundreds of lines there, which would push out what the process says on stderr before it dies."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 1)
-    os.close(devnull)
+        return ids[:num_found], distances[:num_found]
 
 
 def make_searcher(**options: Any) -> "Handler":
     """For `WorkerPool`. Nothing is loaded before the first job, so that its errors are errors of a job."""
-    _silence_stdout()
+    silence_stdout()
     return _Searcher(**options).handle
 
 
-class _Builder:
-    def __init__(self, *, folder: str, location: str, embedder: str, num_threads: int) -> None:
-        self._folder = folder
-        self._location, self._name = location, embedder
-        self._num_threads = num_threads
-        self._path = Path(folder, NOT_FOR_SEARCHING[0])
-        self._embedder: Embedder | None = None
-        self._vectors: BinaryIO | None = None
-        self._random: Any = None
-        self._num_vectors = 0
+# ------------------------------------------------------------------------------------------------------- building
 
-    def handle(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """First `load`, then `embed` for each batch of texts, then `finish`."""
-        match header:
-            case {"do": "load"}:
-                return self._load()
-            case {"do": "embed", "texts": texts}:
-                self._embed(texts)
-                return {}
-            case {"do": "finish"}:
-                try:
-                    self._finish()
-                except RuntimeError as error:  # all that C++ tells of a disk that is full
-                    raise OSError(f"DiskANN failed: {error}. Is there room for its files?") from error
-                return {}
-        raise AssertionError(header)
 
-    def _load(self) -> dict[str, Any]:
-        import numpy as np
+def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
+    """Write DiskANN's files into `folder`.
 
-        self._embedder = Embedder(self._location, self._name, num_threads=self._num_threads, device=None)
-        self._random = np.random.default_rng(0)
-        self._vectors = self._path.open("wb")
-        self._vectors.write(VECTORS_HEADER.pack(0, 0))
-        return {"dimension": self._embedder.dimension, "probe": self._embedder.probe}
+    :raises OSError: they cannot be written.
+    """
+    import diskannpy
+    import numpy as np
 
-    def _embed(self, texts: list[str]) -> None:
-        assert self._embedder
-        assert self._vectors
-        vectors = self._embedder.passages(texts)
-        vectors += self._random.standard_normal(vectors.shape, dtype="float32") * (NOISE / vectors.shape[1] ** 0.5)
-        self._vectors.write(vectors.tobytes())
-        self._num_vectors += len(texts)
-
-    def _finish(self) -> None:
-        import diskannpy
-        import numpy as np
-
-        assert self._embedder
-        assert self._vectors
-        self._vectors.seek(0)
-        self._vectors.write(VECTORS_HEADER.pack(self._num_vectors, self._embedder.dimension))
-        self._vectors.close()
+    random = np.random.default_rng(0)
+    path = folder / NOT_FOR_SEARCHING[0]
+    with path.open("wb") as file:
+        file.write(VECTORS_HEADER.pack(*vectors.shape))
+        for first in range(0, len(vectors), NUM_ROWS_AT_ONCE):
+            rows = vectors[first : first + NUM_ROWS_AT_ONCE]
+            noise = random.standard_normal(rows.shape, dtype="float32") * (NOISE / rows.shape[1] ** 0.5)
+            file.write((rows + noise).tobytes())
+    try:
         diskannpy.build_disk_index(
-            str(self._path),
+            str(path),
             vector_dtype=np.float32,
             distance_metric="l2",
-            index_directory=self._folder,
+            index_directory=str(folder),
             index_prefix="ann",
             complexity=BUILD_COMPLEXITY,
             graph_degree=GRAPH_DEGREE,
             search_memory_maximum=SEARCH_MEMORY_GB,
             build_memory_maximum=BUILD_MEMORY_GB,
-            num_threads=max(NUM_DISKANN_THREADS, self._num_threads),
+            num_threads=max(NUM_DISKANN_THREADS, num_threads),
             pq_disk_bytes=0,
         )
-        for name in NOT_FOR_SEARCHING:
-            Path(self._folder, name).unlink(missing_ok=True)
+    except RuntimeError as error:  # all that C++ tells of a disk that is full
+        raise OSError(f"DiskANN failed: {error}. Is there room for its files?") from error
+    for name in NOT_FOR_SEARCHING:
+        (folder / name).unlink(missing_ok=True)
 
 
-def make_builder(**options: Any) -> "Handler":
-    """For `WorkerPool`."""
-    _silence_stdout()
-    return _Builder(**options).handle
+def stored_vectors(folder: Path, num_passages: int, dimension: int) -> "Vectors | None":
+    """The vectors of an index, in the order of its passages; None if it is of format 1, which kept none."""
+    import numpy as np
+
+    path = folder / VECTORS
+    if not path.exists():
+        return None
+    if path.stat().st_size != num_passages * dimension * 4:
+        raise corrupt(folder, f"{VECTORS} is not of {num_passages} passages")
+    return np.memmap(path, np.float32, "r", shape=(num_passages, dimension))

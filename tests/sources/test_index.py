@@ -244,32 +244,59 @@ def test_an_index_that_appears_meanwhile_is_not_replaced(index: Path, tmp_path: 
     assert names(tmp_path) == {"documents", "index", "out"}
 
 
-def test_a_worker_that_dies_midway_leaves_the_old_index(index: Path, tmp_path: Path) -> None:
+def kept_folders(folder: Path) -> list[set[str]]:
+    return [names(path) for path in folder.iterdir() if ".building-" in path.name]
+
+
+def test_a_worker_that_dies_midway_leaves_the_old_index_and_what_it_embedded(index: Path, tmp_path: Path) -> None:
     before = contents(index)
     documents = write_documents(tmp_path / "documents", 130)
     (documents / "last.txt").write_text("die now")  # in the second batch
     with pytest.raises(WorkerError, match=r"index building worker .* died with exit code 9"):
         build_index(documents, index, embedder=EMBEDDER, force=True)
     assert contents(index) == before
+    assert kept_folders(tmp_path) == [{"embedded.json", "embedded.keys", "embedded.f32"}]
+    (documents / "last.txt").write_text("live")
+    assert build_index(documents, index, embedder=EMBEDDER, force=True).num_embedded == 3
     assert names(tmp_path) == {"documents", "index"}
 
 
-def test_a_rename_that_fails_puts_the_old_index_back(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_another_embedder_made_is_not_used_again(tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "documents", 130)
+    (documents / "last.txt").write_text("die now")
+    with pytest.raises(WorkerError):
+        build_index(documents, tmp_path / "index", embedder=EMBEDDER)
+    (documents / "last.txt").unlink()
+    summary = build_index(documents, tmp_path / "index", embedder="toy_embedder:other")
+    assert (summary.num_embedded, summary.num_passages) == (130, 130)
+    assert names(tmp_path) == {"documents", "index"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "num_embedded"),
+    [
+        (lambda kept: os.truncate(kept / "embedded.f32", 100 * 256 + 7), 31),
+        (lambda kept: os.truncate(kept / "embedded.keys", 100 * 16 + 7), 31),
+        (lambda kept: (kept / "embedded.json").write_text("[" * 100_000), 131),
+        (lambda kept: (kept / "embedded.f32").write_bytes(bytes(128 * 256)), 131),
+        (lambda kept: lead_elsewhere(kept / "embedded.f32"), 131),
+    ],
+)
+def test_of_damaged_embeddings_only_the_good_are_used_again(
+    tmp_path: Path, damage: Callable[[Path], object], num_embedded: int
 ) -> None:
-    before = contents(index)
-    rename = Path.rename
-
-    def failing_rename(self: Path, target: Path) -> Path:
-        if "building" in self.name:
-            raise OSError("the disk is gone")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing_rename)
-    with pytest.raises(VectorIndexError, match="index failed: the disk is gone"):
-        build_index(write_documents(tmp_path / "documents", 2), index, embedder=EMBEDDER, force=True)
-    assert contents(index) == before
-    assert names(tmp_path) == {"documents", "index"}
+    documents = write_documents(tmp_path / "documents", 130)
+    (documents / "last.txt").write_text("die now")
+    with pytest.raises(WorkerError):
+        build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind="ivf")
+    (kept,) = (path for path in tmp_path.iterdir() if ".building-" in path.name)
+    damage(kept)
+    (documents / "last.txt").write_text("live")
+    again = build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind="ivf")
+    assert again.num_embedded == num_embedded
+    new = build_index(documents, tmp_path / "new", embedder=EMBEDDER, kind="ivf")
+    assert new.num_embedded == 131
+    assert (tmp_path / "index" / "ivf.index").read_bytes() == (tmp_path / "new" / "ivf.index").read_bytes()
 
 
 def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path) -> None:
@@ -415,6 +442,6 @@ def test_where_there_is_no_index_the_message_says_how_to_make_one(tmp_path: Path
 
 
 def test_an_index_in_another_format_says_so(index: Path) -> None:
-    edit_manifest(index, format_version=2)
-    with pytest.raises(IndexMismatchError, match="format version 2, and this streamrag reads 1"):
+    edit_manifest(index, format_version=3)
+    with pytest.raises(IndexMismatchError, match="format version 3, and this streamrag reads 1 and 2"):
         check_index(index)

@@ -28,6 +28,7 @@ from streamrag.errors import (
 )
 from streamrag.pipeline import Pipeline
 from streamrag.sources.index import build_index
+from streamrag.sources.ivf import IvfSource
 from streamrag.sources.vector import VectorSource
 from streamrag.sources.workers import WorkerPool, WorkerTimeoutError
 from streamrag.testing import ScriptedBackend
@@ -73,7 +74,7 @@ async def source(built: Path) -> AsyncIterator[VectorSource]:
         yield source
 
 
-async def updates(source: VectorSource, query: str) -> list[Update]:
+async def updates(source: VectorSource | IvfSource, query: str) -> list[Update]:
     found = []
     async with aclosing(source.stream(query)) as events:
         async for event in events:
@@ -82,7 +83,7 @@ async def updates(source: VectorSource, query: str) -> list[Update]:
     return found
 
 
-def workers_of(source: VectorSource) -> WorkerPool:
+def workers_of(source: VectorSource | IvfSource) -> WorkerPool:
     assert source._opened
     return source._opened.workers
 
