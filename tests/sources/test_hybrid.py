@@ -28,6 +28,7 @@ from streamrag.errors import (
 from streamrag.pipeline import Pipeline
 from streamrag.sources.hybrid import HybridSource
 from streamrag.sources.index import build_index
+from streamrag.sources.index_changes import add_documents, remove_documents
 from streamrag.sources.index_folder import check_index, looks_like_index
 from streamrag.sources.workers import WorkerPool
 from streamrag.testing import ScriptedBackend, ScriptedSource
@@ -423,3 +424,22 @@ async def test_an_index_that_is_replaced_serves_on(index: Path, tmp_path: Path) 
         documents = write_documents(tmp_path / "documents", 30, seed=1)
         await asyncio.to_thread(build_index, documents, index, embedder=EMBEDDER, force=True)
         assert [update.chunks for update in await updates(source, QUERIES[0])] == before
+
+
+@pytest.mark.parametrize("kind", ["diskann", "ivf"])
+async def test_either_kind_of_index_is_searched_and_what_was_added_or_removed_is_known(
+    tmp_path: Path, kind: str
+) -> None:
+    documents, index = write_documents(tmp_path / "documents", 40), tmp_path / "index"
+    await asyncio.to_thread(build_index, documents, index, embedder=EMBEDDER, kind=kind)
+    (documents / "new.txt").write_text("zymurgy w1 w2")
+    added = documents / "new.txt"
+    await asyncio.to_thread(add_documents, index, [added], folder=documents, embedder=EMBEDDER)
+    async with started(index, k=3, candidates=10) as source:
+        first, *_, last = await updates(source, "zymurgy")
+    assert uris(first) == ["new.txt"]
+    assert uris(last)[0] == "new.txt"
+    await asyncio.to_thread(remove_documents, index, ["new.txt"], embedder=EMBEDDER)
+    async with started(index, k=3, candidates=10) as source:
+        found = await updates(source, "zymurgy")
+    assert all("new.txt" not in uris(update) for update in found)
