@@ -419,7 +419,7 @@ async def test_chunks_come_one_by_one_and_the_last_has_usage_and_citations(
     assert whole.usage_metadata == {"input_tokens": num_prompt, "output_tokens": 12, "total_tokens": num_prompt + 12}
     first, second = whole.response_metadata["citations"]
     assert first == {
-        "number": 1, "uri": "a.md", "title": "Title a", "passage": 3, "text": "text a", "score": 0.5,
+        "number": 1, "uri": "a.md", "title": "Title a", "passage": 3, "text": "text a", "score": 0.5, "rank": None,
     }  # fmt: skip
     assert second["number"] == 2
     assert whole.response_metadata["finish_reason"] == "stop"

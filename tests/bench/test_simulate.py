@@ -165,7 +165,8 @@ def test_swapped_kv_is_copied_out_and_back_instead_of_computed_again() -> None:
     records = [r.record for r in swap.requests if r.record]
     assert {p.fate for record in records for p in record.preemptions} == {"swap"}
     assert sum(record.num_loaded for record in records) == 16 * totals.num_blocks_loaded > 0
-    assert totals.num_bytes_out == totals.num_blocks_saved * 16 * 131_072 >= totals.num_bytes_in > 0
+    assert totals.num_bytes_out == totals.num_blocks_saved * 16 * 131_072
+    assert totals.num_bytes_in > 0  # what is saved once may be loaded several times
     assert totals.out_s > 0
     assert sum(p.num_tokens_saved for r in records for p in r.preemptions) == 16 * totals.num_blocks_saved
     assert digest(swap).recompute_tax < digest(recompute).recompute_tax
