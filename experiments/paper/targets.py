@@ -97,21 +97,42 @@ def _longest(standing: Standing) -> Seconds:
     return {"max": 1 / standing.over_not_streaming["max"]}
 
 
+LONG_STEPS = (
+    "under pressure of crawls steps of 8,192 tokens hold up whoever is complete next: with 2,048 ours takes .19/.44 s "
+    "at P95/P99 there, but searches lose by it (DECISIONS 44); of searches at P99 the reason was not found"
+)
+QUEUES = "the floor is the request alone on the engine, which is busy three quarters of the time at 4 crawls a second"
+IN_PIECES = (
+    "what arrives in pieces is computed in more and shorter steps, and what updates replace is computed twice: the "
+    "paper's FCFS has 1.07 times at 4 crawls and 1.56 at 2 searches a second (anns-last), see throughput"
+)
+NEARLY = "light load, one seed: not found out"
+
 TARGETS = (
     Target("the paper's FCFS over ours", ("P95",), lambda s: s.over_fcfs, _always(1.25), HEAVY),
     Target("the paper's FCFS over ours", ("P99",), lambda s: s.over_fcfs, _always(1.30), HEAVY),
     Target("the paper's FCFS over ours", ("P50",), lambda s: s.over_fcfs, _always(1.50), CRAWLER_4),
-    Target("the paper's FCFS over ours", TAIL, lambda s: s.over_fcfs, _always(1.0), _below_saturation),
-    Target("the envelope over ours", TAIL, lambda s: s.over_envelope, _always(1.0), _below_saturation),
-    Target("the envelope over ours", ("P95",), lambda s: s.over_envelope, _always(1.10), HEAVY),
-    Target("the envelope over ours", ("P99",), lambda s: s.over_envelope, _always(1.25), HEAVY),
-    Target("the envelope over ours, half the KV", ("P95",), lambda s: s.over_envelope, _always(1.20), _in(HALF_KV)),
+    Target("the paper's FCFS over ours", TAIL, lambda s: s.over_fcfs, _always(1.0), _below_saturation, reason=NEARLY),
+    Target(
+        "the envelope over ours", TAIL, lambda s: s.over_envelope, _always(1.0), _below_saturation, reason=LONG_STEPS
+    ),
+    Target("the envelope over ours", ("P95",), lambda s: s.over_envelope, _always(1.10), HEAVY, reason=LONG_STEPS),
+    Target("the envelope over ours", ("P99",), lambda s: s.over_envelope, _always(1.25), HEAVY, reason=LONG_STEPS),
+    Target(
+        "the envelope over ours, half the KV",
+        ("P95",),
+        lambda s: s.over_envelope,
+        _always(1.20),
+        _in(HALF_KV),
+        reason=LONG_STEPS,
+    ),
     Target(
         "the envelope over ours, half the KV",
         ("P99",),
         lambda s: s.over_envelope,
         lambda point: 2.5 if point.is_crawler else 1.5,
         _in(HALF_KV),
+        reason=LONG_STEPS,
     ),
     Target("the envelope over ours with hints", ("P95",), lambda s: s.hinted_over_envelope, _always(1.3), CRAWLER_4),
     Target("the envelope over ours with hints", ("P99",), lambda s: s.hinted_over_envelope, _always(1.6), CRAWLER_4),
@@ -123,8 +144,24 @@ TARGETS = (
         _everywhere,
     ),
     Target("our longest wait over not streaming's", ("max",), _longest, _always(2.0), _everywhere, is_least=False),
-    Target("ours over the floor, light", ("P50",), lambda s: s.to_floor, _always(1.5), _in(LIGHT), is_least=False),
-    Target("ours over the floor, crawler 4 QPS", TAIL, lambda s: s.to_floor, _always(2.5), CRAWLER_4, is_least=False),
+    Target(
+        "ours over the floor, light",
+        ("P50",),
+        lambda s: s.to_floor,
+        _always(1.5),
+        _in(LIGHT),
+        is_least=False,
+        reason=NEARLY,
+    ),
+    Target(
+        "ours over the floor, crawler 4 QPS",
+        TAIL,
+        lambda s: s.to_floor,
+        _always(2.5),
+        CRAWLER_4,
+        is_least=False,
+        reason=QUEUES,
+    ),
     Target(
         "busy time over not streaming's",
         ("busy",),
@@ -132,5 +169,6 @@ TARGETS = (
         lambda point: 1.02 if point.is_crawler else 1.25,
         _below_saturation,
         is_least=False,
+        reason=IN_PIECES,
     ),
 )
