@@ -17,14 +17,12 @@ import hashlib
 import math
 import os
 import re
-import resource
 import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,6 +46,7 @@ from streamrag.sources.disk_store import DiskStore
 from streamrag.sources.documents import read_pdf
 from streamrag.sources.fetched import UnusablePageError
 from streamrag.sources.links import most_promising
+from streamrag.sources.memory_limit import data_bytes, limit_memory
 from streamrag.sources.prune import MAX_CONTENT_CHARS, Pruned, prune
 from streamrag.sources.relevance import relevant_stems, select, split_markdown
 from streamrag.sources.sitemap import find_pages
@@ -176,24 +175,6 @@ def _cpu_limit(limit_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _data_bytes() -> int | None:
-    """What this process has taken, as Linux counts it for RLIMIT_DATA; None elsewhere."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmData:"))
-
-
-def _limit_memory(num_more_bytes: int) -> None:
-    """Bound what this process may take beyond what it has: over it, allocations fail."""
-    if num_bytes := _data_bytes():
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        wanted = num_bytes + num_more_bytes
-        resource.setrlimit(
-            resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
-        )
-
-
 class PageCleaner:
     """Answers the jobs of `WebSource`: see `__call__`.
 
@@ -243,11 +224,11 @@ class PageCleaner:
         self._max_page_cpu_s = max_page_cpu_s
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores it has us ignore it too
         self._max_page_memory_bytes = max_page_memory_bytes
-        self._first_bytes = _data_bytes()
+        self._first_bytes = data_bytes()
 
     def is_worn(self) -> bool:
         """Whether pages have left more behind than they may, such as their names in libxml2's dictionary, for good."""
-        return (_data_bytes() or 0) > (self._first_bytes or 0) + MAX_LEFT_BYTES
+        return (data_bytes() or 0) > (self._first_bytes or 0) + MAX_LEFT_BYTES
 
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
         """`url`, `kind` (a `fetched.Kind`), `charset`, `query`, `max_chars` to what the page has for it.
@@ -256,7 +237,7 @@ class PageCleaner:
         ("xml") has another answer: see `find_pages`.
         """
         try:
-            _limit_memory(self._max_page_memory_bytes)  # anew, because of what earlier pages have left behind
+            limit_memory(self._max_page_memory_bytes)  # anew, because of what earlier pages have left behind
             with _cpu_limit(self._max_page_cpu_s):
                 return find_pages(job, body, self._stem) if job["kind"] == "xml" else self._clean(job, body)
         except MemoryError:

@@ -15,7 +15,7 @@ from streamrag.kinds import is_number, short
 from streamrag.retrieving import Retrieval
 from streamrag.sources.embedder import embedder_of_index, find_embedder
 from streamrag.sources.index_folder import KEYWORDS, Manifest, check_index, explain, said_kind, with_title
-from streamrag.sources.ivf import IvfSource
+from streamrag.sources.ivf import NUM_STAGES, IvfSource
 from streamrag.sources.keywords import require_stemmer
 from streamrag.sources.refining import Failures, Pace, Refinement
 from streamrag.sources.rerank import RerankerPlace, find_reranker
@@ -117,10 +117,13 @@ class HybridSource:
         self._device = rerank_device
         self._num_workers = num_workers
         self._embedder = embedder
+        self._num_stages: int | None = None
+        """Of the vector search, at most; None where nobody knows."""
         if vectors is None:
             if said_kind(Path(index).absolute()) == "ivf":
-                vectors = IvfSource(index, k=candidates, embedder=embedder)
+                vectors, self._num_stages = IvfSource(index, k=candidates, embedder=embedder), NUM_STAGES
             else:
+                self._num_stages = 1
                 vectors = VectorSource(index, k=candidates, ladder=(4 * candidates,), embedder=embedder)
         self._vectors = vectors
         self._opened: _Opened | None = None
@@ -246,7 +249,7 @@ class HybridSource:
                 found = await self._by_keywords(opened.keywords, query)
                 refinement.rank("keywords", found)
             if refinement.best:
-                yield Update(refinement.best, self._hint(1, began_s, num_batches))
+                yield Update(refinement.best, self._hint(self._num_stages, began_s, num_batches))
             while (came := await coming.get()) is not None:
                 if isinstance(came, Skipped):
                     yield came
@@ -314,11 +317,12 @@ class HybridSource:
             if refinement.score(batch, scores):
                 yield Update(refinement.best, self._hint(0, began_s, len(batches) - number - 1))
 
-    def _hint(self, num_stages: int, began_s: float, num_batches: int) -> Hint:
-        search_s = max(0.0, self._search_pace.mean_s - (_now() - began_s)) if num_stages else 0.0
+    def _hint(self, num_stages: int | None, began_s: float, num_batches: int) -> Hint:
+        num_chunks = None if num_stages is None else num_stages + num_batches
+        search_s = max(0.0, self._search_pace.mean_s - (_now() - began_s)) if num_stages != 0 else 0.0
         batches_s = num_batches * self._batch_pace.mean_s if num_batches else 0.0
         end_s = search_s + batches_s
-        return Hint(num_chunks=num_stages + num_batches, end_s=end_s if end_s < inf else None)
+        return Hint(num_chunks=num_chunks, end_s=end_s if end_s < inf else None)
 
 
 def _check(name: str, value: object, least: int, most: int) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import MissingDependencyError
 from streamrag.sources.index_folder import IVF, corrupt
+from streamrag.sources.memory_limit import memory_limited
 from streamrag.sources.search_worker import IndexSearcher, silence_stdout
 
 if TYPE_CHECKING:
@@ -96,6 +97,10 @@ class _Searcher(IndexSearcher):
         return lists, distances[0], np.cumsum(self._sizes[lists])
 
 
+BYTES_PER_LIST, SPARE_BYTES = 256, 64 << 20
+"""What opening an index takes beside its centroids, generously."""
+
+
 def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) -> Any:
     """faiss's index, its lists mapped into memory.
 
@@ -104,9 +109,12 @@ def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) 
     import faiss
 
     faiss.omp_set_num_threads(1)  # of one query nothing is done at the same time
+    # The vectors stay in the file. What else it says that it holds, faiss believes.
+    num_more_bytes = 4 * num_lists * (dimension * 4 + BYTES_PER_LIST) + SPARE_BYTES
     try:
-        index: Any = faiss.read_index(str(folder / IVF), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
-    except RuntimeError as error:
+        with memory_limited(num_more_bytes):
+            index: Any = faiss.read_index(str(folder / IVF), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+    except (RuntimeError, MemoryError) as error:
         raise corrupt(folder, f"faiss cannot open {IVF}: {error}") from error
     lists: Any = getattr(index, "invlists", None)
     is_ours = (

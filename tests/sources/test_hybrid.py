@@ -443,3 +443,13 @@ async def test_either_kind_of_index_is_searched_and_what_was_added_or_removed_is
     async with started(index, k=3, candidates=10) as source:
         found = await updates(source, "zymurgy")
     assert all("new.txt" not in uris(update) for update in found)
+
+
+async def test_hints_never_grow_over_an_ivf_index(tmp_path: Path) -> None:
+    documents, index = write_documents(tmp_path / "documents", 200), tmp_path / "index"
+    await asyncio.to_thread(build_index, documents, index, embedder=EMBEDDER, kind="ivf")
+    async with started(index, reranker=BACKWARDS, k=5, candidates=20, batch_size=4) as source:
+        for query in QUERIES:
+            left = [update.hint.num_chunks for update in await updates(source, query) if update.hint]
+            assert None not in left
+            assert left == sorted(left, reverse=True), query

@@ -224,6 +224,7 @@ def write_other(path: Path, make: str) -> None:
         "ids that repeat",
         "vectors that are none",
         "nonsense",
+        "a billion lists",
         "cut short",
     ],
 )
@@ -232,6 +233,11 @@ async def test_a_file_that_is_not_ours_is_corrupt(index: Path, make: str) -> Non
     path = index / "ivf.index"
     if make == "nonsense":
         path.write_bytes(bytes(range(256)) * 100)
+    elif make == "a billion lists":
+        data = bytearray(path.read_bytes())
+        place = data.index(b"ilar") + 4
+        data[place : place + 8] = (1 << 30).to_bytes(8, "little")
+        path.write_bytes(data)
     elif make == "cut short":
         path.write_bytes(path.read_bytes()[:-1000])
     else:

@@ -402,6 +402,21 @@ async def test_words_that_the_database_has_no_characters_for_are_left_out(dsn: s
         assert (await updates(source, "Zürich 漢字"))[-1].chunks[0].text == "Zürich"
 
 
+async def test_words_that_the_database_cannot_search_are_left_out(dsn: str) -> None:
+    make_table(dsn, "long", TEXTS[:3])
+    execute(dsn, "ALTER TABLE long DROP COLUMN words")
+    execute(dsn, "UPDATE long SET text = (SELECT string_agg('word' || i, ' ') FROM generate_series(1, 200000) i)")
+    async with started(dsn, table="long", words="english") as source:
+        assert source._opened
+        assert await source._find_words(source._opened, "word") == []
+
+
+async def test_a_configuration_of_words_that_is_not_there_is_an_error_of_the_start(dsn: str) -> None:
+    with pytest.raises(VectorIndexError, match="klingon"):
+        async with started(dsn, words="klingon"):
+            pass
+
+
 # ----------------------------------------------------------------------------------------------- what cannot be used
 
 

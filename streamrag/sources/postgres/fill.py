@@ -86,8 +86,16 @@ class Filling:
 
     async def lock(self, connection: "Connection") -> None:
         """Nobody else fills this table as long as this connection lives."""
-        name = self._name.as_string(connection)
-        (is_ours,) = await _row(connection, "SELECT pg_try_advisory_lock(%s, hashtext(%s))", LOCK_SPACE, name)
+        # However it is spelt: "passages" may be "public.passages", and stand there or not yet.
+        schema = self._parts[0] if len(self._parts) > 1 else None
+        query = (
+            "SELECT pg_try_advisory_lock(%s, hashtext(concat_ws('.', coalesce(%s, (SELECT nspname::text "
+            "FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace WHERE c.oid = to_regclass(%s)), "
+            "current_schema()::text), %s::text)))"
+        )
+        (is_ours,) = await _row(
+            connection, query, LOCK_SPACE, schema, self._name.as_string(connection), self._parts[-1]
+        )
         if not is_ours:
             raise VectorIndexError(f"{self.address}: another build fills table {'.'.join(self._parts)}: wait for it")
 

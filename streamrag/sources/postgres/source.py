@@ -10,7 +10,7 @@ from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
 from streamrag.kinds import is_number, short
 from streamrag.sources.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.embedding import EmbeddingPool
-from streamrag.sources.postgres.link import Address, EncodingError, Link, StatementTimeoutError
+from streamrag.sources.postgres.link import Address, Link, StatementTimeoutError
 from streamrag.sources.postgres.names import TableName, checked_columns, checked_ladder, table_parts
 from streamrag.sources.postgres.query import Row, Rows, Search, storable
 from streamrag.sources.postgres.table import Ladder, Table, at_start, inspect_table
@@ -173,6 +173,8 @@ class PgVectorSource:
                 async with await self._address.connect() as connection:
                     await connection.set_read_only(True)
                     table = await inspect_table(connection, self._address, self._table, self._columns)
+                    if self._words:
+                        await connection.execute("SELECT %s::regconfig", [self._words])
                     search = Search(table, self._where, self._k)
                     return table, search, await search.estimate(connection)
         except (psycopg.Error, OSError, UnicodeError) as error:
@@ -251,7 +253,7 @@ class PgVectorSource:
         return sorted({min(first << stage, ladder.most) for stage in range(NUM_STAGES)})
 
     async def _find_words(self, opened: _Opened, query: str) -> list[Row]:
-        """What has the query's words; nothing if that takes too long, or the database has no such characters."""
+        """What has the query's words; nothing if that takes too long or fails: the vectors find what is there."""
         configuration = self._words if self._words is not None else opened.table.words
         if configuration is None or self._words == "":
             return []
@@ -261,7 +263,7 @@ class PgVectorSource:
                 {},
                 timeout_s=min(self._timeout_s, WORDS_TIMEOUT_S),
             )
-        except (StatementTimeoutError, EncodingError):
+        except SourceError:  # a text is too long for a tsvector, the database has no such characters, ...
             return []
 
     async def _find_nearest(self, opened: _Opened, stage: _Stage, embedding: "asyncio.Task[str]") -> list[Row]:

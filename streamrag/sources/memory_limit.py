@@ -1,0 +1,35 @@
+"""Bounds of the memory that a worker process takes, on Linux; nothing is bounded elsewhere."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def data_bytes() -> int | None:
+    """What this process has taken, as Linux counts it for RLIMIT_DATA; None elsewhere."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmData:"))
+
+
+def limit_memory(num_more_bytes: int) -> None:
+    """Bound what this process may take beyond what it has: over it, allocations fail."""
+    if num_bytes := data_bytes():
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = num_bytes + num_more_bytes
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
+
+
+@contextmanager
+def memory_limited(num_more_bytes: int) -> Iterator[None]:
+    """The same while it lasts."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit_memory(num_more_bytes)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
