@@ -60,7 +60,7 @@ TINY = {"hidden_size": 768, "num_layers": 4, "num_heads": 12, "vocab_size": 4096
 
 MAX_CONTEXT_TOKENS = 900
 """As much as a small model can attend to."""
-PASSAGE_WORDS, NUM_PASSAGES = 60, 3
+PASSAGE_WORDS, NUM_PASSAGES = 60, 2
 """Of the search: few and short passages are what the small model answers best from; see docs/demo-model.md."""
 CITED = re.compile(r"\[(\d+)\]")
 

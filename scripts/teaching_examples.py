@@ -287,7 +287,7 @@ def nearest(question: str, passages: Sequence[Chunk], num: int) -> list[Chunk]:
 
 
 def make_example(pages: Sequence[Page], rng: random.Random, max_passages: int) -> Example:
-    """A question over 2 to `max_passages` passages, of which one has the answer."""
+    """A question over 1 to `max_passages` passages, of which one has the answer, or sometimes none."""
     while True:
         page = rng.choice(pages)
         number, sentence = rng.choice(page.sentences)
@@ -296,8 +296,8 @@ def make_example(pages: Sequence[Page], rng: random.Random, max_passages: int) -
         beside = dict.fromkeys(rng.sample(page.passages, min(NUM_LOOKED_THROUGH, len(page.passages))))
         beside |= {rng.choice(rng.choice(pages).passages): None for _ in range(NUM_LOOKED_THROUGH)}
         wrong = [chunk for chunk in beside if sentence not in chunk.text and len(chunk.text) > 80]
-        others = nearest(question, wrong, rng.randrange(1, max_passages))
-        if rng.random() < NO_ANSWER_SHARE:
-            return Example(question, tuple(rng.sample(rng.choice(pages).passages, 1)), NO_ANSWER)
+        others = nearest(question, wrong, rng.randrange(max_passages))
+        if others and rng.random() < NO_ANSWER_SHARE:
+            return Example(question, tuple(others), NO_ANSWER)
         place = 0 if rng.random() < FIRST_SHARE else rng.randrange(len(others) + 1)
         return Example(question, (*others[:place], right, *others[place:]), f"{sentence[:-1]} [{place + 1}].")
