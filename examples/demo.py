@@ -60,6 +60,8 @@ TINY = {"hidden_size": 768, "num_layers": 4, "num_heads": 12, "vocab_size": 4096
 
 MAX_CONTEXT_TOKENS = 900
 """As much as a small model can attend to."""
+PASSAGE_WORDS, NUM_PASSAGES = 60, 2
+"""Of the search: few and short passages are what the small model answers best from; see docs/demo-model.md."""
 CITED = re.compile(r"\[(\d+)\]")
 
 console = Console(highlight=False)
@@ -100,9 +102,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     docs = ROOT / "docs"
     texts = [path.read_text() for path in written_pages(docs)]
     made_from = hashlib.sha256(
-        "\0".join(
-            [*texts, json.dumps([TINY, arguments.tiny, arguments.model is None, "with a keyword index"])]
-        ).encode()
+        "\0".join([*texts, json.dumps([TINY, arguments.tiny, arguments.model is None, PASSAGE_WORDS])]).encode()
     ).hexdigest()
     stamp = out / "made-from"
     if not stamp.exists() or stamp.read_text() != made_from:
@@ -111,7 +111,7 @@ def prepare(arguments: argparse.Namespace) -> None:
         num_pages = build_site(docs, out / "site")
         console.print(f"made a site of {num_pages} pages from the documentation")
         with console.status("building a DiskANN index of the same pages"):
-            summary = build_index(out / "site", out / "index")
+            summary = build_index(out / "site", out / "index", passage_words=PASSAGE_WORDS)
         console.print(f"made an index of {summary.num_passages} passages in {summary.duration_s:.1f} s")
         if arguments.tiny:
             with console.status("making a small Llama with random weights"):
@@ -300,7 +300,7 @@ async def run(arguments: argparse.Namespace) -> None:
             dtype="auto" if arguments.model else "float32",
         )
         crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
-        search = HybridSource(index, k=10, reranker="late-interaction", candidates=20)
+        search = HybridSource(index, k=NUM_PASSAGES, reranker="late-interaction", candidates=20)
         with console.status("starting") as status:
             for part in (backend, crawl, search):
                 stack.push_async_callback(part.aclose)

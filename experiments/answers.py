@@ -3,9 +3,10 @@
     python experiments/answers.py [--model FOLDER] [--dtype D] [--only SETTING] [--questions N] [--json FILE]
 
 The questions are about streamrag's own documentation, which the model was not taught on; what is retrieved for each is
-what an index of it gives. An answer is right if it has the words that it must contain, and cites rightly if the first
-number in it is that of a passage with these words. Every setting answers all questions, not streaming. The best by one
-half of the questions is then asked in both ways, one after another: tokens must be equal. The other half is the test.
+what an index of it gives, by keywords, vectors and late interaction as in `make demo`, or by vectors alone. An answer
+is right if it has the words that it must contain, and cites rightly if the first number in it is that of a passage with
+these words. Every setting answers all questions, not streaming. The best by one half of the questions is then asked in
+both ways, one after another: tokens must be equal. The other half is the test.
 """
 
 import argparse
@@ -24,61 +25,28 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from demo_site import build_site
+from documentation_questions import QUESTIONS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamrag import Chunk, Pipeline, PromptTemplate, SamplingParams, Update, VectorSource, VllmBackend, build_index
+from streamrag import (
+    Chunk,
+    HybridSource,
+    Pipeline,
+    PromptTemplate,
+    SamplingParams,
+    Update,
+    VectorSource,
+    VllmBackend,
+    build_index,
+)
 from streamrag.bench.provenance import versions
 from streamrag.files import write_whole
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedSource, Step, make_demo_model
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-QUESTIONS: dict[str, tuple[str, ...]] = {
-    "Which schemes of addresses are fetched?": ("http", "https"),
-    "How much CPU time may one page take?": ("4 s",),
-    "In what format is what comes back from worker processes?": ("json",),
-    "What is raised when the engine's process dies?": ("enginedeaderror",),
-    "How many characters may a query have?": ("100,000",),
-    "How soon does what the program has started end when it is killed?": ("two seconds",),
-    "What do the readers of aborted queries get when a pipeline is closed?": ("pipelineclosederror",),
-    "What is raised when the pipeline is full and when_full is refuse?": ("toomanyquerieserror",),
-    "What is ttft_s?": ("from the query to the first token",),
-    "What does ttft_after_retrieval_s measure?": ("from the end of retrieval to the first token",),
-    "What does a model without a chat template get?": ("plain layout",),
-    "How long may a title be?": ("200",),
-    "How does a line that imitates one of the prompt's own read?": ("quotation",),
-    "How much of the budget may one chunk take in a context that grows?": ("a third",),
-    "Which error does a question raise that does not fit the model?": ("prompttoolongerror",),
-    "What does an Update do to the context in UpdateMode?": ("replaces the context",),
-    "What does AppendMode do?": ("grow",),
-    "Where does the engine's own log go?": ("log_path",),
-    "How many tokens has a KV block on CPU?": ("32 tokens",),
-    "How large is the KV cache on CPU unless told otherwise?": ("4 gib",),
-    "What does the strategy warming leave in place?": ("scheduler",),
-    "Which Python versions does the core need?": ("3.11 to 3.13",),
-    "Which numpy does the metadata of diskannpy ask for?": ("1.25",),
-    "For which Python does diskannpy have wheels?": ("3.11",),
-    "Why do embedding and searching run in a worker process?": ("lets go of the interpreter",),
-    "Which embedder works without a network?": ("all-minilm-l6-v2",),
-    "Which error refuses an index that another embedder made?": ("indexmismatcherror",),
-    "What is a trace?": ("what retrieval did",),
-    "What happens to a trace file that exists already when one records?": ("appended",),
-    "What does text=hash leave out, and what does it keep?": ("hash", "length"),
-    "What does UnreachableError mean?": ("no start address could be fetched",),
-    "What does LCP stand for?": ("longest common prefix",),
-    "What is decode?": ("sampling the answer",),
-    "What is prefill?": ("computing the kv",),
-    "What is an idle stream?": ("waits for its next chunk",),
-    "How many tokens has a chunk of the Mooncake trace?": ("512 tokens",),
-    "How much does the whole ladder of a search cost?": ("twice",),
-    "What does ScriptedBackend answer?": ("same text",),
-    "Which extra brings matplotlib?": ("plot",),
-    "When is a query answered from a half of its documents although its source failed?": ("on_source_error",),
-}
-"""Each with the words that a right answer has, in small letters. Those at even places choose the setting."""
 
 DEFAULT = PromptTemplate()
 TERSE = PromptTemplate(
@@ -106,6 +74,13 @@ class Setting:
     passage_words: int
     template: PromptTemplate = DEFAULT
     best_last: bool = False
+    by_vectors: bool = False
+    """Alone, and not by keywords, vectors and late interaction."""
+
+    @property
+    def search(self) -> tuple[int, bool]:
+        """Settings that share it retrieve the same."""
+        return self.passage_words, self.by_vectors
 
 
 SETTINGS = (
@@ -113,6 +88,9 @@ SETTINGS = (
     Setting("3 long passages", 3, 180),
     Setting("5 short passages", 5, 60),
     Setting("3 short passages", 3, 60),
+    Setting("2 short passages", 2, 60),
+    Setting("3 short passages, by vectors alone", 3, 60, by_vectors=True),
+    Setting("5 passages of 30 words", 5, 30),
     Setting("3 short passages, best last", 3, 60, best_last=True),
     Setting("3 short passages, terse", 3, 60, TERSE),
     Setting("3 short passages, not numbered", 3, 60, UNNUMBERED),
@@ -169,31 +147,35 @@ def steps(chunks: tuple[Chunk, ...]) -> Iterator[Step]:
     yield Update(chunks)
 
 
-async def retrieve(
-    folder: Path, settings: Sequence[Setting], asked: Sequence[str]
-) -> dict[int, dict[str, tuple[Chunk, ...]]]:
-    """For each length of passages and each question, what the index gives at its last stage."""
+Found = dict[str, tuple[Chunk, ...]]
+
+
+async def retrieve(folder: Path, settings: Sequence[Setting], asked: Sequence[str]) -> dict[tuple[int, bool], Found]:
+    """For each search and each question, what the index gives at last."""
     build_site(DOCS, folder / "site")
-    found: dict[int, dict[str, tuple[Chunk, ...]]] = {}
-    for words in {setting.passage_words: None for setting in settings}:
-        with console.status(f"indexing passages of {words} words"):
-            await asyncio.to_thread(build_index, folder / "site", folder / str(words), passage_words=words)
-        found[words] = {}
-        source = VectorSource(folder / str(words), k=max(setting.k for setting in settings))
+    k = max(setting.k for setting in settings)
+    found: dict[tuple[int, bool], Found] = {}
+    for words, by_vectors in {setting.search: None for setting in settings}:
+        index = folder / str(words)
+        if not index.exists():
+            with console.status(f"indexing passages of {words} words"):
+                await asyncio.to_thread(build_index, folder / "site", index, passage_words=words)
+        source = VectorSource(index, k=k) if by_vectors else HybridSource(index, k=k, reranker="late-interaction")
+        found[words, by_vectors] = {}
         async with aclosing(source):
             await source.start(lambda line: None)
             for question in asked:
                 async with aclosing(source.stream(question)) as events:
                     async for event in events:
                         if isinstance(event, Update):
-                            found[words][question] = event.chunks
+                            found[words, by_vectors][question] = event.chunks
     return found
 
 
 async def ask(
     backend: VllmBackend,
     setting: Setting,
-    found: dict[str, tuple[Chunk, ...]],
+    found: Found,
     *,
     overlap: bool,
     at_once: int,
@@ -264,12 +246,12 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
 
             for setting in settings if len(settings) > 1 else ():
                 results[setting.name] = await ask(
-                    backend, setting, found[setting.passage_words], overlap=False, at_once=8, bar=bar
+                    backend, setting, found[setting.search], overlap=False, at_once=8, bar=bar
                 )
                 progress.console.print(f"{setting.name}: {sum(r.is_cited for r in results[setting.name])}")
             best = next(s for s in settings if s.name == chosen(results)) if results else settings[0]
             both = [
-                await ask(backend, best, found[best.passage_words], overlap=overlap, at_once=1, bar=bar)
+                await ask(backend, best, found[best.search], overlap=overlap, at_once=1, bar=bar)
                 for overlap in (True, False)
             ]
             results = results or {best.name: both[1]}

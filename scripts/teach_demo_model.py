@@ -2,7 +2,8 @@
 
     python scripts/teach_demo_model.py MODEL DOCS... --state FOLDER --out ADAPTER [--examples N]
 
-MODEL is what `streamrag demo-model` wrote with `--untaught`; DOCS are folders of documentation, as Debian's packages
+MODEL is SmolLM2-135M-Instruct as it comes, a folder that transformers load: what `streamrag demo-model` writes has been
+taught already, unless the adapter is not there when it is made. DOCS are folders of documentation, as Debian's packages
 python3-doc and postgresql-doc have. Prompts are those of the default template. Every 24th page is held out, for the
 curve in FOLDER/curve.jsonl. Stopped and started again with the same arguments it goes on where it was.
 """
@@ -34,8 +35,8 @@ from streamrag.modes.prompt import PromptAssembler
 RANK, SCALE = 8, 2.0
 TAUGHT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BATCH, LEARNING_RATE, WARM_UP = 4, 1e-3, 20
-PASSAGE_WORDS, MAX_PASSAGES, MAX_TOKENS = (40, 70, 110), 5, 520
-PAGES_PER_FOLDER, HELD_OUT_EVERY, NUM_HELD_OUT = 300, 24, 24
+PASSAGE_WORDS, MAX_PASSAGES, MAX_TOKENS = (30, 45, 60), 4, 400
+HELD_OUT_EVERY, NUM_HELD_OUT = 24, 24
 CHECK_EVERY, SAVE_EVERY = 50, 10
 """In steps of `BATCH` examples."""
 END = "<|im_end|>"
@@ -188,11 +189,12 @@ def write_adapter(path: Path, loras: dict[str, Lora]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, metavar="MODEL", help="what `streamrag demo-model --untaught` wrote")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="the folder of the model to teach")
     parser.add_argument("docs", type=Path, nargs="+", metavar="DOCS", help="folders with text, Markdown or HTML")
     parser.add_argument("--state", type=Path, required=True, metavar="FOLDER", help="for the checkpoint and the curve")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the adapter to write")
     parser.add_argument("--examples", type=int, default=2000, metavar="N", help="to teach with (2000)")
+    parser.add_argument("--pages", type=int, default=300, metavar="N", help="of each folder, at random (300)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="more than idle cores slow it down (1)")
     arguments = parser.parse_args()
     arguments.state.mkdir(parents=True, exist_ok=True)
@@ -200,12 +202,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = HuggingFaceTokenizer(arguments.model)
     rng = random.Random(0)
-    pages = [
-        page
-        for docs in arguments.docs
-        for words in PASSAGE_WORDS
-        for page in read_pages(docs, words, rng, PAGES_PER_FOLDER // 3)
-    ]
+    pages = [page for docs in arguments.docs for page in read_pages(docs, PASSAGE_WORDS, rng, arguments.pages)]
     rng.shuffle(pages)
     console.print(f"{len(pages)} pages, {sum(len(page.sentences) for page in pages)} sentences")
     model = LlamaForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)

@@ -1,25 +1,35 @@
 """Questions, passages and answers to teach the demo's model with, made from any folder of documentation.
 
-A sentence of a passage becomes a question by one of a few rules of English; the answer is that sentence, with the
-number of its passage in brackets. The other passages of an example are of the same page, or of others.
+A sentence of a passage becomes a question by one of a few rules of English, or by leaving a part of it out; the answer
+is that sentence, with the number of its passage in brackets. The other passages of an example share rare words with the
+question, as those do that a search finds.
 """
 
+import math
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from streamrag.core import Chunk
-from streamrag.sources.passages import (
-    UnusableDocumentError,
-    find_documents,
-    read_document,
-    split_document,
-)
+from streamrag.sources.keywords import new_stem
+from streamrag.sources.passages import UnusableDocumentError, find_documents, read_document, split_document
+from streamrag.sources.relevance import relevant_terms, terms
 
 NO_ANSWER = "The documents do not say."
-NO_ANSWER_SHARE = 0.04
+NO_ANSWER_SHARE = 0.02
+GAP_SHARE = 0.35
+"""Of questions that leave a part of the sentence out, also where a rule fits."""
+
+FIRST_SHARE = 0.5
+"""Of examples whose right passage stands first, as a search that ranks has it; in the others it is anywhere."""
+
+NUM_LOOKED_THROUGH = 40
+"""Passages that those beside the right one are found in: of its page, and as many of others."""
+
 MAX_FILE_BYTES = 400_000
 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
@@ -51,6 +61,26 @@ Rule = tuple[re.Pattern[str], tuple[str, ...]]
 RULES: tuple[Rule, ...] = tuple(
     (re.compile(pattern), questions)
     for pattern, questions in (
+        (
+            r"^(?:If|When) (?P<condition>[^,]{8,90}), .*\b(?P<done>raised|returned|ignored|reported|used|set)\b.*\.$",
+            ("What is {done} if {condition}?", "What is {done} when {condition}?", "What happens when {condition}?"),
+        ),
+        (
+            r"^.*\b(?P<error>[A-Z]\w+(?:Error|Exception|Warning))\b.* (?:if|when) (?P<condition>[^,;]{8,90})\.$",
+            ("What is raised when {condition}?", "Which error is raised if {condition}?", "When is {error} raised?"),
+        ),
+        (
+            rf"^{SUBJECT} (?P<verb>{VERB}) .*\b\d[\d,.]* (?P<unit>[a-z]+s)\b.*\.$",
+            ("How many {unit} does {subject} {base}?", "How much does {subject} {base}?"),
+        ),
+        (
+            rf"^{SUBJECT} (?:has|have|takes|is|are) .*\b\d[\d,.]* (?P<unit>[a-z]+s)\b.*\.$",
+            ("How many {unit} has {subject}?", "How many {unit} may {subject} have?", "How large may {subject} be?"),
+        ),
+        (
+            r"^(?P<term>[A-Z][^,;:.()]{1,30}): (?P<what>.+)\.$",
+            ("What is {term}?", "What does {term} mean?", "What is a {term}?", "What does {term} stand for?"),
+        ),
         (
             r"^If (?P<condition>[^,]{8,90}), (?P<result>.+)\.$",
             ("What happens if {condition}?", "What if {condition}?", "What happens when {condition}?"),
@@ -95,7 +125,7 @@ RULES: tuple[Rule, ...] = tuple(
         ),
         (
             rf"^{SUBJECT} (?P<be>{BE}) (?P<what>.+)\.$",
-            ("What {be} {subject}?", "What {be} {subject} exactly?", "What {be} {what}?", "{be} {subject} {what}?"),
+            ("What {be} {subject}?", "What does {subject} mean?", "What {be} {what}?", "{be} {subject} {what}?"),
         ),
         (
             rf"^{SUBJECT} (?:has|have) (?P<what>.+)\.$",
@@ -146,8 +176,8 @@ class Page:
     sentences: tuple[tuple[int, str], ...]
 
 
-def read_pages(folder: Path, passage_words: int, rng: random.Random, num_pages: int) -> Iterator[Page]:
-    """Pages of `folder`, at most so many, in random order."""
+def read_pages(folder: Path, passage_words: Sequence[int], rng: random.Random, num_pages: int) -> Iterator[Page]:
+    """Pages of `folder`, at most so many, in random order; passages of each have one of these lengths."""
     paths, _ = find_documents(folder, max_file_bytes=MAX_FILE_BYTES, leave_out=folder / "-")
     rng.shuffle(paths)
     for path in paths[:num_pages]:
@@ -157,7 +187,7 @@ def read_pages(folder: Path, passage_words: int, rng: random.Random, num_pages: 
             continue
         passages = tuple(
             Chunk(text, document.uri, document.title, number)
-            for number, text in enumerate(split_document(document, passage_words))
+            for number, text in enumerate(split_document(document, rng.choice(passage_words)))
         )
         sentences = tuple((n, s) for n, chunk in enumerate(passages) for s in usable_sentences(chunk.text))
         if sentences:
@@ -167,19 +197,37 @@ def read_pages(folder: Path, passage_words: int, rng: random.Random, num_pages: 
 def usable_sentences(text: str) -> Iterator[str]:
     """Sentences that say something by themselves."""
     for line in text.split("\n"):
-        for sentence in SENTENCE_END.split(line.strip()):
+        for sentence in SENTENCE_END.split(line.strip().removeprefix("- ")):
             words = sentence.split()
-            is_whole = sentence.endswith(".") and sentence[:1].isupper() and 7 <= len(words) <= 34
+            is_whole = sentence.endswith(".") and sentence[:1].isupper() and 5 <= len(words) <= 34
             if (
                 is_whole
                 and words[0].lower() not in UNCLEAR
-                and sum(c.isalpha() or c == " " for c in sentence) > 0.88 * len(sentence)
+                and sum(c.isalpha() or c == " " for c in sentence) > 0.85 * len(sentence)
             ):
                 yield sentence
 
 
-def make_question(sentence: str, rng: random.Random) -> str | None:
-    """A question that `sentence` answers, if a rule fits it."""
+def make_question(sentence: str, rng: random.Random) -> str:
+    """A question that `sentence` answers."""
+    question = None if rng.random() < GAP_SHARE else by_rule(sentence, rng)
+    return question or with_gap(sentence, rng)
+
+
+def with_gap(sentence: str, rng: random.Random) -> str:
+    """What is left of the sentence without some words that follow one another, behind a word that asks."""
+    words = sentence[:-1].split()
+    num_left = rng.randrange(3, min(11, len(words)))
+    at = rng.randrange(len(words) - num_left + 1)
+    left = words[at : at + num_left]
+    if at == 0:
+        left[0] = lowered(left[0])
+    asks = rng.choice(("What", "Which", "How", "When", "Where", "Why", "What about", "How much", "What is"))
+    return varied(f"{asks} {' '.join(left).strip(',;:( ')}?", rng)
+
+
+def by_rule(sentence: str, rng: random.Random) -> str | None:
+    """The question of the first rule that fits."""
     for pattern, questions in RULES:
         found = pattern.match(sentence)
         if found is None or ("subject" in found.groupdict() and sentence.split()[0] in NO_SUBJECT):
@@ -220,30 +268,36 @@ def varied(question: str, rng: random.Random) -> str:
     return " ".join(words) + "?"
 
 
+_stem = new_stem()
+
+
+@cache
+def stems(text: str) -> frozenset[str]:
+    return frozenset(terms(text, _stem))
+
+
+def nearest(question: str, passages: Sequence[Chunk], num: int) -> list[Chunk]:
+    """Those that share most words with the question; rare words count more."""
+    asked = relevant_terms(question, _stem)
+    found = [stems(chunk.text).intersection(asked) for chunk in passages]
+    num_with = Counter(term for each in found for term in each)
+    scores = [sum(math.log(1 + len(passages) / num_with[term]) for term in each) for each in found]
+    best = sorted(range(len(passages)), key=lambda n: -scores[n])
+    return [passages[n] for n in best[:num]]
+
+
 def make_example(pages: Sequence[Page], rng: random.Random, max_passages: int) -> Example:
-    """A question over 2 to `max_passages` passages, of which one has the answer, at any place."""
+    """A question over 1 to `max_passages` passages, of which one has the answer, or sometimes none."""
     while True:
         page = rng.choice(pages)
         number, sentence = rng.choice(page.sentences)
         question = make_question(sentence, rng)
-        if question is None:
-            continue
         right = page.passages[number]
-        num_others = rng.randrange(1, max_passages)
-        others: list[Chunk] = []
-        for _ in range(num_others):
-            of = page if rng.random() < 0.6 else rng.choice(pages)
-            chunk = rng.choice(of.passages)
-            if sentence not in chunk.text and chunk not in others and len(chunk.text) > 80:
-                others.append(chunk)
-        if not others:
-            continue
-        if rng.random() < NO_ANSWER_SHARE:
-            stranger = rng.choice(pages)
-            if stranger is not page:
-                return Example(
-                    question, tuple(rng.sample(stranger.passages, min(2, len(stranger.passages)))), NO_ANSWER
-                )
-        place = rng.randrange(len(others) + 1)
-        chunks = (*others[:place], right, *others[place:])
-        return Example(question, chunks, f"{sentence[:-1]} [{place + 1}].")
+        beside = dict.fromkeys(rng.sample(page.passages, min(NUM_LOOKED_THROUGH, len(page.passages))))
+        beside |= {rng.choice(rng.choice(pages).passages): None for _ in range(NUM_LOOKED_THROUGH)}
+        wrong = [chunk for chunk in beside if sentence not in chunk.text and len(chunk.text) > 80]
+        others = nearest(question, wrong, rng.randrange(max_passages))
+        if others and rng.random() < NO_ANSWER_SHARE:
+            return Example(question, tuple(others), NO_ANSWER)
+        place = 0 if rng.random() < FIRST_SHARE else rng.randrange(len(others) + 1)
+        return Example(question, (*others[:place], right, *others[place:]), f"{sentence[:-1]} [{place + 1}].")
