@@ -30,6 +30,7 @@ from streamrag.sources.fetched import (
     HttpStatusError,
     Kind,
     NoConnectionError,
+    OwnLimitError,
     Page,
     Remembered,
     Response,
@@ -238,7 +239,7 @@ class Fetcher:
 
     def _check_crawl_bytes(self) -> None:
         if self._limits.max_crawl_bytes is not None and self._num_bytes > self._limits.max_crawl_bytes:
-            raise UnusablePageError(f"the crawl has had max_crawl_bytes={self._limits.max_crawl_bytes}")
+            raise OwnLimitError(f"the crawl has had max_crawl_bytes={self._limits.max_crawl_bytes}")
 
 
 def _as_it_is(url: str) -> httpcore.URL:

@@ -15,6 +15,10 @@ class UnusablePageError(SourceError):
     """An address was reached, but what it gave cannot be used."""
 
 
+class OwnLimitError(UnusablePageError):
+    """An address was not asked, or not to the end, because of a limit of the crawl that asks: another one may ask."""
+
+
 class HttpStatusError(UnusablePageError):
     """The server's answer is an error."""
 

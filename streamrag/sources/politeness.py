@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from streamrag.sources.fetched import HttpStatusError, Turns, UnusablePageError
+from streamrag.sources.fetched import HttpStatusError, OwnLimitError, Turns
 
 if TYPE_CHECKING:
     from tenacity import AsyncRetrying, RetryCallState
@@ -36,7 +36,7 @@ MAX_HOSTS = 1000
 """Hosts that are remembered though nobody asks them now."""
 
 
-class PutOffError(UnusablePageError):
+class PutOffError(OwnLimitError):
     """A host would have it asked for at a time when the crawl is over."""
 
 

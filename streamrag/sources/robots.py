@@ -22,6 +22,7 @@ from streamrag.sources.fetched import (
     CostlyPageError,
     HttpStatusError,
     NoConnectionError,
+    OwnLimitError,
     TooManyRedirectsError,
     UnusablePageError,
     Wanted,
@@ -104,6 +105,7 @@ class Robots:
         :raises UnsafeUrlError: the host is at an address that is not allowed.
         :raises UnreachableError: it does not answer.
         :raises CostlyPageError: it answers too slowly.
+        :raises OwnLimitError: the crawl that asks ends before it answers.
         """
         rules = await self.rules(url, fetcher)
         if not await rules.allows(url, self._threads):
@@ -132,10 +134,11 @@ class Robots:
     async def _fetch(self, origin: str, fetcher: "Fetcher") -> "Rules | UnusablePageError | UnreachableError":
         """
         :raises UnsafeUrlError: it is at an address that is not allowed.
+        :raises OwnLimitError: the crawl that asks ends before; that says nothing of the host, and is not remembered.
         """
         try:
             page = await fetcher.fetch(f"{origin}/robots.txt", lambda url: None, ROBOTS)
-        except UnsafeUrlError:
+        except (UnsafeUrlError, OwnLimitError):
             raise
         except HttpStatusError as error:
             if 400 <= error.status < 500 and error.status != 429:
