@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -215,6 +216,28 @@ async def test_that_a_crawl_ends_before_a_hosts_turn_is_not_held_against_the_hos
         host.free_at = 0.0
         async with fetching() as fetcher:
             await known.check(site.url("/a"), fetcher)
+
+
+def test_rules_are_bounded_and_those_for_others_take_nothing() -> None:
+    many = "".join(f"Disallow: /{number}/x\n" for number in range(robots.MAX_RULES + 10))
+    found = rules(f"User-agent: x\n{many}\nUser-agent: streamrag\nUser-agent: y\nHost: z\nUser-agent: q\n{many}")
+    paths = ("/0/x", f"/{robots.MAX_RULES - 2}/x", f"/{robots.MAX_RULES}/x")
+    assert [can_fetch(found, path) for path in paths] == [False, False, True]
+    assert rules(f"User-agent: x\n{many}").num_bytes < 10_000
+    tracemalloc.start()
+    try:
+        found = rules("User-agent: *\n" + "".join(f"Allow:{number:04x}$\n" for number in range(40_000)))
+        can_fetch(found, "/")
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 2_000_000 < num_bytes < found.num_bytes < robots.MAX_BYTES
+
+
+def test_rates_that_no_number_holds_are_no_error() -> None:
+    nines = "9" * 400
+    assert rules(f"User-agent: *\nRequest-rate: 1/{nines}").delay_s == robots.MAX_DELAY_S
+    assert rules(f"User-agent: *\nRequest-rate: {nines}/1").delay_s < 1e-6
 
 
 BOMBS = {
