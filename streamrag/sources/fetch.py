@@ -167,6 +167,8 @@ class Fetcher:
                 if not timeout.expired():
                     timeout.reschedule(loop.time() + left_s)
 
+        if not wanted.is_remembered:
+            return await send({})
         return await self._remembered.answer(url, wanted.accept, send)
 
     async def _request(self, url: str, wanted: Wanted, more: Mapping[str, str]) -> Response:

@@ -73,6 +73,8 @@ class Wanted:
     """If that is less than `max_body_bytes`."""
     is_lenient: bool = False
     """A body that is too large is cut, and it may be empty."""
+    is_remembered: bool = True
+    """Whether what is kept on disk will do."""
 
 
 PAGES = Wanted(

@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 
     from streamrag.sources.fetch import Fetcher
 
-ROBOTS = Wanted(None, "text/plain, */*;q=0.1", "a robots.txt", max_bytes=500 << 10, is_lenient=True)
-"""RFC 9309 wants the first 500 KiB to be read, whatever follows."""
+ROBOTS = Wanted(
+    None, "text/plain, */*;q=0.1", "a robots.txt", max_bytes=500 << 10, is_lenient=True, is_remembered=False
+)
+"""RFC 9309 wants the first 500 KiB to be read, whatever follows, and to be believed for a day at most, whatever its
+server says about keeping: so none comes from disk."""
 
 FOUND_S = 24 * 3600.0
 """How long what a robots.txt says is believed. RFC 9309 allows a day."""
