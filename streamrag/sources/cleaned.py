@@ -33,6 +33,8 @@ class Cleaned:
             cleaned = cls(**fields)
         except (TypeError, RecursionError) as error:
             raise ValueError(str(error)) from error
+        if not isinstance(cleaned.links, dict):
+            raise ValueError("its links are no addresses with texts")
         texts = (cleaned.url, cleaned.title, cleaned.text, *cleaned.links, *cleaned.links.values())
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("its fields have other types")

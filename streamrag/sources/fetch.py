@@ -30,6 +30,7 @@ from streamrag.sources.fetched import (
     HttpStatusError,
     Kind,
     NoConnectionError,
+    OwnLimitError,
     Page,
     Remembered,
     Response,
@@ -166,6 +167,8 @@ class Fetcher:
                 if not timeout.expired():
                     timeout.reschedule(loop.time() + left_s)
 
+        if not wanted.is_remembered:
+            return await send({})
         return await self._remembered.answer(url, wanted.accept, send)
 
     async def _request(self, url: str, wanted: Wanted, more: Mapping[str, str]) -> Response:
@@ -238,7 +241,7 @@ class Fetcher:
 
     def _check_crawl_bytes(self) -> None:
         if self._limits.max_crawl_bytes is not None and self._num_bytes > self._limits.max_crawl_bytes:
-            raise UnusablePageError(f"the crawl has had max_crawl_bytes={self._limits.max_crawl_bytes}")
+            raise OwnLimitError(f"the crawl has had max_crawl_bytes={self._limits.max_crawl_bytes}")
 
 
 def _as_it_is(url: str) -> httpcore.URL:

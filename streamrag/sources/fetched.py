@@ -15,6 +15,10 @@ class UnusablePageError(SourceError):
     """An address was reached, but what it gave cannot be used."""
 
 
+class OwnLimitError(UnusablePageError):
+    """An address was not asked, or not to the end, because of a limit of the crawl that asks: another one may ask."""
+
+
 class HttpStatusError(UnusablePageError):
     """The server's answer is an error."""
 
@@ -69,6 +73,8 @@ class Wanted:
     """If that is less than `max_body_bytes`."""
     is_lenient: bool = False
     """A body that is too large is cut, and it may be empty."""
+    is_remembered: bool = True
+    """Whether what is kept on disk will do."""
 
 
 PAGES = Wanted(

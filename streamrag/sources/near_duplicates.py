@@ -27,6 +27,9 @@ MIN_WORDS = 12
 MAX_DIFFERENT = 0.15
 """Share of words that one has and the other has not."""
 
+MAX_DIFFERENT_WORDS = 30
+"""Of those, however long the paragraphs are. Each is compared with each, so it also bounds what a pair may cost."""
+
 FORM_CHARS = 5
 """Words that begin with the same so many letters are forms of one word, and so are one and itself with an ending."""
 
@@ -58,13 +61,14 @@ def triples_of(words: list[str]) -> set[str]:
 
 def is_near_duplicate(one: list[str], other: list[str]) -> bool:
     """Whether these words say the same, as far as words can tell."""
-    counted, others = Counter(one), Counter(other)
-    different = (counted - others) + (others - counted)
-    if different.total() > MAX_DIFFERENT * (len(one) + len(other)):
+    most = min(MAX_DIFFERENT * (len(one) + len(other)), MAX_DIFFERENT_WORDS)
+    if abs(len(one) - len(other)) > most:
         return False
-    if any(word in NEGATIONS or MAY_TURN.search(word) for word in different) or _is_replaced(
-        counted - others, others - counted
-    ):
+    counted, others = Counter(one), Counter(other)
+    missing, added = counted - others, others - counted
+    if missing.total() + added.total() > most:
+        return False
+    if any(word in NEGATIONS or MAY_TURN.search(word) for word in (*missing, *added)) or _is_replaced(missing, added):
         return False
     triples, other_triples = triples_of(one), triples_of(other)
     return len(triples & other_triples) >= MIN_JACCARD * len(triples | other_triples)

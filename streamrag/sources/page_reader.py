@@ -21,7 +21,7 @@ from streamrag.sources.fetched import (
     Wanted,
 )
 from streamrag.sources.politeness import CrawlTurns, Hosts
-from streamrag.sources.robots import Robots
+from streamrag.sources.robots import DisallowedError, Robots
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers import (
     Share,
@@ -115,7 +115,7 @@ class PageReader:
 
         async def check(redirected_to: str) -> None:
             check_redirect(redirected_to)
-            await self._check_robots(redirected_to)
+            await self._check_target(redirected_to)
 
         if self._options.cdp_url:
             await self._fetcher.check_address(url)
@@ -176,6 +176,13 @@ class PageReader:
             rules = await self._robots.check(url, self._fetcher)
             self._turns.set_delay(urlsplit(url).netloc, rules.delay_s)
 
+    async def _check_target(self, url: str) -> None:
+        """As `_check_robots`, of a redirect's target: a page was asked for, whatever becomes of it."""
+        try:
+            await self._check_robots(url)
+        except DisallowedError as error:
+            raise UnusablePageError(str(error)) from None
+
     async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
         """Let the browser fetch the page. Where it goes from there is only known afterwards."""
         answer = await self._turns.ask(start, partial(self._clean, start, "browser", "", b""))
@@ -186,7 +193,7 @@ class PageReader:
             check_redirect(url)
             try:
                 await self._fetcher.check_address(url)
-                await self._check_robots(url)
+                await self._check_target(url)
             except UnsafeUrlError as error:
                 raise UnusablePageError(f"it redirects to {url}: {error}") from None
         return {**answer, "url": url}

@@ -1,7 +1,11 @@
 """What crawls owe the hosts that they ask: few requests at a time, as seldom as a host wants, and not again at once.
 
-    a page ─▶ its host's places in this crawl ─▶ the crawl's fetches ─▶ its host's turn, among all crawls ─▶ a request
-                                                                          (places, crawl delay, Retry-After)
+    a page ─▶ its host's places in this crawl ─▶ when its host may be asked ─▶ the crawl's fetches
+                                                   (crawl delay, Retry-After)        │
+                               a request ◀── its host's places, among all crawls ◀───┘
+
+Whoever waits for a time takes nothing that pages of other hosts could use. If another crawl has asked when a page has
+its places, that page waits for the next time.
 
 A `Hosts` is for a source's life, so that queries together ask no more of a host than one may.
 """
@@ -13,7 +17,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from streamrag.sources.fetched import HttpStatusError, Turns, UnusablePageError
+from streamrag.sources.fetched import HttpStatusError, OwnLimitError, Turns
 
 if TYPE_CHECKING:
     from tenacity import AsyncRetrying, RetryCallState
@@ -36,7 +40,7 @@ MAX_HOSTS = 1000
 """Hosts that are remembered though nobody asks them now."""
 
 
-class PutOffError(UnusablePageError):
+class PutOffError(OwnLimitError):
     """A host would have it asked for at a time when the crawl is over."""
 
 
@@ -56,28 +60,27 @@ class Host:
         """Ask it nothing for so long."""
         self.free_at = max(self.free_at, asyncio.get_running_loop().time() + min(seconds, MAX_HOLD_S))
 
-    @asynccontextmanager
-    async def turn(self, deadline: float) -> AsyncIterator[None]:
-        """Wait until it may be asked.
+    async def until_free(self, deadline: float) -> None:
+        """Wait for the time at which it may be asked, one after the other.
 
         :raises PutOffError: that is behind `deadline`.
         """
         loop = asyncio.get_running_loop()
         async with self._next:
-            while True:
-                await self._places.acquire()
-                wait_s = self.free_at - loop.time()
-                if wait_s <= 0:
-                    break
-                self._places.release()  # nobody is kept from a place by one who only waits
+            while (wait_s := self.free_at - loop.time()) > 0:
                 if loop.time() + wait_s >= deadline:
                     raise PutOffError(f"its host wants to be left alone for {wait_s:.1f} s, and the crawl ends before")
                 await asyncio.sleep(wait_s)
-            self.free_at = loop.time() + self.delay_s
-        try:
-            yield
-        finally:
-            self._places.release()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[bool]:
+        """One of its places, and whether it may be asked now: others may have asked meanwhile."""
+        loop = asyncio.get_running_loop()
+        async with self._places:
+            is_free = self.free_at <= loop.time()
+            if is_free:
+                self.free_at = loop.time() + self.delay_s
+            yield is_free
 
 
 class Hosts:
@@ -133,15 +136,22 @@ class CrawlTurns(Turns):
         async with self._hosts.using(name) as host:
             host.delay_s = self._delays_s.get(name, host.delay_s)
 
+            async def sent() -> T:
+                try:
+                    return await send()
+                except HttpStatusError as error:
+                    if error.status in BUSY and error.retry_after_s:
+                        host.hold(error.retry_after_s)
+                    raise
+
             async def once() -> T:
                 own = self._own.setdefault(name, asyncio.Semaphore(self._hosts.num_at_once))
-                async with own, self._fetches, host.turn(self._deadline):
-                    try:
-                        return await send()
-                    except HttpStatusError as error:
-                        if error.status in BUSY and error.retry_after_s:
-                            host.hold(error.retry_after_s)
-                        raise
+                async with own:
+                    while True:
+                        await host.until_free(self._deadline)
+                        async with self._fetches, host.turn() as is_free:
+                            if is_free:
+                                return await sent()
 
             return await self._retrying()(once)
 

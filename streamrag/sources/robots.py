@@ -22,6 +22,7 @@ from streamrag.sources.fetched import (
     CostlyPageError,
     HttpStatusError,
     NoConnectionError,
+    OwnLimitError,
     TooManyRedirectsError,
     UnusablePageError,
     Wanted,
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
 
     from streamrag.sources.fetch import Fetcher
 
-ROBOTS = Wanted(None, "text/plain, */*;q=0.1", "a robots.txt", max_bytes=500 << 10, is_lenient=True)
-"""RFC 9309 wants the first 500 KiB to be read, whatever follows."""
+ROBOTS = Wanted(
+    None, "text/plain, */*;q=0.1", "a robots.txt", max_bytes=500 << 10, is_lenient=True, is_remembered=False
+)
+"""RFC 9309 wants the first 500 KiB to be read, whatever follows, and to be believed for a day at most, whatever its
+server says about keeping: so none comes from disk."""
 
 FOUND_S = 24 * 3600.0
 """How long what a robots.txt says is believed. RFC 9309 allows a day."""
@@ -42,8 +46,17 @@ FOUND_S = 24 * 3600.0
 FAILED_S = 60.0
 """How long one that cannot be had is not asked for again."""
 
-MAX_BYTES = 8 << 20
-"""Of all that are remembered together."""
+MAX_BYTES = 32 << 20
+"""Of all that are remembered together, as `Rules.num_bytes` counts them."""
+
+MAX_RULES = 5000
+"""Lines of a file that are read for rules; what follows is as if it stood behind the first half megabyte."""
+
+RULE_BYTES = 1500
+"""What a line's rule takes in memory, beside its text: twice, for one with a dollar sign."""
+
+MAX_DELAY_S = 1e9
+"""The longest delay that is counted; any crawl ends before."""
 
 SHORT_BYTES = 1 << 14
 """Up to so many, a page is looked up on the event loop: less than 2 ms, also in a file that is made to be slow."""
@@ -55,6 +68,10 @@ MAX_LINE_CHARS = 4096
 
 AGENT = re.compile(r"\s*user[ -]?agent\b\s*:?\s*([^#]*)", re.IGNORECASE)
 TOKEN = re.compile(r"[a-z_-]+", re.IGNORECASE)
+SITEMAP = re.compile(r"(sitemaps?|site-map)\b", re.IGNORECASE)
+RULE = re.compile(r"allow|dis|dia|crawl|request|visit", re.IGNORECASE)
+"""How lines begin that end a group's names."""
+
 NOBODY = "user-agent: -"
 
 
@@ -104,6 +121,7 @@ class Robots:
         :raises UnsafeUrlError: the host is at an address that is not allowed.
         :raises UnreachableError: it does not answer.
         :raises CostlyPageError: it answers too slowly.
+        :raises OwnLimitError: the crawl that asks ends before it answers.
         """
         rules = await self.rules(url, fetcher)
         if not await rules.allows(url, self._threads):
@@ -132,10 +150,11 @@ class Robots:
     async def _fetch(self, origin: str, fetcher: "Fetcher") -> "Rules | UnusablePageError | UnreachableError":
         """
         :raises UnsafeUrlError: it is at an address that is not allowed.
+        :raises OwnLimitError: the crawl that asks ends before; that says nothing of the host, and is not remembered.
         """
         try:
             page = await fetcher.fetch(f"{origin}/robots.txt", lambda url: None, ROBOTS)
-        except UnsafeUrlError:
+        except (UnsafeUrlError, OwnLimitError):
             raise
         except HttpStatusError as error:
             if 400 <= error.status < 500 and error.status != 429:
@@ -177,25 +196,43 @@ def parse(body: bytes, user_agent: str) -> Rules:
     text = "\n".join(_for(tokens, body.decode(errors="replace").removeprefix("\ufeff")))
     parser = Protego.parse(text)
     rate = parser.request_rate(user_agent)
-    delay_s = max(parser.crawl_delay(user_agent) or 0.0, rate.seconds / rate.requests if rate else 0.0)
+    rate_s = min(rate.seconds, MAX_DELAY_S) / min(rate.requests, MAX_DELAY_S) if rate else 0.0
+    delay_s = max(parser.crawl_delay(user_agent) or 0.0, rate_s)
     sitemaps = tuple(dict.fromkeys(parser.sitemaps))[:MAX_SITEMAPS]
-    return Rules(parser, user_agent, len(body), delay_s, sitemaps)
+    num_bytes = 4 * len(text) + RULE_BYTES * (text.count("\n") + 1)
+    return Rules(parser, user_agent, num_bytes, delay_s, sitemaps)
 
 
 def _for(tokens: set[str], text: str) -> Iterator[str]:
-    """The lines, with all robots but ours under one name.
+    """The lines that matter for us, at most `MAX_RULES` beside those that name sitemaps.
 
-    Protego takes time that is quadratic in the number of robots. Names are compared whole, as RFC 9309 has it.
+    All robots but ours are under one name, and what is for them alone is left out: Protego takes time that is quadratic
+    in the number of robots, and memory for each rule. Names are compared whole, as RFC 9309 has it.
     """
     was_nobody = False
+    is_ours = in_names = False  # whether the group is ours, and whether its names are being read
+    num_rules = num_sitemaps = 0
     for line in text.splitlines():
         line = line[:MAX_LINE_CHARS]
         agent = AGENT.match(line)
         if not agent:
-            was_nobody = was_nobody and not line.strip()
-            yield line
+            line = line.partition("#")[0].strip()
+            if not line:
+                continue
+            if SITEMAP.match(line):
+                num_sitemaps += 1
+                if num_sitemaps <= MAX_SITEMAPS:
+                    yield line
+                continue
+            was_nobody = False
+            in_names = in_names and not RULE.match(line)
+            num_rules += is_ours
+            if is_ours and num_rules <= MAX_RULES:
+                yield line
             continue
         name = agent[1].strip().lower().partition("/")[0]
+        is_ours = (is_ours and in_names) or name == "*" or name in tokens
+        in_names = True
         if name == "*" or name in tokens:
             was_nobody = False
             yield f"user-agent: {name}"

@@ -12,7 +12,9 @@ from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import is_number, is_whole
 from streamrag.sources.addresses import parse_start_url
 
-MAX_ANSWER_BYTES = 4 << 20
+MAX_ANSWER_BYTES = 512 << 10
+"""It is read on the event loop. A page of results is some tens of kilobytes."""
+
 MAX_QUERY_CHARS = 500
 """Search engines take no longer questions."""
 

@@ -87,6 +87,24 @@ def test_what_is_remembered_and_compared_is_bounded(monkeypatch: pytest.MonkeyPa
     assert known._of_page == []
 
 
+def test_paragraphs_that_differ_in_many_words_are_not_compared_word_by_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_compared = 0
+
+    def are_forms(one: str, other: str) -> bool:
+        nonlocal num_compared
+        num_compared += 1
+        return False
+
+    monkeypatch.setattr(near_duplicates, "_are_forms", are_forms)
+    common = "".join(map(chr, range(0x4E00, 0x4E00 + 1702)))
+    words = [near_duplicates.words_of(common + chr(0x3041 + number) * 297) for number in range(2)]
+    assert not near_duplicates.is_near_duplicate(*words)
+    assert num_compared == 0
+    few = [near_duplicates.words_of(common + chr(0x3041 + number) * 15) for number in range(2)]
+    assert not near_duplicates.is_near_duplicate(*few)
+    assert 0 < num_compared <= (near_duplicates.MAX_DIFFERENT_WORDS / 2) ** 2
+
+
 @pytest.mark.timeout(60)
 def test_a_paragraph_of_a_megabyte_takes_time_in_proportion() -> None:
     for text in ("penguin " * 130_000, " ".join(f"p{number}x" for number in range(130_000)), "a" * 1_000_000):

@@ -282,7 +282,13 @@ async def test_cancelling_while_it_is_written_leaves_a_whole_entry_or_none(site:
     assert (await fetch(store, url)).body == b"<p>text"
 
 
-@pytest.mark.parametrize("kept", [b"", b"{}", b"[]", b'{"url": 1}', b"\xff", b"[" * 99_999])
+WRONG_LINKS = b'{"url": "u", "title": "t", "text": "x", "links": %s, "is_cut": false}'
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [b"", b"{}", b"[]", b'{"url": 1}', b"\xff", b"[" * 99_999, WRONG_LINKS % b"[]", WRONG_LINKS % b"5"],
+)
 def test_what_is_no_cleaned_page_is_told(kept: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (json's own)
         Cleaned.from_bytes(kept)

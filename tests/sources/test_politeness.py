@@ -1,6 +1,7 @@
 """How seldom a host is asked, and for how long it is left alone when it wants to be."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -114,6 +115,41 @@ async def test_waiting_for_a_delay_keeps_no_other_host_waiting() -> None:
     await crawl.ask("http://b.example/", fast.send)
     assert fast.asked_s == [0]
     await asyncio.gather(*waiting)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_several_hosts_that_want_time_keep_no_other_host_waiting(is_busy: bool) -> None:
+    hosts, fast = Hosts(4), Server()
+    slow = [Server(*[HttpStatusError(429, 50.0)] * is_busy) for _ in range(3)]
+    crawl = turns(hosts, num_fetches=2, deadline_s=200)
+    for number in range(3):
+        crawl.set_delay(f"{number}.example", 50)
+    waiting = [
+        asyncio.create_task(crawl.ask(f"http://{number}.example/", slow[number].send))
+        for number in range(3)
+        for _ in range(2)
+    ]
+    await asyncio.sleep(5)
+    for _ in range(3):
+        await crawl.ask("http://b.example/", fast.send)
+    assert fast.asked_s == [5, 6, 7]
+    await asyncio.gather(*waiting)
+    assert all(b - a >= 50 for server in slow for a, b in itertools.pairwise(server.asked_s))
+
+
+async def test_a_delay_is_kept_though_a_crawl_waits_for_its_own_fetches() -> None:
+    hosts, server, other = Hosts(4), Server(), Server()
+    crawls = [turns(hosts, num_fetches=1) for _ in range(3)]
+    for crawl in crawls:
+        crawl.set_delay("a.example", 5)
+    asking = [
+        asyncio.create_task(crawl.ask(url, send))
+        for crawl in crawls
+        for url, send in [("http://b.example/", other.send)] * 3 + [("http://a.example/", server.send)] * 2
+    ]
+    await asyncio.gather(*asking)
+    assert len(server.asked_s) == 6
+    assert all(b - a >= 5 for a, b in itertools.pairwise(server.asked_s))
 
 
 async def test_what_would_come_after_the_crawl_is_put_off_at_once() -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import ssl
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from website import Website
@@ -13,7 +15,8 @@ from website import Website
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources import addresses, robots
 from streamrag.sources.fetch import Fetcher
-from streamrag.sources.fetched import CostlyPageError, FetchLimits
+from streamrag.sources.fetched import CostlyPageError, FetchLimits, OwnLimitError, Turns
+from streamrag.sources.politeness import CrawlTurns, Hosts, PutOffError
 from streamrag.sources.robots import DisallowedError, Robots, Rules, parse
 from streamrag.sources.threads import Threads
 
@@ -37,12 +40,13 @@ async def site() -> AsyncIterator[Website]:
 
 
 @asynccontextmanager
-async def fetching(**limits: Any) -> AsyncIterator[Fetcher]:
+async def fetching(turns: Turns | None = None, **limits: Any) -> AsyncIterator[Fetcher]:
     fetcher = Fetcher(
         FetchLimits(**{**LIMITS, **limits}),
         user_agent=AGENT,
         ssl_context=CONTEXT,
         resolve=partial(addresses.resolve, threads=Threads(2, "look up a name")),
+        turns=turns,
     )
     try:
         yield fetcher
@@ -188,6 +192,52 @@ async def test_one_that_failed_is_asked_for_again_after_a_while(site: Website, m
         known._entries.clear()
         await known.check(site.url(), fetcher)
     assert len(site.robots_requests) == 2
+
+
+async def test_that_a_crawl_has_had_its_bytes_is_not_held_against_a_host(site: Website) -> None:
+    site.add("/robots.txt", "User-agent: *\nAllow: /\n" + "# x\n" * 50)
+    known = new()
+    async with fetching(max_crawl_bytes=10) as used_up, fetching() as fresh:
+        with pytest.raises(OwnLimitError, match="the crawl has had max_crawl_bytes=10"):
+            await known.check(site.url("/a"), used_up)
+        await known.check(site.url("/a"), fresh)
+
+
+async def test_that_a_crawl_ends_before_a_hosts_turn_is_not_held_against_the_host(site: Website) -> None:
+    pytest.importorskip("tenacity")
+    known, hosts = new(), Hosts(4)
+    now_s = asyncio.get_running_loop().time()
+    async with hosts.using(urlsplit(site.url()).netloc) as host:
+        host.hold(60)
+        ending = CrawlTurns(hosts, num_fetches=6, deadline=now_s + 1)
+        async with fetching(turns=ending) as fetcher:
+            with pytest.raises(PutOffError, match="the crawl ends before"):
+                await known.check(site.url("/a"), fetcher)
+        host.free_at = 0.0
+        async with fetching() as fetcher:
+            await known.check(site.url("/a"), fetcher)
+
+
+def test_rules_are_bounded_and_those_for_others_take_nothing() -> None:
+    many = "".join(f"Disallow: /{number}/x\n" for number in range(robots.MAX_RULES + 10))
+    found = rules(f"User-agent: x\n{many}\nUser-agent: streamrag\nUser-agent: y\nHost: z\nUser-agent: q\n{many}")
+    paths = ("/0/x", f"/{robots.MAX_RULES - 2}/x", f"/{robots.MAX_RULES}/x")
+    assert [can_fetch(found, path) for path in paths] == [False, False, True]
+    assert rules(f"User-agent: x\n{many}").num_bytes < 10_000
+    tracemalloc.start()
+    try:
+        found = rules("User-agent: *\n" + "".join(f"Allow:{number:04x}$\n" for number in range(40_000)))
+        can_fetch(found, "/")
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 2_000_000 < num_bytes < found.num_bytes < robots.MAX_BYTES
+
+
+def test_rates_that_no_number_holds_are_no_error() -> None:
+    nines = "9" * 400
+    assert rules(f"User-agent: *\nRequest-rate: 1/{nines}").delay_s == robots.MAX_DELAY_S
+    assert rules(f"User-agent: *\nRequest-rate: {nines}/1").delay_s < 1e-6
 
 
 BOMBS = {

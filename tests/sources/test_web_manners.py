@@ -97,6 +97,15 @@ async def test_where_a_redirect_leads_must_be_allowed_too(site: Website, new: Ne
     assert "/no" not in site.paths
 
 
+async def test_pages_that_redirect_to_what_is_forbidden_count(site: Website, new: NewSource) -> None:
+    forbid(site, "Disallow: /no")
+    site.add("/", text("Emperor", *(f"/{i}" for i in range(20))))
+    for i in range(20):
+        site.add_redirect(f"/{i}", f"/no/{i}")
+    assert set(reasons(await crawl(new(max_pages=5))).values()) == {DISALLOWED}
+    assert len(site.requests) == 5
+
+
 async def test_a_host_whose_robots_txt_fails_is_left_alone(site: Website, new: NewSource) -> None:
     site.add("/robots.txt", status=500)
     site.add("/", text("Emperor"))
@@ -231,7 +240,7 @@ async def test_a_second_question_fetches_and_cleans_nothing_again(
         await second.start(lambda line: None)
         assert await crawl(second) == events
         assert sorted(site.paths) == ["/", "/a"]
-        assert len(site.robots_requests) == 1
+        assert len(site.robots_requests) == 2  # each source asks for itself
         kept = [path for path in cache.iterdir() if b'"text": ' in path.read_bytes()]
         assert len(kept) == 2
         for path in cache.iterdir():
