@@ -1,12 +1,14 @@
 """A real PostgreSQL with pgvector, in a folder, for the tests of one module; and tables in it."""
 
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 from psycopg import sql
 
@@ -27,7 +29,18 @@ def postgres_server() -> Iterator[str]:
             yield prepared(str(server.get_uri()))
         finally:
             server.cleanup()
-            assert not process.is_running() or process.status() == "zombie"
+            for _ in range(200):  # its file of the process id goes a moment before the process
+                if has_ended(process):
+                    break
+                time.sleep(0.05)
+            assert has_ended(process)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == "zombie"
+    except psutil.NoSuchProcess:
+        return True
 
 
 def prepared(dsn: str) -> str:
