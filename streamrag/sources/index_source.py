@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ class _Opened:
     workers: WorkerPool
 
 
-class IndexSource:
+class IndexSource(ABC):
     """An index of one kind, searched in stages, in worker processes."""
 
     name: str
@@ -55,24 +56,24 @@ class IndexSource:
         if type(value) is not int or not 1 <= value <= most:
             raise ConfigurationError(f"{self.name}: {name}={value!r} must be a whole number from 1 to {most}")
 
+    @abstractmethod
     def _require_library(self) -> None:
         """:raises MissingDependencyError: what searches this kind of index is not installed."""
-        raise NotImplementedError
 
     def _options(self, manifest: Manifest) -> Mapping[str, Any]:
         """For the worker, beside what all kinds have."""
         return {}
 
+    @abstractmethod
     def _stages(self, manifest: Manifest) -> Sequence[Mapping[str, Any]]:
         """What is special to the job of each stage."""
-        raise NotImplementedError
 
     def _job(self, stage: Mapping[str, Any], best: Sequence[Found], k: int) -> Mapping[str, Any]:
         return stage
 
+    @abstractmethod
     def _merge(self, best: Sequence[Found], found: Sequence[Found], k: int) -> list[Found]:
         """The best passages after a stage."""
-        raise NotImplementedError
 
     async def start(self, progress: Progress) -> None:
         """Check the index, load the embedder (many seconds), open the index.

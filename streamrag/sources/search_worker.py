@@ -1,6 +1,7 @@
 """The inside of the worker processes that search an index, whatever its kind."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from streamrag.sources.embedder import Embedder
 from streamrag.sources.index_folder import MANIFEST, PassageStore, sha256
 
 
-class IndexSearcher:
+class IndexSearcher(ABC):
     """Answers the jobs of a source. What is special to a kind of index is in `_open_index` and `_search`."""
 
     def __init__(
@@ -74,12 +75,13 @@ class IndexSearcher:
         if not manifest.exists() or sha256(manifest) != self._manifest_sha256:
             raise IndexMismatchError(f"{self._folder} was replaced while it was in use: start the source again")
 
+    @abstractmethod
     def _open_index(self) -> Any:
-        raise NotImplementedError
+        """What `_search` needs, from the files of the index."""
 
+    @abstractmethod
     def _search(self, query: Any, job: Mapping[str, Any]) -> tuple[list[int], list[float]]:
         """Ids of passages and their squared distances, nearest first."""
-        raise NotImplementedError
 
 
 def silence_stdout() -> None:

@@ -125,7 +125,7 @@ class WorthSending(WrappedSource):
                         assert isinstance(event, Append | Update | Skipped | CutShort)
                         for each in state.arrived(event):
                             yield each
-                except Exception:
+                except Exception:  # whatever a source of anybody's raises: what it had sent before counts
                     if (update := state.rest()) is not None:
                         yield update
                     raise

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from streamrag.errors import IndexExistsError, IndexMismatchError, VectorIndexError
 from streamrag.sources.embedder import PROBE_TOLERANCE
 from streamrag.sources.embedding import EmbeddingPool, Loaded
+from streamrag.sources.index_folder import with_title
 from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.names import (
     identifier,
@@ -66,11 +67,6 @@ class _Row:
     title: str
     text: str
     digest: str
-
-    @property
-    def text_to_embed(self) -> str:
-        """A passage in the middle of a document often does not say what it is about; the title does."""
-        return self.text if self.text.startswith(self.title) else f"{self.title}\n{self.text}"
 
 
 class Filling:
@@ -167,7 +163,7 @@ class Filling:
         changed, self._changed, shrunk, self._shrunk = self._changed, [], self._shrunk, []
         for start in range(0, len(changed), NUM_TEXTS_AT_ONCE):
             batch = changed[start : start + NUM_TEXTS_AT_ONCE]
-            vectors = await pool.passages([row.text_to_embed for row in batch])
+            vectors = await pool.passages([with_title(row.title, row.text) for row in batch])
             rows = [
                 (row.uri, row.passage, row.title, row.text, row.digest, vector)
                 for row, vector in zip(batch, vectors, strict=True)
