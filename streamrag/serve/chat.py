@@ -23,7 +23,7 @@ from streamrag.serve.gate import CALLER
 from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of
-from streamrag.telemetry import Answer, Answered, TokensGenerated
+from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated
 
 
 class Message(BaseModel):
@@ -152,7 +152,6 @@ class Completion:
 
     def __init__(self, model: str) -> None:
         self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._has_begun = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """As the body of a response."""
@@ -174,21 +173,17 @@ class Completion:
     def chunks(self, event: object, *, with_usage: bool) -> list[dict[str, Any]]:
         """What `event` adds to a stream."""
         match event:
+            case RetrievalStarted():  # so that the client knows that it was let in
+                return [self._chunk({"role": "assistant", "content": ""})]
             case TokensGenerated(text=text) if text:
-                return [*self._beginning(), self._chunk({"content": text})]
+                return [self._chunk({"content": text})]
             case Answered(answer=answer):
                 annotations = url_citations(answer.text, answer.citations)
                 last = self._chunk({"annotations": annotations} if annotations else {}, answer.finish_reason)
                 last["streamrag"] = {"citations": passages_of(answer)}
                 usage = {**self._chunk({}), "choices": [], "usage": usage_of(answer)}
-                return [*self._beginning(), last, *([usage] if with_usage else [])]
+                return [last, *([usage] if with_usage else [])]
         return []
-
-    def _beginning(self) -> list[dict[str, Any]]:
-        if self._has_begun:
-            return []
-        self._has_begun = True
-        return [self._chunk({"role": "assistant", "content": ""})]
 
     def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

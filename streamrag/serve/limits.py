@@ -18,17 +18,9 @@ class Limits(BaseModel):
     deadline_s: float = Field(default=120.0, gt=0, description="seconds from a query's admission to its last token")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body")
     max_stream_bytes: int = Field(default=16 << 20, ge=1024, description="bytes that one stream may send, all in all")
-    max_frame_bytes: int = Field(
-        default=1 << 20, ge=1024, description="bytes of a frame, or of a line of a stream"
-    )
+    max_frame_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a frame, or of a line of a stream")
     max_connections: int = Field(default=2048, ge=1, description="connections that are open at once")
     max_states: int = Field(default=256, ge=0, description="responses that are kept for previous_response_id")
-    idle_s: float = Field(
-        default=300.0, gt=0, description="seconds that a stream waits for a word of its client"
-    )
-    send_timeout_s: float = Field(
-        default=30.0, gt=0, description="seconds for a client to read what was sent"
-    )
-    drain_s: float = Field(
-        default=30.0, ge=0, description="seconds for open queries to end when it stops"
-    )
+    idle_s: float = Field(default=300.0, gt=0, description="seconds that a stream waits for a word of its client")
+    send_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a client to read what was sent")
+    drain_s: float = Field(default=30.0, ge=0, description="seconds for open queries to end when it stops")

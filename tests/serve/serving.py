@@ -31,6 +31,8 @@ class Watcher:
     ended: list[tuple[str, Outcome]] = field(default_factory=list)
     answers: list[Answer | None] = field(default_factory=list)
     refused: list[tuple[str, Interface, Refusal]] = field(default_factory=list)
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """A query was admitted, and something has happened in it."""
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def query_started(self, query: ServedQuery) -> None:
@@ -38,6 +40,7 @@ class Watcher:
 
     def query_event(self, query: ServedQuery, event: Event) -> None:
         self.events.append(event)
+        self.has_begun.set()
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
