@@ -134,6 +134,42 @@ class RequestRecord:
         return cls(**{**values, "chunks": chunks, "preemptions": preemptions, "restores": restores})
 
 
+@dataclass(frozen=True, slots=True)
+class KvHeld:
+    """What some of an engine's requests hold."""
+
+    num_requests: int
+    num_tokens: int
+    """Tokens whose KV is on the device. What several requests share counts for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """What an engine's KV memory is used for, at the end of a step."""
+
+    running: KvHeld
+    waiting: KvHeld
+    idle: KvHeld
+    """Streams that wait for their next chunk."""
+    num_capacity: int
+    """Tokens whose KV the device has room for."""
+    num_host: int
+    """Tokens whose KV is in host memory, or is being copied there."""
+    num_host_capacity: int
+    """Tokens whose KV host memory has room for."""
+
+    @property
+    def by_state(self) -> dict[str, KvHeld]:
+        """By the name of the state."""
+        return {"running": self.running, "waiting": self.waiting, "idle": self.idle}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "KvUse":
+        """What `asdict` made."""
+        held = {name: KvHeld(**values[name]) for name in ("running", "waiting", "idle")}
+        return cls(**{**values, **held})
+
+
 def read_records(path: str | Path) -> list[RequestRecord]:
     """The records in a file that an engine writes, in the order in which the requests ended.
 

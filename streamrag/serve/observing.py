@@ -1,5 +1,7 @@
 """Who watches the queries that a service answers: metrics, traces, logs, the live view."""
 
+import logging
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
@@ -23,6 +25,8 @@ Outcome: TypeAlias = Literal[
 
 Refusal: TypeAlias = Literal["queries", "tokens", "client_queries", "client_rate", "draining", "not_ready"]
 
+log = logging.getLogger("streamrag.serve")
+
 
 @dataclass(frozen=True, slots=True)
 class ServedQuery:
@@ -43,7 +47,7 @@ class ServedQuery:
 
 
 class Observer(Protocol):
-    """Told of every query. Called in the event loop: must be quick, must not raise."""
+    """Told of every query. Called in the event loop: must be quick. What it raises is logged, and hurts nobody."""
 
     def query_started(self, query: ServedQuery) -> None:
         """It was admitted. Called in the query's own task, so a context variable that is set here is set in its
@@ -59,6 +63,37 @@ class Observer(Protocol):
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
         """It was not admitted."""
+
+
+class AllOf:
+    """Tells several observers. One that fails is logged, once for each of its methods; the query goes on."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._has_failed: set[tuple[int, str]] = set()
+
+    def query_started(self, query: ServedQuery) -> None:
+        self._tell("query_started", lambda observer: observer.query_started(query))
+
+    def query_event(self, query: ServedQuery, event: Event) -> None:
+        self._tell("query_event", lambda observer: observer.query_event(query, event))
+
+    def query_ended(
+        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+    ) -> None:
+        self._tell("query_ended", lambda observer: observer.query_ended(query, outcome, answer, error))
+
+    def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
+        self._tell("query_refused", lambda observer: observer.query_refused(client, interface, why))
+
+    def _tell(self, what: str, tell: Callable[[Observer], None]) -> None:
+        for number, observer in enumerate(self._observers):
+            try:
+                tell(observer)
+            except Exception:  # whatever goes wrong in watching a query, the query is worth more
+                if (number, what) not in self._has_failed:
+                    self._has_failed.add((number, what))
+                    log.exception("%s.%s failed; this is logged once", type(observer).__name__, what)
 
 
 current_query: ContextVar[ServedQuery | None] = ContextVar("streamrag_current_query", default=None)

@@ -28,7 +28,7 @@ from streamrag.pipeline import Pipeline
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.failures import RefusedError, failure_of
 from streamrag.serve.limits import Limits
-from streamrag.serve.observing import Interface, Observer, Outcome, ServedQuery, current_query
+from streamrag.serve.observing import AllOf, Interface, Observer, Outcome, ServedQuery, current_query
 from streamrag.tasks import run_regardless
 from streamrag.telemetry import Answer, Answered, Event
 
@@ -75,7 +75,7 @@ class OpenQuery:
 
     query: ServedQuery
     place: Place
-    observers: Sequence[Observer]
+    observer: Observer
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     answer: Answer | None = None
     is_answered: bool = False
@@ -86,8 +86,7 @@ class OpenQuery:
         self.place.follow(event)
         if isinstance(event, Answered):
             self.answer, self.is_answered = event.answer, True
-        for observer in self.observers:
-            observer.query_event(self.query, event)
+        self.observer.query_event(self.query, event)
 
     async def noted(self, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
         """The same events, each noted before it is passed on."""
@@ -130,10 +129,13 @@ class Service:
         self.limits = limits or Limits()
         self.params = params or SamplingParams()
         self.observers = tuple(observers)
+        self._observer = AllOf(self.observers)
         self.admission = Admission(self.limits)
         self.started_at = time.time()
         self.dead = asyncio.Event()
         """Set when the engine has died and will not be started again."""
+        self.num_restarts = 0
+        """Times that a dead engine was started again."""
         self._on_engine_death = on_engine_death
         self._template = template or PromptTemplate()
         self._model_name = model_name
@@ -251,6 +253,7 @@ class Service:
             self._progress(f"the engine cannot be started again: {failure}")
             self.dead.set()
             raise
+        self.num_restarts += 1
         self.admission.is_ready = True
 
     # ------------------------------------------------------------------------------------------------------- answering
@@ -282,20 +285,18 @@ class Service:
         try:
             place = self.admission.enter(caller.client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens)
         except RefusedError as error:
-            for observer in self.observers:
-                observer.query_refused(caller.client, interface, error.why)
+            self._observer.query_refused(caller.client, interface, error.why)
             raise
         began_s = time.monotonic()
         query = ServedQuery(caller.id, interface, caller.client, began_s, text, caller.traceparent, caller.tracestate)
-        opened = OpenQuery(query, place, self.observers)
+        opened = OpenQuery(query, place, self._observer)
         opened.scope.deadline = anyio.current_time() + deadline_s if deadline_s is not None else float("inf")
         self._open[opened] = None
         self._empty.clear()
         ended_by: BaseException | None = None
         token = current_query.set(query)
         try:
-            for observer in self.observers:
-                observer.query_started(query)
+            self._observer.query_started(query)
             with opened.scope:
                 yield opened
             if opened.scope.cancelled_caught:
@@ -311,9 +312,7 @@ class Service:
             if not self._open:
                 self._empty.set()
             self.admission.leave(place, stayed_s=time.monotonic() - began_s)
-            outcome = _outcome(opened, ended_by)
-            for observer in self.observers:
-                observer.query_ended(query, outcome, opened.answer, ended_by)
+            self._observer.query_ended(query, _outcome(opened, ended_by), opened.answer, ended_by)
 
     @asynccontextmanager
     async def events(

@@ -11,7 +11,7 @@ import uvicorn
 
 from streamrag import Append, Chunk, SourceEvent
 from streamrag.serve import Limits, Service, create_app
-from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.observing import Interface, Observer, Outcome, Refusal, ServedQuery
 from streamrag.serve.server import CLOSE_S, QuietServer, listen
 from streamrag.telemetry import Answer, Event
 from streamrag.testing import ScriptedBackend, ScriptedSource, Step
@@ -73,13 +73,14 @@ async def serving(
     limits: Limits | None = None,
     keys: Mapping[str, str] | None = None,
     app_options: Mapping[str, Any] | None = None,
+    observers: Sequence[Observer] = (),
     **options: Any,
 ) -> AsyncIterator[Serving]:
     """A service that retrieves `steps` and answers with `backend`, listening on a free port of loopback."""
     source = ScriptedSource(steps)
     backend = ScriptedBackend(answer="It is Paris [1].") if backend is None else backend
     watcher = Watcher()
-    service = Service(backend, source, limits=limits, observers=[watcher], model_name="scripted", **options)
+    service = Service(backend, source, limits=limits, observers=[watcher, *observers], model_name="scripted", **options)
     await service.start()
     sock = listen("127.0.0.1", 0)
     app = create_app(service, keys=keys, **(app_options or {}))

@@ -42,6 +42,8 @@ class SchedulerOptions:
     """Hardware profile by which costs are compared, by name or path; None for one made from the model's shape."""
     records: str | None = None
     """A file to which the record of every request that ends is appended; see `streamrag.records.read_records`."""
+    tells_kv_use: bool = False
+    """Whether the stats of each step have a `KvUse`, among those of KV connectors: vLLM has no other place for more."""
 
     def __post_init__(self) -> None:
         check_eviction(self.eviction)

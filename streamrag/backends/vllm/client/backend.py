@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from streamrag.backends.vllm.client.arguments import Strategy, scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
 from streamrag.backends.vllm.client.processes import EngineProcesses, import_vllm
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
+from streamrag.backends.vllm.client.stats import LastStats
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStreams, check_prompt_len, record_of
 from streamrag.backends.warming import warm_then_generate
@@ -22,6 +24,7 @@ from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Promp
 from streamrag.engine.eviction import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
+from streamrag.records import KvHeld, KvUse
 from streamrag.tasks import run_regardless
 
 T = TypeVar("T")
@@ -55,6 +58,8 @@ class VllmBackend:
     kv_cache_bytes: size of the KV cache, in place of `gpu_memory_utilization`; 4 GiB by default on a CPU.
     gpu_memory_utilization: the share of the device's memory to use, of a CPU's too.
     seed: of vLLM's random numbers, for requests that have none.
+    collect_stats: whether the engine tells of itself after each step: `kv_use`, and vLLM's own metrics, which it
+        registers with prometheus_client's default registry.
     log_path: where the engine's own log goes; else a temporary file, which is read when the engine fails.
     engine_args: further arguments of `vllm.AsyncEngineArgs`; they take precedence.
 
@@ -78,6 +83,7 @@ class VllmBackend:
         kv_cache_bytes: int | None = None,
         gpu_memory_utilization: float | None = None,
         seed: int = 0,
+        collect_stats: bool = False,
         log_path: str | os.PathLike[str] | None = None,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
@@ -98,6 +104,7 @@ class VllmBackend:
         self._engine_args: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
         self._engine_args |= dict(engine_args or {})
         self._strategy = strategy
+        self._stats = LastStats() if collect_stats else None
         self._engine_args |= scheduler_args(
             strategy,
             policy,
@@ -106,6 +113,7 @@ class VllmBackend:
             eviction=eviction,
             host_kv_bytes=host_kv_bytes,
             profile=profile,
+            tells_kv_use=True if collect_stats and strategy == "streaming" else None,
         )
         self._vllm: Any = None
         self._engine: Any = None
@@ -152,7 +160,10 @@ class VllmBackend:
             self._vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
             progress(f"loading {self._model_name}" + ("" if self._path else " from the Hugging Face hub or its cache"))
             tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer, abandon_on_cancel=True)
-            self._engine = await processes.start(self._engine_args)
+            # vLLM makes its own metrics when it is given any logger of stats.
+            stats = self._stats
+            stat_loggers = [] if stats is None else [lambda config, index: stats]
+            self._engine = await processes.start(self._engine_args, stat_loggers=stat_loggers)
             if "generate" not in await self._ask(self._engine.get_supported_tasks()):
                 raise ModelError(f"{self._model_name} does not generate text")
         except BaseException:
@@ -266,6 +277,18 @@ class VllmBackend:
         engine = self._running()
         has_work = await self._ask(engine.engine_core.call_utility_async("has_work"))
         return max(int(has_work), int(engine.output_processor.get_num_unfinished_requests()))
+
+    @property
+    def kv_use(self) -> KvUse | None:
+        """What the engine's KV memory was used for at the end of its last step; None if it collects no stats.
+
+        Once no request is open there are no more steps, and none of them holds anything.
+        """
+        use = self._stats.kv_use() if self._stats is not None and self._engine is not None else None
+        if use is None or self._engine.output_processor.get_num_unfinished_requests():
+            return use
+        nothing = KvHeld(0, 0)
+        return replace(use, running=nothing, waiting=nothing, idle=nothing)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached KV; False if that is impossible because requests hold blocks."""

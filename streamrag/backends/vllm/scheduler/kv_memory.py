@@ -1,15 +1,17 @@
 """vLLM's KV cache as a plan sees it."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.vllm.scheduler.host_memory import HostMemory
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine import RequestView
+from streamrag.records import KvHeld, KvUse
 
 
 class _Hit(NamedTuple):
@@ -43,6 +45,18 @@ class KvMemory:
     def end_step(self) -> None:
         """Keep nothing of requests that may be gone by the next."""
         self._hits.clear()
+
+    def use(self, idle: Iterable[Request]) -> KvUse:
+        """What the KV memory is used for now; `idle` are requests outside of vLLM's queues."""
+        scheduler, pool = self._scheduler, self._host_memory.pool if self._host_memory else None
+        return KvUse(
+            running=_held(scheduler.running),
+            waiting=_held(scheduler.waiting),
+            idle=_held(idle),
+            num_capacity=self._manager.block_pool.num_gpu_blocks * self.smallest_block_size // len(self.groups),
+            num_host=pool.num_used * self.smallest_block_size if pool else 0,
+            num_host_capacity=pool.num_slots * self.smallest_block_size if pool else 0,
+        )
 
     def num_blocks(self, request: StreamRequest) -> int:
         """Blocks held."""
@@ -119,3 +133,8 @@ class KvMemory:
     def num_blocks_freed(self, request: RequestView) -> int:
         held = (group.req_to_blocks.get(request.request_id, ()) for group in self.groups)
         return sum(block.ref_cnt == 1 and not block.is_null for blocks in held for block in blocks)
+
+
+def _held(requests: Iterable[Request]) -> KvHeld:
+    num_tokens = [request.num_computed_tokens for request in requests]
+    return KvHeld(len(num_tokens), sum(num_tokens))

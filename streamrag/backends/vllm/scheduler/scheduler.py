@@ -11,6 +11,7 @@ out of its sight until it returns.
 
 import time
 from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.host_loads import Suspects
 from streamrag.backends.vllm.scheduler.intake import StreamIntakeMixin
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
 
 check_version()
@@ -129,6 +132,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         if self._prefills_in_flight[0]:
             self._num_free_when_stuck = None  # the next plan tells those who got stuck while this step computed
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None and self.options.tells_kv_use:
+            use = asdict(self.kv_memory.use(self.idle.values()))
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: use}
+        return stats
 
     def _request(self, view: RequestView) -> StreamRequest:
         request = self.requests[view.request_id]

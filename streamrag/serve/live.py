@@ -1,0 +1,161 @@
+"""`GET /v1/live`: which queries are open and what they are doing, as `streamrag top` shows it.
+
+{"model": "...", "is_ready": true, "uptime_s": 3600.0, "open": [{"id": "...", "phase": "prefilling", ...}],
+ "ended": [{"id": "...", "outcome": "answered", ...}], "minute": {...}, "total": {...}, "ttft_s": {...}, "kv": ...}
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from streamrag.serve.course import Course, Courses
+from streamrag.serve.metrics import TellsKvUse
+from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.service import Service
+from streamrag.telemetry import Answer, Event, TokensGenerated
+
+NUM_ENDED = 20
+"""Ended queries that are kept."""
+NUM_TTFTS = 256
+"""Queries whose times to the first token the percentiles are of."""
+NUM_OPEN = 500
+"""Open queries that are shown, the oldest; `num_open` counts all."""
+MAX_TEXT = 200
+"""Characters of a question."""
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+class Live:
+    """An observer that knows what every open query is doing, and how the last ones ended.
+
+    with_text: whether to show the beginnings of questions.
+    clock: seconds; of `time.monotonic` unless a test says otherwise.
+    """
+
+    def __init__(self, *, with_text: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._with_text = with_text
+        self._courses = Courses()
+        self._ended: deque[dict[str, Any]] = deque(maxlen=NUM_ENDED)
+        self._ttfts_s: deque[float] = deque(maxlen=NUM_TTFTS)
+        self._ttfts_after_s: deque[float] = deque(maxlen=NUM_TTFTS)
+        self._minute = Minute(clock)
+        self._total: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+
+    def query_started(self, query: ServedQuery) -> None:
+        self._courses.start(query)
+        self._count("started", 1)
+
+    def query_event(self, query: ServedQuery, event: Event) -> None:
+        self._courses.follow(query, event)
+        if isinstance(event, TokensGenerated):
+            self._count("output_tokens", len(event.token_ids))
+
+    def query_ended(
+        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+    ) -> None:
+        course = self._courses.end(query, answer)
+        self._ended.appendleft({**self._shown(course), "outcome": outcome})
+        self._count("ended", 1)
+        if outcome == "answered":
+            self._count("answered", 1)
+        if course.ttft_s is not None:
+            self._ttfts_s.append(course.ttft_s)
+        if course.ttft_after_retrieval_s is not None:
+            self._ttfts_after_s.append(course.ttft_after_retrieval_s)
+
+    def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
+        self._refused[why] += 1
+        self._count("refused", 1)
+
+    def snapshot(self, service: Service) -> dict[str, Any]:
+        """Everything, for JSON."""
+        backend = service.backend
+        use = backend.kv_use if isinstance(backend, TellsKvUse) else None
+        return {
+            "model": service.model_name,
+            "is_ready": service.is_ready,
+            "is_draining": service.admission.is_draining,
+            "uptime_s": round(time.time() - service.started_at, 1),
+            "num_restarts": service.num_restarts,
+            "max_queries": service.limits.max_queries,
+            "num_queued_tokens": service.admission.num_queued_tokens,
+            "max_queued_tokens": service.limits.max_queued_tokens,
+            "num_open": service.admission.num_queries,
+            "open": [self._shown(course) for course in islice(self._courses, NUM_OPEN)],
+            "ended": list(self._ended),
+            "minute": {name: self._minute.count(name) for name in _COUNTED},
+            "total": {name: self._total[name] for name in _COUNTED},
+            "refused": dict(self._refused),
+            "ttft_s": percentiles(self._ttfts_s),
+            "ttft_after_retrieval_s": percentiles(self._ttfts_after_s),
+            "kv": None if use is None else asdict(use),
+        }
+
+    def _count(self, name: str, num: int) -> None:
+        self._total[name] += num
+        self._minute.add(name, num)
+
+    def _shown(self, course: Course) -> dict[str, Any]:
+        query = course.query
+        return {
+            "id": query.id,
+            "interface": query.interface,
+            "client": query.client,
+            "phase": course.phase,
+            "age_s": round(course.age_s, 3),
+            "ttft_s": course.ttft_s,
+            "num_chunks": course.num_chunks,
+            "num_prompt_tokens": course.num_prompt_tokens,
+            "num_prefilled": course.num_prefilled,
+            "num_output_tokens": course.num_output_tokens,
+            **({"text": query.text[:MAX_TEXT]} if self._with_text else {}),
+        }
+
+
+_COUNTED = ("started", "ended", "answered", "refused", "output_tokens")
+
+
+class Minute:
+    """Counts what happened in the last sixty seconds, by the second."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._slots: deque[tuple[int, Counter[str]]] = deque(maxlen=61)
+
+    def add(self, name: str, num: int) -> None:
+        """It happened now, so many times."""
+        second = int(self._clock())
+        if not self._slots or self._slots[-1][0] != second:
+            self._slots.append((second, Counter()))
+        self._slots[-1][1][name] += num
+
+    def count(self, name: str) -> int:
+        """How many times of late."""
+        first = self._clock() - 60
+        return sum(counts[name] for second, counts in self._slots if second > first)
+
+
+def percentiles(values_s: Iterable[float]) -> dict[str, float]:
+    """By name, of values that there are; nothing if there are none."""
+    ordered = sorted(values_s)
+    if not ordered:
+        return {}
+    return {name: ordered[min(int(share * len(ordered)), len(ordered) - 1)] for name, share in SHARES.items()}
+
+
+def routes(service: Service) -> list[Route]:
+    """`GET /v1/live`, if one of the service's observers knows."""
+    found = [observer for observer in service.observers if isinstance(observer, Live)]
+
+    async def live(request: Request) -> Response:
+        return JSONResponse(found[0].snapshot(service), headers={"cache-control": "no-store"})
+
+    return [Route("/v1/live", live)] if found else []
