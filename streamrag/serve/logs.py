@@ -1,0 +1,212 @@
+"""What a service logs: one line for each query, and the query's id in every line that is logged while one is worked on.
+
+    {"time": "2026-11-23T02:03:04.567Z", "level": "info", "logger": "streamrag.serve.queries", "request_id": "8f0c…",
+     "message": "answered", "interface": "chat", "client": "ada", "status": 200, "total_s": 1.93, "ttft_s": 0.84, …}
+
+Questions and answers are not logged unless that is switched on. Where a line has the question all the same, as the
+address has that was asked of a search engine, it is taken out.
+"""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator
+from typing import Any, Literal, TextIO, TypeAlias
+from urllib.parse import quote, quote_plus
+
+from streamrag.serve.course import Course, Courses
+from streamrag.serve.failures import failure_of
+from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery, current_query
+from streamrag.showing import one_line, shown
+from streamrag.telemetry import Answer, Event
+
+Form: TypeAlias = Literal["json", "text"]
+
+log = logging.getLogger("streamrag.serve.queries")
+
+FIELDS = "streamrag_fields"
+"""Where a record of the log has values of its own."""
+QUESTION = "streamrag_question"
+"""Where it has the question that must not stand in it."""
+
+OF_ERROR = "streamrag_query"
+"""Where an error has the query that it ended: the server logs it when that has long been left."""
+
+HIDDEN = "[question]"
+MAX_CHARACTERS = 2_000
+"""Of one value; a traceback may have ten times as many."""
+MIN_HIDDEN = 4
+"""A question of fewer characters is not looked for: it stands in half of all words."""
+
+CHATTY = ("httpx", "httpcore", "uvicorn.access", "sse_starlette")
+"""Loggers that would log addresses and what is sent, for each request."""
+
+STATUS_OF_LEFT = 499
+"""What nginx logs of a client that has gone."""
+
+
+class QueryLog:
+    """An observer that logs each query when it has ended, and each refusal.
+
+    with_text: whether to log questions and answers.
+    """
+
+    def __init__(self, *, with_text: bool = False) -> None:
+        self._with_text = with_text
+        self._courses = Courses()
+
+    def query_started(self, query: ServedQuery) -> None:
+        self._courses.start(query)
+
+    def query_event(self, query: ServedQuery, event: Event) -> None:
+        self._courses.follow(query, event)
+
+    def query_ended(
+        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+    ) -> None:
+        course = self._courses.end(query, answer)
+        fields = {**_of_course(course), **_of_error(outcome, error)}
+        if answer is not None:
+            fields |= _of_answer(answer)
+        if self._with_text:
+            fields |= {"question": query.text, "answer": None if answer is None else answer.text}
+        if error is not None:
+            setattr(error, OF_ERROR, query)
+        is_ours = outcome in ("internal_error", "engine_dead")
+        log.log(
+            logging.ERROR if is_ours else logging.WARNING if outcome.endswith("_error") else logging.INFO,
+            outcome,
+            exc_info=error if outcome == "internal_error" else None,
+            extra={FIELDS: fields, "request_id": query.id, QUESTION: "" if self._with_text else query.text},
+        )
+
+    def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
+        log.warning("refused", extra={FIELDS: {"interface": interface, "client": client, "reason": why}})
+
+
+def _of_course(course: Course) -> dict[str, Any]:
+    query = course.query
+    return {
+        "interface": query.interface,
+        "client": query.client,
+        "total_s": _rounded(course.age_s),
+        "queued_s": _rounded(course.queued_s),
+        "retrieval_s": _rounded(course.retrieval_s),
+        "ttft_s": _rounded(course.ttft_s),
+        "ttft_after_retrieval_s": _rounded(course.ttft_after_retrieval_s),
+        "num_chunks": course.num_chunks,
+        "num_skipped": course.num_skipped,
+        "num_prompts": course.num_prompts,
+        "num_updates": course.num_updates,
+        "num_prompt_tokens": course.num_prompt_tokens,
+        "num_invalidated": course.num_invalidated,
+        "num_output_tokens": course.num_output_tokens,
+    }
+
+
+def _of_answer(answer: Answer) -> dict[str, Any]:
+    fields: dict[str, Any] = {"finish_reason": answer.finish_reason, "cut_short": answer.cut_short}
+    if answer.source_error is not None:
+        fields["source_error"] = str(answer.source_error)
+    if record := answer.record:
+        fields |= {
+            "num_computed": record.num_computed,
+            "num_recomputed": record.num_recomputed,
+            "num_from_cache": record.num_from_cache,
+            "num_loaded": record.num_loaded,
+            "num_preemptions": len(record.preemptions),
+        }
+    return fields
+
+
+def _of_error(outcome: Outcome, error: BaseException | None) -> dict[str, Any]:
+    if outcome == "answered":
+        return {"status": 200}
+    if outcome == "left" or error is None:
+        return {"status": STATUS_OF_LEFT}
+    return {"status": failure_of(error).status, "error": type(error).__name__, "reason": str(error)}
+
+
+def _rounded(value_s: float | None) -> float | None:
+    return None if value_s is None else round(value_s, 4)
+
+
+class _WithQuery(logging.Filter):
+    """Notes the query that a line was logged for: the one that its task works for, or that ended with its error."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        query = current_query.get()
+        if query is None and record.exc_info:
+            query = getattr(record.exc_info[1], OF_ERROR, None)
+        if not hasattr(record, "request_id"):
+            record.request_id = None if query is None else query.id
+        if not hasattr(record, QUESTION):
+            setattr(record, QUESTION, "" if query is None else query.text)
+        return True
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, *, with_text: bool) -> None:
+        super().__init__()
+        self._with_text = with_text
+
+    def values(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
+        """What stands in the line, the question taken out."""
+        question = "" if self._with_text else getattr(record, QUESTION, "")
+        yield "time", f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+        yield "level", record.levelname.lower()
+        yield "logger", record.name
+        if request_id := getattr(record, "request_id", None):
+            yield "request_id", request_id
+        yield "message", hide(record.getMessage(), question)[:MAX_CHARACTERS]
+        for name, value in getattr(record, FIELDS, {}).items():
+            if value is not None:
+                is_text = isinstance(value, str) and name not in ("question", "answer")
+                yield name, hide(value, question)[:MAX_CHARACTERS] if is_text else value
+        if record.exc_info and record.exc_info[0] is not None:
+            traceback = hide(self.formatException(record.exc_info), question)
+            yield "traceback", traceback[-10 * MAX_CHARACTERS :]
+
+
+class JsonLines(_Formatter):
+    """A line of JSON, in ASCII: nothing in it can end the line, or be obeyed by a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(dict(self.values(record)), separators=(",", ":"), default=str)
+
+
+class ForPeople(_Formatter):
+    """A line for a terminal; a traceback follows in lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        values = dict(self.values(record))
+        traceback = values.pop("traceback", None)
+        first = f"{values.pop('time')[11:23]} {values.pop('level'):7} {values.pop('logger').removeprefix('streamrag.')}"
+        message = one_line(str(values.pop("message")))
+        line = f"{first}: {message} " + " ".join(f"{name}={one_line(str(value))}" for name, value in values.items())
+        return line.rstrip() + (f"\n{shown(traceback)}" if traceback else "")
+
+
+def hide(text: str, question: str) -> str:
+    """`text` without the question, as it is or as an address has it."""
+    if len(question.strip()) < MIN_HIDDEN:
+        return text
+    stripped = question.strip()
+    forms = {stripped, question, quote(stripped), quote_plus(stripped), quote(stripped, safe=""), repr(stripped)[1:-1]}
+    return re.sub("|".join(map(re.escape, sorted(forms, key=len, reverse=True))), HIDDEN, text, flags=re.IGNORECASE)
+
+
+def log_to(stream: TextIO, *, form: Form = "json", level: int = logging.INFO, with_text: bool = False) -> None:
+    """Have everything that this program logs written to `stream`, in place of what was set up before.
+
+    with_text: whether questions may stand in it. Libraries that log addresses are quieted all the same.
+    """
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines(with_text=with_text) if form == "json" else ForPeople(with_text=with_text))
+    handler.addFilter(_WithQuery())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
