@@ -1,0 +1,309 @@
+"""OpenTelemetry traces: a span for each query, and below it retrieval, prefill, decode and preemptions.
+
+    chat MODEL                    the caller's `traceparent` is its parent; what a source asks is below it
+    ├── retrieval                 an event for each chunk that arrived and each prompt that was sent
+    ├── prefill                   from the engine's first step to the KV of the whole prompt
+    │   └── preemption            from losing its KV until it runs again
+    └── decode                    from the first token to the last
+
+The names of attributes are those of the conventions for generative AI, which are still in development; what these have
+no name for is `streamrag.*`.
+"""
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streamrag.errors import MissingDependencyError
+from streamrag.records import RequestRecord
+from streamrag.serve.course import Course
+from streamrag.serve.failures import failure_of
+from streamrag.serve.logs import hide
+from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
+from streamrag.telemetry import (
+    Answer,
+    ChunkArrived,
+    ContextChanged,
+    ContextComplete,
+    DocumentSkipped,
+    Event,
+    RetrievalCutShort,
+    RetrievalStarted,
+    SourceFailed,
+)
+from streamrag.versions import __version__
+
+try:
+    from opentelemetry.context import Context, attach, get_current
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError as error:
+    raise MissingDependencyError("opentelemetry-sdk", "pip install 'streamrag[otel]'") from error
+
+MAX_EVENTS = 100
+"""Events of one retrieval; `streamrag.num_events_left_out` counts the others."""
+MAX_PREEMPTIONS = 32
+"""Spans of preemptions of one query; `streamrag.num_preemptions` counts all."""
+MAX_TEXT = 4_000
+"""Characters of a text, where texts are switched on."""
+
+EXPORT_TIMEOUT_S = 5
+
+_TRACEPARENT = re.compile(r"[0-9a-f-]{55,80}", re.ASCII)
+_TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}", re.ASCII)
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+OPERATION = {"retrieve": "retrieval"}
+"""By interface; the others are chats."""
+
+
+@dataclass(slots=True)
+class _Traced:
+    """A query under way."""
+
+    course: Course
+    span: Span
+    before: Context
+    """What was current when it began."""
+    wall_ns: int
+    """To be added to nanoseconds of `time.monotonic`."""
+    retrieval: Span | None = None
+    num_events: int = 0
+
+    def at_ns(self, monotonic_s: float) -> int:
+        """A time of the monotonic clock on the wall clock, which was looked at once, when the query began."""
+        return self.wall_ns + int(monotonic_s * 1e9)
+
+    def event_ns(self, at_s: float) -> int:
+        return self.at_ns(self.course.query.started_s + at_s)
+
+
+class Tracing:
+    """An observer that makes spans.
+
+    provider: makes and exports them; `to_otlp` makes one. `aclose` shuts it down.
+    model: name of the model, for the spans.
+    data_source: name of what is retrieved from.
+    with_text: whether questions, answers, addresses and texts of chunks stand in the spans.
+    """
+
+    def __init__(
+        self,
+        provider: TracerProvider,
+        *,
+        model: str | None = None,
+        data_source: str | None = None,
+        with_text: bool = False,
+    ) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("streamrag", __version__)
+        self._model = model
+        self._data_source = data_source
+        self._with_text = with_text
+        self._traced: dict[int, _Traced] = {}
+
+    async def aclose(self) -> None:
+        """Export what is left, and stop. Takes seconds if nobody takes it."""
+        import anyio.to_thread
+
+        await anyio.to_thread.run_sync(self._provider.shutdown)
+
+    def query_started(self, query: ServedQuery) -> None:
+        wall_ns = time.time_ns() - time.monotonic_ns()
+        operation = OPERATION.get(query.interface, "chat")
+        span = self._tracer.start_span(
+            f"{operation} {self._model}" if self._model else operation,
+            context=context_of(query),
+            kind=SpanKind.SERVER,
+            start_time=wall_ns + int(query.started_s * 1e9),
+            attributes=_given(
+                {
+                    "gen_ai.operation.name": operation,
+                    "gen_ai.provider.name": "streamrag",
+                    "gen_ai.request.model": self._model,
+                    "streamrag.interface": query.interface,
+                    "streamrag.client": query.client,
+                    "streamrag.request_id": query.id,
+                    "gen_ai.retrieval.query.text": query.text[:MAX_TEXT] if self._with_text else None,
+                }
+            ),
+        )
+        self._traced[id(query)] = _Traced(Course(query), span, get_current(), wall_ns)
+        attach(set_span_in_context(span))  # for this task, and those that it starts
+
+    def query_event(self, query: ServedQuery, event: Event) -> None:
+        traced = self._traced[id(query)]
+        traced.course.follow(event)
+        match event:
+            case RetrievalStarted():
+                traced.retrieval = self._child(
+                    traced,
+                    "retrieval",
+                    traced.event_ns(event.at_s),
+                    {"gen_ai.operation.name": "retrieval", "gen_ai.data_source.id": self._data_source},
+                )
+            case ContextComplete():
+                self._end_retrieval(traced, event.at_s)
+            case ChunkArrived(chunk=chunk):
+                texts = {"streamrag.uri": chunk.uri, "streamrag.text": chunk.text[:MAX_TEXT]}
+                self._add_event(
+                    traced,
+                    "streamrag.chunk",
+                    event.at_s,
+                    {
+                        "streamrag.passage": chunk.passage,
+                        "streamrag.num_characters": len(chunk.text),
+                        **(texts if self._with_text else {}),
+                    },
+                )
+            case ContextChanged():
+                self._add_event(
+                    traced,
+                    "streamrag.prompt",
+                    event.at_s,
+                    {
+                        "streamrag.num_tokens": event.num_tokens,
+                        "streamrag.num_shared": event.num_shared,
+                        "streamrag.num_invalidated": event.num_invalidated,
+                    },
+                )
+            case DocumentSkipped():
+                texts = {"streamrag.uri": event.uri, "streamrag.reason": event.reason[:MAX_TEXT]}
+                self._add_event(traced, "streamrag.skipped", event.at_s, texts if self._with_text else {})
+            case RetrievalCutShort() | SourceFailed():
+                self._add_event(traced, "streamrag.cut_short", event.at_s, {})
+
+    def query_ended(
+        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+    ) -> None:
+        traced = self._traced.pop(id(query))
+        attach(traced.before)
+        now_s = time.monotonic()
+        traced.course.end(answer)
+        self._end_retrieval(traced, now_s - query.started_s)
+        self._add_generation(traced, answer, now_s)
+        traced.span.set_attributes(_given(self._of_end(traced.course, outcome, answer)))
+        if error is not None and outcome not in ("answered", "left"):
+            kind = type(error).__name__
+            reason = str(error) if self._with_text else hide(str(error), query.text)
+            traced.span.set_attributes({"error.type": kind, "http.response.status_code": failure_of(error).status})
+            traced.span.set_status(StatusCode.ERROR, f"{kind}: {reason[:MAX_TEXT]}")
+        traced.span.end(traced.at_ns(now_s))
+
+    def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
+        """Nothing was done for it; metrics and the log have it."""
+
+    def _of_end(self, course: Course, outcome: Outcome, answer: Answer | None) -> dict[str, Any]:
+        record = None if answer is None else answer.record
+        return {
+            "streamrag.outcome": outcome,
+            "gen_ai.usage.input_tokens": course.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": course.num_output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": None if record is None else record.num_from_cache,
+            "gen_ai.response.time_to_first_chunk": course.ttft_s,
+            "gen_ai.response.finish_reasons": None if answer is None else (answer.finish_reason,),
+            "gen_ai.response.text": answer.text[:MAX_TEXT] if answer is not None and self._with_text else None,
+            "streamrag.ttft_after_retrieval_s": course.ttft_after_retrieval_s,
+            "streamrag.num_chunks": course.num_chunks,
+            "streamrag.num_prompts": course.num_prompts,
+            "streamrag.num_invalidated": course.num_invalidated,
+            "streamrag.num_computed": None if record is None else record.num_computed,
+            "streamrag.num_preemptions": None if record is None else len(record.preemptions),
+        }
+
+    def _add_generation(self, traced: _Traced, answer: Answer | None, now_s: float) -> None:
+        """Prefill and decode, by the engine's record if there is one, else by the events."""
+        course, started_s = traced.course, traced.course.query.started_s
+        record = None if answer is None else answer.record
+        first_s = None if course.queued_s is None else started_s + course.queued_s
+        token_s = None if course.ttft_s is None else started_s + course.ttft_s
+        if record is not None and record.scheduled_s is not None:
+            first_s = record.scheduled_s
+        computed_s = record.last_kv_s if record is not None and record.last_kv_s is not None else token_s
+        if first_s is not None and course.num_prompts:
+            tokens = {"streamrag.num_tokens": course.num_prompt_tokens}
+            prefill = self._child(traced, "prefill", traced.at_ns(first_s), tokens)
+            if record is not None:
+                self._add_preemptions(traced, prefill, record)
+            prefill.end(traced.at_ns(max(computed_s or now_s, first_s)))
+        if token_s is not None:
+            tokens = {"streamrag.num_tokens": course.num_output_tokens}
+            decode = self._child(traced, "decode", traced.at_ns(token_s), tokens)
+            decode.end(traced.at_ns(now_s if answer is None else started_s + answer.timings.total_s))
+
+    def _add_preemptions(self, traced: _Traced, parent: Span, record: RequestRecord) -> None:
+        for preemption in record.preemptions[:MAX_PREEMPTIONS]:
+            again_s = next((each.at_s for each in record.restores if each.at_s >= preemption.at_s), preemption.at_s)
+            span = self._child(
+                traced,
+                "preemption",
+                traced.at_ns(preemption.at_s),
+                {"streamrag.fate": preemption.fate, "streamrag.num_tokens": preemption.num_tokens_lost},
+                parent=parent,
+            )
+            span.end(traced.at_ns(again_s))
+
+    def _child(
+        self, traced: _Traced, name: str, start_ns: int, attributes: Mapping[str, Any], parent: Span | None = None
+    ) -> Span:
+        context = set_span_in_context(parent or traced.span)
+        return self._tracer.start_span(name, context=context, start_time=start_ns, attributes=_given(attributes))
+
+    def _end_retrieval(self, traced: _Traced, at_s: float) -> None:
+        if traced.retrieval is None:
+            return
+        traced.retrieval.set_attribute("streamrag.num_chunks", traced.course.num_chunks)
+        if traced.num_events > MAX_EVENTS:
+            traced.retrieval.set_attribute("streamrag.num_events_left_out", traced.num_events - MAX_EVENTS)
+        traced.retrieval.end(traced.event_ns(at_s))
+        traced.retrieval = None
+
+    def _add_event(self, traced: _Traced, name: str, at_s: float, attributes: Mapping[str, Any]) -> None:
+        span = traced.retrieval or traced.span
+        traced.num_events += 1
+        if traced.num_events <= MAX_EVENTS:
+            span.add_event(name, attributes, traced.event_ns(at_s))
+
+
+def context_of(query: ServedQuery) -> Context:
+    """What the caller's headers say that the query belongs to; nothing, if they say anything else than W3C has it."""
+    carrier = {}
+    if query.traceparent and _TRACEPARENT.fullmatch(query.traceparent):
+        carrier["traceparent"] = query.traceparent
+        if query.tracestate and _TRACESTATE.fullmatch(query.tracestate):
+            carrier["tracestate"] = query.tracestate
+    return _PROPAGATOR.extract(carrier, context=Context())
+
+
+def to_otlp(
+    endpoint: str, *, headers: Mapping[str, str] | None = None, service_name: str = "streamrag"
+) -> TracerProvider:
+    """Sends spans to a collector, in the background: OTLP over HTTP, with protobuf.
+
+    endpoint: of the collector, as in "http://127.0.0.1:4318"; "/v1/traces" is added.
+    headers: sent along, such as a key.
+
+    :raises MissingDependencyError: the exporter is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise MissingDependencyError(
+            "opentelemetry-exporter-otlp-proto-http", "pip install 'streamrag[otel]'"
+        ) from error
+    address = endpoint.rstrip("/")
+    address = address if address.endswith("/v1/traces") else f"{address}/v1/traces"
+    exporter = OTLPSpanExporter(address, headers=dict(headers or {}), timeout=EXPORT_TIMEOUT_S)
+    resource = Resource.create({"service.name": service_name, "service.version": __version__})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def _given(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if value is not None}
