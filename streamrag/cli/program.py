@@ -18,6 +18,7 @@ COMMANDS = {
     "trace": "look at such records, convert those of others, generate them",
     "bench": "compare ways of serving a load, simulated or on the real engine",
     "demo-model": "make a small model that answers in English, to try things with",
+    "top": "watch what a running service is doing",
     "profile": "measure what recomputing and copying KV takes here",
     "doctor": "find out whether a server that is there gains from it, and how much",
 }

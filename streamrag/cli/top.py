@@ -1,0 +1,252 @@
+"""`streamrag top`: what a running service is doing, as `top` shows what a machine is doing."""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import httpx
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from streamrag.cli.output import Output, markup
+from streamrag.errors import ConfigurationError, StreamRagError
+from streamrag.kinds import message_of
+from streamrag.showing import one_line
+
+DESCRIPTION = """\
+Shows the queries that a running service has open and what each is doing, its
+memory, its rates and its times to the first token. Ends with Ctrl-C.
+"""
+EPILOG = """\
+examples:
+  streamrag top
+  streamrag top --url http://127.0.0.1:8080 --key KEY
+  streamrag top --once --json                                               one snapshot, for programs
+
+The service must show itself: start it with `--observe.live`. Questions are shown if it was told to show them.
+"""
+
+KEY = "STREAMRAG_API_KEY"
+"""The key, in the environment."""
+TIMEOUT_S = 5.0
+NARROW = 100
+"""Columns below which less is shown of each query."""
+
+STYLES = {"queued": "yellow", "retrieving": "cyan", "prefilling": "magenta", "answering": "green", "answered": "green"}
+
+
+class NoAnswerError(StreamRagError):
+    """The service did not say what it is doing."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command is told, and what runs it."""
+    parser.usage = "%(prog)s [options]"
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the service (%(default)s)")
+    parser.add_argument("--key", help=f"an API key of the service; {KEY} in the environment unless given")
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (%(default)s)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one snapshot, and end")
+    parser.add_argument("--json", action="store_true", help="with --once: what the service says, as it is")
+    parser.set_defaults(run=_run)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 3600")
+    return value
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.json and not arguments.once:
+        raise ConfigurationError("--json is for --once: a snapshot is for programs, a changing view is not")
+    key = arguments.key or os.environ.get(KEY)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    output = Output()
+    try:
+        client = httpx.Client(base_url=arguments.url, headers=headers, timeout=TIMEOUT_S)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ConfigurationError(f"--url {arguments.url}: {error}") from error
+    with client:
+        if arguments.once:
+            snapshot = look(client)
+            if arguments.json:
+                output.print_json_text(snapshot)
+            else:
+                output.print(view(snapshot, width=output.width))
+            return 0
+        with suppress(KeyboardInterrupt):
+            watch(client, output, arguments.interval)
+    return 0
+
+
+def watch(
+    client: httpx.Client, output: Output, interval_s: float, *, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Show what the service is doing until somebody interrupts; when it is gone, say so and go on trying."""
+    snapshot: Mapping[str, Any] | None = None
+    with Live(console=output, screen=output.is_terminal, auto_refresh=False) as live:
+        while True:
+            try:
+                snapshot, problem = look(client), None
+            except NoAnswerError as error:
+                problem = str(error)
+            shown = [] if snapshot is None else [view(snapshot, width=output.width, height=output.height - 2)]
+            if problem:
+                stale = "  what follows is old" if snapshot else ""
+                shown.insert(0, markup("[red]{}[/]  trying again" + stale, problem))
+            live.update(Group(*shown), refresh=True)
+            sleep(interval_s)
+
+
+def look(client: httpx.Client) -> Mapping[str, Any]:
+    """What the service says.
+
+    :raises NoAnswerError: it says nothing, or something else.
+    """
+    try:
+        answer = client.get("/v1/live")
+        if answer.status_code == 404:
+            raise NoAnswerError(f"{client.base_url} does not show itself: start it with --observe.live")
+        if answer.status_code == 401:
+            raise NoAnswerError(f"{client.base_url} wants an API key: --key KEY, or {KEY} in the environment")
+        answer.raise_for_status()
+        values = answer.json()
+        if not isinstance(values, dict) or "open" not in values:
+            raise NoAnswerError(f"{client.base_url} is no streamrag service")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise NoAnswerError(f"{client.base_url} does not answer: {message_of(error)}") from error
+    return values
+
+
+def view(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> RenderableType:
+    """A snapshot as a person sees it, in so many columns, and in about so many lines."""
+    head = _head(values)
+    room = max(height - len(head) - 4, 3)
+    opened, ended = values["open"], values["ended"]
+    num_ended = min(len(ended), max(room // 3, room - len(opened), 1))
+    num_open = max(room - num_ended, 1)
+    parts: list[RenderableType] = [*head, _queries(opened[:num_open], width=width)]
+    if (num_more := values["num_open"] - min(len(opened), num_open)) > 0:
+        parts.append(markup("[dim]and {} more", num_more))
+    if ended:
+        parts += [Text(), Text("ended, the last first", style="dim"), _queries(ended[:num_ended], width=width)]
+    return Group(*parts)
+
+
+def _head(values: Mapping[str, Any]) -> list[Text]:
+    state = "[green]ready[/]" if values["is_ready"] else "[red]not ready[/]"
+    state = "[yellow]stopping[/]" if values["is_draining"] else state
+    minute, total = values["minute"], values["total"]
+    restarts = f", [red]{values['num_restarts']} restarts of the engine[/]" if values["num_restarts"] else ""
+    lines = [
+        markup(f"[bold]{{}}[/]  {state}, up {{}}{restarts}", values["model"], _span(values["uptime_s"])),
+        markup(
+            "{} of {} queries open, {} of {} tokens queued",
+            values["num_open"],
+            values["max_queries"],
+            f"{values['num_queued_tokens']:,}",
+            f"{values['max_queued_tokens']:,}",
+        ),
+        markup(
+            "last minute: {} started, {} ended, {} answered, {} refused, {} tokens/s",
+            minute["started"],
+            minute["ended"],
+            minute["answered"],
+            minute["refused"],
+            f"{minute['output_tokens'] / 60:.1f}",
+        ),
+        markup("in all: {} ended, {} answered, {} refused{}", total["ended"], total["answered"], *_refused(values)),
+    ]
+    for name, label in (("ttft_s", "ttft"), ("ttft_after_retrieval_s", "after retrieval")):
+        if values[name]:
+            lines.append(
+                markup("{}: {}", label, ", ".join(f"{share} {_short(at_s)}" for share, at_s in values[name].items()))
+            )
+    return [*lines, *_memory(values["kv"]), Text()]
+
+
+def _refused(values: Mapping[str, Any]) -> tuple[int, str]:
+    by_reason = ", ".join(f"{num} {why}" for why, num in values["refused"].items())
+    return values["total"]["refused"], f" ({by_reason})" if by_reason else ""
+
+
+def _memory(kv: Mapping[str, Any] | None) -> list[Text]:
+    if kv is None:
+        return []
+    states = ", ".join(f"{name} {kv[name]['num_tokens']:,}" for name in ("running", "waiting", "idle"))
+    lines = [Text(f"KV: {states} of {kv['num_capacity']:,} tokens")]
+    if kv["num_host_capacity"]:
+        lines.append(Text(f"host memory: {kv['num_host']:,} of {kv['num_host_capacity']:,} tokens"))
+    return lines
+
+
+COLUMNS = {"id": 12, "by": 9, "client": 12, "doing": 13, "age": 7, "ttft": 7, "chunks": 6, "prompt": 7, "prefilled": 9}
+COLUMNS |= {"answer": 6, "question": 0}
+"""And how wide each is; the question has what is left."""
+WIDE_ONLY = ("by", "client", "ttft", "chunks", "question")
+FIGURES = ("age", "ttft", "chunks", "prompt", "prefilled", "answer")
+
+
+def _queries(queries: Sequence[Mapping[str, Any]], *, width: int) -> Table:
+    names = [name for name in COLUMNS if width >= NARROW or name not in WIDE_ONLY]
+    left = width - sum(COLUMNS[name] + 1 for name in names)
+    if left < 8 or not any("text" in query for query in queries):
+        names = [name for name in names if name != "question"]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for name in names:
+        table.add_column(
+            name,
+            width=COLUMNS[name] or left,
+            justify="right" if name in FIGURES else "left",
+            no_wrap=True,
+        )
+    for query in queries:
+        cells = _cells(query)
+        table.add_row(*(cells[name] for name in names))
+    return table
+
+
+def _cells(query: Mapping[str, Any]) -> dict[str, Text]:
+    doing = query.get("outcome", query["phase"])
+    share = query["num_prefilled"] / query["num_prompt_tokens"] if query["num_prompt_tokens"] else 0.0
+    texts = {
+        "id": query["id"],
+        "by": query["interface"],
+        "client": query["client"],
+        "age": _short(query["age_s"]),
+        "ttft": _short(query["ttft_s"]),
+        "chunks": str(query["num_chunks"]),
+        "prompt": f"{query['num_prompt_tokens']:,}",
+        "prefilled": f"{share:.0%}",
+        "answer": f"{query['num_output_tokens']:,}",
+        "question": one_line(query.get("text", "")),
+    }
+    style = STYLES.get(doing, "red" if doing.endswith("error") else "dim")
+    return {"doing": Text(doing, style=style), **{name: Text(text) for name, text in texts.items()}}
+
+
+def _short(at_s: float | None) -> str:
+    if at_s is None:
+        return "-"
+    return f"{at_s * 1e3:.0f} ms" if at_s < 1 else f"{at_s:.1f} s"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, _ = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if days else f"{hours} h {minutes} min" if hours else f"{minutes} min"
