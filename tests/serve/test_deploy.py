@@ -1,0 +1,150 @@
+"""The dashboard, the rules and the documentation name only metrics, labels and values that there are."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client.metrics import MetricWrapperBase
+
+from streamrag.serve.course import Phase
+from streamrag.serve.metrics import Metrics
+from streamrag.serve.observing import Interface, Outcome, Refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = json.loads((ROOT / "deploy/grafana/streamrag.json").read_text())
+RULES = [
+    rule
+    for group in yaml.safe_load((ROOT / "deploy/prometheus/streamrag.rules.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+RECORDED = {rule["record"] for rule in RULES if "record" in rule}
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+OF_TARGETS = {"instance", "job", "le"}
+VALUES: Mapping[str, frozenset[str]] = {
+    "interface": frozenset(get_args(Interface)),
+    "outcome": frozenset(get_args(Outcome)),
+    "reason": frozenset(get_args(Refusal)),
+    "phase": frozenset(get_args(Phase)),
+}
+
+
+def metrics() -> list[MetricWrapperBase]:
+    made = vars(Metrics(with_default_registry=False))
+    found = [value for each in made.values() for value in (each.values() if isinstance(each, dict) else [each])]
+    return [value for value in found if isinstance(value, MetricWrapperBase)]
+
+
+LABELS = {
+    f"{metric._name}{suffix}": set(metric._labelnames) | OF_TARGETS
+    for metric in metrics()
+    for suffix in SUFFIXES[metric._type]
+}
+
+
+def parts(node: Any) -> Iterator[Any]:
+    """The node and all below it."""
+    yield node
+    for name in ("lhs", "rhs", "expr", "vector_selector", "param"):
+        below = getattr(node, name, None)
+        if below is not None and type(below).__module__ == type(node).__module__:
+            yield from parts(below)
+    for below in getattr(node, "args", None) or ():
+        yield from parts(below)
+
+
+def selectors(expression: str) -> list[Any]:
+    for name, value in (("$__rate_interval", "5m"), ("$instance", "all")):
+        expression = expression.replace(name, value)
+    found = [part for part in parts(promql_parser.parse(expression)) if type(part).__name__ == "VectorSelector"]
+    assert found, expression
+    return found
+
+
+def metrics_of_vllm() -> set[str]:
+    """Those that it registers, by its source: importing it takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = (Path(spec.origin).parent / "v1/metrics/loggers.py").read_text()
+    names = re.findall(r'"(vllm:\w+)"', source)
+    return {f"{name}{suffix}" for name in names for suffix in ("", "_total", "_bucket", "_sum", "_count")}
+
+
+def panels() -> list[Mapping[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+EXPRESSIONS = [
+    *(pytest.param(t["expr"], id=f"{panel['title']}-{t['refId']}") for panel in panels() for t in panel["targets"]),
+    *(pytest.param(rule["expr"], id=rule.get("record") or rule["alert"]) for rule in RULES),
+]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_expression_names_only_what_there_is(expression: str) -> None:
+    for selector in selectors(expression):
+        if selector.name.startswith("vllm:"):
+            assert selector.name in metrics_of_vllm()
+            continue
+        if selector.name in RECORDED:
+            continue
+        assert selector.name in LABELS, f"there is no metric {selector.name}"
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in LABELS[selector.name], f"{selector.name} has no label {matcher.name}"
+            if matcher.name in VALUES:
+                assert set(matcher.value.split("|")) <= VALUES[matcher.name]
+        for name in re.findall(r"by \(([^)]*)\)", expression):
+            labels = {label.strip() for label in name.split(",")}
+            assert labels <= LABELS[selector.name], f"{selector.name} has no labels {labels}"
+
+
+def test_the_dashboard_shows_every_metric() -> None:
+    named = {selector.name for panel in panels() for t in panel["targets"] for selector in selectors(t["expr"])}
+    # Histograms of tokens per query are for those who ask themselves.
+    unseen = {"streamrag:query_prompt_tokens"}
+    shown = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in named} | unseen
+    assert {metric._name for metric in metrics()} <= shown
+
+
+def test_panels_stand_beside_each_other() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        grid = panel["gridPos"]
+        assert grid["x"] + grid["w"] <= 24
+        cells = {
+            (x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_each_alert_says_what_to_do() -> None:
+    alerts = [rule for rule in RULES if "alert" in rule]
+    assert alerts
+    for alert in alerts:
+        assert {"summary", "description"} <= alert["annotations"].keys()
+        assert alert["labels"]["severity"] in ("warning", "critical")
+
+
+def test_the_page_has_every_metric_as_it_is() -> None:
+    page = (ROOT / "docs/serve-observe.md").read_text()
+    rows = re.findall(r"^\| `(streamrag:\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|$", page, re.MULTILINE)
+    documented = {name: (kind, set(re.findall(r"`(\w+)`", labels)), what.strip()) for name, kind, labels, what in rows}
+    assert len(rows) == len(documented)
+    expected = {
+        f"{metric._name}{'_total' if metric._type == 'counter' else ''}": (
+            metric._type,
+            set(metric._labelnames),
+            metric._documentation.removesuffix("."),
+        )
+        for metric in metrics()
+    }
+    assert documented == expected
