@@ -5,7 +5,6 @@ python experiments/observing_cost.py
 
 import logging
 import time
-from collections.abc import Callable
 
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -44,23 +43,28 @@ def events() -> list[Event]:
 
 
 def cost_us(observer: Observer, of_query: list[Event]) -> float:
-    """Microseconds for one query."""
+    """Microseconds of the processor for one query."""
     told = AllOf([observer])
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     for number in range(NUM_QUERIES):
         query = ServedQuery(str(number), "chat", "anonymous", time.monotonic(), "Why?")
         told.query_started(query)
         for event in of_query:
             told.query_event(query, event)
         told.query_ended(query, "answered", None, None)
-    return (time.perf_counter() - began_s) / NUM_QUERIES * 1e6
+    return (time.process_time() - began_s) / NUM_QUERIES * 1e6
 
 
 class Nobody:
     """An observer that does nothing: the calls alone."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: None
+    def query_started(self, query: ServedQuery) -> None: ...
+
+    def query_event(self, query: ServedQuery, event: Event) -> None: ...
+
+    def query_ended(self, query: ServedQuery, *how: object) -> None: ...
+
+    def query_refused(self, *how: object) -> None: ...
 
 
 def main() -> None:

@@ -35,6 +35,8 @@ SURFACE = {
     "vllm.v1.core.sched.scheduler:Scheduler.has_finished_requests": "3467d6d1291a",
     "vllm.v1.core.sched.scheduler:Scheduler.get_num_unfinished_requests": "9918abee8694",
     "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts": "8b520ad4566b",
+    "vllm.v1.core.sched.scheduler:Scheduler.make_stats": "705f13b1c84c",
+    "vllm.v1.metrics.loggers:StatLoggerManager": "98ba64fa5a58",
     "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache": "de409328c3ad",
     "vllm.v1.core.sched.scheduler:Scheduler._connector_finished": "62a184795c80",
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": "982782e24412",

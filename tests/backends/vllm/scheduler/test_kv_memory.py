@@ -1,7 +1,13 @@
 """What a plan is told of KV memory. The fuzz shows that it is enough; only here can be seen that it is exact."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+from vllm.v1.metrics.stats import PrefixCacheStats
+
+from streamrag.backends.vllm.client.stats import LastStats
+from streamrag.records import KvHeld
 
 Make = Callable[..., Any]
 TOKENS = list(range(40))
@@ -26,3 +32,31 @@ def test_blocks_that_others_hold_as_well_do_not_come_free(bench: Make) -> None:
     view = memory.view(b.scheduler.idle["a"], is_idle=True)
     assert view.num_blocks == 10
     assert memory.num_blocks_freed(view) == 1
+
+
+def test_what_memory_is_used_for_is_told_by_state_if_that_is_asked_for(bench: Make) -> None:
+    b = bench(has_prefix_cache=True)
+    for name in ("a", "b"):
+        b.chunk(name, TOKENS)
+        b.run()
+    b.plain("p", 20, first=100, max_tokens=50)
+    b.step()
+    b.step()
+    b.plain("q", 20, first=200)
+    scheduler = b.scheduler
+    use = scheduler.kv_memory.use(scheduler.idle.values())
+    assert use.idle == KvHeld(2, 80)
+    assert (use.running.num_requests, use.waiting) == (1, KvHeld(1, 0))
+    assert use.running.num_tokens >= 20
+    assert use.num_capacity == 100 * 4
+    assert (use.num_host, use.num_host_capacity) == (0, 0)
+    assert scheduler.make_stats() is None, "vLLM was told to collect none"
+    scheduler.log_stats = scheduler.kv_cache_manager.log_stats = True
+    scheduler.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
+    assert scheduler.make_stats().kv_connector_stats is None, "where vLLM serves, its loggers know no such stats"
+    scheduler.options = replace(scheduler.options, tells_kv_use=True)
+    log = LastStats()
+    assert log.kv_use() is None
+    log.record(scheduler.make_stats(), None)
+    log.record(None, None)
+    assert log.kv_use() == use
