@@ -25,10 +25,11 @@ memory, its rates and its times to the first token. Ends with Ctrl-C.
 EPILOG = """\
 examples:
   streamrag top
-  streamrag top --url http://127.0.0.1:8080 --key KEY
+  streamrag top --url http://10.0.0.5:8080 --key KEY
   streamrag top --once --json                                               one snapshot, for programs
 
-The service must show itself: start it with `--observe.live`. Questions are shown if it was told to show them.
+`streamrag serve` shows itself, with questions if it was told to show them; a server of your own needs the observer
+`streamrag.serve.live.Live`.
 """
 
 KEY = "STREAMRAG_API_KEY"
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command is told, and what runs it."""
     parser.usage = "%(prog)s [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the service (%(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:8080", help="of the service (%(default)s)")
     parser.add_argument("--key", help=f"an API key of the service; {KEY} in the environment unless given")
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (%(default)s)"
@@ -118,7 +119,9 @@ def look(client: httpx.Client) -> Mapping[str, Any]:
     try:
         answer = client.get("/v1/live")
         if answer.status_code == 404:
-            raise NoAnswerError(f"{client.base_url} does not show itself: start it with --observe.live")
+            raise NoAnswerError(
+                f"{client.base_url} does not show itself: `streamrag serve` does, others need its observer Live"
+            )
         if answer.status_code == 401:
             raise NoAnswerError(f"{client.base_url} wants an API key: --key KEY, or {KEY} in the environment")
         answer.raise_for_status()

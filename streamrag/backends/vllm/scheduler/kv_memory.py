@@ -49,11 +49,12 @@ class KvMemory:
     def use(self, idle: Iterable[Request]) -> KvUse:
         """What the KV memory is used for now; `idle` are requests outside of vLLM's queues."""
         scheduler, pool = self._scheduler, self._host_memory.pool if self._host_memory else None
+        num_blocks = self._manager.block_pool.num_gpu_blocks - 1  # one holds nothing
         return KvUse(
             running=_held(scheduler.running),
             waiting=_held(scheduler.waiting),
             idle=_held(idle),
-            num_capacity=self._manager.block_pool.num_gpu_blocks * self.smallest_block_size // len(self.groups),
+            num_capacity=num_blocks * self.smallest_block_size // len(self.groups),
             num_host=pool.num_used * self.smallest_block_size if pool else 0,
             num_host_capacity=pool.num_slots * self.smallest_block_size if pool else 0,
         )
