@@ -38,7 +38,7 @@ class Lane:
             self._task = asyncio.create_task(self._hold(), name="streamrag session's lane")
         try:
             async with asyncio.timeout(SETTLE_S):
-                while self._num_prefilled < len(token_ids):
+                while self._num_prefilled < len(token_ids) - 1:  # an engine leaves the last token to the answer
                     if self._task.done():
                         self._task.result()
                         raise BackendError("the engine ended a stream that was not complete")

@@ -16,6 +16,7 @@ from streamrag import (
     DeadlineExceededError,
     Pipeline,
     PipelineClosedError,
+    Prefilled,
     Prompt,
     PromptTooLongError,
     SamplingParams,
@@ -212,6 +213,22 @@ async def test_closing_ends_questions_that_wait_and_that_run() -> None:
         with pytest.raises(PipelineClosedError):
             await session.append("three")
         assert engine.num_requests == 0
+
+
+async def test_a_batch_does_not_wait_for_longer_than_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine computes all of a partial prompt but its last token, and says so."""
+    monkeypatch.setattr("streamrag.sessions.lane.SETTLE_S", 60.0)
+
+    class AllButOne(ScriptedBackend):
+        async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+            async for event in super().generate(prompts, params):
+                yield Prefilled(event.num_tokens - 1) if isinstance(event, Prefilled) else event
+
+    async with Pipeline(ScriptedSource([]), AllButOne(answer="yes")) as pipeline, pipeline.session() as session:
+        async with asyncio.timeout(20):
+            for i in range(3):
+                await session.append(f"line {i}")
+                await settled(session)
 
 
 async def test_a_deadline_covers_the_wait_for_data() -> None:
