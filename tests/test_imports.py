@@ -13,6 +13,7 @@ PACKAGE = Path(streamrag.__file__).parent
 # Imports run down this list only; parts on one line never import each other.
 LINES = [
     {"cli"},
+    {"serve"},
     {"adapters", "bench", "testing"},
     {"pipeline"},
     {"backends"},
@@ -43,6 +44,7 @@ PARTS_OF_ONE = {
     "query": "pipeline",
     "handle": "pipeline",
     "scripted": "testing",
+    "sessions": "pipeline",
     "tiny_llama": "testing",
 }
 # The only imports within a line: core's values use these, and errors are for all.

@@ -62,6 +62,8 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self._unread: WatchedAnswer | None = None
         self._told: str | None = None
         self._has_news = asyncio.Event()
+        self._has_answered = asyncio.Event()
+        """Set, and replaced by another, with each answer."""
         self._is_closed = False
 
     @property
@@ -74,22 +76,43 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self.newest = answered
         self.num_answered += 1
         self.error = None
+        self._wake()
         if answered.text != self._told:
             self._unread = answered
             self._told = answered.text
             self._has_news.set()
+
+    async def at_least(self, version: int) -> WatchedAnswer:
+        """The answer to this version of the data, or to a newer one, once it is there.
+
+        :raises PipelineClosedError: the watch ended first.
+        :raises ConfigurationError: the question cannot be answered at all.
+        """
+        while self.newest is None or self.version < version:
+            if isinstance(self.error, ConfigurationError):
+                raise self.error
+            if self._is_closed:
+                raise PipelineClosedError("the watch ended before that version was answered")
+            await self._has_answered.wait()
+        return self.newest
+
+    def _wake(self) -> None:
+        self._has_answered.set()
+        self._has_answered = asyncio.Event()
 
     def fail(self, error: StreamRagError) -> None:
         """It cannot be answered at all; whoever iterates is told."""
         self.error = error
         self._is_closed = True
         self._has_news.set()
+        self._wake()
         self._watches.remove(self)
 
     async def aclose(self) -> None:
         """The question is no longer answered ahead."""
         self._is_closed = True
         self._has_news.set()
+        self._wake()
         self._watches.remove(self)
 
     def __aiter__(self) -> Self:

@@ -208,8 +208,7 @@ async def test_closing_ends_questions_that_wait_and_that_run() -> None:
         with pytest.raises(PipelineClosedError):
             await waits
         with pytest.raises(PipelineClosedError):
-            while True:
-                await anext(runs)
+            _ = [chunk async for chunk in runs]
         with pytest.raises(PipelineClosedError):
             await session.append("three")
         assert engine.num_requests == 0
@@ -260,7 +259,8 @@ async def test_data_cannot_pass_for_the_question() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"window_tokens": 0}, {"slide_share": 1.0}, {"slide_share": 0}, {"max_waiting": 0}, {"window_tokens": 1.5}]
+    "options",
+    [{"window_tokens": 0}, {"slide_share": 1.0}, {"slide_share": 0}, {"max_waiting": 0}, {"window_tokens": 1.5}],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):

@@ -5,7 +5,7 @@ import asyncio
 import anyio
 import pytest
 
-from streamrag import ConfigurationError, Pipeline, SamplingParams
+from streamrag import ConfigurationError, Pipeline, PipelineClosedError, SamplingParams
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from tests.sessions.test_session import Engine, settled
 
@@ -15,8 +15,7 @@ async def test_an_answer_is_there_before_it_is_asked_for() -> None:
     async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:
         watch = session.watch("Any?")
         await session.append("one")
-        while watch.version < 1:
-            await anyio.wait_all_tasks_blocked()
+        assert (await watch.at_least(1)).version == 1
         num_asked = len(engine.asked)
         stream = session.ask("Any?", params=SamplingParams(max_tokens=64))
         assert "".join([chunk.text async for chunk in stream]) == "yes"
@@ -33,8 +32,7 @@ async def test_an_answer_that_did_not_change_is_not_told_again() -> None:
         for i in range(3):
             await session.append(f"line {i}")
             await settled(session)
-        while watch.version < 3:
-            await anyio.wait_all_tasks_blocked()
+        await watch.at_least(3)
         assert watch.num_answered >= 2
         engine._answer = "no"
         await session.append("other")
@@ -51,8 +49,8 @@ async def test_the_higher_priority_is_answered_first_and_none_starves() -> None:
         for i in range(20):
             await session.append(f"line {i}")
             await settled(session)
-        while min(watch.version for watch in (*low, high)) < 20:
-            await anyio.wait_all_tasks_blocked()
+        for watch in (*low, high):
+            await watch.at_least(20)
         assert all(watch.num_answered >= 1 for watch in low)
 
 
@@ -78,6 +76,8 @@ async def test_answers_that_begin_alike_are_refused() -> None:
         watch = session.watch("Any?", answers=("yes", "yesterday"))
         with pytest.raises(ConfigurationError, match="same token"):
             await anext(watch)
+        with pytest.raises(ConfigurationError, match="same token"):
+            await watch.at_least(0)
         for options in ({"answers": "yes"}, {"every_s": -1}, {"priority": 0.5}):
             with pytest.raises(ConfigurationError):
                 session.watch("Any?", **options)
@@ -96,4 +96,6 @@ async def test_a_watch_that_is_closed_ends_and_the_others_go_on() -> None:
         assert (await anext(two)).text == "yes"
     with pytest.raises(StopAsyncIteration):
         await anext(two)
+    with pytest.raises(PipelineClosedError):
+        await two.at_least(100)
     assert engine.num_requests == 0
