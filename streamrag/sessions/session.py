@@ -18,7 +18,7 @@ from streamrag.errors import (
     PromptTooLongError,
     StreamRagError,
 )
-from streamrag.handle import AnswerStream, Emit
+from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
 from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
 from streamrag.modes import PromptTemplate
 from streamrag.retrieving import Retrieval, closing
@@ -207,6 +207,16 @@ class Session:
                     version = await self.append(chunk)
         return version
 
+    async def versions(self) -> AsyncGenerator[int, None]:
+        """The version that questions are answered from, whenever it has changed; a slow reader gets the newest.
+
+        :raises PipelineClosedError: the session was closed.
+        """
+        version = self._ready.version
+        while True:
+            version = (await self._at_least(version + 1)).version
+            yield version
+
     async def _ingest(self) -> None:
         lane: Lane | None = None
         try:
@@ -279,6 +289,22 @@ class Session:
 
         Raises, when iterated, DeadlineExceededError, PromptTooLongError, BackendError and PipelineClosedError.
         """
+        return AnswerStream(self._asked(question, at_least, params, deadline_s))
+
+    def ask_events(
+        self,
+        question: str,
+        *,
+        at_least: int | None = None,
+        params: SamplingParams | None = None,
+        deadline_s: float | None = None,
+    ) -> EventStream:
+        """The same as events: each piece of the answer, then the whole with its version and timings."""
+        return EventStream(self._asked(question, at_least, params, deadline_s))
+
+    def _asked(
+        self, question: str, at_least: int | None, params: SamplingParams | None, deadline_s: float | None
+    ) -> StartQuery:
         if not isinstance(question, str) or not question.strip():
             raise ConfigurationError("the question is empty: ask something")
         if at_least is not None and (not is_whole(at_least) or at_least > self._buffer.num_appended):
@@ -290,7 +316,7 @@ class Session:
             raise ConfigurationError(f"deadline_s={short(deadline_s)} must be a positive number of seconds")
         question = plain_text(question)
         asked = partial(self._answered, question, at_least or 0, params or SamplingParams(), deadline_s)
-        return AnswerStream(lambda emit: self._begin(asked, emit))
+        return lambda emit: self._begin(asked, emit)
 
     def watch(
         self,

@@ -110,6 +110,10 @@ class Watch(AsyncIterator[WatchedAnswer]):
 
     async def aclose(self) -> None:
         """The question is no longer answered ahead."""
+        self.end()
+
+    def end(self) -> None:
+        """The same, at once."""
         self._is_closed = True
         self._has_news.set()
         self._wake()
