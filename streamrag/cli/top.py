@@ -29,7 +29,7 @@ examples:
   streamrag top --once --json                                               one snapshot, for programs
 
 `streamrag serve` shows itself, with questions if it was told to show them; a server of your own needs the observer
-`streamrag.serve.live.Live`.
+`streamrag.serve.Live`.
 """
 
 KEY = "STREAMRAG_API_KEY"

@@ -1,10 +1,8 @@
 """A pipeline served over HTTP: to any OpenAI client, and to programs that bring their own retrieval.
 
-    request ─▶ gate ─▶ interface (chat, responses, streams, ...) ─▶ Service ─▶ Pipeline ─▶ events ─▶ SSE
-               keys,   reads a request, writes                      Admission  Observers: metrics,
-               limits  events as its protocol has them                         traces, logs
-
-`streamrag serve` runs it; `create_app` makes the same ASGI application for a server of your own.
+`streamrag serve` runs it; `create_app` makes the same ASGI application for a server of your own. A request passes the
+gate (key, origin, size), an interface reads it and has the service answer it, and writes the events as its protocol has
+them; observers are told of each query.
 """
 
 from typing import TYPE_CHECKING
@@ -14,15 +12,27 @@ from streamrag.lazy import attributes
 if TYPE_CHECKING:
     from streamrag.serve.app import create_app as create_app
     from streamrag.serve.limits import Limits as Limits
+    from streamrag.serve.live import Live as Live
+    from streamrag.serve.logs import QueryLog as QueryLog
+    from streamrag.serve.logs import log_to as log_to
+    from streamrag.serve.metrics import Metrics as Metrics
     from streamrag.serve.service import Service as Service
+    from streamrag.serve.tracing import Tracing as Tracing
+    from streamrag.serve.tracing import to_otlp as to_otlp
 
 _HOMES = {
     "Limits": "streamrag.serve.limits",
+    "Live": "streamrag.serve.live",
+    "Metrics": "streamrag.serve.metrics",
+    "QueryLog": "streamrag.serve.logs",
     "Service": "streamrag.serve.service",
+    "Tracing": "streamrag.serve.tracing",
     "create_app": "streamrag.serve.app",
+    "log_to": "streamrag.serve.logs",
+    "to_otlp": "streamrag.serve.tracing",
 }
 
-__all__ = ["Limits", "Service", "create_app"]
+__all__ = ["Limits", "Live", "Metrics", "QueryLog", "Service", "Tracing", "create_app", "log_to", "to_otlp"]
 
 if not TYPE_CHECKING:
     __getattr__ = attributes(__name__, _HOMES)

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import anyio.to_thread
+
 from streamrag.errors import MissingDependencyError
 from streamrag.records import RequestRecord
 from streamrag.serve.course import Course
@@ -109,8 +111,6 @@ class Tracing:
 
     async def aclose(self) -> None:
         """Export what is left, and stop. Takes seconds if nobody takes it."""
-        import anyio.to_thread
-
         await anyio.to_thread.run_sync(self._provider.shutdown)
 
     def query_started(self, query: ServedQuery) -> None:

@@ -148,3 +148,6 @@ def test_the_page_has_every_metric_as_it_is() -> None:
         for metric in metrics()
     }
     assert documented == expected
+    for label, values in VALUES.items():
+        for value in values:
+            assert re.search(rf"\b{value}\b", page), f"{label} may be {value}"

@@ -1,6 +1,8 @@
 """Spans of queries, and whose children they are."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -193,6 +195,20 @@ def test_a_tracestate_that_is_none_leaves_the_trace_as_it_is(tracestate: str) ->
     found = get_current_span(context_of(replace(QUERY, tracestate=tracestate))).get_span_context()
     assert f"{found.trace_id:032x}" == TRACE_ID
     assert len(found.trace_state) == 0
+
+
+@pytest.mark.parametrize(
+    "missing", ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"]
+)
+def test_what_is_not_installed_is_named_with_the_extra_that_has_it(missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from streamrag.errors import MissingDependencyError\n"
+        "try:\n    from streamrag.serve.tracing import to_otlp; to_otlp('http://127.0.0.1:1')\n"
+        "except MissingDependencyError as error: print(error)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'streamrag[otel]'" in ran.stdout
 
 
 class Collector(BaseHTTPRequestHandler):
