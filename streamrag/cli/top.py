@@ -124,6 +124,8 @@ def look(client: httpx.Client) -> Mapping[str, Any]:
             )
         if answer.status_code == 401:
             raise NoAnswerError(f"{client.base_url} wants an API key: --key KEY, or {KEY} in the environment")
+        if answer.status_code == 403:
+            raise NoAnswerError(f"{client.base_url} shows itself to operators only, and this key is not one's")
         answer.raise_for_status()
         values = answer.json()
         if not isinstance(values, dict) or "open" not in values:

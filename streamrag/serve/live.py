@@ -6,7 +6,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -16,6 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from streamrag.serve.course import Course, Courses
+from streamrag.serve.failures import RequestError
+from streamrag.serve.gate import CALLER
 from streamrag.serve.metrics import TellsKvUse
 from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
 from streamrag.serve.service import Service
@@ -36,11 +38,19 @@ class Live:
     """An observer that knows what every open query is doing, and how the last ones ended.
 
     with_text: whether to show the beginnings of questions.
+    clients: names of those who may look, at the queries of all; None for everybody who has a key.
     clock: seconds; of `time.monotonic` unless a test says otherwise.
     """
 
-    def __init__(self, *, with_text: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        with_text: bool = False,
+        clients: Collection[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._with_text = with_text
+        self._clients = clients
         self._courses = Courses()
         self._ended: deque[dict[str, Any]] = deque(maxlen=NUM_ENDED)
         self._ttfts_s: deque[float] = deque(maxlen=NUM_TTFTS)
@@ -74,6 +84,11 @@ class Live:
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
         self._refused[why] += 1
         self._count("refused", 1)
+
+    def check(self, client: str) -> None:
+        """:raises RequestError: this client may not look."""
+        if self._clients is not None and client not in self._clients:
+            raise RequestError("this key is not for looking at what others ask", status=403, code="not_an_operator")
 
     def snapshot(self, service: Service) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -156,6 +171,7 @@ def routes(service: Service) -> list[Route]:
     found = [observer for observer in service.observers if isinstance(observer, Live)]
 
     async def live(request: Request) -> Response:
+        found[0].check(request.scope[CALLER].client)
         return JSONResponse(found[0].snapshot(service), headers={"cache-control": "no-store"})
 
     return [Route("/v1/live", live)] if found else []

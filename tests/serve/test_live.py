@@ -87,6 +87,16 @@ async def test_it_wants_a_key_if_there_are_keys_and_shows_texts_only_if_told_to(
         assert (await served.http.get("/v1/live")).status_code == 404, "off unless it is switched on"
 
 
+async def test_it_may_be_for_operators_only(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"key": "ada", "other": "bob"}
+    async with serving(keys=keys, observers=[Live(clients=["ada"])]) as served:
+        assert (await snapshot(served))["open"] == []
+        refused = await served.http.get("/v1/live", headers={"authorization": "Bearer other"})
+        assert await top(served, "--once", "--key", "other") == 1
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_an_operator")
+    assert "operators only" in capsys.readouterr().err
+
+
 async def test_few_of_the_ended_are_kept() -> None:
     async with serving(observers=[Live()], limits=Limits(max_requests_per_minute=1000)) as served:
         for _ in range(NUM_ENDED + 2):
