@@ -207,6 +207,9 @@ class Answer:
 
     version: int | None = None
     """Of a session's answer: the version of the data that it is of."""
+    gap: float | None = None
+    """How much more likely the first token was than the next best, as a difference of log-probabilities; None unless a
+    session's question asked for it."""
 
     @property
     def is_in_rank_order(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from streamrag.core import AnswerChunk, Backend, Prompt, SamplingParams
 from streamrag.errors import BackendError
@@ -64,6 +65,7 @@ async def answered(
         record=chunks[-1].record,
         breaks_look_alikes=backend.model.breaks_look_alikes,
         version=snapshot.version,
+        gap=next((_gap(chunk.logprobs) for chunk in chunks if chunk.token_ids), None),
     )
 
 
@@ -75,3 +77,11 @@ def again(answer: Answer, submitted_s: float, after_s: float) -> Answer:
 
 async def _one_prompt(token_ids: tuple[int, ...]) -> AsyncGenerator[Prompt, None]:
     yield Prompt(token_ids, 0, is_complete=True)
+
+
+def _gap(logprobs: Any) -> float | None:
+    """Between the two most likely of the first token, of those that the engine was asked for."""
+    if not logprobs:
+        return None
+    best = sorted((entry.logprob for entry in logprobs[0].values()), reverse=True)
+    return float(best[0] - best[1]) if len(best) > 1 else None

@@ -257,6 +257,7 @@ class Session:
         every_s: float = 0.0,
         priority: int = 0,
         params: SamplingParams | None = None,
+        with_gap: bool = False,
     ) -> "Watch":
         """Have `question` answered ahead after each change of the data; iterate it for answers that changed.
 
@@ -265,13 +266,14 @@ class Session:
         answers: the only answers there may be, each with a first token of its own: one token is computed then.
         every_s: least seconds between two answers.
         priority: the higher are answered first; who was answered longest ago, among equals.
+        with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
         """
         from streamrag.sessions.watching import Watches
 
         self._check_open()
         if self._watches is None:
             self._watches = Watches(self, self._backend)
-        return self._watches.add(question, answers, every_s, priority, params)
+        return self._watches.add(question, answers, every_s, priority, params, with_gap)
 
     def _begin(self, asked: Asked, emit: Emit) -> "asyncio.Task[Answer]":
         self._check_open()
