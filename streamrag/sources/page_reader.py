@@ -147,7 +147,7 @@ class PageReader:
             async with asyncio.timeout_at(self._sitemaps_until):
                 if self._robots:
                     rules = await self._robots.rules(origin + "/", self._fetcher)
-                    self._turns.set_delay(urlsplit(origin).netloc, rules.delay_s)
+                    self._turns.set_delay(origin, rules.delay_s)
                     found.name(rules.sitemaps)
                 while True:
                     while len(reading) < SITEMAPS_AT_ONCE and (url := found.next()):
@@ -208,7 +208,7 @@ class PageReader:
     async def _check_robots(self, url: str) -> None:
         if self._robots:
             rules = await self._robots.check(url, self._fetcher)
-            self._turns.set_delay(urlsplit(url).netloc, rules.delay_s)
+            self._turns.set_delay(url, rules.delay_s)
 
     async def _check_target(self, url: str) -> None:
         """As `_check_robots`, of a redirect's target: a page was asked for, whatever becomes of it."""
