@@ -99,6 +99,13 @@ async def test_where_a_redirect_leads_must_be_allowed_too(site: Website, new: Ne
     assert "/no" not in site.paths
 
 
+async def test_robots_txt_is_asked_about_the_page_that_a_server_may_give(site: Website, new: NewSource) -> None:
+    forbid(site, "Disallow: /no")
+    site.add("/", text("Emperor", site.url("/a/../no"), "/%6Eo", "/a/%2e%2E/no/penguins", site.url("/./no")))
+    assert set(reasons(await crawl(new())).values()) == {DISALLOWED}
+    assert site.paths == ["/"]
+
+
 async def test_pages_that_redirect_to_what_is_forbidden_count(site: Website, new: NewSource) -> None:
     forbid(site, "Disallow: /no")
     site.add("/", text("Emperor", *(f"/{i}" for i in range(20))))
