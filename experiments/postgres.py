@@ -34,7 +34,7 @@ from streamrag.sources.embedding import EmbeddingPool
 from streamrag.sources.passages import read_document, split_document
 from streamrag.sources.postgres.query import Rows
 from streamrag.sources.postgres.source import _settings
-from streamrag.sources.workers import Share
+from streamrag.sources.workers.pool import Share
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = "streamrag_bench"

@@ -205,6 +205,9 @@ class Answer:
     """Whether look-alikes of special tokens were broken by a space, because a server tokenised the text. Otherwise the
     model saw them as they are, as text; in neither case as special tokens."""
 
+    version: int | None = None
+    """Of a session's answer: the version of the data that it is of."""
+
     @property
     def is_in_rank_order(self) -> bool:
         """Whether the prompt has its passages in the order in which the retriever ranked them, if it did. Not so where

@@ -69,6 +69,19 @@ SHARED_BY_PROCESS: dict[str, set[str]] = {
     "copy_wire": set(),
 }
 
+# In `sources`, what the modules of each folder may import beside modules that stand in no folder.
+BENEATH_FOLDER: dict[str, set[str]] = {
+    "crawl": {"pages", "http", "workers"},
+    "emission": set(),
+    "http": set(),
+    "index": {"search", "workers"},
+    "pages": {"http", "workers"},
+    "postgres": {"workers"},
+    "search": {"workers"},
+    "workers": set(),
+    "": {"workers"},  # of the modules in no folder
+}
+
 HEAVY = {
     "crawl4ai",
     "diskannpy",
@@ -165,6 +178,24 @@ def test_processes_of_an_engine_share_only_what_travels_between_them() -> None:
                 wrong.append(f"streamrag.{module} imports {imported}")
     assert wrong == []
     assert {(importer, target) for importer, targets in SHARED_BY_PROCESS.items() for target in targets} <= found
+
+
+def test_folders_of_sources_import_one_way() -> None:
+    wrong = []
+    found = set()
+    for module, tree in modules():
+        if not module.startswith("sources.") or module == "sources.__init__":
+            continue
+        importer = module.split(".")[1] if module.count(".") == 2 else ""
+        for imported in names_imported(tree):
+            target = imported.removeprefix("streamrag.sources.").split(".")[0]
+            if not imported.startswith("streamrag.sources.") or target not in BENEATH_FOLDER:
+                continue
+            found.add((importer, target))
+            if target not in {importer, *BENEATH_FOLDER[importer]}:
+                wrong.append(f"streamrag.{module} imports {imported}")
+    assert wrong == []
+    assert {(importer, target) for importer, targets in BENEATH_FOLDER.items() for target in targets} <= found
 
 
 def test_importing_streamrag_imports_nothing_heavy() -> None:

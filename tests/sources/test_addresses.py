@@ -3,8 +3,8 @@ import ipaddress
 import pytest
 
 from streamrag.errors import ConfigurationError, UnsafeUrlError
-from streamrag.sources import addresses
-from streamrag.sources.addresses import normalize_url, parse_start_url
+from streamrag.sources.http import addresses
+from streamrag.sources.http.addresses import normalize_url, parse_start_url
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pypdf
 import pytest
 from pypdf.generic import DecodedStreamObject, NameObject, NumberObject
 
-from streamrag.sources import documents
-from streamrag.sources.documents import Document, read_pdf
-from streamrag.sources.fetched import UnusablePageError
+from streamrag.sources.http.fetched import UnusablePageError
+from streamrag.sources.pages import documents
+from streamrag.sources.pages.documents import Document, read_pdf
 
 SENTENCE = "Penguins swim with their wings, and steer with their feet. "
 

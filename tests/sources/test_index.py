@@ -28,7 +28,7 @@ from streamrag.errors import (
 )
 from streamrag.scratch import locked_folder
 from streamrag.sources.embedder import find_embedder
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 from streamrag.sources.index_folder import check_index, looks_like_index
 
 
@@ -143,7 +143,7 @@ def test_a_missing_package_is_named_with_its_install_line(
         return None if name == package else object()
 
     monkeypatch.setattr("streamrag.sources.embedder.find_spec", find_spec)
-    monkeypatch.setattr("streamrag.sources.search.find_spec", find_spec)
+    monkeypatch.setattr("streamrag.sources.search.diskann_search.find_spec", find_spec)
     with pytest.raises(MissingDependencyError, match="pip install"):
         build_index(tmp_path, tmp_path / "index")
 
@@ -324,7 +324,7 @@ def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path)
     documents = write_documents(tmp_path / "documents", 2)
     (documents / "slow.txt").write_text(f"wait until {tmp_path}/never")
     waiting = tmp_path / "never.waiting"
-    code = f"from streamrag.sources.index import build_index; build_index(*{(str(documents), str(index))!r}, " + (
+    code = f"from streamrag.sources.index.build import build_index; build_index(*{(str(documents), str(index))!r}, " + (
         f"embedder={EMBEDDER!r}, force=True)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}

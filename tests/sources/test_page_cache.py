@@ -15,11 +15,11 @@ from test_robots import AGENT, fetching
 from website import Website
 
 from streamrag.errors import ConfigurationError, UnsafeUrlError
-from streamrag.sources.cleaned import Cleaned
-from streamrag.sources.disk_store import DiskStore
-from streamrag.sources.fetched import PAGES, Page, UnusablePageError, Wanted
-from streamrag.sources.page_cache import PageCache
-from streamrag.sources.page_reader import SITEMAPS
+from streamrag.sources.crawl.page_reader import SITEMAPS
+from streamrag.sources.http.disk_store import DiskStore
+from streamrag.sources.http.fetched import PAGES, Page, UnusablePageError, Wanted
+from streamrag.sources.http.page_cache import PageCache
+from streamrag.sources.pages.cleaned import Cleaned
 
 pytest.importorskip("hishel")
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -255,7 +255,7 @@ def test_the_least_recently_used_go_first_and_other_files_stay(tmp_path: Path) -
 
 WRITE = """
 import sys
-from streamrag.sources.disk_store import DiskStore
+from streamrag.sources.http.disk_store import DiskStore
 store = DiskStore(sys.argv[1], 1 << 20)
 for number in range(400):
     key = str(number % 37)

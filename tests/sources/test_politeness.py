@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from streamrag.sources import politeness
-from streamrag.sources.fetched import HttpStatusError, UnusablePageError
-from streamrag.sources.politeness import CrawlTurns, Hosts, PutOffError
+from streamrag.sources.http import politeness
+from streamrag.sources.http.fetched import HttpStatusError, UnusablePageError
+from streamrag.sources.http.politeness import CrawlTurns, Hosts, PutOffError
 
 pytest.importorskip("tenacity")
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")

@@ -35,7 +35,7 @@ from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.query import Search
 from streamrag.sources.postgres.source import PgVectorSource
 from streamrag.sources.postgres.table import Ladder, Table, record_of
-from streamrag.sources.workers import Share
+from streamrag.sources.workers.pool import Share
 from streamrag.testing import ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")

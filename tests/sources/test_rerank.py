@@ -8,7 +8,7 @@ import pytest
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.sources.embedder import EmbedderPlace, find_embedder
-from streamrag.sources.rerank import RerankerPlace, find_reranker, make_reranker
+from streamrag.sources.search.rerank import RerankerPlace, find_reranker, make_reranker
 
 TOY = EmbedderPlace("toy_embedder:embed", "toy_embedder:embed", {})
 TEXTS = ["Brake pads are worn out when the grooves are gone.", "A starter is flour and water.", ""]
@@ -107,7 +107,7 @@ def test_a_name_is_one_of_the_hub() -> None:
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.rerank.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrag.sources.search.rerank.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
         find_reranker("late-interaction", TOY)
     assert find_reranker("toy_reranker:backwards", TOY).kind == "function"

@@ -13,11 +13,11 @@ import pytest
 from website import Website
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
-from streamrag.sources import addresses, robots
-from streamrag.sources.fetch import Fetcher
-from streamrag.sources.fetched import CostlyPageError, FetchLimits, OwnLimitError, Turns
-from streamrag.sources.politeness import CrawlTurns, Hosts, PutOffError
-from streamrag.sources.robots import DisallowedError, Robots, Rules, parse
+from streamrag.sources.http import addresses, robots
+from streamrag.sources.http.fetch import Fetcher
+from streamrag.sources.http.fetched import CostlyPageError, FetchLimits, OwnLimitError, Turns
+from streamrag.sources.http.politeness import CrawlTurns, Hosts, PutOffError
+from streamrag.sources.http.robots import DisallowedError, Robots, Rules, parse
 from streamrag.sources.threads import Threads
 
 pytest.importorskip("protego")

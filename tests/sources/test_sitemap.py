@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from streamrag.sources import sitemap
-from streamrag.sources.sitemap import find_pages
+from streamrag.sources.pages import sitemap
+from streamrag.sources.pages.sitemap import find_pages
 
 URL = "http://docs.example/sitemap.xml"
 NAMESPACE = "http://www.sitemaps.org/schemas/sitemap/0.9"

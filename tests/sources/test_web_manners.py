@@ -15,7 +15,7 @@ from test_documents import changed, pdf, with_content
 from website import Website
 
 from streamrag.core import Append, SourceEvent
-from streamrag.sources.web import WebSource
+from streamrag.sources.crawl.web import WebSource
 
 pytest.importorskip("crawl4ai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")

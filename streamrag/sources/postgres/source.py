@@ -14,7 +14,7 @@ from streamrag.sources.postgres.link import Address, Link, StatementTimeoutError
 from streamrag.sources.postgres.names import TableName, checked_columns, checked_ladder, table_parts
 from streamrag.sources.postgres.query import Row, Rows, Search, storable
 from streamrag.sources.postgres.table import Ladder, Table, at_start, inspect_table
-from streamrag.sources.workers import Share
+from streamrag.sources.workers.pool import Share
 from streamrag.tasks import cancel_regardless
 
 NUM_STAGES = 5

@@ -271,6 +271,14 @@ class VllmBackend:
         """Forget all cached KV; False if that is impossible because requests hold blocks."""
         return bool(await self._ask(self._running().reset_prefix_cache()))
 
+    def check_health(self) -> None:
+        """Whether the engine runs, as far as this process knows: it hears of a process that died within a moment.
+
+        :raises EngineDeadError: its processes are gone.
+        :raises BackendError: it was not started, or was closed.
+        """
+        self._running()
+
     def _running(self) -> Any:
         if self._engine is None:
             raise BackendError("the engine is not running: it was closed, or not started")

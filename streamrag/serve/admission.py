@@ -1,0 +1,149 @@
+"""Who may come in: bounds on queries and on the tokens that wait to be computed, for all and for each client."""
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from streamrag.serve.failures import RefusedError
+from streamrag.serve.limits import Limits
+from streamrag.telemetry import ContextChanged, Event, PrefillProgressed, TokensGenerated
+
+MINUTE_S = 60.0
+
+LEARNS_FROM = 32
+"""Prompts whose mean length the next one is expected to have."""
+
+MOST_CLIENTS = 10_000
+"""Clients whose begun queries are counted; those of the last minute are all that counts, so it is rarely reached."""
+
+
+class Place:
+    """What one query has claimed. It starts with what is expected of it, and follows what it turns out to be."""
+
+    def __init__(self, client: str, num_prompt_tokens: int, num_answer_tokens: int) -> None:
+        self.client = client
+        self._num_prompt = num_prompt_tokens
+        self._num_answer = num_answer_tokens
+        self._num_computed = 0
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of prompt and answer that are still to be computed."""
+        return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the newest prompt."""
+        return self._num_prompt
+
+    def follow(self, event: Event) -> None:
+        """Take in what happened to it."""
+        match event:
+            case ContextChanged():
+                self._num_prompt = event.num_tokens
+                self._num_computed = min(self._num_computed, event.num_shared)
+            case PrefillProgressed():
+                self._num_computed = event.num_tokens
+            case TokensGenerated():
+                self._num_computed = self._num_prompt
+                self._num_answer -= len(event.token_ids)
+
+
+class Admission:
+    """Counts who is in. Nothing waits here: whoever has no place is told when to come again.
+
+    clock: seconds; of `time.monotonic` unless a test says otherwise.
+    """
+
+    def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits
+        self.is_draining = False
+        self.is_ready = True
+        self._clock = clock
+        self._places: set[Place] = set()
+        self._of_client: Counter[str] = Counter()
+        self._begun: dict[str, deque[float]] = {}
+        self._prompts: deque[int] = deque(maxlen=LEARNS_FROM)
+        self._stays: deque[float] = deque(maxlen=LEARNS_FROM)
+
+    @property
+    def num_queries(self) -> int:
+        """Queries that are open."""
+        return len(self._places)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens still to be computed for them."""
+        return sum(place.num_queued_tokens for place in self._places)
+
+    def enter(self, client: str, *, max_tokens: int, num_prompt_tokens: int | None = None) -> Place:
+        """A place for one query, to be given back with `leave`.
+
+        max_tokens: of its answer. num_prompt_tokens: of its prompt, if that is known; else as long as those before.
+
+        :raises RefusedError: there is none.
+        """
+        limits = self.limits
+        if self.is_draining:
+            raise RefusedError("the service is stopping: ask another one, or later", "draining", 5.0)
+        if not self.is_ready:
+            raise RefusedError("the engine is starting: try again", "not_ready", 5.0)
+        if len(self._places) >= limits.max_queries:
+            raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
+        if self._of_client[client] >= limits.max_queries_per_client:
+            raise RefusedError(
+                f"{limits.max_queries_per_client} queries of yours are open, which is the most",
+                "client_queries",
+                self._wait_s(1),
+            )
+        self._check_rate(client)
+        expected = num_prompt_tokens if num_prompt_tokens is not None else self._expected_prompt_tokens()
+        place = Place(client, expected, max_tokens)
+        queued = self.num_queued_tokens
+        if self._places and queued + place.num_queued_tokens > limits.max_queued_tokens:
+            share = (queued + place.num_queued_tokens - limits.max_queued_tokens) / max(queued, 1)
+            raise RefusedError(
+                f"{queued:,} tokens wait to be computed, and {limits.max_queued_tokens:,} is the most",
+                "tokens",
+                self._wait_s(math.ceil(share * len(self._places))),
+            )
+        self._begun.setdefault(client, deque()).append(self._clock())
+        self._places.add(place)
+        self._of_client[client] += 1
+        return place
+
+    def leave(self, place: Place, *, stayed_s: float) -> None:
+        """Its query has ended, after so many seconds."""
+        self._places.remove(place)
+        self._of_client[place.client] -= 1
+        if not self._of_client[place.client]:
+            del self._of_client[place.client]
+        self._prompts.append(place.num_prompt_tokens)
+        self._stays.append(stayed_s)
+
+    def _check_rate(self, client: str) -> None:
+        now = self._clock()
+        if len(self._begun) > MOST_CLIENTS:
+            self._begun = {name: times for name, times in self._begun.items() if times[-1] > now - MINUTE_S}
+        times = self._begun.get(client)
+        if times is None:
+            return
+        while times and times[0] <= now - MINUTE_S:
+            times.popleft()
+        if not times:
+            del self._begun[client]
+        elif len(times) >= self.limits.max_requests_per_minute:
+            raise RefusedError(
+                f"{self.limits.max_requests_per_minute} queries a minute are the most",
+                "client_rate",
+                times[0] + MINUTE_S - now,
+            )
+
+    def _expected_prompt_tokens(self) -> int:
+        return round(sum(self._prompts) / len(self._prompts)) if self._prompts else 0
+
+    def _wait_s(self, num_to_end: int) -> float:
+        """Until so many of those that are in have ended, as long as they stay of late."""
+        mean_s = sum(self._stays) / len(self._stays) if self._stays else 1.0
+        return min(max(mean_s * num_to_end / max(len(self._places), 1), 1.0), MINUTE_S)

@@ -1,0 +1,89 @@
+"""The ASGI application: a gate, and the routes of every interface."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from streamrag.errors import StreamRagError
+from streamrag.serve import chat
+from streamrag.serve.failures import RequestError, failure_of
+from streamrag.serve.gate import Gate
+from streamrag.serve.service import Service
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+log = logging.getLogger("streamrag.serve")
+
+
+def create_app(
+    service: Service,
+    *,
+    keys: Mapping[str, str] | None = None,
+    hosts: frozenset[str] | None = LOOPBACK,
+    origins: frozenset[str] = frozenset(),
+    more_routes: Sequence[BaseRoute] = (),
+) -> Gate:
+    """The application that serves `service`, which the caller starts and closes.
+
+    keys: names of clients, by API key; without any, everybody may ask.
+    hosts: names that it may be asked by; None for any.
+    origins: origins of pages that may ask it, besides its own.
+    more_routes: for interfaces of your own.
+    """
+
+    async def models(request: Request) -> Response:
+        model = {
+            "id": service.model_name,
+            "object": "model",
+            "created": int(service.started_at),
+            "owned_by": "streamrag",
+            "max_model_len": service.model.max_model_len,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def healthz(request: Request) -> Response:
+        return PlainTextResponse("dead\n", 503) if service.dead.is_set() else PlainTextResponse("ok\n")
+
+    async def readyz(request: Request) -> Response:
+        return PlainTextResponse("ready\n") if service.is_ready else PlainTextResponse("not ready\n", 503)
+
+    all_routes: list[BaseRoute] = [
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+        Route("/v1/models", models),
+        *chat.routes(service),
+        *more_routes,
+    ]
+    app = Starlette(
+        routes=all_routes,
+        exception_handlers={
+            StreamRagError: _explain,
+            HTTPException: _explain_http,
+            ClientDisconnect: _nobody_hears,
+            Exception: _explain,
+        },
+    )
+    return Gate(app, limits=service.limits, keys=keys, hosts=hosts, origins=origins)
+
+
+async def _explain(request: Request, error: Exception) -> Response:
+    failure = failure_of(error)
+    if failure.status == 500:
+        log.error("a request failed", exc_info=error)
+    return JSONResponse(failure.body(), failure.status, failure.headers())
+
+
+async def _explain_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {404: f"there is no {request.url.path:.80} here", 405: f"{request.method} is not for this address"}
+    failure = failure_of(RequestError(what.get(error.status_code, error.detail), status=error.status_code, code="http"))
+    return JSONResponse(failure.body(), error.status_code, error.headers)
+
+
+async def _nobody_hears(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,208 @@
+"""`POST /v1/chat/completions`, as OpenAI's clients speak it.
+
+The last user message is the question, and what the service's retrieval is asked; the turns before it are history.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+from sse_starlette.event import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from streamrag.asked import QueryOptions
+from streamrag.core import SamplingParams
+from streamrag.serve.bodies import read_body, sampling, split_turns, turn_of
+from streamrag.serve.citations import url_citations
+from streamrag.serve.failures import Failure, RequestError
+from streamrag.serve.gate import CALLER
+from streamrag.serve.service import Service
+from streamrag.serve.sse import Write, respond, unless_gone
+from streamrag.serve.wire import json_of
+from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated
+
+
+class Message(BaseModel):
+    """One message of the conversation."""
+
+    role: str
+    content: Any = None
+
+
+class StreamOptions(BaseModel):
+    """What a stream has besides its text."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(BaseModel):
+    """OpenAI's request, as far as this service does what it says; what it cannot do is refused, not ignored."""
+
+    messages: list[Message] = Field(min_length=1, max_length=1000)
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    tools: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    def params(self, default: SamplingParams) -> SamplingParams:
+        """How to sample the answer."""
+        return sampling(
+            default,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else self.stop,
+            extra={
+                "min_p": self.min_p,
+                "presence_penalty": self.presence_penalty,
+                "frequency_penalty": self.frequency_penalty,
+                "repetition_penalty": self.repetition_penalty,
+            },
+        )
+
+    def check(self) -> None:
+        """:raises RequestError: it asks for what this service does not do."""
+        refused = {
+            "n": self.n not in (None, 1),
+            "logprobs": bool(self.logprobs),
+            "tools": bool(self.tools),
+            "response_format": (self.response_format or {}).get("type", "text") != "text",
+        }
+        for name, is_refused in refused.items():
+            if is_refused:
+                raise RequestError(f"{name}: this service does not do that", code="unsupported_value", param=name)
+
+
+def routes(service: Service) -> list[Route]:
+    """The interface's routes."""
+
+    async def chat(request: Request) -> Response:
+        asked = await read_body(request, ChatRequest)
+        asked.check()
+        check_model(service, asked.model)
+        turns = [turn_of(each.role, each.content, f"messages.{i}") for i, each in enumerate(asked.messages)]
+        system, history, question = split_turns(turns, "messages")
+        options = QueryOptions(history=history, params=asked.params(service.params))
+        if system:
+            options["system"] = service.system_text(system)
+        completion = Completion(service.model_name)
+        if asked.stream:
+            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+
+            async def produce(write: Write) -> None:
+                async with service.events(request.scope[CALLER], "chat", question, **options) as events:
+                    async for event in events:
+                        for chunk in completion.chunks(event, with_usage=with_usage):
+                            await write(ServerSentEvent(json_of(chunk)))
+                await write(ServerSentEvent("[DONE]"))
+
+            return await respond(request, produce, failed=chat_failed, send_timeout_s=service.limits.send_timeout_s)
+
+        async def answered() -> Answer:
+            async with service.events(request.scope[CALLER], "chat", question, **options) as events:
+                async for event in events:
+                    if isinstance(event, Answered):
+                        return event.answer
+            raise RuntimeError("a query ended without an answer and without an error")
+
+        answer = await unless_gone(answered(), request.receive)
+        return JSONResponse(completion.whole(answer))
+
+    return [Route("/v1/chat/completions", chat, methods=["POST"])]
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """:raises RequestError: the service has another model."""
+    if name not in (None, "", service.model_name):
+        raise RequestError(
+            f"there is no model {name!r:.80} here, only {service.model_name!r}",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+
+
+def chat_failed(failure: Failure) -> Sequence[ServerSentEvent]:
+    """How a stream tells of it; OpenAI's client raises APIError."""
+    return [ServerSentEvent(failure.json())]
+
+
+class Completion:
+    """One chat completion, whole or in chunks."""
+
+    def __init__(self, model: str) -> None:
+        self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """As the body of a response."""
+        message = {
+            "role": "assistant",
+            "content": answer.text,
+            "refusal": None,
+            "annotations": url_citations(answer.text, answer.citations),
+        }
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+        return {
+            **self._common,
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": usage_of(answer),
+            "streamrag": {"citations": passages_of(answer)},
+        }
+
+    def chunks(self, event: object, *, with_usage: bool) -> list[dict[str, Any]]:
+        """What `event` adds to a stream."""
+        match event:
+            case RetrievalStarted():  # so that the client knows that it was let in
+                return [self._chunk({"role": "assistant", "content": ""})]
+            case TokensGenerated(text=text) if text:
+                return [self._chunk({"content": text})]
+            case Answered(answer=answer):
+                annotations = url_citations(answer.text, answer.citations)
+                last = self._chunk({"annotations": annotations} if annotations else {}, answer.finish_reason)
+                last["streamrag"] = {"citations": passages_of(answer)}
+                usage = {**self._chunk({}), "choices": [], "usage": usage_of(answer)}
+                return [last, *([usage] if with_usage else [])]
+        return []
+
+    def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return {**self._common, "object": "chat.completion.chunk", "choices": [choice]}
+
+
+def passages_of(answer: Answer) -> list[dict[str, Any]]:
+    """The passages of the prompt, without their text, for clients that show sources: an extension."""
+    return [{"number": each.number, "uri": each.uri, "title": each.title} for each in answer.citations]
+
+
+def usage_of(answer: Answer) -> dict[str, Any]:
+    """Tokens, as chat completions count them. Those that overlap computed before retrieval ended are not "cached"."""
+    num_output = len(answer.token_ids)
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": num_output,
+        "total_tokens": answer.num_prompt_tokens + num_output,
+        "prompt_tokens_details": {
+            "cached_tokens": 0 if answer.record is None else min(answer.record.num_from_cache, answer.num_prompt_tokens)
+        },
+    }

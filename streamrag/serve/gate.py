@@ -1,0 +1,166 @@
+"""What every request passes before anything of it is read: size, origin, key, and an id of its own."""
+
+import hmac
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from streamrag.serve.failures import ANONYMOUS, RequestError, failure_of
+from streamrag.serve.limits import Limits
+from streamrag.serve.service import Caller
+
+CALLER = "streamrag.caller"
+"""Where the caller stands in a request's scope."""
+
+OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
+"""Asked without a key: by load balancers, and by a browser that has none yet. So is all below /page/."""
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Gate:
+    """ASGI middleware.
+
+    keys: names of clients, by key. With none everybody is "anonymous".
+    hosts: names that the service may be asked by, in the Host header; None for any. A page of a stranger that makes its
+        own name mean 127.0.0.1 is kept out by it.
+    origins: origins whose pages may ask, besides the service's own; "*" is any.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: Limits,
+        keys: Mapping[str, str] | None = None,
+        hosts: frozenset[str] | None = _LOCAL,
+        origins: frozenset[str] = frozenset(),
+    ) -> None:
+        self._app = app
+        self._limits = limits
+        self._keys = [(key.encode(), client) for key, client in (keys or {}).items()]
+        self._hosts = hosts
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        cors = self._cors(headers.get("origin"))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] in ("http.response.start", "websocket.accept"):
+                MutableHeaders(scope=message).update({"x-request-id": request_id, **cors})
+            await send(message)
+
+        try:
+            self._check_host(headers)
+            self._check_origin(headers)
+            if scope["type"] == "http" and scope["method"] == "OPTIONS" and cors:
+                await JSONResponse({}, headers=_PREFLIGHT)(scope, receive, send_with_id)
+                return
+            scope[CALLER] = Caller(
+                request_id,
+                self._client(scope["path"], headers),
+                headers.get("traceparent"),
+                headers.get("tracestate"),
+            )
+            bounded = receive if scope["type"] == "websocket" else self._bounded(scope["path"], headers, receive)
+        except RequestError as error:
+            await _refuse(error, scope, receive, send_with_id)
+            return
+        await self._app(scope, bounded, send_with_id)
+
+    def _client(self, path: str, headers: Headers) -> str:
+        if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
+            return ANONYMOUS
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        client = None
+        if scheme.lower() == "bearer":
+            key = given.strip().encode()
+            for each, name in self._keys:  # all of them, each in constant time
+                if hmac.compare_digest(each, key):
+                    client = name
+        if client is None:
+            raise RequestError(
+                "this service wants an API key: send `Authorization: Bearer KEY`", status=401, code="invalid_api_key"
+            )
+        return client
+
+    def _check_host(self, headers: Headers) -> None:
+        host = (urlsplit(f"//{headers.get('host', '')}").hostname or "") if self._hosts is not None else ""
+        if self._hosts is not None and host not in self._hosts:
+            raise RequestError(
+                f"this service is not asked by the name {host[:80]!r}: configure it as one of its hosts",
+                status=421,
+                code="wrong_host",
+            )
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or "*" in self._origins or origin in self._origins:
+            return
+        if urlsplit(origin).netloc != headers.get("host"):
+            raise RequestError(
+                f"pages of {origin[:80]!r} may not ask this service: configure it as one of its origins",
+                status=403,
+                code="wrong_origin",
+            )
+
+    def _cors(self, origin: str | None) -> dict[str, str]:
+        if origin is None or not ("*" in self._origins or origin in self._origins):
+            return {}
+        return {
+            "access-control-allow-origin": origin,
+            "access-control-expose-headers": "x-request-id, retry-after",
+            "vary": "origin",
+        }
+
+    def _bounded(self, path: str, headers: Headers, receive: Receive) -> Receive:
+        """`receive`, up to as many bytes as a body may have."""
+        is_stream = path == "/v1/streams"
+        most = self._limits.max_stream_bytes if is_stream else self._limits.max_body_bytes
+        too_long = RequestError(
+            f"the body has more than {most:,} bytes, which is the most", status=413, code="body_too_long"
+        )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > most:
+            raise too_long
+        num_bytes = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > most:
+                raise too_long
+            return message
+
+        return receive_bounded
+
+
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST, DELETE",
+    "access-control-allow-headers": "authorization, content-type, x-request-id, traceparent, tracestate, last-event-id",
+    "access-control-max-age": "600",
+}
+
+
+async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    failure = failure_of(error)
+    if scope["type"] == "http":
+        headers: dict[str, Any] = {"connection": "close"} if failure.status == 413 else {}
+        await JSONResponse(failure.body(), failure.status, headers)(scope, receive, send)
+    else:
+        await receive()
+        await send({"type": "websocket.close", "code": 1008, "reason": failure.message[:120]})

@@ -1,0 +1,26 @@
+"""What a service lets its clients do at once."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Limits(BaseModel):
+    """Bounds of a service. What is beyond them is refused with 429 or 413, and nobody else notices."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_queries: int = Field(default=64, ge=1, description="queries that are open at once")
+    max_queued_tokens: int = Field(
+        default=262_144, ge=1, description="tokens still to be computed for all open queries: of prompts and of answers"
+    )
+    max_queries_per_client: int = Field(default=32, ge=1, description="queries of one client that are open at once")
+    max_requests_per_minute: int = Field(default=600, ge=1, description="queries that one client may begin in a minute")
+    max_tokens: int = Field(default=1024, ge=1, description="tokens of one answer, also where the client asks for more")
+    deadline_s: float = Field(default=120.0, gt=0, description="seconds from a query's admission to its last token")
+    max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body")
+    max_stream_bytes: int = Field(default=16 << 20, ge=1024, description="bytes that one stream may send, all in all")
+    max_frame_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a frame, or of a line of a stream")
+    max_connections: int = Field(default=2048, ge=1, description="connections that are open at once")
+    max_states: int = Field(default=256, ge=0, description="responses that are kept for previous_response_id")
+    idle_s: float = Field(default=300.0, gt=0, description="seconds that a stream waits for a word of its client")
+    send_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a client to read what was sent")
+    drain_s: float = Field(default=30.0, ge=0, description="seconds for open queries to end when it stops")

@@ -1,0 +1,65 @@
+"""Who watches the queries that a service answers: metrics, traces, logs, the live view."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+from streamrag.telemetry import Answer, Event
+
+Interface: TypeAlias = Literal["chat", "responses", "websocket", "retrieve", "streams", "ask", "mcp"]
+
+Outcome: TypeAlias = Literal[
+    "answered",
+    "left",  # the client went away, or cancelled
+    "deadline",
+    "too_long",  # the prompt
+    "invalid",  # options that cannot work
+    "source_error",
+    "backend_error",
+    "engine_dead",
+    "shut_down",  # the service was stopped meanwhile
+    "internal_error",
+]
+
+Refusal: TypeAlias = Literal["queries", "tokens", "client_queries", "client_rate", "draining", "not_ready"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedQuery:
+    """One query of one client, from its admission to its end."""
+
+    id: str
+    """The request's id, which stands in its answer's headers and in every line of the log."""
+    interface: Interface
+    client: str
+    """Name of the key that it came with; "anonymous" without keys."""
+    started_s: float
+    """When it was admitted, on `time.monotonic`. `at_s` of its events counts from a moment that is hardly later."""
+    text: str = field(repr=False)
+    """The question. Not to be logged unless that is switched on."""
+    traceparent: str | None = None
+    """W3C trace context, as the caller sent it. Anybody's text."""
+    tracestate: str | None = None
+
+
+class Observer(Protocol):
+    """Told of every query. Called in the event loop: must be quick, must not raise."""
+
+    def query_started(self, query: ServedQuery) -> None:
+        """It was admitted. Called in the query's own task, so a context variable that is set here is set in its
+        source and its backend too."""
+
+    def query_event(self, query: ServedQuery, event: Event) -> None:
+        """Something happened in it; an event comes here before it goes to the client."""
+
+    def query_ended(
+        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+    ) -> None:
+        """It ended, once, whatever happened. There is an answer if it was answered, else perhaps an error."""
+
+    def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
+        """It was not admitted."""
+
+
+current_query: ContextVar[ServedQuery | None] = ContextVar("streamrag_current_query", default=None)
+"""The query that this task works for, for whatever logs or traces."""

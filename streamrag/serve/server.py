@@ -1,0 +1,106 @@
+"""The service on a socket: uvicorn, signals, and an exit status that says how it ended."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from streamrag.errors import ConfigurationError
+from streamrag.serve.service import Service
+
+DRAINED, ABORTED, ENGINE_DEAD = 0, 3, 4
+"""Exit statuses: all open queries came to their end; some were aborted; the engine died. 1 is an error at the start."""
+
+CLOSE_S = 5
+"""Seconds that connections have to close once their queries have ended."""
+
+
+class QuietServer(uvicorn.Server):
+    """Leaves signals to us: open queries end before connections do."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one.
+
+    :raises ConfigurationError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+async def serve(
+    app: ASGIApp, service: Service, sock: socket.socket, *, on_ready: Callable[[], None] = lambda: None
+) -> int:
+    """Serve until SIGTERM or SIGINT, or until the engine has died; a second signal aborts at once.
+
+    The service must have been started; it is closed here. The exit status is one of those above.
+    """
+    limits = service.limits
+    logging.getLogger("sse_starlette").setLevel(logging.WARNING)  # it would log what is sent
+    server = QuietServer(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            limit_concurrency=limits.max_connections,
+            timeout_graceful_shutdown=CLOSE_S,
+            h11_max_incomplete_event_size=32_768,
+            ws_max_size=limits.max_frame_bytes,
+            ws_max_queue=4,
+            server_header=False,
+        )
+    )
+    told = asyncio.Event()
+    hurry = asyncio.Event()
+
+    def stop() -> None:
+        (hurry if told.is_set() else told).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
+    waits = [asyncio.create_task(event.wait()) for event in (told, service.dead, server.listens)]
+    was_drained = False
+    try:
+        await asyncio.wait([serving, *waits[2:]], return_when=asyncio.FIRST_COMPLETED)
+        on_ready()
+        await asyncio.wait([serving, *waits[:2]], return_when=asyncio.FIRST_COMPLETED)
+        closing = asyncio.create_task(service.aclose(drain_s=limits.drain_s))
+        hurrying = asyncio.create_task(hurry.wait())
+        waits.append(hurrying)
+        await asyncio.wait([closing, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        if not closing.done():
+            await service.aclose()
+        was_drained = await closing
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        for wait in waits:
+            wait.cancel()
+        server.should_exit = True
+        await asyncio.wait([serving])
+    if service.dead.is_set():
+        return ENGINE_DEAD
+    return DRAINED if was_drained else ABORTED

@@ -1,0 +1,362 @@
+"""What a service does, whatever it is spoken to in: it admits queries, has them answered, and stops in order."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeAlias, Unpack, runtime_checkable
+
+import anyio
+
+from streamrag.asked import QueryOptions
+from streamrag.core import (
+    Backend,
+    BackendEvent,
+    Mode,
+    ModelInfo,
+    Progress,
+    Prompt,
+    SamplingParams,
+    Source,
+    SourceEvent,
+    Startable,
+)
+from streamrag.errors import DeadlineExceededError, EngineDeadError, PipelineClosedError
+from streamrag.modes import PromptTemplate
+from streamrag.pipeline import Pipeline
+from streamrag.serve.admission import Admission, Place
+from streamrag.serve.failures import RefusedError, failure_of
+from streamrag.serve.limits import Limits
+from streamrag.serve.observing import Interface, Observer, Outcome, ServedQuery, current_query
+from streamrag.tasks import run_regardless
+from streamrag.telemetry import Answer, Answered, Event
+
+CHECK_S = 0.5
+"""Between looks at whether the engine still lives."""
+
+STOPPING = "the service is stopping"
+
+OnEngineDeath: TypeAlias = Literal["exit", "restart"]
+
+
+@runtime_checkable
+class HasHealth(Protocol):
+    """A backend that knows whether it still works."""
+
+    def check_health(self) -> None:
+        """:raises EngineDeadError: it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and in which request."""
+
+    id: str
+    client: str
+    traceparent: str | None = None
+    tracestate: str | None = None
+
+
+class NoSource:
+    """The retrieval of a service that has none: its clients bring their own context."""
+
+    name = "no source"
+
+    async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+        """Nothing."""
+        return
+        yield
+
+
+@dataclass(slots=True, eq=False)
+class OpenQuery:
+    """A query that was admitted; made by `Service.open`."""
+
+    query: ServedQuery
+    place: Place
+    observers: Sequence[Observer]
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    answer: Answer | None = None
+    is_answered: bool = False
+    """To be set by whoever has no `Answered` to pass on."""
+
+    def note(self, event: Event) -> None:
+        """Tell the observers, and the books of admission, what happened."""
+        self.place.follow(event)
+        if isinstance(event, Answered):
+            self.answer, self.is_answered = event.answer, True
+        for observer in self.observers:
+            observer.query_event(self.query, event)
+
+    async def noted(self, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+        """The same events, each noted before it is passed on."""
+        async for event in events:
+            self.note(event)
+            yield event
+
+
+class Service:
+    """One backend, one source, and everybody who asks them. Starts and closes both.
+
+    source: retrieval for queries that bring no context; None if all do.
+    mode, template, overlap, on_source_error: as of `Pipeline`.
+    limits: what clients may do at once.
+    params: how answers are sampled where a client does not say.
+    observers: told of every query.
+    model_name: as clients name it; by default the last part of the backend's name.
+    on_engine_death: "restart" starts the engine again, "exit" leaves it: `dead` is set then.
+
+    :raises ConfigurationError: values that cannot work.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        source: Source | None = None,
+        *,
+        mode: Mode | None = None,
+        template: PromptTemplate | None = None,
+        overlap: bool = True,
+        on_source_error: Literal["raise", "answer"] = "raise",
+        limits: Limits | None = None,
+        params: SamplingParams | None = None,
+        observers: Sequence[Observer] = (),
+        model_name: str | None = None,
+        on_engine_death: OnEngineDeath = "exit",
+    ) -> None:
+        self.backend = backend
+        self.source = source
+        self.limits = limits or Limits()
+        self.params = params or SamplingParams()
+        self.observers = tuple(observers)
+        self.admission = Admission(self.limits)
+        self.started_at = time.time()
+        self.dead = asyncio.Event()
+        """Set when the engine has died and will not be started again."""
+        self._on_engine_death = on_engine_death
+        self._template = template or PromptTemplate()
+        self._model_name = model_name
+        self._make_pipeline: Callable[[Source], Pipeline] = lambda source: Pipeline(
+            source,
+            backend,
+            owns_source=source is self.source,
+            owns_backend=False,
+            mode=mode,
+            template=self._template,
+            overlap=overlap,
+            on_source_error=on_source_error,
+            max_concurrent_queries=self.limits.max_queries,
+            on_progress=lambda line: self._progress(line),
+        )
+        self._pipeline = self._make_pipeline(NoSource() if source is None else source)
+        self._progress: Progress = lambda line: None
+        self._open: dict[OpenQuery, None] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._is_closing = False
+        self._watching: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------------------------------- starting and stopping
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model; available once the service has started."""
+        return self.backend.model
+
+    @property
+    def model_name(self) -> str:
+        """As clients name it."""
+        return self._model_name or self.model.name.rstrip("/").rpartition("/")[2]
+
+    def system_text(self, given: str) -> str:
+        """The service's own system text, which says how to cite, and behind it that of a client."""
+        return f"{self._template.system}\n\n{given}" if self._template.system else given
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether queries are admitted, if there is room."""
+        return self._watching is not None and self.admission.is_ready and not self.admission.is_draining
+
+    @property
+    def queries(self) -> list[ServedQuery]:
+        """Those that are open, oldest first."""
+        return [each.query for each in self._open]
+
+    async def start(self, progress: Progress = lambda line: None) -> None:
+        """Start engine and source.
+
+        :raises ConfigurationError, BackendError: one of them cannot; nothing is left running.
+        """
+        self._progress = progress
+        try:
+            await self._start_backend()
+            await self._pipeline.start()
+        except BaseException:
+            await self.aclose()
+            raise
+        self._watching = asyncio.create_task(self._watch_engine(), name="streamrag watches its engine")
+
+    async def aclose(self, *, drain_s: float = 0.0) -> bool:
+        """Refuse new queries, let the open ones go on for up to `drain_s` seconds, abort the rest, stop all.
+
+        Whether all that were open came to their end by themselves.
+        """
+        self.admission.is_draining = True
+        waits = [asyncio.create_task(event.wait()) for event in (self._empty, self.dead)]
+        try:
+            await asyncio.wait(waits, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            was_drained = not self._open
+            self._is_closing = True
+            await run_regardless(self._close(), "streamrag service closes")
+        return was_drained
+
+    async def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        for each in list(self._open):
+            each.scope.cancel()
+        await self._pipeline.aclose()
+        if isinstance(self.backend, Startable):
+            await self.backend.aclose()
+
+    async def _start_backend(self) -> None:
+        if isinstance(self.backend, Startable):
+            await self.backend.start(self._progress)
+
+    async def _watch_engine(self) -> None:
+        while isinstance(self.backend, HasHealth):
+            await asyncio.sleep(CHECK_S)
+            try:
+                self.backend.check_health()
+            except EngineDeadError as error:
+                if self._on_engine_death == "exit":
+                    self.admission.is_ready = False
+                    self.dead.set()
+                    return
+                await self._restart(error)
+
+    async def _restart(self, error: EngineDeadError) -> None:
+        self.admission.is_ready = False
+        self._progress(f"the engine died, and is started again: {error}")
+        assert isinstance(self.backend, Startable)
+        try:
+            await self.backend.aclose()
+            await self._start_backend()
+        except Exception as failure:  # whatever it is, there is no engine any more
+            self._progress(f"the engine cannot be started again: {failure}")
+            self.dead.set()
+            raise
+        self.admission.is_ready = True
+
+    # ------------------------------------------------------------------------------------------------------- answering
+
+    def answering(self, given: SamplingParams) -> SamplingParams:
+        """`given`, with as many tokens at most as the service allows."""
+        return replace(given, max_tokens=min(given.max_tokens, self.limits.max_tokens))
+
+    @asynccontextmanager
+    async def open(
+        self,
+        caller: Caller,
+        interface: Interface,
+        text: str,
+        *,
+        max_tokens: int = 0,
+        num_prompt_tokens: int | None = None,
+        deadline_s: float | None = None,
+    ) -> AsyncIterator[OpenQuery]:
+        """A place for one query; it ends with the block, which raises what ended it.
+
+        `max_tokens` and `num_prompt_tokens` are what it claims of the engine. With `deadline_s` the block is cancelled
+        after so many seconds; a pipeline has a deadline of its own.
+
+        :raises RefusedError: there is no place for it.
+        :raises PipelineClosedError: the service was stopped meanwhile.
+        :raises DeadlineExceededError: it took too long.
+        """
+        try:
+            place = self.admission.enter(caller.client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens)
+        except RefusedError as error:
+            for observer in self.observers:
+                observer.query_refused(caller.client, interface, error.why)
+            raise
+        began_s = time.monotonic()
+        query = ServedQuery(caller.id, interface, caller.client, began_s, text, caller.traceparent, caller.tracestate)
+        opened = OpenQuery(query, place, self.observers)
+        opened.scope.deadline = anyio.current_time() + deadline_s if deadline_s is not None else float("inf")
+        self._open[opened] = None
+        self._empty.clear()
+        ended_by: BaseException | None = None
+        token = current_query.set(query)
+        try:
+            for observer in self.observers:
+                observer.query_started(query)
+            with opened.scope:
+                yield opened
+            if opened.scope.cancelled_caught:
+                if self._is_closing:
+                    raise PipelineClosedError(STOPPING)
+                raise DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed")
+        except BaseException as raised:
+            ended_by = raised
+            raise
+        finally:
+            current_query.reset(token)
+            del self._open[opened]
+            if not self._open:
+                self._empty.set()
+            self.admission.leave(place, stayed_s=time.monotonic() - began_s)
+            outcome = _outcome(opened, ended_by)
+            for observer in self.observers:
+                observer.query_ended(query, outcome, opened.answer, ended_by)
+
+    @asynccontextmanager
+    async def events(
+        self,
+        caller: Caller,
+        interface: Interface,
+        text: str,
+        *,
+        source: Source | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> AsyncIterator[AsyncIterator[Event]]:
+        """Everything that happens while `text` is answered, from the service's retrieval or from `source`.
+
+        Options as of `Pipeline.stream`; answers and deadlines are bounded by the limits.
+
+        :raises RefusedError: there is no place for it.
+        :raises StreamRagError: as `Pipeline.stream` does.
+        """
+        params = self.answering(options.get("params", self.params))
+        deadline_s = min(options.get("deadline_s", self.limits.deadline_s), self.limits.deadline_s)
+        asked: Any = {**options, "params": params, "deadline_s": deadline_s}
+        async with AsyncExitStack() as ends:
+            pipeline = self._pipeline
+            if source is not None:
+                pipeline = self._make_pipeline(source)
+                ends.push_async_callback(pipeline.aclose)
+            handle = pipeline.events(text, **asked)  # raises for what cannot work, before it takes a place
+            opened = await ends.enter_async_context(self.open(caller, interface, text, max_tokens=params.max_tokens))
+            events = await ends.enter_async_context(handle)
+            yield await ends.enter_async_context(aclosing(opened.noted(events)))
+
+    async def generate(
+        self, opened: OpenQuery, prompts: AsyncIterator[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """The backend's events for prompts that a client brings as a whole; see `Backend.generate`."""
+        async with aclosing(self.backend.generate(prompts, params)) as events:  # type: ignore[type-var]
+            async for event in events:
+                yield event
+
+
+def _outcome(opened: OpenQuery, error: BaseException | None) -> Outcome:
+    if opened.is_answered:
+        return "answered"
+    if error is None or isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "left"
+    return failure_of(error).outcome

@@ -1,0 +1,99 @@
+"""A service on a real socket, in the test's own event loop, and what it is asked."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+
+from streamrag import Append, Chunk, SourceEvent
+from streamrag.serve import Limits, Service, create_app
+from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.server import CLOSE_S, QuietServer, listen
+from streamrag.telemetry import Answer, Event
+from streamrag.testing import ScriptedBackend, ScriptedSource, Step
+
+PARIS = Chunk("Paris is the capital of France.", "https://geo.example/france", "France")
+ROME = Chunk("Rome is the capital of Italy.", "https://geo.example/italy", "Italy")
+
+CHUNKS: tuple[SourceEvent, ...] = (Append(PARIS), Append(ROME))
+
+
+@dataclass
+class Watcher:
+    """An observer that remembers."""
+
+    started: list[ServedQuery] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    ended: list[tuple[str, Outcome]] = field(default_factory=list)
+    answers: list[Answer | None] = field(default_factory=list)
+    refused: list[tuple[str, Interface, Refusal]] = field(default_factory=list)
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """A query was admitted, and something has happened in it."""
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def query_started(self, query: ServedQuery) -> None:
+        self.started.append(query)
+
+    def query_event(self, query: ServedQuery, event: Event) -> None:
+        self.events.append(event)
+        self.has_begun.set()
+
+    def query_ended(
+        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+    ) -> None:
+        self.ended.append((query.interface, outcome))
+        self.answers.append(answer)
+        self.has_ended.set()
+
+    def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
+        self.refused.append((client, interface, why))
+
+
+@dataclass
+class Serving:
+    """What a test has in hand: the service, its parts, where it listens, and a client."""
+
+    service: Service
+    source: ScriptedSource
+    backend: Any
+    watcher: Watcher
+    url: str
+    http: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def serving(
+    steps: Sequence[Step] = CHUNKS,
+    *,
+    backend: Any = None,
+    limits: Limits | None = None,
+    keys: Mapping[str, str] | None = None,
+    app_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[Serving]:
+    """A service that retrieves `steps` and answers with `backend`, listening on a free port of loopback."""
+    source = ScriptedSource(steps)
+    backend = ScriptedBackend(answer="It is Paris [1].") if backend is None else backend
+    watcher = Watcher()
+    service = Service(backend, source, limits=limits, observers=[watcher], model_name="scripted", **options)
+    await service.start()
+    sock = listen("127.0.0.1", 0)
+    app = create_app(service, keys=keys, **(app_options or {}))
+    server = QuietServer(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=CLOSE_S))
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    await server.listens.wait()
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    headers = {"authorization": f"Bearer {next(iter(keys))}"} if keys else {}
+    try:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20.0) as http:
+            yield Serving(service, source, backend, watcher, url, http)
+    finally:
+        await service.aclose()
+        server.should_exit = True
+        await running
+    assert source.num_streams == 0, "retrieval is left running"
+    assert not service.queries

@@ -1,0 +1,203 @@
+"""Chat completions, asked with OpenAI's own client library over a real socket."""
+
+import asyncio
+import json
+
+import anyio
+import openai
+import pytest
+
+from streamrag import Append, BackendError, SourceError
+from streamrag.serve import Limits
+from streamrag.testing import ScriptedBackend
+from tests.serve.serving import CHUNKS, PARIS, Serving, serving
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def client_of(served: Serving, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0)
+
+
+async def test_an_answer_has_text_citations_and_usage() -> None:
+    async with serving() as served, client_of(served) as client:
+        answer = await client.chat.completions.create(model="scripted", messages=QUESTION)
+    (choice,) = answer.choices
+    assert choice.message.content == "It is Paris [1]."
+    assert choice.message.role == "assistant"
+    (annotation,) = choice.message.annotations
+    cited = annotation.url_citation
+    assert choice.message.content[cited.start_index : cited.end_index] == "[1]"
+    assert (cited.url, cited.title) == (PARIS.uri, PARIS.title)
+    assert choice.finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens > 0
+    assert served.watcher.ended == [("chat", "answered")]
+
+
+async def test_a_stream_says_the_same_as_the_whole() -> None:
+    async with serving() as served, client_of(served) as client:
+        whole = await client.chat.completions.create(model="scripted", messages=QUESTION)
+        stream = await client.chat.completions.create(
+            model="scripted", messages=QUESTION, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    *_, last, usage = chunks
+    assert last.choices[0].finish_reason == "stop"
+    assert last.choices[0].delta.annotations[0]["url_citation"]["url"] == PARIS.uri
+    assert usage.choices == []
+    assert usage.usage == whole.usage
+
+
+async def test_the_raw_stream_ends_with_done() -> None:
+    async with serving() as served:
+        answer = await served.http.post("/v1/chat/completions", json={"messages": QUESTION, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    assert all(json.loads(line[6:])["object"] == "chat.completion.chunk" for line in lines[:-1])
+
+
+async def test_the_last_message_is_asked_and_the_others_are_history() -> None:
+    messages = [
+        {"role": "system", "content": "Speak like a pirate."},
+        {"role": "user", "content": [{"type": "text", "text": "And Italy?"}]},
+        {"role": "assistant", "content": "Rome."},
+        *QUESTION,
+    ]
+    async with serving() as served, client_of(served) as client:
+        await client.chat.completions.create(model="scripted", messages=messages)
+        prompt = served.backend.model.tokenizer.decode(served.backend.prompts[-1][-1].token_ids)
+    assert served.source.queries == [QUESTION[0]["content"]]
+    assert prompt.index("cite them") < prompt.index("pirate") < prompt.index("And Italy?") < prompt.index(PARIS.text)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (b"{", 400, None),
+        (b"[]", 400, None),
+        (b"\xff\xfe", 400, None),
+        (b"[" * 100_000, 400, None),
+        ({}, 400, "messages"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": ""}]}, 400, None),
+        ({"messages": [{"role": "bard", "content": "x"}]}, 400, "messages.0.role"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        ({"messages": QUESTION, "n": 2}, 400, "n"),
+        ({"messages": QUESTION, "temperature": -1}, 400, None),
+        ({"messages": QUESTION, "temperature": "hot"}, 400, "temperature"),
+        ({"messages": QUESTION, "max_tokens": 0, "stream": True}, 400, None),
+        ({"messages": QUESTION, "model": "gpt-9"}, 404, "model"),
+        ({"messages": QUESTION, "tools": [{}]}, 400, "tools"),
+    ],
+)
+async def test_what_cannot_be_answered_is_refused(body: object, status: int, param: str | None) -> None:
+    async with serving() as served:
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        answer = await served.http.post("/v1/chat/completions", content=content)
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert error["message"]
+        assert error["param"] == param
+        good = await served.http.post("/v1/chat/completions", json={"messages": QUESTION})
+        assert good.status_code == 200
+
+
+async def test_an_error_is_a_status_or_stands_in_the_stream() -> None:
+    async with serving([*CHUNKS, SourceError("the site is gone")]) as served, client_of(served) as client:
+        with pytest.raises(openai.InternalServerError, match="the site is gone"):
+            await client.chat.completions.create(model="scripted", messages=QUESTION)
+        stream = await client.chat.completions.create(model="scripted", messages=QUESTION, stream=True)
+        with pytest.raises(openai.APIError, match="the site is gone"):
+            _ = [chunk async for chunk in stream]
+    assert served.watcher.ended == [("chat", "source_error")] * 2
+
+
+async def test_an_engine_that_fails_in_mid_answer_is_told_of_behind_its_text() -> None:
+    backend = ScriptedBackend(answer="It is Paris.", error=BackendError("out of memory"))
+    async with serving(backend=backend) as served, client_of(served) as client:
+        stream = await client.chat.completions.create(model="scripted", messages=QUESTION, stream=True)
+        text = ""
+        with pytest.raises(openai.APIError, match="out of memory"):
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+    assert text == "I"
+    assert served.watcher.ended == [("chat", "backend_error")]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_everything(stream: bool) -> None:
+    waits = anyio.Event()
+    async with serving([Append(PARIS), waits]) as served:
+        asking = asyncio.create_task(
+            served.http.post("/v1/chat/completions", json={"messages": QUESTION, "stream": stream})
+        )
+        await served.watcher.has_begun.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        async with asyncio.timeout(5):
+            await served.watcher.has_ended.wait()
+        assert served.watcher.ended == [("chat", "left")]
+        assert served.source.num_streams == 0
+
+
+async def test_queries_beyond_the_limit_are_told_when_to_come_again() -> None:
+    waits = anyio.Event()
+    async with serving([waits, *CHUNKS], limits=Limits(max_queries=1)) as served:
+        first = asyncio.create_task(served.http.post("/v1/chat/completions", json={"messages": QUESTION}))
+        await served.watcher.has_begun.wait()
+        second = await served.http.post("/v1/chat/completions", json={"messages": QUESTION, "stream": True})
+        assert second.status_code == 429
+        assert int(second.headers["retry-after"]) >= 1
+        waits.set()
+        assert (await first).status_code == 200
+    assert served.watcher.refused == [("anonymous", "chat", "queries")]
+
+
+async def test_the_answer_is_bounded_by_the_limits() -> None:
+    backend = ScriptedBackend(answer="one two three four five six seven")
+    async with serving(backend=backend, limits=Limits(max_tokens=5)) as served:
+        answer = await served.http.post("/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 100_000})
+    assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+async def test_keys_are_asked_for_and_name_the_client() -> None:
+    async with serving(keys={"s3cret": "alice"}) as served:
+        assert (await served.http.post("/v1/chat/completions", json={"messages": QUESTION})).status_code == 200
+        for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}):
+            bare = served.http.build_request("POST", "/v1/chat/completions", json={"messages": QUESTION})
+            bare.headers.pop("authorization")
+            bare.headers.update(given)
+            answer = await served.http.send(bare)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert [query.client for query in served.watcher.started] == ["alice"]
+
+
+async def test_pages_and_names_of_strangers_are_kept_out() -> None:
+    async with serving() as served:
+        for headers, status in (
+            ({"host": "evil.example"}, 421),
+            ({"origin": "https://evil.example"}, 403),
+            ({"origin": "null"}, 403),
+            ({"origin": served.url}, 200),
+        ):
+            answer = await served.http.post("/v1/chat/completions", json={"messages": QUESTION}, headers=headers)
+            assert answer.status_code == status
+
+
+async def test_a_body_that_is_too_long_is_refused() -> None:
+    async with serving(limits=Limits(max_body_bytes=1024)) as served:
+        declared = await served.http.post("/v1/chat/completions", content=b"x" * 2000)
+
+        async def pieces():
+            for _ in range(20):
+                yield b"x" * 100
+
+        chunked = await served.http.post("/v1/chat/completions", content=pieces())
+    assert declared.status_code == chunked.status_code == 413
