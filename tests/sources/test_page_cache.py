@@ -235,7 +235,7 @@ def test_the_least_recently_used_go_first_and_other_files_stay(tmp_path: Path) -
     (tmp_path / "mine.txt").write_bytes(bytes(2 * MB))
     left = tmp_path / f".writing-{'0' * 8}-{'a' * 64}"
     left.write_bytes(b"")
-    os.utime(left, (1, 1))
+    os.utime(left, (time.time() - 120, time.time() - 120))
     for number in range(40):
         store.put(str(number), bytes(50_000))
         path = store._path(str(number))
