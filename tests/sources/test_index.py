@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from source_helpers import alive
@@ -246,6 +248,24 @@ def test_an_index_that_appears_meanwhile_is_not_replaced(index: Path, tmp_path: 
 
 def kept_folders(folder: Path) -> list[set[str]]:
     return [names(path) for path in folder.iterdir() if ".building-" in path.name]
+
+
+@pytest.mark.parametrize("kind", ["diskann", "ivf"])
+def test_a_file_that_cannot_be_written_is_told_and_nothing_is_embedded_again(
+    tmp_path: Path, kind: Literal["diskann", "ivf"]
+) -> None:
+    """Of an error in the midst of writing, DiskANN ends its process."""
+    pytest.importorskip({"diskann": "diskannpy", "ivf": "faiss"}[kind])
+    documents = write_documents(tmp_path / "documents", 600)
+    no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_bytes = 155_000  # the vectors have 153,600, what comes of them more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, no_limit[1]))
+    try:
+        with pytest.raises(VectorIndexError, match=r"(?s)building the index .*failed: .*Is there room for its files?"):
+            build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind=kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
+    assert build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind=kind).num_embedded == 0
 
 
 def test_a_worker_that_dies_midway_leaves_the_old_index_and_what_it_embedded(index: Path, tmp_path: Path) -> None:

@@ -131,6 +131,11 @@ async def test_many_queries_at_once_get_their_own_answers(built: Path) -> None:
         assert [found[-1] for found in together] == alone
 
 
+async def test_half_a_character_in_a_query_is_one_that_nobody_knows(built: Path) -> None:
+    async with started(built) as source:
+        assert await updates(source, "w1 \ud800 w2") == await updates(source, "w1 \ufffd w2")
+
+
 async def test_an_index_of_either_kind_gets_its_source(built: Path, tmp_path: Path) -> None:
     write_documents(tmp_path / "documents", 3)
     await asyncio.to_thread(build_index, tmp_path / "documents", tmp_path / "graph", embedder=EMBEDDER, kind="diskann")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamrag.core import Chunk
-from streamrag.errors import VectorIndexError
+from streamrag.errors import VectorIndexError, WorkerError
 from streamrag.files import exchange_folders, sync
 from streamrag.scratch import held, locked_folder
 from streamrag.sources.embedder import EmbedderPlace
@@ -149,15 +149,24 @@ async def _write_vectors(
             num_done += len(batch)
             tell(num_done, total, "embedding")
         tell(0, total, "indexing")
-        made |= await pool.run({"do": "finish", "num_passages": total})
+        made |= await _finish(pool, total)
         tell(total, total, "indexing")
         return made, num_embedded
     except WorkerJobError as error:
         if error.kind == "OSError":
-            raise VectorIndexError(f"building the index failed: {error.message}") from error
+            raise VectorIndexError(f"building the index in {unfinished.parent} failed: {error.message}") from error
         raise explain(error, "building the index failed") from error
     finally:
         await pool.aclose()
+
+
+async def _finish(pool: WorkerPool, num_passages: int) -> dict[str, Any]:
+    try:
+        return await pool.run({"do": "finish", "num_passages": num_passages})
+    except WorkerJobError:
+        raise
+    except WorkerError as error:  # on a disk that is full, DiskANN ends its process, or raises
+        raise VectorIndexError(f"building the index failed: {error}. Is there room for its files?") from error
 
 
 def publish(unfinished: Path, out: Path, check: Callable[[], None]) -> None:
