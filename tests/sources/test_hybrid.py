@@ -3,16 +3,17 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, aclosing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from source_helpers import alive, until
+from source_helpers import alive, events_of, running, until, updates
 from topics import TOPICS, write_topics
-from toy_corpus import EMBEDDER, build_toy_index, exact_ranking, write_documents
+from toy_corpus import EMBEDDER, exact_ranking, write_documents
+from toy_corpus import QUERIES as TOY_QUERIES
 from toy_reranker import text_score
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
@@ -36,13 +37,12 @@ from streamrag.testing import ScriptedBackend, ScriptedSource
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
 BACKWARDS = "toy_reranker:backwards"
-QUERIES = [" ".join(f"w{(13 * number + 7 * place) % 1000}" for place in range(12)) for number in range(10)]
+QUERIES = TOY_QUERIES[:10]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An index that nobody changes."""
-    return build_toy_index(tmp_path_factory.mktemp("built"), 300)
+def built(toy_index: Callable[[int], Path]) -> Path:
+    return toy_index(300)
 
 
 @pytest.fixture
@@ -51,27 +51,8 @@ def index(built: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(built, tmp_path / "index"))
 
 
-@asynccontextmanager
-async def started(index: Path, **options: Any) -> AsyncIterator[HybridSource]:
-    source = HybridSource(index, **{"embedder": EMBEDDER} | options)
-    await source.start(lambda line: None)
-    try:
-        yield source
-    finally:
-        await source.aclose()
-
-
-async def events_of(source: HybridSource, query: str) -> list[SourceEvent]:
-    async with aclosing(source.stream(query)) as events:
-        return [event async for event in events]
-
-
-async def updates(source: HybridSource, query: str) -> list[Update]:
-    found = []
-    for event in await events_of(source, query):
-        assert isinstance(event, Update)
-        found.append(event)
-    return found
+def started(index: Path, **options: Any) -> AbstractAsyncContextManager[HybridSource]:
+    return running(HybridSource(index, **{"embedder": EMBEDDER} | options))
 
 
 def pools(source: HybridSource) -> list[WorkerPool]:

@@ -1,15 +1,13 @@
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from source_helpers import alive, until
-from test_vector import QUERIES, resign, updates, workers_of
-from toy_corpus import EMBEDDER, exact_ranking, write_documents
+from source_helpers import alive, running, until, updates, workers_of
+from toy_corpus import EMBEDDER, QUERIES, exact_ranking, resign, write_documents
 
 from streamrag.core import Hint, Update
 from streamrag.errors import (
@@ -50,14 +48,8 @@ def index(built: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(built, tmp_path / "index"))
 
 
-@asynccontextmanager
-async def started(index: Path, **options: Any) -> AsyncIterator[IvfSource]:
-    source = IvfSource(index, **{"embedder": EMBEDDER} | options)
-    await source.start(lambda line: None)
-    try:
-        yield source
-    finally:
-        await source.aclose()
+def started(index: Path, **options: Any) -> AbstractAsyncContextManager[IvfSource]:
+    return running(IvfSource(index, **{"embedder": EMBEDDER} | options))
 
 
 async def test_with_every_list_looked_at_the_result_is_that_of_exact_search(built: Path) -> None:

@@ -17,10 +17,10 @@ import psycopg
 import pytest
 from postgres_server import as_vector, execute, fill, postgres_server
 from psycopg import sql
-from source_helpers import alive, until
+from source_helpers import alive, events_of, until, updates
 from toy_embedder import DIMENSION, embed
 
-from streamrag.core import Chunk, CutShort, Hint, Skipped, SourceEvent, Update
+from streamrag.core import Chunk, CutShort, Hint, Skipped, Update
 from streamrag.errors import (
     ConfigurationError,
     IndexMismatchError,
@@ -96,21 +96,8 @@ async def started(dsn: str, *, has_worker: bool = False, **options: Any) -> Asyn
         if not has_worker:
             patch.setattr("streamrag.sources.postgres.source.EmbeddingPool", InThisProcess)
         await source.start(lambda line: None)
-    try:
+    async with aclosing(source):
         yield source
-    finally:
-        await source.aclose()
-
-
-async def events_of(source: PgVectorSource, query: str) -> list[SourceEvent]:
-    async with aclosing(source.stream(query)) as events:
-        return [event async for event in events]
-
-
-async def updates(source: PgVectorSource, query: str) -> list[Update]:
-    found = await events_of(source, query)
-    assert {type(event) for event in found} <= {Update}
-    return [event for event in found if isinstance(event, Update)]
 
 
 def exact_ranking(texts: Sequence[str], query: str) -> list[tuple[str, float]]:
