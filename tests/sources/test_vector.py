@@ -5,12 +5,11 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from source_helpers import alive, running, until, updates, workers_of
+from source_helpers import alive, citations, must_be_started, running, stages_left, until, updates, workers_of
 from topics import TOPICS, write_topics
 from toy_corpus import EMBEDDER, QUERIES, build_toy_index, exact_ranking, resign, write_documents
 
@@ -24,11 +23,9 @@ from streamrag.errors import (
     SourceError,
     WorkerError,
 )
-from streamrag.pipeline import Pipeline
 from streamrag.sources.index.build import build_index
 from streamrag.sources.search.vector import VectorSource
 from streamrag.sources.workers.pool import WorkerPool, WorkerTimeoutError
-from streamrag.testing import ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -80,10 +77,7 @@ async def test_each_update_brings_something_new_and_says_how_many_stages_are_lef
     num_updates = []
     for query in QUERIES:
         found = await updates(source, query)
-        hints = [update.hint.num_chunks for update in found if update.hint and update.hint.num_chunks is not None]
-        assert hints == sorted(set(hints), reverse=True)
-        assert (len(hints), hints[0]) == (len(found), 4)
-        assert all(before.chunks != after.chunks for before, after in pairwise(found))
+        assert stages_left(found)[0] == 4
         assert {len(set(update.chunks)) for update in found} == {5}
         num_updates.append(len(found))
     assert max(num_updates) > 1
@@ -215,13 +209,8 @@ async def test_progress_is_told_while_starting(small: Path) -> None:
 
 
 async def test_a_pipeline_starts_it_and_cites_what_it_found(small: Path) -> None:
-    async with Pipeline(VectorSource(small, k=3, embedder=EMBEDDER), ScriptedBackend()) as pipeline:
-        async with pipeline.stream(QUERIES[0]) as stream:
-            async for _ in stream:
-                pass
-        answer = stream.result
-    expected = [name for name, _ in exact_ranking(small, QUERIES[0])][:3]
-    assert [citation.uri for citation in answer.citations] == expected
+    cited = await citations(VectorSource(small, k=3, embedder=EMBEDDER), QUERIES[0])
+    assert [citation.uri for citation in cited] == [name for name, _ in exact_ranking(small, QUERIES[0])][:3]
 
 
 # --------------------------------------------------------------------------------------------------- going wrong
@@ -247,14 +236,8 @@ def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: s
         VectorSource("index", **options)
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-async def test_a_source_that_is_not_started_says_so(small: Path, is_closed: bool) -> None:
-    source = VectorSource(small, embedder=EMBEDDER)
-    if is_closed:
-        await source.start(lambda line: None)
-        await source.aclose()
-    with pytest.raises(ConfigurationError, match="not started"):
-        await updates(source, "query")
+async def test_a_source_that_is_not_started_says_so(small: Path) -> None:
+    await must_be_started(VectorSource(small, embedder=EMBEDDER))
 
 
 async def test_a_missing_index_is_an_error_of_start(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,7 +165,10 @@ class PgVectorSource:
 
         try:
             async with asyncio.timeout(self._pool_timeout_s + self._timeout_s):
-                async with await self._address.connect() as connection:
+                async with AsyncExitStack() as stack:
+                    connection = await self._address.connect()
+                    stack.push_async_callback(connection.close)  # leaving it commits; cancelled in that, it stays open
+                    await stack.enter_async_context(connection)
                     await connection.set_read_only(True)
                     table = await inspect_table(connection, self._address, self._table, self._columns)
                     if self._words:
