@@ -1,0 +1,70 @@
+// Server-sent events of a POST: EventSource can only GET.
+
+export class Refused extends Error {
+  constructor(status, message, waitS) {
+    super(message);
+    this.status = status;
+    this.waitS = waitS;
+  }
+}
+
+// Each event as {name, values}, until the stream ends. Throws Refused for an answer that is not a stream, TypeError
+// when the connection breaks, AbortError when `signal` says so.
+export async function* ask(body, key, signal) {
+  const headers = { "content-type": "application/json", accept: "text/event-stream" };
+  if (key) headers.authorization = `Bearer ${key}`;
+  const answer = await fetch("v1/ask", {
+    method: "POST",
+    headers,
+    body: JSON.stringify(body),
+    signal,
+    cache: "no-store",
+    credentials: "same-origin",
+  });
+  if (!answer.ok) throw await refusal(answer);
+  yield* events(answer.body);
+}
+
+async function refusal(answer) {
+  let message = "";
+  try {
+    message = (await answer.json()).error.message;
+  } catch {
+    // something on the way here has answered, not the service
+  }
+  const waitS = Number.parseInt(answer.headers.get("retry-after") ?? "", 10);
+  return new Refused(
+    answer.status,
+    String(message || `The service answered with status ${answer.status}.`),
+    Number.isFinite(waitS) ? Math.max(waitS, 1) : null,
+  );
+}
+
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let name = "";
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const whole of lines) {
+        const line = whole.endsWith("\r") ? whole.slice(0, -1) : whole;
+        if (line === "") {
+          if (data.length) yield { name: name || "message", values: JSON.parse(data.join("\n")) };
+          name = "";
+          data = [];
+        } else if (line.startsWith("event:")) {
+          name = line.slice(6).trim();
+        } else if (line.startsWith("data:")) {
+          data.push(line.slice(line[5] === " " ? 6 : 5));
+        }
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // it was aborted, or is at its end
+  }
+}
