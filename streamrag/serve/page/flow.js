@@ -143,6 +143,7 @@ export class Flow {
 
   event(name, values) {
     const at = values.at_s;
+    if (typeof at !== "number") return;
     this._lastS = Math.max(this._lastS, at);
     this._beganMs = Math.min(this._beganMs ?? Infinity, performance.now() - 1000 * at);
     this._line.fit(at);

@@ -3,7 +3,7 @@
 import { Answer } from "./answer.js";
 import { Flow } from "./flow.js";
 import { Passages } from "./passages.js";
-import { Refused, ask } from "./stream.js";
+import { Refused, ask, inWords } from "./stream.js";
 import { element, isStill, plain } from "./text.js";
 
 const LONGEST_PAUSE_MS = 10_000; // between looks at whether the service is back
@@ -49,6 +49,7 @@ class Turn {
     this.aborter = new AbortController();
     this.isOver = false; // the service has said its last word
     this.isAnswered = false;
+    this.hasBegun = false; // there is something to be seen of it
     this.node = byId("turn").content.firstElementChild.cloneNode(true);
     this._state = this.node.querySelector(".state");
     this._after = this.node.querySelector(".after");
@@ -85,16 +86,17 @@ class Turn {
   fold(isFolded) {
     this.node.classList.toggle("folded", isFolded);
     this._fold.textContent = `${isFolded ? "Show" : "Hide"} passages and timeline`;
-    this._fold.hidden = false;
+    this._fold.hidden = !this.hasBegun;
   }
 
   event(name, values) {
     if (name === "error") {
       this.isOver = true;
       this.end();
-      this.fail(plain(values.error?.message), { again: true });
+      this.fail(plain(inWords(values.error)), { again: true });
       return;
     }
+    this.hasBegun = true;
     this.flow.event(name, values);
     switch (name) {
       case "retrieval_started":
@@ -141,6 +143,7 @@ class Turn {
     this.flow.stop();
     this.answer.finish();
     this.tell("");
+    if (!this.hasBegun) this.fold(true);
   }
 
   // message: what went wrong. again: whether asking again may help; waitS: when, at the earliest.

@@ -1,11 +1,27 @@
 // Server-sent events of a POST: EventSource can only GET.
 
 export class Refused extends Error {
-  constructor(status, message, waitS) {
-    super(message);
+  constructor(status, error, waitS) {
+    super(inWords(error) || `The service answered with status ${status}.`);
     this.status = status;
     this.waitS = waitS;
   }
+}
+
+const MEANINGS = {
+  backend_failed: "The engine failed",
+  context_length_exceeded: "This conversation is too long for the model",
+  deadline_exceeded: "It took too long",
+  engine_dead: "The engine has died",
+  retrieval_failed: "Retrieval failed",
+};
+
+// An error of the service, in OpenAI's form, for a person.
+export function inWords(error) {
+  const meaning = Object.hasOwn(MEANINGS, error?.code ?? "") ? `${MEANINGS[error.code]}: ` : "";
+  const message = String(error?.message ?? "");
+  const words = meaning + message;
+  return words && words[0].toUpperCase() + words.slice(1) + (/[.!?]$/.test(words) ? "" : ".");
 }
 
 // Each event as {name, values}, until the stream ends. Throws Refused for an answer that is not a stream, TypeError
@@ -26,18 +42,14 @@ export async function* ask(body, key, signal) {
 }
 
 async function refusal(answer) {
-  let message = "";
+  let error = null;
   try {
-    message = (await answer.json()).error.message;
+    error = (await answer.json()).error;
   } catch {
     // something on the way here has answered, not the service
   }
   const waitS = Number.parseInt(answer.headers.get("retry-after") ?? "", 10);
-  return new Refused(
-    answer.status,
-    String(message || `The service answered with status ${answer.status}.`),
-    Number.isFinite(waitS) ? Math.max(waitS, 1) : null,
-  );
+  return new Refused(answer.status, error, Number.isFinite(waitS) ? Math.max(waitS, 1) : null);
 }
 
 async function* events(body) {
