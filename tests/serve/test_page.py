@@ -263,6 +263,32 @@ async def test_a_service_that_is_gone_is_noticed_and_so_is_its_return() -> None:
         await expect(seen.page.get_by_role("alert")).to_contain_text("stopping")
 
 
+async def test_a_stream_that_breaks_off_or_comes_from_something_else_is_told_of() -> None:
+    chunk = json.dumps({"text": "É", "uri": "x.md", "title": "", "passage": 0, "score": None})
+    stream = (
+        f': ping\r\n\r\nevent: retrieval_started\r\ndata: {{"at_s": 0,\r\ndata: "query": "?"}}\r\n\r\n'
+        f'event: news_of_tomorrow\ndata: {{}}\n\nid: 7\nevent:chunk_arrived\ndata:{{"at_s":1,"chunk":{chunk}}}\n\n'
+        f'event: tokens_generated\ndata: {{"at_s": 1.5, "text": "not who'
+    )
+    async with serving() as served, browsing(served.url) as seen:
+        alert = seen.page.get_by_role("alert").last
+        answers = [
+            {"content_type": "text/event-stream", "body": stream},
+            {"content_type": "text/html", "body": "<h1>Bad gateway</h1>", "status": 502},
+            {"content_type": "text/event-stream", "body": "event: answered\ndata: {]\n\n"},
+        ]
+        await seen.page.route("**/v1/ask", lambda route: route.fulfill(**answers.pop(0)))
+        await seen.ask()
+        await expect(seen.page.locator(".passage .excerpt")).to_have_text("É")
+        await expect(alert).to_have_text(re.compile("The connection broke before|The service is back"))
+        await seen.ask()
+        await expect(alert).to_have_text("The service answered with status 502.")
+        await seen.ask()
+        await expect(alert).to_have_text("The service sent something that this page does not understand.")
+        assert ["JSON" in complaint for complaint in seen.complaints] == [True]
+        seen.complaints.clear()
+
+
 HOSTILE = (
     Chunk(
         "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'>", "javascript:window.hit=3", "<b>bold</b>"

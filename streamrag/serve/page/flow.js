@@ -48,7 +48,9 @@ class Bars {
   }
 
   _draw() {
-    const most = Math.max(...this._rows.map(({ context: c }) => Math.max(c.num_tokens, c.num_shared + c.num_invalidated)));
+    const most = Math.max(
+      ...this._rows.map(({ context: c }) => Math.max(c.num_tokens, c.num_shared + c.num_invalidated)),
+    );
     for (const { parts, context: c, numPrefilled } of this._rows) {
       const spans = [[0, c.num_shared], [c.num_shared, c.num_tokens], [c.num_shared, c.num_shared + c.num_invalidated]];
       [...spans, [0, numPrefilled]].forEach(([from, to], i) => {

@@ -38,8 +38,8 @@ class Passage {
     this.title = plain(chunk.title).trim() || shown || "untitled";
     this._title.replaceChildren(href ? link(href, this.title) : this.title);
     this._address.textContent = shown;
-    this._score.textContent = typeof chunk.score === "number" ? chunk.score.toPrecision(3).slice(0, 8) : "";
-    if (this._score.textContent) this._score.title = "score";
+    this._score.textContent = typeof chunk.score === "number" ? chunk.score.toPrecision(3) : "";
+    this._score.title = "score";
     const text = plain(chunk.text).replace(/[ \t]+/g, " ").replace(/\s*\n\s*\n\s*/g, "\n\n").trim();
     this._text.textContent = text;
     this._more.hidden = text.length <= LONG && !text.includes("\n");
@@ -59,7 +59,8 @@ class Passage {
     const box = this.item.closest(".passages");
     if (!isOn || !box) return;
     const [own, its] = [this.item.getBoundingClientRect(), box.getBoundingClientRect()];
-    const by = own.top < its.top ? own.top - its.top : Math.min(Math.max(own.bottom - its.bottom, 0), own.top - its.top);
+    const above = own.top - its.top;
+    const by = above < 0 ? above : Math.min(Math.max(own.bottom - its.bottom, 0), above);
     if (by) box.scrollBy({ top: by, behavior: isStill() ? "auto" : "smooth" });
   }
 

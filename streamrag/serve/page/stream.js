@@ -8,6 +8,14 @@ export class Refused extends Error {
   }
 }
 
+// The connection broke, or there was none.
+export class Gone extends Error {}
+
+const reaching = (promise, signal) =>
+  promise.catch((error) => {
+    throw signal.aborted ? error : new Gone(String(error));
+  });
+
 const MEANINGS = {
   backend_failed: "The engine failed",
   context_length_exceeded: "This conversation is too long for the model",
@@ -24,21 +32,15 @@ export function inWords(error) {
   return words && words[0].toUpperCase() + words.slice(1) + (/[.!?]$/.test(words) ? "" : ".");
 }
 
-// Each event as {name, values}, until the stream ends. Throws Refused for an answer that is not a stream, TypeError
-// when the connection breaks, AbortError when `signal` says so.
+// Each event as {name, values}, until the stream ends. Throws Refused for an answer that is not a stream, Gone when the
+// connection breaks, AbortError when `signal` says so.
 export async function* ask(body, key, signal) {
   const headers = { "content-type": "application/json", accept: "text/event-stream" };
   if (key) headers.authorization = `Bearer ${key}`;
-  const answer = await fetch("v1/ask", {
-    method: "POST",
-    headers,
-    body: JSON.stringify(body),
-    signal,
-    cache: "no-store",
-    credentials: "same-origin",
-  });
+  const sent = { method: "POST", headers, body: JSON.stringify(body), signal, cache: "no-store" };
+  const answer = await reaching(fetch("v1/ask", sent), signal);
   if (!answer.ok) throw await refusal(answer);
-  yield* events(answer.body);
+  yield* events(answer.body, signal);
 }
 
 async function refusal(answer) {
@@ -52,14 +54,14 @@ async function refusal(answer) {
   return new Refused(answer.status, error, Number.isFinite(waitS) ? Math.max(waitS, 1) : null);
 }
 
-async function* events(body) {
+async function* events(body, signal) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let name = "";
   let data = [];
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reaching(reader.read(), signal);
       if (done) return;
       const lines = (rest + value).split("\n");
       rest = lines.pop();

@@ -1,7 +1,8 @@
 // Text of strangers. It becomes text nodes, never markup; here it loses what could deceive the eye.
 
 // Controls, marks that turn the direction of writing around, and letters that nobody sees.
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
+const UNSEEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
 const UNSEEN_IN_ADDRESSES = /[\s\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u3164\uffa0]/gu;
 
 export function plain(text) {
