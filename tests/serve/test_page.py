@@ -289,6 +289,18 @@ async def test_a_stream_that_breaks_off_or_comes_from_something_else_is_told_of(
         seen.complaints.clear()
 
 
+async def test_the_page_works_under_a_path_of_a_proxy() -> None:
+    async with serving() as served, browsing(served.url) as seen:
+
+        async def forward(route):
+            await route.continue_(url=route.request.url.replace("/under/a/path", ""))
+
+        await seen.page.route("**/under/a/path/**", forward)
+        await seen.page.goto(f"{served.url}/under/a/path/")
+        await seen.ask()
+        await seen.answered("It is Paris [1].")
+
+
 HOSTILE = (
     Chunk(
         "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'>", "javascript:window.hit=3", "<b>bold</b>"
