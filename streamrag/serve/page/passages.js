@@ -10,6 +10,7 @@ const keyOf = (chunk) => JSON.stringify([chunk.uri, chunk.passage]);
 class Passage {
   constructor(id) {
     this.id = id;
+    this.isDropped = false;
     this.item = element("li", "passage");
     this.item.id = id;
     this.item.tabIndex = -1;
@@ -50,7 +51,8 @@ class Passage {
   place(numbers, fate) {
     this._number.textContent = numbers.join(", ");
     this._fate.textContent = fate;
-    this.item.classList.toggle("dropped", fate !== "");
+    this.isDropped = fate !== "";
+    this.item.classList.toggle("dropped", this.isDropped);
   }
 
   // So that it can be seen, its list is scrolled, but not the page.
@@ -82,6 +84,8 @@ export class Passages {
     this._byKey = new Map();
     this._byNumber = [];
     this._wereIn = new Set();
+    this._ranked = []; // as they shall stand
+    this._frame = 0;
   }
 
   get size() {
@@ -99,7 +103,9 @@ export class Passages {
       passage = new Passage(`${this._turnId}-p${this._byKey.size + 1}`);
       this._byKey.set(key, passage);
       passage.item.classList.add("new");
-      this._moving(() => this._list.insertBefore(passage.item, this._firstDropped()));
+      const dropped = this._ranked.findIndex((each) => each.isDropped);
+      this._ranked.splice(dropped === -1 ? this._ranked.length : dropped, 0, passage);
+      this._soon();
     }
     passage.fill(chunk);
     if (!this.size) this._tell(`${count(this._byKey.size)} found`);
@@ -121,19 +127,20 @@ export class Passages {
     for (const passage of others) {
       passage.place([], this._wereIn.has(passage) ? "dropped" : isComplete ? "left out" : "");
     }
-    const isDropped = (passage) => passage.item.classList.contains("dropped");
-    const ranked = [...numbers.keys(), ...others.filter((p) => !isDropped(p)), ...others.filter(isDropped)];
-    this._moving(() => {
-      ranked.forEach((passage, i) => {
-        const there = this._list.children[i];
-        if (there !== passage.item) this._list.insertBefore(passage.item, there ?? null);
-      });
-    });
+    const [waiting, dropped] = [others.filter((each) => !each.isDropped), others.filter((each) => each.isDropped)];
+    this._ranked = [...numbers.keys(), ...waiting, ...dropped];
+    this._soon();
     this._tell(`${count(numbers.size)} of ${count(this._byKey.size)}`);
   }
 
   note(text) {
     this._notes.append(element("li", "", plain(text)));
+  }
+
+  // Everything stands where it shall.
+  finish() {
+    cancelAnimationFrame(this._frame);
+    this._arrange();
   }
 
   // Scrolls to it, and back to where it was cited with Escape.
@@ -153,24 +160,29 @@ export class Passages {
     this._count.textContent = text;
   }
 
-  _firstDropped() {
-    return this._list.querySelector(".dropped");
+  // However much comes, the list changes once for each picture.
+  _soon() {
+    this._frame ||= requestAnimationFrame(() => this._arrange());
   }
 
-  // Changes the list, and lets what has moved be seen moving.
-  _moving(change) {
+  // Lets what has moved be seen moving, where it can be seen.
+  _arrange() {
+    this._frame = 0;
     const had = document.activeElement;
     const items = isStill() ? [] : [...this._list.children];
     const before = items.map((item) => item.getBoundingClientRect());
-    change();
-    if (had !== document.activeElement && this._list.contains(had)) had.focus({ preventScroll: true });
-    items.forEach((item, i) => {
-      const after = item.getBoundingClientRect();
-      const [x, y] = [before[i].left - after.left, before[i].top - after.top];
-      if (x || y) {
-        const from = { transform: `translate(${x}px, ${y}px)` };
-        item.animate([from, { transform: "none" }], { duration: MOVE_MS, easing: "ease-out" });
-      }
+    this._ranked.forEach((passage, i) => {
+      const there = this._list.children[i];
+      if (there !== passage.item) this._list.insertBefore(passage.item, there ?? null);
     });
+    if (had !== document.activeElement && this._list.contains(had)) had.focus({ preventScroll: true });
+    if (!items.length) return;
+    const box = this._section.getBoundingClientRect();
+    const isSeen = (at) => at.bottom > box.top && at.top < box.bottom;
+    const moved = items.map((item, i) => [item, before[i], item.getBoundingClientRect()]);
+    for (const [item, from, to] of moved.filter(([, from, to]) => isSeen(from) && isSeen(to) && from.top !== to.top)) {
+      const there = { transform: `translateY(${from.top - to.top}px)` };
+      item.animate([there, { transform: "none" }], { duration: MOVE_MS, easing: "ease-out" });
+    }
   }
 }

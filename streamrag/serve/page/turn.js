@@ -117,6 +117,7 @@ export class Turn {
   // Nothing more will come.
   end() {
     this.flow.stop();
+    this.passages.finish();
     this.answer.finish();
     this.tell("");
     if (!this.hasBegun) this.fold(true);
