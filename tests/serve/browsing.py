@@ -14,6 +14,13 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 QUESTION = "What is the capital of France?"
 
 
+def expect(given: Any) -> Any:
+    """Playwright's, which waits until it is so."""
+    from playwright.async_api import expect
+
+    return expect(given)
+
+
 @dataclass
 class Browsing:
     """A page on a service, and all that its browser said and asked for."""
@@ -31,8 +38,6 @@ class Browsing:
 
     async def answered(self, text: str | None = None) -> None:
         """Wait until the newest turn has come to its end."""
-        from playwright.async_api import expect
-
         await expect(self.page.locator("#send")).to_have_text("Ask")
         if text is not None:
             await expect(self.page.locator(".turn").last.locator(".answer .text")).to_have_text(text)
@@ -44,6 +49,7 @@ async def browsing(url: str, **options: Any) -> AsyncIterator[Browsing]:
     playwright = pytest.importorskip("playwright.async_api")
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
+    playwright.expect.set_options(timeout=20_000)  # on a machine that does much else besides
     async with playwright.async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         try:
