@@ -142,7 +142,8 @@ async def test_a_stream_that_breaks_off_or_comes_from_something_else_is_told_of(
         await expect(alert).to_have_text(re.compile("The connection broke before|The service is back"))
         await seen.ask()
         await expect(alert).to_have_text("The service answered with status 502.")
-        await seen.ask()
+        async with seen.page.expect_event("pageerror"):
+            await seen.ask()
         await expect(alert).to_have_text("The service sent something that this page does not understand.")
         assert ["JSON" in complaint for complaint in seen.complaints] == [True]
         seen.complaints.clear()
