@@ -147,7 +147,7 @@ async def rungs(source: PgVectorSource, queries: list[str], values: tuple[int, .
             for name, settings in stages:
                 started_s = time.perf_counter()
                 rows = await opened.link.run(
-                    lambda connection: opened.search.nearest(connection, vector),  # noqa: B023
+                    lambda connection: opened.search.nearest(connection, vector, is_exact=name == "exact"),  # noqa: B023
                     settings,
                     timeout_s=60,
                 )

@@ -31,10 +31,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from streamrag import AnswerChunk, Pipeline, Prompt, SamplingParams, VllmBackend, from_passages
+from streamrag import AnswerChunk, Chunk, Pipeline, Prompt, SamplingParams, VllmBackend, from_passages
 from streamrag.bench.summary import percentile
 from streamrag.files import write_whole
 from streamrag.sessions import Session
+from streamrag.sessions.buffer import Numbered
 from streamrag.sessions.prompts import SESSION_TEMPLATE, SessionPrompts
 from streamrag.testing import make_tiny_llama
 
@@ -115,10 +116,13 @@ async def growing(
     arms: dict[str, list[Asked]] = {"session": [], "plain, prefix cache": [], "plain, nothing cached": []}
     prompts: list[tuple[int, ...]] = []
     took_in: list[float] = []
+    data: list[int] = []
     async with pipeline.session(window_tokens=28_000) as session:
         texts = SessionPrompts(backend.model, SESSION_TEMPLATE)
         for cycle in range(num_cycles):
             batch = lines[: NUM_FIRST + NUM_MORE] if cycle == 0 else lines[NUM_FIRST + cycle * NUM_MORE :][:NUM_MORE]
+            numbered = [Numbered(len(prompts) + 1, Chunk(line, "")) for line in batch]  # the format has no number in it
+            data += [token_id for piece in texts.pieces(numbered) for token_id in piece.token_ids]
             began_s = time.monotonic()
             for line in batch:
                 version = await session.append(line)
@@ -126,7 +130,7 @@ async def growing(
             took_in.append(time.monotonic() - began_s)
             question = QUESTIONS[cycle % len(QUESTIONS)]
             arms["session"].append(await ask(session, question))
-            prompts.append(texts.complete(session._ready.token_ids, question))
+            prompts.append(texts.complete(texts.head + tuple(data), question))
             done()
     for name, is_cached in (("plain, prefix cache", True), ("plain, nothing cached", False)):
         await forgotten(backend)

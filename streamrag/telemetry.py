@@ -89,6 +89,8 @@ class ContextChanged:
     """Leading tokens that the previous prompt had too: their KV stays valid."""
     num_invalidated: int
     """Tokens of the previous prompt after those: their KV is no longer valid."""
+    chunks: tuple[Chunk, ...] = ()
+    """The passages of the new prompt, in prompt order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,9 @@ class Answer:
 
     version: int | None = None
     """Of a session's answer: the version of the data that it is of."""
+    gap: float | None = None
+    """How much more likely the first token was than the next best, as a difference of log-probabilities; None unless a
+    session's question asked for it."""
 
     @property
     def is_in_rank_order(self) -> bool:

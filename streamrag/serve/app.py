@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from streamrag.errors import StreamRagError
-from streamrag.serve import chat, live, metrics, session_routes
+from streamrag.serve import ask, chat, live, metrics, page, session_routes
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.gate import Gate
 from streamrag.serve.service import Service
@@ -60,6 +60,8 @@ def create_app(
         *metrics.routes(service),
         *live.routes(service),
         *session_routes.routes(service),
+        *ask.routes(service),
+        *page.routes(service),
         *more_routes,
     ]
     app = Starlette(

@@ -4,7 +4,7 @@ POST   /v1/sessions                        {"system"?, "window_tokens"?, "slide_
 GET    /v1/sessions/{id}                   its state
 POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...]} -> {"version"}
 POST   /v1/sessions/{id}/ask               {"question", "at_least"?, "max_tokens"?, "stream"?} -> an answer, or SSE
-PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?}
+PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?}
 DELETE /v1/sessions/{id}/watches/{name}
 GET    /v1/sessions/{id}/events            SSE: flash_ready, flash_failed, data_updated; Last-Event-ID goes on
 DELETE /v1/sessions/{id}
@@ -73,6 +73,7 @@ class WatchedQuestion(BaseModel):
     every_s: float = Field(default=0.0, ge=0, le=86_400)
     priority: int = 0
     max_tokens: int | None = None
+    with_gap: bool = False
 
 
 def routes(service: Service) -> list[Route]:
@@ -133,6 +134,7 @@ def routes(service: Service) -> list[Route]:
             every_s=given.every_s,
             priority=given.priority,
             params=params,
+            with_gap=given.with_gap,
         )
         return JSONResponse({"name": request.path_params["name"]}, 201)
 

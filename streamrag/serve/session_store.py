@@ -173,7 +173,8 @@ async def _tell(held: Held, name: str, watch: Watch) -> None:
     try:
         async for answered in watch:
             values = {"name": name, "question": answered.question, "answer": answered.text}
-            held.note("flash_ready", {**values, "version": answered.version, "took_s": answered.took_s})
+            of = {"version": answered.version, "took_s": answered.took_s, "gap": answered.gap}
+            held.note("flash_ready", {**values, **of})
     except StreamRagError as error:
         held.note("flash_failed", {"name": name, **failure_of(error).body()})
 

@@ -5,56 +5,40 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from streamrag.core import AnswerChunk, Append, Backend, Chunk, Prompt, SamplingParams, Source, SourceEvent, Update
+from streamrag.core import Append, Backend, Chunk, SamplingParams, Source, SourceEvent, Update
 from streamrag.errors import (
-    BackendError,
     ConfigurationError,
     DeadlineExceededError,
     PipelineClosedError,
     PromptTooLongError,
-    StreamRagError,
 )
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
 from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
 from streamrag.modes import PromptTemplate
-from streamrag.retrieving import Retrieval, closing
+from streamrag.retrieving import Retrieval
+from streamrag.sessions.answering import again, answered
 from streamrag.sessions.buffer import Buffer
-from streamrag.sessions.lane import Lane
+from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
 from streamrag.sessions.prompts import SessionPrompts, session_template
 from streamrag.sessions.window import Window
 from streamrag.tasks import cancel_regardless
-from streamrag.telemetry import Answer, Answered, Timings, TokensGenerated
+from streamrag.telemetry import Answer, Answered, TokensGenerated
 from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
     from streamrag.sessions.watching import Watch, Watches
 
-MAX_BATCH = 256
-"""Chunks that go into the prompt at once; what comes while they are computed makes the next batch."""
-
-RETRY_S = 1.0
-"""After the engine gave the session's stream up. Answers are exact meanwhile, and slower."""
+MAX_SEEN = 4096
+"""Chunks of a source that are remembered, so that an update does not append them again."""
 
 MAX_ANSWERS = 1024
 """Greedy answers that are kept, for whoever asks the same of the same data."""
 
 Asked: TypeAlias = Callable[[Emit], Awaitable[Answer]]
-
-CLOSED = "the session has been closed"
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Data that questions are asked about."""
-
-    version: int
-    """How many chunks had been appended."""
-    token_ids: tuple[int, ...]
-    """Head and data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +97,12 @@ class Session:
         self._name = name
         self._clock = clock
         self._buffer = Buffer(max_waiting, max_waiting_characters)
-        self._has_data = asyncio.Event()
-        self._news = asyncio.Condition()
         self._tasks: set[asyncio.Task[Answer]] = set()
-        self._ingesting: asyncio.Task[None] | None = None
         self._answers: OrderedDict[tuple[int, str, str], Answer] = OrderedDict()
-        self._num_failures = 0
-        self._error: StreamRagError | None = None
         self._is_closed = False
         self._watches: Watches | None = None
         self._prompts: SessionPrompts
-        self._window: Window
-        self._ready: Snapshot
+        self._ingestion: Ingestion | None = None
 
     # --------------------------------------------------------------------------------------------- starting and ending
 
@@ -142,18 +120,18 @@ class Session:
                 f"window_tokens={window_tokens} and {len(self._prompts.head)} tokens of system text leave no room "
                 f"for a question: the model's length is {model.max_model_len}"
             )
-        self._window = Window(window_tokens, self._slide_share)
-        self._ready = Snapshot(0, self._prompts.head)
-        self._ingesting = asyncio.create_task(self._ingest(), name=f"streamrag {self._name}")
+        window = Window(window_tokens, self._slide_share)
+        self._ingestion = Ingestion(self._backend, self._name, self._buffer, window, self._prompts)
+        self._ingestion.start(self._data_updated)
 
     async def aclose(self) -> None:
         """End all questions and watches, and free the session's KV."""
         self._is_closed = True
         if self._watches is not None:
             await self._watches.aclose()
-        await cancel_regardless([*self._tasks, *([self._ingesting] if self._ingesting else [])])
-        async with self._news:
-            self._news.notify_all()
+        await cancel_regardless(self._tasks)
+        if self._ingestion is not None:
+            await self._ingestion.aclose()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -165,14 +143,15 @@ class Session:
     @property
     def state(self) -> SessionState:
         """How it stands."""
+        ingestion = self._started()
         return SessionState(
-            version=self._ready.version,
+            version=ingestion.ready.version,
             num_appended=self._buffer.num_appended,
             num_waiting=len(self._buffer),
             num_dropped=self._buffer.num_dropped,
-            num_slid=self._window.num_slid,
-            num_tokens=len(self._ready.token_ids),
-            num_failures=self._num_failures,
+            num_slid=ingestion.window.num_slid,
+            num_tokens=len(ingestion.ready.token_ids),
+            num_failures=ingestion.num_failures,
         )
 
     # ------------------------------------------------------------------------------------------------------------ data
@@ -189,16 +168,14 @@ class Session:
             data = Chunk(plain_text(data), "")
         elif not isinstance(data, Chunk):
             raise ConfigurationError(f"data must be a Chunk or a str, and not {kind_of(data)}")
-        version = self._buffer.append(data)
-        self._has_data.set()
-        return version
+        return self._started().append(data)
 
     async def follow(self, source: Source, query: str = "") -> int:
         """Append all that a source yields, until it ends; the last version. An update's new chunks are appended.
 
         :raises SourceError: the source failed; what came before stays.
         """
-        seen: set[Chunk] = set()
+        seen: dict[Chunk, None] = {}
         version = self._buffer.num_appended
         retrieval = Retrieval(source, query)
         async with aclosing(retrieval.events()) as events:
@@ -212,65 +189,19 @@ class Session:
 
         :raises PipelineClosedError: the session was closed.
         """
-        version = self._ready.version
+        version = self._started().ready.version
         while True:
             version = (await self._at_least(version + 1)).version
             yield version
 
-    async def _ingest(self) -> None:
-        lane: Lane | None = None
-        try:
-            snapshot = self._ready
-            while True:
-                try:
-                    lane = lane or Lane(self._backend, self._name)
-                    await lane.advance(snapshot.token_ids)
-                except (BackendError, PromptTooLongError) as error:
-                    self._num_failures += 1
-                    self._error = error
-                    failed, lane = lane, None
-                    if failed is not None:
-                        await failed.aclose()
-                    await asyncio.sleep(RETRY_S)
-                await self._stands(snapshot)
-                await self._has_data.wait()
-                snapshot, has_slid = await self._next()
-                if has_slid:
-                    lane = await self._replaced(lane, snapshot)
-        finally:
-            if lane is not None:
-                await lane.aclose()
-
-    async def _next(self) -> tuple[Snapshot, bool]:
-        """The data with the next batch, and whether the oldest had to go for it."""
-        batch = self._buffer.take(MAX_BATCH)
-        if not len(self._buffer):
-            self._has_data.clear()
-        pieces = await in_thread(self._backend.model.tokenizer, partial(self._prompts.pieces, batch))
-        has_slid = self._window.add(pieces)
-        return Snapshot(batch[-1].number, self._prompts.head + self._window.token_ids), has_slid
-
-    async def _replaced(self, lane: Lane | None, snapshot: Snapshot) -> Lane | None:
-        """A lane for data that has slid. The one before stays until it stands: questions are answered from it."""
-        new = Lane(self._backend, self._name)
-        try:
-            await new.advance(snapshot.token_ids)
-        except BackendError:  # the next advance says so, of a lane that is opened anew
-            await new.aclose()
-            return lane
-        except BaseException:
-            await new.aclose()
-            raise
-        if lane is not None:
-            await lane.aclose()
-        return new
-
-    async def _stands(self, snapshot: Snapshot) -> None:
-        self._ready = snapshot
-        async with self._news:
-            self._news.notify_all()
+    def _data_updated(self) -> None:
         if self._watches is not None:
             self._watches.data_updated()
+
+    def _started(self) -> Ingestion:
+        if self._ingestion is None:
+            raise ConfigurationError("the session has not been started: use `async with pipeline.session(...)`")
+        return self._ingestion
 
     # ------------------------------------------------------------------------------------------------------- questions
 
@@ -326,6 +257,7 @@ class Session:
         every_s: float = 0.0,
         priority: int = 0,
         params: SamplingParams | None = None,
+        with_gap: bool = False,
     ) -> "Watch":
         """Have `question` answered ahead after each change of the data; iterate it for answers that changed.
 
@@ -334,13 +266,14 @@ class Session:
         answers: the only answers there may be, each with a first token of its own: one token is computed then.
         every_s: least seconds between two answers.
         priority: the higher are answered first; who was answered longest ago, among equals.
+        with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
         """
         from streamrag.sessions.watching import Watches
 
         self._check_open()
         if self._watches is None:
             self._watches = Watches(self, self._backend)
-        return self._watches.add(question, answers, every_s, priority, params)
+        return self._watches.add(question, answers, every_s, priority, params, with_gap)
 
     def _begin(self, asked: Asked, emit: Emit) -> "asyncio.Task[Answer]":
         self._check_open()
@@ -367,12 +300,14 @@ class Session:
                 ahead = self._watches.answer_to(question, snapshot.version, params) if self._watches else None
                 ahead = ahead or self._answers.get((snapshot.version, question, repr(params)))
                 if ahead is not None:
-                    answer = _again(ahead, submitted_s, self._clock() - submitted_s)
+                    answer = again(ahead, submitted_s, self._clock() - submitted_s)
                     await emit(
                         TokensGenerated(answer.timings.ttft_s, answer.text, answer.token_ids, answer.finish_reason)
                     )
                 else:
-                    answer = await self._generated(snapshot, question, params, submitted_s, emit)
+                    answer = await answered(
+                        self._backend, self._prompts, snapshot, question, params, submitted_s, self._clock, emit
+                    )
                     self._keep(question, params, answer)
                 await emit(Answered(answer.timings.total_s, answer))
                 return answer
@@ -380,53 +315,9 @@ class Session:
             raise DeadlineExceededError(f"the question's deadline of {deadline_s:g} s passed") from None
 
     async def _at_least(self, version: int) -> Snapshot:
-        async with self._news:
-            await self._news.wait_for(lambda: self._is_closed or self._ready.version >= version)
+        snapshot = await self._started().at_least(version)
         self._check_open()
-        return self._ready
-
-    async def _generated(
-        self, snapshot: Snapshot, question: str, params: SamplingParams, submitted_s: float, emit: Emit
-    ) -> Answer:
-        backend = self._backend
-        waited_s = self._clock() - submitted_s
-        token_ids = await in_thread(
-            backend.model.tokenizer, partial(self._prompts.complete, snapshot.token_ids, question)
-        )
-        first_s: float | None = None
-        chunks: list[AnswerChunk] = []
-        async with (
-            aclosing(_one_prompt(token_ids)) as prompts,
-            closing(backend.generate(prompts, params)) as events,
-        ):
-            async for event in events:
-                if isinstance(event, AnswerChunk):
-                    at_s = self._clock() - submitted_s
-                    first_s = at_s if first_s is None and (event.text or event.token_ids) else first_s
-                    chunks.append(event)
-                    await emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
-        total_s = self._clock() - submitted_s
-        if not chunks or chunks[-1].finish_reason is None:
-            raise BackendError("the engine ended without finishing its answer")
-        first_s = total_s if first_s is None else first_s
-        return Answer(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-            finish_reason=chunks[-1].finish_reason,
-            citations=(),
-            left_out=(),
-            shortened=(),
-            num_prompt_tokens=len(token_ids),
-            num_invalidated=0,
-            is_exact=backend.model.is_exact,
-            source_error=None,
-            cut_short=None,
-            submitted_s=submitted_s,
-            timings=Timings(0.0, None, waited_s, first_s, first_s - waited_s, total_s),
-            record=chunks[-1].record,
-            breaks_look_alikes=backend.model.breaks_look_alikes,
-            version=snapshot.version,
-        )
+        return snapshot
 
     def _keep(self, question: str, params: SamplingParams, answer: Answer) -> None:
         if params.temperature == 0 and answer.version is not None:
@@ -437,24 +328,15 @@ class Session:
     def _check_open(self) -> None:
         if self._is_closed:
             raise PipelineClosedError(f"{CLOSED}: open another one")
-        if self._ingesting is None:
-            raise ConfigurationError("the session has not been started: use `async with pipeline.session(...)`")
-        if self._ingesting.done():
-            self._ingesting.result()
+        self._started().check()
 
 
-def _new_chunks(event: SourceEvent, seen: set[Chunk]) -> list[Chunk]:
+def _new_chunks(event: SourceEvent, seen: dict[Chunk, None]) -> list[Chunk]:
     new = event.chunks if isinstance(event, Update) else (event.chunk,) if isinstance(event, Append) else ()
     fresh = [chunk for chunk in dict.fromkeys(new) if chunk not in seen]
-    seen.update(fresh)
+    for chunk in new:  # the newest stand last
+        seen.pop(chunk, None)
+        seen[chunk] = None
+    while len(seen) > MAX_SEEN:
+        del seen[next(iter(seen))]
     return fresh
-
-
-async def _one_prompt(token_ids: tuple[int, ...]) -> AsyncGenerator[Prompt, None]:
-    yield Prompt(token_ids, 0, is_complete=True)
-
-
-def _again(answer: Answer, submitted_s: float, after_s: float) -> Answer:
-    """The same answer, given anew without the engine."""
-    timings = Timings(0.0, None, 0.0, after_s, after_s, after_s)
-    return replace(answer, submitted_s=submitted_s, timings=timings, record=None)

@@ -29,6 +29,9 @@ class WatchedAnswer:
     """Of the data."""
     took_s: float
     """To compute it."""
+    gap: float | None
+    """Confidence: how much more likely the answer's first token was than the next best, or than that of the next best
+    of the answers that there may be, in log-probability. None if it was not asked for."""
     answer: Answer
 
 
@@ -46,8 +49,10 @@ class Watch(AsyncIterator[WatchedAnswer]):
         every_s: float,
         priority: int,
         params: SamplingParams,
+        with_gap: bool,
     ) -> None:
         self.question = question
+        self.with_gap = with_gap
         self.priority = priority
         self.every_s = every_s
         self.params = params
@@ -155,7 +160,13 @@ class Watches:
         self._task: asyncio.Task[None] | None = None
 
     def add(
-        self, question: str, answers: tuple[str, ...], every_s: float, priority: int, params: SamplingParams | None
+        self,
+        question: str,
+        answers: tuple[str, ...],
+        every_s: float,
+        priority: int,
+        params: SamplingParams | None,
+        with_gap: bool,
     ) -> Watch:
         """Register a question."""
         if not isinstance(question, str) or not question.strip():
@@ -173,6 +184,7 @@ class Watches:
             float(every_s),
             int(priority),
             params or SamplingParams(max_tokens=64),
+            with_gap,
         )
         self._watches.append(watch)
         self._has_work.set()
@@ -238,7 +250,11 @@ class Watches:
         if watch.allowed:
             by_token = await in_thread(self._backend.model.tokenizer, partial(self._first_tokens, watch.allowed))
             allowed = {"allowed_token_ids": sorted(by_token)}
+            if watch.with_gap:
+                allowed["logprob_token_ids"] = allowed["allowed_token_ids"]
             params = replace(params, max_tokens=1, temperature=0.0, extra={**params.extra, **allowed})
+        elif watch.with_gap:
+            params = replace(params, extra={**params.extra, "logprobs": 2})
         async with self._session.ask(watch.question, params=params) as stream:
             async for _ in stream:
                 pass
@@ -246,7 +262,9 @@ class Watches:
         if by_token:
             answer = replace(answer, text=by_token.get(answer.token_ids[0], answer.text), finish_reason="stop")
         assert answer.version is not None
-        return WatchedAnswer(watch.question, answer.text, answer.version, time.monotonic() - began_s, answer)
+        return WatchedAnswer(
+            watch.question, answer.text, answer.version, time.monotonic() - began_s, answer.gap, answer
+        )
 
     def _first_tokens(self, answers: tuple[str, ...]) -> dict[int, str]:
         """Answers by the token that each begins with.

@@ -69,6 +69,7 @@ async def test_a_watched_answer_is_pushed_when_it_changes() -> None:
             "answer": "no",
             "version": 0,
             "took_s": 0,
+            "gap": None,
         }
         served.backend._answer = "yes"
         await served.http.post(f"{url}/data", json={"data": ["95"]})

@@ -182,7 +182,7 @@ async def test_the_same_question_of_the_same_data_is_computed_once() -> None:
 
 
 async def test_an_engine_that_gives_the_stream_up_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sessions.session.RETRY_S", 0.01)
+    monkeypatch.setattr("streamrag.sessions.ingestion.RETRY_S", 0.01)
     engine = Engine(answer="yes")
     engine.failures = 2
     async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:

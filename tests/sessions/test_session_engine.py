@@ -108,10 +108,14 @@ async def test_a_question_pays_for_its_own_tokens_and_the_last_block(pipeline: P
 
 async def test_yes_or_no_is_one_token_ahead_of_being_asked(pipeline: Pipeline) -> None:
     async with pipeline.session() as session:
-        watch = session.watch("Any reading over 90?", answers=("yes", "no"))
+        watch = session.watch("Any reading over 90?", answers=("yes", "no"), with_gap=True)
         version = await session.append("reading 1 is 95")
         answered = await watch.at_least(version)
         assert answered.text in ("yes", "no")
+        assert answered.gap is not None
+        assert answered.gap >= 0
+        free = session.watch("Which?", with_gap=True)
+        assert ((await free.at_least(version)).gap or 0) > 0
         assert len(answered.answer.token_ids) == 1
         stream = session.ask("Any reading over 90?", at_least=version)
         async for _ in stream:

@@ -94,6 +94,15 @@ def test_a_damaged_file_is_refused_or_read_as_far_as_it_goes() -> None:
             read(text)
 
 
+def test_a_title_that_leads_round_in_a_circle_is_none_and_the_text_is_read() -> None:
+    def turn_round(writer: pypdf.PdfWriter) -> None:
+        title = writer._add_object(NumberObject(0))
+        writer._objects[title.idnum - 1] = title
+        writer._info[NameObject("/Title")] = title  # type: ignore[index]
+
+    assert read(changed(pdf("Penguins swim."), turn_round)) == Document("", "Penguins swim.", False)
+
+
 def with_content(content: bytes, num_deflated: int = 1) -> bytes:
     """A file whose page draws `content`, compressed so many times."""
 

@@ -48,6 +48,8 @@ def test_late_interaction_scores_what_the_query_is_about_higher() -> None:
     assert reranker("score", query="", texts=TEXTS)["scores"] == [0, 0, 0]
     (long,) = reranker("score", query="word " * 10_000, texts=["text " * 10_000])["scores"]
     assert -1 <= long <= 1
+    halves = reranker("score", query="brake \ud800 pads", texts=[TEXTS[0] + "\udfff"])
+    assert halves == reranker("score", query="brake \ufffd pads", texts=[TEXTS[0] + "\ufffd"])
 
 
 def test_a_cross_encoder_is_loaded_by_its_path(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ class Crawl:
         self._num_costly: Counter[str] = Counter()  # pages, by host
         self._num_put_off = 0
         self._num_sitemaps = 0  # hosts whose sitemaps are being read
+        self._unread_sitemaps: Counter[str] = Counter()  # by their host's address
         self._num_read_in_part = 0
         self._is_late = False
 
@@ -132,6 +133,7 @@ class Crawl:
         self._follow(found.get("pages", ()), 1)
         self._waiting.extend(waiting)
         self._launch_waiting()
+        self._unread_sitemaps[target.url] += found.get("num_unread", 0)
         for url, problem in found.get("problems", {}).items():
             yield Skipped(url, problem)
 
@@ -183,6 +185,9 @@ class Crawl:
 
     def cut_short(self) -> CutShort | None:
         """Why something that was not found may exist all the same. The words are ours: a model may be told."""
+        # Where all places are taken, more addresses would not have brought more pages.
+        has_place = self._num_launched < self._options.max_pages
+        num_unread = sum(number for url, number in self._unread_sitemaps.items() if has_place and self._is_wanted(url))
         num_given_up = sum(num_costly >= MAX_COSTLY_PAGES for num_costly in self._num_costly.values())
         causes = {
             f"crawl_timeout_s={self._options.crawl_timeout_s:g} were over before all pages were finished": self._pages
@@ -191,6 +196,7 @@ class Crawl:
             f"{_count(num_given_up, 'host')} given up because of that": num_given_up,
             f"{_count(self._num_put_off, 'page')} not fetched, because servers asked to wait": self._num_put_off,
             f"{_count(self._num_read_in_part, 'page')} too large to be read to the end": self._num_read_in_part,
+            f"{_count(num_unread, 'sitemap')} not read, or not to the end": num_unread,
         }
         reasons = [cause for cause, holds in causes.items() if holds]
         return CutShort("; ".join(reasons)) if reasons else None

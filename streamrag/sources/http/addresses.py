@@ -36,13 +36,15 @@ def normalize_url(url: str, base: str = "") -> str | None:
     try:
         parts = urlsplit(urljoin(base, url))
         port, host = parts.port, (parts.hostname or "").encode("idna").decode()
-        path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
+        path = _without_dots(quote(parts.path or "/", safe="/%:@!$&'()*+,;=~"))
         query = "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?") if parts.query else ""
     except ValueError:  # of a lone surrogate too
         return None
     if port == 0 or parts.scheme not in ("http", "https") or parts.username is not None or parts.password is not None:
         return None
-    if re.fullmatch(r"[0-9a-f:.]+", host) and ":" in host:
+    if "[" in parts.netloc:
+        if not re.fullmatch(r"[0-9a-f:.]+", host):  # a zone, or an address of the future
+            return None
         host = f"[{host}]"
     elif not re.fullmatch(r"[a-z0-9._-]+", host):
         return None
@@ -50,6 +52,24 @@ def normalize_url(url: str, base: str = "") -> str | None:
         host += f":{port}"
     normalized = f"{parts.scheme}://{host}{path}{query}"
     return normalized if len(normalized) <= MAX_URL_CHARS else None
+
+
+def _without_dots(path: str) -> str:
+    """As browsers do and servers may, so that robots.txt is asked about the page that is fetched.
+
+    Source: RFC 3986, section 5.2.4. In an address with a host, `urljoin` leaves them.
+    """
+    if "." not in path and "%2e" not in path.lower():
+        return path
+    kept: list[str] = []
+    plain = ""
+    for segment in path.split("/")[1:]:
+        plain = segment.lower().replace("%2e", ".")
+        if plain == "..":
+            del kept[-1:]
+        elif plain != ".":
+            kept.append(segment)
+    return "/" + "/".join([*kept, ""] if plain in (".", "..") else kept)
 
 
 def parse_start_url(url: object) -> str:

@@ -26,8 +26,8 @@ SWEEP_SHARE = 1 / 16
 KEPT_SHARE = 0.9
 """Of the store's size, after old entries have been removed."""
 
-UNFINISHED_S = 3600.0
-"""A file that is still being written after so long was left by a program that was killed."""
+UNFINISHED_S = 60.0
+"""A file that is still being written after so long was left by a program that was killed; one that was not loses it."""
 
 ENTRY = re.compile(r"[0-9a-f]{64}")
 UNFINISHED = re.compile(r"\.writing-[0-9a-f]{8}-[0-9a-f]{64}")

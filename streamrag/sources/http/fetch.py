@@ -13,7 +13,6 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping
 from email.utils import parsedate_to_datetime
-from typing import NoReturn
 from urllib.parse import urlsplit
 
 import httpcore
@@ -186,21 +185,22 @@ class Fetcher:
             if not 200 <= response.status < 300:
                 raise HttpStatusError(response.status, _seconds(fields.get("retry-after", "")))
             _kind(fields, wanted)
-            return Response(response.status, fields, await self._read(response, fields, wanted))
+            return Response(response.status, fields, *await self._read(response, fields, wanted))
 
     def _page(self, url: str, response: Response, wanted: Wanted) -> Page:
         """Checked anew: it may have been remembered by a program with other limits."""
         kind = _kind(response.fields, wanted)
-        body = response.body
+        body, is_cut = response.body, response.is_cut
         if len(body) > self._max_bytes(wanted):
-            body = body[: self._max_bytes(wanted)] if wanted.is_lenient else self._raise_too_large()
+            body, is_cut = self._cut(body, wanted)
         if not wanted.is_lenient and (not body or body.isspace()):
             raise UnusablePageError("it is empty")
         parameters = response.fields.get("content-type", "").partition(";")[2]
         charset = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", parameters, re.IGNORECASE)
-        return Page(url, kind, charset[1] if charset else "", body)
+        return Page(url, kind, charset[1] if charset else "", body, is_cut)
 
-    async def _read(self, response: httpcore.Response, fields: Mapping[str, str], wanted: Wanted) -> bytes:
+    async def _read(self, response: httpcore.Response, fields: Mapping[str, str], wanted: Wanted) -> tuple[bytes, bool]:
+        """The body, and whether there is more of it."""
         encoding = fields.get("content-encoding", "identity").strip().lower() or "identity"
         if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
             raise UnusablePageError(f"it is compressed as {encoding[:50]!r}, which was not asked for")
@@ -224,20 +224,22 @@ class Fetcher:
                         break
                     await asyncio.sleep(0)  # 64 KiB may hold 64 MiB
                 if max(num_raw_bytes, len(body)) > max_bytes:
-                    return bytes(body[:max_bytes]) if wanted.is_lenient else self._raise_too_large()
+                    return self._cut(bytes(body), wanted)
         except NETWORK_ERRORS as error:
             raise UnusablePageError(f"its connection broke off: {_describe(error)}") from error
         except zlib.error as error:
             raise UnusablePageError(f"its compression is damaged: {error}") from error
         if decompressor and num_raw_bytes and not decompressor.eof:
             raise UnusablePageError("its compression is damaged: it ends too early")
-        return bytes(body)
+        return bytes(body), False
 
     def _max_bytes(self, wanted: Wanted) -> int:
         return min(self._limits.max_body_bytes, wanted.max_bytes or self._limits.max_body_bytes)
 
-    def _raise_too_large(self) -> NoReturn:
-        raise UnusablePageError(f"it is larger than max_body_bytes={self._limits.max_body_bytes}")
+    def _cut(self, body: bytes, wanted: Wanted) -> tuple[bytes, bool]:
+        if not wanted.is_lenient:
+            raise UnusablePageError(f"it is larger than max_body_bytes={self._limits.max_body_bytes}")
+        return body[: self._max_bytes(wanted)], True
 
     def _check_crawl_bytes(self) -> None:
         if self._limits.max_crawl_bytes is not None and self._num_bytes > self._limits.max_crawl_bytes:

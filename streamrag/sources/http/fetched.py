@@ -98,6 +98,8 @@ class Response:
     fields: Mapping[str, str]
     """By name in lower case. Of those that come twice, the last."""
     body: bytes = b""
+    is_cut: bool = False
+    """Whether there is more of the body than was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class Page:
     charset: str
     """As the server declares it; empty if it does not."""
     body: bytes
+    is_cut: bool = False
+    """Whether there is more of the body than was read."""
 
 
 CheckRedirect: TypeAlias = Callable[[str], Awaitable[None] | None]

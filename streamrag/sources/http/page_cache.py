@@ -92,9 +92,9 @@ class PageCache(Remembered):
 
 
 def _is_worth_keeping(response: Response) -> bool:
-    """Whether it could ever be used again."""
+    """Whether it is whole, and could ever be used again."""
     names = {"etag", "last-modified", "expires"}
-    return response.status in KEPT_STATUS and (
+    return (response.status in KEPT_STATUS and not response.is_cut) and (
         not names.isdisjoint(response.fields) or "max-age" in response.fields.get("cache-control", "").lower()
     )
 

@@ -48,8 +48,8 @@ class Host:
     """The turns of one host."""
 
     def __init__(self, num_at_once: int) -> None:
-        self.delay_s = 0.0
-        """Seconds from one request to the next."""
+        self.delays_s: dict[str, float] = {}
+        """Seconds from one request to the next, as its robots.txt for each scheme asks for: the longest holds."""
         self.num_users = 0
         self.free_at = 0.0
         """When it may be asked next, in the event loop's time."""
@@ -79,7 +79,7 @@ class Host:
         async with self._places:
             is_free = self.free_at <= loop.time()
             if is_free:
-                self.free_at = loop.time() + self.delay_s
+                self.free_at = loop.time() + max(self.delays_s.values(), default=0.0)
             yield is_free
 
 
@@ -118,14 +118,19 @@ class CrawlTurns(Turns):
         self._hosts = hosts
         self._fetches = asyncio.Semaphore(num_fetches)
         self._own: dict[str, asyncio.Semaphore] = {}
-        self._delays_s: dict[str, float] = {}
+        self._delays_s: dict[str, dict[str, float]] = {}  # by host and scheme
         self._deadline = deadline
 
-    def set_delay(self, host: str, delay_s: float) -> None:
-        """Ask this host no more often. While this crawl waits for it, it waits with one page only."""
-        if delay_s and not self._delays_s.get(host):
-            self._own[host] = asyncio.Semaphore(1)
-        self._delays_s[host] = delay_s
+    def set_delay(self, url: str, delay_s: float) -> None:
+        """Ask the host of `url` no more often. While this crawl waits for it, it waits with one page only.
+
+        A host has a robots.txt for http and one for https, and it is one machine that they speak for.
+        """
+        parts = urlsplit(url)
+        delays_s = self._delays_s.setdefault(parts.netloc, {})
+        if delay_s and not any(delays_s.values()):
+            self._own[parts.netloc] = asyncio.Semaphore(1)
+        delays_s[parts.scheme] = delay_s
 
     async def ask(self, url: str, send: Callable[[], Awaitable[T]]) -> T:
         """What `send` returns, when it is the turn of `url`; again a little later while the host is too busy.
@@ -134,7 +139,7 @@ class CrawlTurns(Turns):
         """
         name = urlsplit(url).netloc
         async with self._hosts.using(name) as host:
-            host.delay_s = self._delays_s.get(name, host.delay_s)
+            host.delays_s |= self._delays_s.get(name, {})
 
             async def sent() -> T:
                 try:

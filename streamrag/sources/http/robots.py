@@ -2,10 +2,11 @@
 
     robots.txt is there (2xx)                    its rules for our product token, and its crawl delay
     it is not (4xx; too many redirects)          all is allowed
-    busy (429), broken (5xx), or never answers   nothing is allowed, for FAILED_S
+    busy (429), or broken (5xx)                  nothing is allowed, for FAILED_S
+    no answer (time, network)                    as broken, but the first time only to those who waited for it
 
 Source: RFC 9309, https://www.rfc-editor.org/rfc/rfc9309. It counts 429 as "not there"; here, a host that is too busy to
-say what it allows is not asked for its pages.
+say what it allows is not asked for its pages. It leaves open for how long a failure is believed.
 """
 
 import asyncio
@@ -102,7 +103,9 @@ class Rules:
 class _Entry:
     found: "Rules | UnusablePageError | UnreachableError | None" = None
     until: float = 0.0
-    """In the event loop's time."""
+    """In the event loop's time. Who came before that believes it, however long he had to wait for it."""
+    num_silent: int = 0
+    """Times in succession that there was no answer."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -135,10 +138,14 @@ class Robots:
         entry = self._entries.setdefault(origin, _Entry())
         self._entries.move_to_end(origin)
         loop = asyncio.get_running_loop()
+        came_at = loop.time()
         async with entry.lock:  # whoever has it fetches; if he is cancelled, the next one does
-            if entry.found is None or loop.time() >= entry.until:
+            if entry.found is None or came_at >= entry.until:
                 entry.found = await self._fetch(origin, fetcher)
-                entry.until = loop.time() + (FOUND_S if isinstance(entry.found, Rules) else FAILED_S)
+                is_silent = isinstance(entry.found, CostlyPageError | UnreachableError)
+                entry.num_silent = entry.num_silent + 1 if is_silent else 0
+                failed_s = 0.0 if entry.num_silent == 1 else FAILED_S
+                entry.until = loop.time() + (FOUND_S if isinstance(entry.found, Rules) else failed_s)
                 self._forget()
         found = entry.found
         if isinstance(found, Rules):

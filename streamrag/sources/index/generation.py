@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from streamrag.core import Chunk
-from streamrag.errors import VectorIndexError
+from streamrag.errors import VectorIndexError, WorkerError
 from streamrag.files import exchange_folders, sync
 from streamrag.scratch import held, locked_folder
+from streamrag.sources.building import OnProgress
 from streamrag.sources.embedder import EmbedderPlace
 from streamrag.sources.index.embedded import KEPT
 from streamrag.sources.index_folder import (
@@ -45,8 +46,6 @@ NUM_TEXTS_AT_ONCE = 128
 """Texts in one job of the embedding worker, which sorts them by length: 2-5 s on a CPU; then progress is reported."""
 
 MAX_EMBEDDING_THREADS = 8
-
-OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +148,24 @@ async def _write_vectors(
             num_done += len(batch)
             tell(num_done, total, "embedding")
         tell(0, total, "indexing")
-        made |= await pool.run({"do": "finish", "num_passages": total})
+        made |= await _finish(pool, total)
         tell(total, total, "indexing")
         return made, num_embedded
     except WorkerJobError as error:
         if error.kind == "OSError":
-            raise VectorIndexError(f"building the index failed: {error.message}") from error
+            raise VectorIndexError(f"building the index in {unfinished.parent} failed: {error.message}") from error
         raise explain(error, "building the index failed") from error
     finally:
         await pool.aclose()
+
+
+async def _finish(pool: WorkerPool, num_passages: int) -> dict[str, Any]:
+    try:
+        return await pool.run({"do": "finish", "num_passages": num_passages})
+    except WorkerJobError:
+        raise
+    except WorkerError as error:  # on a disk that is full, DiskANN ends its process, or raises
+        raise VectorIndexError(f"building the index failed: {error}. Is there room for its files?") from error
 
 
 def publish(unfinished: Path, out: Path, check: Callable[[], None]) -> None:

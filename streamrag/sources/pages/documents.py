@@ -9,9 +9,12 @@ import io
 import logging
 import re
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from streamrag.sources.http.fetched import UnusablePageError
+
+if TYPE_CHECKING:
+    import pypdf
 
 MAX_PDF_PAGES = 500
 
@@ -44,7 +47,7 @@ def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float) -> Document:
         reader = pypdf.PdfReader(io.BytesIO(body), root_object_recovery_limit=1000)
         if reader.is_encrypted and not _decrypt(reader):
             raise UnusablePageError("it is a PDF that needs a password")
-        title = " ".join(str(reader.metadata.title or "").split()) if reader.metadata else ""
+        title = _title(reader)
         paragraphs: list[str] = []
         num_chars = num_pages = num_unreadable = 0
         is_cut = False
@@ -72,12 +75,21 @@ def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float) -> Document:
     return Document(title, "\n\n".join(paragraphs), is_cut or bool(num_unreadable))
 
 
-def _decrypt(reader: "object") -> bool:
+def _decrypt(reader: "pypdf.PdfReader") -> bool:
     """Many are encrypted with an empty password, against printing."""
     try:
-        return bool(reader.decrypt(""))  # type: ignore[attr-defined]
+        return bool(reader.decrypt(""))
     except Exception:  # of a cipher that is not installed, too
         return False
+
+
+def _title(reader: "pypdf.PdfReader") -> str:
+    try:
+        return " ".join(str(reader.metadata.title or "").split()) if reader.metadata else ""
+    except MemoryError:
+        raise
+    except Exception:  # the text may be readable
+        return ""
 
 
 def _paragraphs(text: str) -> list[str]:

@@ -31,12 +31,17 @@ MAX_SITEMAPS = 50
 """Of one index, those first whose address has words of the query."""
 
 GZIP = b"\x1f\x8b"
+SPACE = b"\xef\xbb\xbf \t\r\n"
 ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
 
 
 def find_pages(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]:
-    """`url`, `query` to `pages` that have words of the query in their address, `sitemaps`, and `is_cut`."""
+    """`url`, `query`, `is_cut` (`body` is only a beginning) to `pages` that have words of the query in their address,
+    `sitemaps`, and `is_cut`: whether there may be more."""
     text, is_cut = _decompressed(body)
+    is_cut = is_cut or job.get("is_cut", False)
+    if is_cut and not _is_xml(text):
+        text = text[: text.rfind(b"\n") + 1]  # the last line may be half an address
     pages: dict[str, str] = {}
     sitemaps: dict[str, str] = {}
     for number, (address, is_page) in enumerate(_addresses(text)):
@@ -68,10 +73,14 @@ def _decompressed(body: bytes) -> tuple[bytes, bool]:
     return text, not decompressor.eof
 
 
+def _is_xml(text: bytes) -> bool:
+    return text.lstrip(SPACE).startswith(b"<")
+
+
 def _addresses(text: bytes) -> Iterator[tuple[str, bool]]:
     """Each address, and whether it is a page's and not another sitemap's."""
-    text = text.lstrip(b"\xef\xbb\xbf \t\r\n")  # in front of its declaration, XML allows nothing
-    if not text.startswith(b"<"):
+    text = text.lstrip(SPACE)  # in front of its declaration, XML allows nothing
+    if not _is_xml(text):
         for line in io.BytesIO(text):
             yield line[:4096].decode(errors="replace").strip(), True
         return

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.kinds import message_of
+from streamrag.reading import without_lone_surrogates
 from streamrag.sources.embedder import FUNCTION, NUM_CACHED_QUERIES, EmbedderPlace
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class _Reranker:
     def _scores(self, query: str, texts: list[str]) -> dict[str, Any]:
         score = self._score = self._score or self._load()
         try:
-            found = score(query, texts)
+            found = score(without_lone_surrogates(query), [without_lone_surrogates(text) for text in texts])
             scores = [float(each) for each in found]
         except Exception as error:  # anybody's model or code
             raise self._error(f"failed: {type(error).__name__}: {message_of(error)}") from error
