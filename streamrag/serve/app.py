@@ -13,6 +13,7 @@ from streamrag.errors import StreamRagError
 from streamrag.serve import chat
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.gate import Gate
+from streamrag.serve.responses import http as responses
 from streamrag.serve.service import Service
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -57,6 +58,7 @@ def create_app(
         Route("/readyz", readyz),
         Route("/v1/models", models),
         *chat.routes(service),
+        *responses.routes(service),
         *more_routes,
     ]
     app = Starlette(

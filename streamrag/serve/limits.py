@@ -21,6 +21,8 @@ class Limits(BaseModel):
     max_frame_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a frame, or of a line of a stream")
     max_connections: int = Field(default=2048, ge=1, description="connections that are open at once")
     max_states: int = Field(default=256, ge=0, description="responses that are kept for previous_response_id")
+    max_state_bytes: int = Field(default=64 << 20, ge=0, description="bytes of text in those that are kept")
+    state_s: float = Field(default=3600.0, gt=0, description="seconds that such a response is kept without being used")
     idle_s: float = Field(default=300.0, gt=0, description="seconds that a stream waits for a word of its client")
     send_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a client to read what was sent")
     drain_s: float = Field(default=30.0, ge=0, description="seconds for open queries to end when it stops")
