@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Literal
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
-from starlette.websockets import WebSocketDisconnect
 
 from streamrag.errors import ConfigurationError, DeadlineExceededError, PromptTooLongError, StreamRagError
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.responses.answering import Answering
 from streamrag.serve.responses.brought import Brought
-from streamrag.serve.responses.requests import Asked, ResponseRequest, understood
+from streamrag.serve.responses.requests import ResponseRequest, understood
 from streamrag.serve.sse import MAX_UNSENT
 from streamrag.tasks import cancel_regardless
 from streamrag.telemetry import Event
@@ -76,80 +75,77 @@ class Lane:
     async def run(self) -> None:
         """Until it is cancelled."""
         with self.scope:
-            asked: Asked | None = None
             while True:
-                if asked is None:
-                    self.is_idle = not self._waiting
-                    asked = await self._next()
-                asked = await self._do(asked) if asked is not None else None
+                self.is_idle = not self._waiting
+                asked = await self._next()
+                while asked is not None:
+                    asked = await self._do(asked)
 
-    async def _do(self, asked: Asked) -> Asked | None:
+    async def _do(self, asked: Answering) -> Answering | None:
         """What was asked instead, if that ends it."""
+        following: Answering | None = None
         try:
-            if asked.brings_context:
-                return await self._stream(asked)
-            await self._answering(asked).run(self._service, self._connection.caller, "websocket")
-        except WebSocketDisconnect:
-            raise
+            if asked.asked.brings_context:
+                following = await self._stream(asked)
+            else:
+                await asked.run(self._service, self._connection.caller, "websocket")
         except Exception as error:  # whatever it is, the client is told, and may go on
             await self._tell(error)
-        finally:
-            self._current = None
-        return None
+        self._current = following
+        return following
 
-    async def _stream(self, asked: Asked) -> Asked | None:
+    async def _stream(self, asked: Answering) -> Answering | None:
         """From the first conversation that is prepared to the answer. What was asked instead, if it is of no use."""
+        first = asked.asked
         async with self._service.open(
-            self._connection.caller, "websocket", asked.question, max_tokens=asked.params.max_tokens
+            self._connection.caller, "websocket", first.question, max_tokens=first.params.max_tokens
         ) as opened:
-            brought = Brought(self._service, opened, asked.params)
+            brought = Brought(self._service, opened, first.params)
             async with _reading(brought) as (events, reading):
-                while asked.request.is_prepared_only:
+                while asked.asked.request.is_prepared_only:
                     await self._prepare(asked, brought)
                     following = await self._next(reading)
-                    if following is None or not following.brings_context:
+                    if following is None or not following.asked.brings_context:
                         return following
-                    if not following.request.is_prepared_only and following.params != brought.params:
+                    if not following.asked.request.is_prepared_only and following.asked.params != brought.params:
                         return following
                     asked = following
                 await self._answer(asked, brought, events, reading)
                 return None
 
-    async def _prepare(self, asked: Asked, brought: Brought) -> None:
+    async def _prepare(self, asked: Answering, brought: Brought) -> None:
         is_first = brought.is_empty
-        answering = self._answering(asked)
         try:
-            prompt = await brought.extend(asked.whole, is_complete=False)
+            prompt = await brought.extend(asked.asked.whole, is_complete=False)
         except (ConfigurationError, PromptTooLongError) as error:
             if is_first:
                 raise
             await self._tell(error)
         else:
-            answering.writer.num_shared = prompt.num_shared
-            await answering.prepared(len(prompt.partial))
+            asked.writer.num_shared = prompt.num_shared
+            await asked.prepared(len(prompt.partial))
         self._current = None
 
     async def _answer(
         self,
-        asked: Asked,
+        asked: Answering,
         brought: Brought,
         events: MemoryObjectReceiveStream[Event],
         reading: "asyncio.Task[None]",
     ) -> None:
         deadline_s = self._service.limits.deadline_s
-        answering = self._answering(asked)
-        prompt = await brought.extend(asked.whole, is_complete=True)
-        answering.writer.num_shared = prompt.num_shared
+        prompt = await brought.extend(asked.asked.whole, is_complete=True)
+        asked.writer.num_shared = prompt.num_shared
         try:
             with anyio.fail_after(deadline_s):
-                await answering.begin()
-                await answering.follow(events)
+                await asked.begin()
+                await asked.follow(events)
                 await asyncio.wait([reading])
         except TimeoutError:
             raise DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed") from None
         reading.result()
 
-    async def _next(self, reading: "asyncio.Task[None] | None" = None) -> Asked | None:
+    async def _next(self, reading: "asyncio.Task[None] | None" = None) -> Answering | None:
         """What is asked next; None if nothing is for so long that what was prepared should go.
 
         :raises BackendError: the engine failed meanwhile.
@@ -168,20 +164,20 @@ class Lane:
                     return None
             request, num_bytes = self._waiting.popleft()
             self._connection.num_waiting_bytes -= num_bytes
-            client, states = self._connection.caller.client, self._connection.states
             try:
-                previous = states.previous(request.previous_response_id, client, self._connection)
-                return understood(self._service, request, previous, is_socket=True)
+                self._current = self._understood(request)
             except StreamRagError as error:
                 await self._connection.tell(error, request.stream_id)
+            else:
+                return self._current
 
-    # --------------------------------------------------------------------------------------------------- what is sent
-
-    def _answering(self, asked: Asked) -> Answering:
+    def _understood(self, request: CreateEvent) -> Answering:
         connection = self._connection
-        owner = connection.caller.client if asked.is_stored else connection
-        self._current = Answering(asked, self._service.model_name, connection.states, owner, connection.send)
-        return self._current
+        states, client = connection.states, connection.caller.client
+        previous = states.previous(request.previous_response_id, client, connection)
+        asked = understood(self._service, request, previous, is_socket=True)
+        owner = client if asked.is_stored else connection
+        return Answering(asked, self._service.model_name, states, owner, connection.send)
 
     async def _tell(self, error: Exception) -> None:
         """As the end of a response that was begun, as an error of one that was not, or not at all: nobody waits."""

@@ -1,6 +1,7 @@
 """One WebSocket of `/v1/responses`: reads frames, gives each to its lane, and sends what lanes have to say."""
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -24,6 +25,7 @@ class Connection:
         """Of requests that lanes have not come to."""
         self._socket = socket
         self._sending = anyio.Lock()
+        self._scope = anyio.CancelScope()
         self._lanes: dict[str | None, Lane] = {}
 
     async def run(self) -> None:
@@ -31,10 +33,9 @@ class Connection:
         await self._socket.accept()
         try:
             async with anyio.create_task_group() as tasks:
+                self._scope = tasks.cancel_scope
                 await self._read(tasks)
                 tasks.cancel_scope.cancel()
-        except* WebSocketDisconnect:
-            pass
         finally:
             self.states.forget(self)
 
@@ -88,12 +89,11 @@ class Connection:
         await self.send(event if stream_id is None else {**event, "stream_id": stream_id})
 
     async def send(self, event: ServerEvent) -> None:
-        """One frame.
-
-        :raises WebSocketDisconnect: the client has gone, or does not read.
-        """
+        """One frame; everything is cancelled if the client has gone, or does not read."""
         async with self._sending:
-            with anyio.move_on_after(self.service.limits.send_timeout_s) as scope:
-                await self._socket.send_text(json_of(event))
-            if scope.cancelled_caught:
-                raise WebSocketDisconnect(1008, "it reads too slowly")
+            try:
+                with anyio.fail_after(self.service.limits.send_timeout_s):
+                    await self._socket.send_text(json_of(event))
+            except (TimeoutError, WebSocketDisconnect):
+                self._scope.cancel()
+                await anyio.lowlevel.checkpoint()
