@@ -66,15 +66,15 @@ class Connection:
             return self._lanes[stream_id]
         most = self.service.limits.max_queries_per_client
         if len(self._lanes) >= most:
-            idle = next((key for key, lane in self._lanes.items() if lane.is_idle), None)
-            if idle is None and not (None in self._lanes and self._lanes[None].is_idle):
+            idle = [key for key, lane in self._lanes.items() if lane.is_idle]
+            if not idle:
                 raise RequestError(
                     f"{most} streams of this connection are busy, which is the most",
                     status=429,
                     code="too_many_streams",
                     param="stream_id",
                 )
-            self._lanes.pop(idle).scope.cancel()
+            self._lanes.pop(idle[0]).scope.cancel()
         lane = self._lanes[stream_id] = Lane(self)
         tasks.start_soon(lane.run)
         return lane

@@ -20,7 +20,8 @@ SCALARS = st.one_of(
 FIELDS = [
     "background", "content", "filters", "format", "generate", "include", "input", "instructions",
     "max_output_tokens", "metadata", "previous_response_id", "prewarm", "prompt_cache_options", "reasoning", "role",
-    "store", "stream", "stream_id", "temperature", "text", "tool_choice", "tools", "top_p", "truncation", "type", "user",
+    "store", "stream", "stream_id", "temperature", "text", "tool_choice", "tools", "top_p", "truncation", "type",
+    "user",
 ]  # fmt: skip
 VALUES = st.recursive(
     SCALARS,

@@ -360,6 +360,22 @@ async def test_too_many_requests_and_too_many_lanes_are_refused() -> None:
         assert (last.status, last.error.code) == (429, "too_many_waiting")
 
 
+async def test_lanes_that_are_done_make_room_for_others() -> None:
+    async with serving(limits=Limits(max_queries_per_client=2)) as served, talking(served) as talk:
+        held = await talk.prepare("One.", stream_id="held")
+        for number in range(5):
+            assert (await talk.create(QUESTION, stream_id=f"s{number}")).status == "completed"
+        assert (await talk.create(QUESTION, held, stream_id="held")).status == "completed"
+
+
+async def test_prewarming_is_preparing() -> None:
+    async with serving() as served, talking(served) as talk:
+        response = await talk.create("One.", prompt_cache_options={"prewarm": True})
+        assert (response.status, response.output) == ("completed", [])
+        assert (await talk.create(QUESTION, response.id)).output_text == "It is Paris [1]."
+        assert served.source.queries == []
+
+
 async def test_the_synchronous_client_works_too() -> None:
     async with serving() as served:
 
