@@ -59,6 +59,7 @@ class Answering:
     ) -> None:
         self.asked = asked
         self.writer = Writer(asked, model)
+        self._last: list[ServerEvent] = []
         self._states = states
         self._owner = owner
         self.send = send
@@ -72,6 +73,7 @@ class Answering:
             if not self.asked.retrieves:
                 await self.begin()
             await self.follow(events)
+        await self.finish()
 
     async def begin(self) -> None:
         """Say that it was let in."""
@@ -79,15 +81,22 @@ class Answering:
             await self.send(each)
 
     async def follow(self, events: AsyncIterator[Event]) -> None:
-        """Send what these events add."""
+        """Send what these events add, up to the last."""
         async for event in events:
             if not self.writer.has_begun:
                 await self.begin()
             written = self.writer.write(event)
-            if isinstance(event, Answered):  # a client may go on from it as soon as it knows
+            if isinstance(event, Answered):
                 self._keep(Turn("assistant", event.answer.text))
+                self._last = written
+                continue
             for each in written:
                 await self.send(each)
+
+    async def finish(self) -> None:
+        """Send what the answer's end adds, once its place is free: the client may ask again as soon as it knows."""
+        for each in self._last:
+            await self.send(each)
 
     async def prepared(self, num_tokens: int) -> None:
         """Send the whole of one that has no answer."""

@@ -77,69 +77,71 @@ class Lane:
         with self.scope:
             while True:
                 self.is_idle = not self._waiting
-                asked = await self._next()
-                while asked is not None:
-                    asked = await self._do(asked)
+                response = await self._next()
+                while response is not None:
+                    response = await self._do(response)
 
-    async def _do(self, asked: Answering) -> Answering | None:
+    async def _do(self, response: Answering) -> Answering | None:
         """What was asked instead, if that ends it."""
         following: Answering | None = None
         try:
-            if asked.asked.brings_context:
-                following = await self._stream(asked)
+            if response.asked.brings_context:
+                following = await self._stream(response)
+                if following is None and self._current is not None:
+                    await self._current.finish()
             else:
-                await asked.run(self._service, self._connection.caller, "websocket")
+                await response.run(self._service, self._connection.caller, "websocket")
         except Exception as error:  # whatever it is, the client is told, and may go on
             await self._tell(error)
         self._current = following
         return following
 
-    async def _stream(self, asked: Answering) -> Answering | None:
+    async def _stream(self, response: Answering) -> Answering | None:
         """From the first conversation that is prepared to the answer. What was asked instead, if it is of no use."""
-        first = asked.asked
+        first = response.asked
         async with self._service.open(
             self._connection.caller, "websocket", first.question, max_tokens=first.params.max_tokens
         ) as opened:
             brought = Brought(self._service, opened, first.params)
             async with _reading(brought) as (events, reading):
-                while asked.asked.request.is_prepared_only:
-                    await self._prepare(asked, brought)
+                while response.asked.request.is_prepared_only:
+                    await self._prepare(response, brought)
                     following = await self._next(reading)
                     if following is None or not following.asked.brings_context:
                         return following
                     if not following.asked.request.is_prepared_only and following.asked.params != brought.params:
                         return following
-                    asked = following
-                await self._answer(asked, brought, events, reading)
+                    response = following
+                await self._answer(response, brought, events, reading)
                 return None
 
-    async def _prepare(self, asked: Answering, brought: Brought) -> None:
+    async def _prepare(self, response: Answering, brought: Brought) -> None:
         is_first = brought.is_empty
         try:
-            prompt = await brought.extend(asked.asked.whole, is_complete=False)
+            prompt = await brought.extend(response.asked.whole, is_complete=False)
         except (ConfigurationError, PromptTooLongError) as error:
             if is_first:
                 raise
             await self._tell(error)
         else:
-            asked.writer.num_shared = prompt.num_shared
-            await asked.prepared(len(prompt.partial))
+            response.writer.num_shared = prompt.num_shared
+            await response.prepared(len(prompt.partial))
         self._current = None
 
     async def _answer(
         self,
-        asked: Answering,
+        response: Answering,
         brought: Brought,
         events: MemoryObjectReceiveStream[Event],
         reading: "asyncio.Task[None]",
     ) -> None:
         deadline_s = self._service.limits.deadline_s
-        prompt = await brought.extend(asked.asked.whole, is_complete=True)
-        asked.writer.num_shared = prompt.num_shared
+        prompt = await brought.extend(response.asked.whole, is_complete=True)
+        response.writer.num_shared = prompt.num_shared
         try:
             with anyio.fail_after(deadline_s):
-                await asked.begin()
-                await asked.follow(events)
+                await response.begin()
+                await response.follow(events)
                 await asyncio.wait([reading])
         except TimeoutError:
             raise DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed") from None

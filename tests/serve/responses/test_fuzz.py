@@ -1,10 +1,12 @@
 """Whatever comes in as a body or a frame is refused or answered, and hurts nobody else."""
 
 import json
+from itertools import pairwise
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from streamrag.core import Turn, common_prefix_len, plain_chat
 from streamrag.serve import Limits
 from tests.serve.responses.talking import QUESTION, talking
 from tests.serve.serving import serving
@@ -71,3 +73,39 @@ async def test_any_frame_is_answered_or_refused(frames: list[str | bytes]) -> No
             assert (await talk.create(QUESTION, first, stream_id="good")).status == "completed"
         good = await served.http.post("/v1/responses", json={"input": QUESTION})
         assert good.status_code == 200
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(["A", "AB", "B", "C" * 40, ""]), st.sampled_from("ab"), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+@FUZZ
+@given(STEPS)
+async def test_any_order_of_steps_answers_the_conversation_it_went_on_from(
+    steps: list[tuple[int, str, str, bool]],
+) -> None:
+    """A step goes on from one before, in a lane; some ask for an answer."""
+    async with serving(limits=NO_RATE) as served:
+        async with talking(served) as talk:
+            known: list[tuple[str | None, list[Turn]]] = [(None, [])]
+            for number, text, lane, completes in steps:
+                before, turns = known[number % len(known)]
+                turns = [*turns, Turn("user", text or "?")]
+                if not completes:
+                    known.append((await talk.prepare(turns[-1].text, before, stream_id=lane), turns))
+                    continue
+                answer = await talk.create(turns[-1].text, before, stream_id=lane, tool_choice="none")
+                assert answer.status == "completed"
+                whole = plain_chat(turns)
+                complete = [each[-1].token_ids for each in served.backend.prompts if each and each[-1].is_complete]
+                assert whole in map(served.backend.model.tokenizer.decode, complete)
+                assert answer.usage.input_tokens == len(whole)
+                turns.append(Turn("assistant", answer.output_text))
+                known.append((answer.id, turns))
+            for prompts in served.backend.prompts:
+                for first, second in pairwise(prompts):
+                    assert second.num_shared == common_prefix_len(first.token_ids, second.token_ids)
+        assert served.source.queries == []

@@ -243,6 +243,14 @@ async def test_a_refusal_says_when_to_come_again() -> None:
     assert served.watcher.refused == [("anonymous", "websocket", "queries")]
 
 
+async def test_a_client_may_ask_again_as_soon_as_it_has_its_answer() -> None:
+    async with serving(limits=Limits(max_queries=1)) as served, talking(served) as talk:
+        for number in range(8):
+            prepared = await talk.prepare("One.", stream_id=f"p{number}")
+            assert (await talk.create(QUESTION, prepared, stream_id=f"p{number}")).status == "completed"
+            assert (await talk.create(QUESTION, stream_id=f"r{number}")).status == "completed"
+
+
 async def test_an_engine_that_fails_in_mid_answer_leaves_the_socket_usable() -> None:
     backend = ScriptedBackend(answer="It is Paris.", error=BackendError("out of memory"))
     async with serving(backend=backend) as served, talking(served) as talk:
