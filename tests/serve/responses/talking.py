@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio.lowlevel
 import openai
 
 from streamrag import Chunk
@@ -53,3 +54,16 @@ class Talk:
 async def talking(served: Serving, key: str = "none") -> AsyncIterator[Talk]:
     async with client_of(served, key) as client, client.responses.connect() as connection:
         yield Talk(connection)
+
+
+async def settled(served: Serving, num_prompts: int, query: int = -1) -> None:
+    """Until the engine has so many prompts of a query."""
+    async with asyncio.timeout(5):
+        while not served.backend.prompts or len(served.backend.prompts[query]) < num_prompts:
+            await anyio.lowlevel.checkpoint()
+
+
+async def freed(served: Serving) -> None:
+    async with asyncio.timeout(5):
+        while served.service.queries or served.backend.num_requests or served.source.num_streams:
+            await anyio.lowlevel.checkpoint()
