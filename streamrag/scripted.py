@@ -108,7 +108,8 @@ class ScriptedBackend:
                 if self._error is not None and i == 1:
                     raise self._error
                 is_last = i + 1 == len(answer) and not self._is_endless
-                yield AnswerChunk(character, (ord(character),), "stop" if is_last else None)
+                reason = "length" if len(answer) < len(self._answer) else "stop"
+                yield AnswerChunk(character, (ord(character),), reason if is_last else None)
                 await anyio.lowlevel.checkpoint()
             if self._is_endless:
                 await anyio.sleep_forever()

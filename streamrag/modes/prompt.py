@@ -7,18 +7,15 @@ Every part is tokenised by itself. So an added passage never changes the ids bef
 are those of the same context assembled in one go.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
 from streamrag.errors import ConfigurationError, PromptTooLongError
 from streamrag.modes.bounds import encode_at_most
 from streamrag.modes.budget import Budget, Included, Relevance
+from streamrag.modes.conversation import chat_pieces
 from streamrag.modes.passages import PassageFormat
-
-_PLACEHOLDER = re.compile(r"@@streamrag-(\d+)@@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,25 +199,18 @@ class PromptAssembler:
     def _split(self, question: str, history: Sequence[Turn]) -> tuple[list[int], list[int]]:
         """Token ids before and after the context.
 
-        The chat template is rendered once, with a placeholder for each text that is not its own; those texts are
-        tokenised apart from it, as text, so that nothing in them can pass for a token of the template.
+        The texts are tokenised apart from the chat template, as text, so that nothing in them can pass for a token of
+        the template.
         """
         texts = [turn.text for turn in history]
         roles = [turn.role for turn in history]
         if self._template.system:
             texts.insert(0, self._template.system)
             roles.insert(0, "system")
-        turns = [Turn(role, f"@@streamrag-{i}@@") for i, role in enumerate((*roles, "user"))]
-        rendered = self._tokenizer.render_chat(turns)
-        pieces: list[Any] = _PLACEHOLDER.split(rendered)  # template, "0", template, "1", ..., template
-        if pieces[1::2] != [str(i) for i in range(len(turns))]:
-            raise ConfigurationError(
-                "the model's chat template does not repeat each message once, as it is and in order, "
-                f"so it cannot be filled while retrieval runs; it made: {rendered!r}"
-            )
-        self._format = self._template.passage_format(_PLACEHOLDER.sub("{text}", _escaped(rendered)) + "{answer}")
+        pieces = chat_pieces(self._tokenizer, (*roles, "user"))
+        self._format = self._template.passage_format("{text}".join(map(_escaped, pieces)) + "{answer}")
         head: list[int] = []
-        for template_text, text in zip(pieces[::2], (*texts, self._template.before_context), strict=False):
+        for template_text, text in zip(pieces, (*texts, self._template.before_context), strict=False):
             head += self._tokenizer.encode(template_text, allow_special=True)
             head += self._encode(text)
             if len(head) > self._max_model_len:

@@ -13,6 +13,7 @@ from streamrag.errors import StreamRagError
 from streamrag.serve import ask, chat, live, metrics, page, session_routes
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.gate import Gate
+from streamrag.serve.responses import http as responses
 from streamrag.serve.service import Service
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -62,6 +63,7 @@ def create_app(
         *session_routes.routes(service),
         *ask.routes(service),
         *page.routes(service),
+        *responses.routes(service),
         *more_routes,
     ]
     app = Starlette(

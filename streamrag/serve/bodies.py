@@ -50,7 +50,7 @@ def text_of(content: object, param: str) -> str:
     :raises RequestError: there is something else in it.
     """
     if isinstance(content, str):
-        return content
+        return plain(content, param)
     if content is None:
         return ""
     texts = []
@@ -61,7 +61,19 @@ def text_of(content: object, param: str) -> str:
         texts.append(part["text"])
     if not texts:
         raise RequestError("the content must be a text, or a list of parts of text", param=param)
-    return "".join(texts)
+    return plain("".join(texts), param)
+
+
+def plain(text: str, param: str) -> str:
+    """`text`, which no tokenizer chokes on.
+
+    :raises RequestError: there are halves of characters in it, as JSON lets one write: "\\ud800".
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the text has halves of characters (lone surrogates) in it", param=param) from None
+    return text
 
 
 def turn_of(role: str, content: object, param: str) -> Turn:

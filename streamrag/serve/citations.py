@@ -1,13 +1,15 @@
 """Where an answer cites its passages: [2], or [1, 3]."""
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
+from urllib.parse import unquote
 
 _CITED = re.compile(r"\[(\d{1,4}(?:\s?,\s?\d{1,4}){0,15})\]", re.ASCII)
 
-LONGEST_MARK = 96
+LONGEST_MARK = 112
 """Characters of the longest mark that is taken for a citation, brackets included."""
 
 
@@ -57,3 +59,33 @@ def url_citations(text: str, passages: Sequence[P]) -> list[dict[str, object]]:
         }
         for mark in marks_in(text, len(passages))
     ]
+
+
+def annotation_of(mark: Mark, passages: Sequence[P]) -> dict[str, object]:
+    """The citation as OpenAI's responses have it: of a page, or of a file for all that is not on the web."""
+    passage = passages[mark.number - 1]
+    if passage.uri.lower().startswith(("http://", "https://")):
+        return {
+            "type": "url_citation",
+            "start_index": mark.start,
+            "end_index": mark.end,
+            "title": passage.title,
+            "url": passage.uri,
+        }
+    return {
+        "type": "file_citation",
+        "index": mark.start,
+        "file_id": file_id(passage),
+        "filename": file_name(passage),
+    }
+
+
+def file_id(passage: Passage) -> str:
+    """The same for the same document, always."""
+    return f"file-{hashlib.sha256(passage.uri.encode(errors='replace')).hexdigest()[:24]}"
+
+
+def file_name(passage: Passage) -> str:
+    """The last part of its path, or what else there is."""
+    parts = unquote(passage.uri.rstrip("/")).rsplit("/", 1)
+    return parts[-1] or passage.title or "document"

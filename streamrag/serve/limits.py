@@ -25,6 +25,8 @@ class Limits(BaseModel):
     max_sessions_per_client: int = Field(default=16, ge=0, description="sessions of one client")
     max_watches: int = Field(default=32, ge=0, description="watched questions of one session")
     session_idle_s: float = Field(default=3600.0, gt=0, description="seconds that a session stays without use")
+    max_state_bytes: int = Field(default=64 << 20, ge=0, description="bytes of text in those that are kept")
+    state_s: float = Field(default=3600.0, gt=0, description="seconds that such a response is kept without being used")
     idle_s: float = Field(default=300.0, gt=0, description="seconds that a stream waits for a word of its client")
     send_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a client to read what was sent")
     drain_s: float = Field(default=30.0, ge=0, description="seconds for open queries to end when it stops")

@@ -1,0 +1,99 @@
+"""A conversation and the model's chat template become token ids, with no passages between: its texts are the context.
+
+| template | text 1 | template | text 2 | ... | template | text n | template, up to the answer |
+|<------------------------ partial prompt ----------------------->|
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamrag.core import Tokenizer, Turn, common_prefix_len
+from streamrag.errors import ConfigurationError, PromptTooLongError
+from streamrag.modes.bounds import encode_at_most
+
+_PLACEHOLDER = re.compile(r"@@streamrag-(\d+)@@")
+
+
+def chat_pieces(tokenizer: Tokenizer, roles: Sequence[str]) -> list[str]:
+    """What the chat template puts before, between and behind the texts of messages with these roles.
+
+    It is rendered once, with a placeholder for each text, so that no text can change it.
+
+    :raises ConfigurationError: the template does not repeat each text once, as it is and in order.
+    """
+    turns = [Turn(role, f"@@streamrag-{i}@@") for i, role in enumerate(roles)]  # type: ignore[arg-type]
+    rendered = tokenizer.render_chat(turns)
+    pieces: list[Any] = _PLACEHOLDER.split(rendered)  # template, "0", template, "1", ..., template
+    if pieces[1::2] != [str(i) for i in range(len(turns))]:
+        raise ConfigurationError(
+            "the model's chat template does not repeat each message once, as it is and in order, "
+            f"so it cannot be filled while retrieval runs; it made: {rendered!r}"
+        )
+    return pieces[::2]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationPrompt:
+    """Token ids of a conversation so far, and of what will stand between it and the answer if nothing follows."""
+
+    token_ids: tuple[int, ...]
+    num_tail: int
+    """Tokens at the end that are the template's, behind the last text."""
+    num_shared: int
+    """Leading tokens that the conversation before shares, up to its last text."""
+
+    @property
+    def partial(self) -> tuple[int, ...]:
+        """Up to the end of the last text."""
+        return self.token_ids[: len(self.token_ids) - self.num_tail]
+
+
+class Conversation:
+    """Turns what a conversation becomes, message by message, into token ids. Blocking, and for one thread at a time.
+
+    The ids depend on the turns alone; the texts of the conversation before are not tokenised again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._known: dict[tuple[str, bool], list[int]] = {}
+        self._previous: tuple[int, ...] = ()
+
+    def encode(self, turns: Sequence[Turn], *, max_tokens: int) -> ConversationPrompt:
+        """The token ids of `turns`.
+
+        :raises PromptTooLongError: they do not fit into the model's length beside `max_tokens` of answer.
+        :raises ConfigurationError: the chat template cannot hold these turns.
+        """
+        known, self._known = self._known, {}
+        pieces = chat_pieces(self._tokenizer, [turn.role for turn in turns])
+        token_ids: list[int] = []
+        for piece, turn in zip(pieces, turns, strict=False):
+            token_ids += self._encode((piece, True), known)
+            token_ids += self._encode((turn.text, False), known)
+            if len(token_ids) > self._max_model_len:
+                break  # no need to know by how much
+        tail = self._encode((pieces[-1], True), known)
+        if len(token_ids) + len(tail) + max_tokens > self._max_model_len:
+            raise PromptTooLongError(
+                f"the conversation has at least {len(token_ids) + len(tail)} tokens, and max_tokens={max_tokens} of "
+                f"answer do not fit beside them into the model's length of {self._max_model_len}: shorten it, or lower "
+                "max_tokens"
+            )
+        head = tuple(token_ids)
+        num_shared = common_prefix_len(self._previous, head)
+        self._previous = head
+        return ConversationPrompt((*head, *tail), len(tail), num_shared)
+
+    def _encode(self, key: tuple[str, bool], known: dict[tuple[str, bool], list[int]]) -> list[int]:
+        text, is_template = key
+        ids = self._known.get(key) or known.get(key)
+        if ids is None and is_template:
+            ids = self._tokenizer.encode(text, allow_special=True)
+        elif ids is None:
+            ids = encode_at_most(self._tokenizer, text, self._max_model_len)
+        self._known[key] = ids
+        return ids

@@ -1,0 +1,163 @@
+"""What is kept of responses, for `previous_response_id` and for whoever asks for one again."""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streamrag.core import Turn
+from streamrag.serve.failures import RequestError
+from streamrag.serve.limits import Limits
+from streamrag.serve.wire import json_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """A response, and the conversation up to its end, without its instructions."""
+
+    response: Mapping[str, Any]
+    turns: tuple[Turn, ...]
+    brings_context: bool
+    """Whether some of the conversation was prepared; its answers need no retrieval then."""
+
+    @property
+    def id(self) -> str:
+        """As clients know it."""
+        return str(self.response["id"])
+
+    @property
+    def own_bytes(self) -> int:
+        """What it takes besides its turns, about."""
+        return 8 * len(self.turns) + 2 * len(json_of(self.response))
+
+
+class StateStore:
+    """Keeps as many states as the limits allow. An owner has no way to another one's.
+
+    What was not used for longest goes first, of the owner that has most: nobody can push out everybody else's.
+    An owner is a client, by name, or a connection, for what its client does not want to be stored.
+
+    clock: seconds; of `time.monotonic` unless a test says otherwise.
+    """
+
+    def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._shelves: dict[Hashable, _Shelf] = {}
+
+    @property
+    def num_states(self) -> int:
+        """Those that are kept."""
+        return sum(len(shelf.states) for shelf in self._shelves.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take, about."""
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
+
+    def add(self, owner: Hashable, state: State) -> None:
+        """Keep a state, and let others go if they are too old or too many."""
+        now_s = self._clock()
+        self._shelves.setdefault(owner, _Shelf()).add(state, now_s)
+        for each in list(self._shelves):
+            self._drop_old(each, now_s)
+        while self.num_states > self._limits.max_states:
+            self._drop_first(max(self._shelves, key=lambda each: len(self._shelves[each].states)))
+        while self.num_bytes > self._limits.max_state_bytes:
+            self._drop_first(max(self._shelves, key=lambda each: self._shelves[each].num_bytes))
+
+    def get(self, key: str, *owners: Hashable) -> State:
+        """The state of this id that one of `owners` has.
+
+        :raises RequestError: there is none, or none any more.
+        """
+        now_s = self._clock()
+        for owner in owners:
+            self._drop_old(owner, now_s)
+            if owner in self._shelves and (state := self._shelves[owner].use(key, now_s)) is not None:
+                return state
+        raise RequestError(
+            f"there is no response {key!r:.80} here, or not any more", status=404, code="response_not_found"
+        )
+
+    def previous(self, key: str | None, *owners: Hashable) -> State | None:
+        """The state to go on from, if there is to be one.
+
+        :raises RequestError: there is none of this id.
+        """
+        try:
+            return None if key is None else self.get(key, *owners)
+        except RequestError as error:
+            code, param = "previous_response_not_found", "previous_response_id"
+            raise RequestError(str(error), status=404, code=code, param=param) from None
+
+    def delete(self, key: str, owner: Hashable) -> None:
+        """Forget a state. Responses that went on from it keep their conversation.
+
+        :raises RequestError: there is none.
+        """
+        self.get(key, owner)
+        self._shelves[owner].remove(key)
+        self._tidy(owner)
+
+    def forget(self, owner: Hashable) -> None:
+        """Forget all that this owner has."""
+        self._shelves.pop(owner, None)
+
+    def _drop_old(self, owner: Hashable, now_s: float) -> None:
+        shelf = self._shelves.get(owner)
+        while shelf is not None and shelf.states and shelf.oldest_s <= now_s - self._limits.state_s:
+            self._drop_first(owner)
+
+    def _drop_first(self, owner: Hashable) -> None:
+        shelf = self._shelves[owner]
+        shelf.remove(next(iter(shelf.states)))
+        self._tidy(owner)
+
+    def _tidy(self, owner: Hashable) -> None:
+        if not self._shelves[owner].states:
+            del self._shelves[owner]
+
+
+class _Shelf:
+    """The states of one owner, least recently used first, and what they take."""
+
+    def __init__(self) -> None:
+        self.states: OrderedDict[str, State] = OrderedDict()
+        self.num_bytes = 0
+        self._used_s: dict[str, float] = {}
+        self._turns: Counter[int] = Counter()  # by identity, since the states of a chain share them
+
+    @property
+    def oldest_s(self) -> float:
+        return self._used_s[next(iter(self.states))]
+
+    def add(self, state: State, now_s: float) -> None:
+        self.states[state.id] = state
+        self._used_s[state.id] = now_s
+        for turn in state.turns:
+            if not self._turns[id(turn)]:
+                self.num_bytes += _size(turn)
+            self._turns[id(turn)] += 1
+        self.num_bytes += state.own_bytes
+
+    def use(self, key: str, now_s: float) -> State | None:
+        if key in self.states:
+            self.states.move_to_end(key)
+            self._used_s[key] = now_s
+        return self.states.get(key)
+
+    def remove(self, key: str) -> None:
+        state = self.states.pop(key)
+        del self._used_s[key]
+        for turn in state.turns:
+            self._turns[id(turn)] -= 1
+            if not self._turns[id(turn)]:
+                del self._turns[id(turn)]
+                self.num_bytes -= _size(turn)
+        self.num_bytes -= state.own_bytes
+
+
+def _size(turn: Turn) -> int:
+    return 2 * len(turn.text)

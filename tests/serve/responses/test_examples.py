@@ -1,0 +1,34 @@
+"""The examples of docs/serve-openai.md."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.serving import PARIS, ROME, serving
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "serve-openai.md"
+ASKING, BRINGING = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+async def test_a_question_and_its_citations(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving() as served:
+        names = {"url": f"{served.url}/v1", "model": "scripted"}
+        await asyncio.to_thread(exec, ASKING, names)
+    assert capsys.readouterr().out.splitlines() == ["It is Paris [1].", f"{PARIS.title} {PARIS.uri}"]
+
+
+async def test_texts_are_brought_while_they_arrive() -> None:
+    async def texts() -> AsyncIterator[str]:
+        for chunk in (PARIS, ROME):
+            yield chunk.text
+
+    names: dict[str, Any] = {}
+    exec(BRINGING, names)
+    async with serving() as served:
+        assert await names["ask"](f"{served.url}/v1", "Which is it?", texts()) == "It is Paris [1]."
+        last = served.backend.model.tokenizer.decode(served.backend.prompts[-1][-1].token_ids)
+    assert last == f"User: {PARIS.text}\n\nUser: {ROME.text}\n\nUser: Which is it?\n\nAssistant:"
