@@ -13,7 +13,7 @@ PACKAGE = Path(streamrag.__file__).parent
 # Imports run down this list only; parts on one line never import each other.
 LINES = [
     {"cli"},
-    {"adapters", "bench", "testing"},
+    {"adapters", "bench", "serve", "testing"},
     {"pipeline"},
     {"backends"},
     {"sources"},

@@ -13,6 +13,7 @@ from streamrag.versions import __version__
 
 COMMANDS = {
     "ask": "answer questions from the web or from an index",
+    "serve": "answer any OpenAI client over HTTP",
     "index": "make an index of a folder of documents",
     "record": "record what retrieval does, to replay it later",
     "trace": "look at such records, convert those of others, generate them",
@@ -26,6 +27,7 @@ COMMANDS = {
 EPILOG = """\
 examples:
   streamrag ask "How do I cancel a task group?" --url https://anyio.readthedocs.io --model ./Llama-3.1-8B-Instruct
+  streamrag serve --demo
   streamrag index build ./handbook --out ./handbook-index
   streamrag record "Who approves travel?" --index ./handbook-index --output search.jsonl.gz
   streamrag bench simulate --workload search.jsonl.gz --qps 1,2,4
