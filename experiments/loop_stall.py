@@ -107,7 +107,7 @@ async def read_all(source: Source, query: str) -> int:
 
 
 async def measure(rounds: int) -> list[dict[str, float | str]]:
-    from demo_site import build_site
+    from streamrag.demo import build_site
 
     rows: list[dict[str, float | str]] = []
     with tempfile.TemporaryDirectory() as folder:

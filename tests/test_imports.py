@@ -39,6 +39,7 @@ PARTS_OF_ONE = {
     "__main__": "cli",
     "asked": "pipeline",
     "choice": "pipeline",
+    "demo": "testing",
     "demo_model": "testing",
     "query": "pipeline",
     "handle": "pipeline",

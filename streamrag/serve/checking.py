@@ -116,7 +116,8 @@ def _model(loaded: Loaded, told: ModelSettings) -> Iterator[Problem]:
         for section, name in loaded.places:
             if section == "engine" and name in EngineSettings.model_fields:
                 yield Problem(loaded.where("engine", name), "is for an embedded vLLM, and model.server is set")
-    yield from _tried(loaded.where("model", "name"), lambda: make_backend(told, engine))
+    of_model = list(_tried(loaded.where("model", "name"), lambda: make_backend(told, EngineSettings())))
+    yield from of_model or _tried("engine", lambda: make_backend(told, engine))
 
 
 def _checkpoint(where: str, folder: Path) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -64,14 +65,22 @@ class Loaded:
 Values = dict[tuple[str, str], Any]
 
 
-def load(file: Path | None, environment: Mapping[str, str], options: Mapping[str, Any]) -> Loaded:
+def load(
+    file: Path | None,
+    environment: Mapping[str, str],
+    options: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> Loaded:
     """The settings of all three.
 
     environment: as `os.environ`. options: by name, as "limits.max_queries"; texts are read as of the environment.
+    defaults: by name too, in place of those that settings have.
     """
     loaded = Loaded()
     values: Values = {}
     for layer in (
+        ((name, f"default {name}", value) for name, value in defaults.items()),
         _of_file(file, loaded) if file is not None else (),
         _of_environment(environment, loaded),
         ((name, f"option --{name}", value) for name, value in options.items()),
