@@ -20,7 +20,7 @@ COMMANDS = {
     "bench": "compare ways of serving a load, simulated or on the real engine",
     "demo-model": "make a small model that answers in English, to try things with",
     "profile": "measure what recomputing and copying KV takes here",
-    "doctor": "find out whether a server that is there gains from it, and how much",
+    "doctor": "find out whether this machine can serve, or what a server that is there gains",
 }
 """What each does; its module in this folder has its name and adds its arguments, among them what runs it."""
 
