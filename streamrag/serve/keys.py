@@ -46,7 +46,7 @@ def read_keys(told: KeySettings) -> dict[str, str]:
 def _of_file(file: Path) -> list[tuple[str, str]]:
     try:
         with file.open("rb") as opened:
-            if os.fstat(opened.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            if _is_open_to_others(os.fstat(opened.fileno())):
                 raise ConfigurationError(f"{file} can be read by others than its owner: chmod 600 {file}")
             text = opened.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
@@ -62,3 +62,9 @@ def _of_file(file: Path) -> list[tuple[str, str]]:
         if not isinstance(key, str):
             raise ConfigurationError(f'{file}: {name!r:.80} must be a text, as name = "key"')
     return list(values.items())
+
+
+def _is_open_to_others(status: os.stat_result) -> bool:
+    """A group may read what belongs to another user, such as root: so are secrets handed to a service."""
+    for_group = stat.S_IRWXG if status.st_uid == os.geteuid() else stat.S_IWGRP | stat.S_IXGRP
+    return bool(status.st_mode & (for_group | stat.S_IRWXO))

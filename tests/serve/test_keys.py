@@ -1,5 +1,6 @@
 """API keys: where they come from, and what is wrong with some."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,11 @@ def test_a_file_that_is_not_there_and_a_pair_that_is_none_are_explained(tmp_path
         read_keys(KeySettings(file=tmp_path / "keys.toml"))
     with pytest.raises(ConfigurationError, match=r"pair 2 of keys\.pairs is not name=key"):
         read_keys(KeySettings(pairs=f"alice={ALICE} geheim"))
+
+
+def test_a_group_may_read_what_root_hands_to_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert read_keys(KeySettings(file=file_of(tmp_path, f'alice = "{ALICE}"', 0o440))) == {ALICE: "alice"}
+    for mode in (0o460, 0o444):
+        with pytest.raises(ConfigurationError, match="can be read by others"):
+            read_keys(KeySettings(file=file_of(tmp_path, f'alice = "{ALICE}"', mode)))
