@@ -9,7 +9,7 @@ import pytest
 from streamrag.errors import ConfigurationError
 from streamrag.serve.configuration import SECTIONS, load
 from streamrag.serve.settings import Settings
-from streamrag.serve.showing import HIDDEN, commented_defaults, effective
+from streamrag.serve.showing import HIDDEN, commented_defaults, effective, toml_of
 
 
 def file_of(folder: Path, text: str) -> Path:
@@ -122,3 +122,16 @@ def test_what_holds_is_read_back_as_it_is(tmp_path: Path) -> None:
     file = file_of(tmp_path, effective(settings))
     assert load(file, {}, {}).settings == settings
     assert tomllib.loads(file.read_text())["engine"]["engine_args"] == {"a b": [1, {"c": "d"}]}
+
+
+def test_the_documentation_has_every_setting_as_it_is() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text()
+    for section, model in SECTIONS.items():
+        part = page.partition(f"\n### `[{section}]`\n")[2].partition("\n#")[0]
+        values = model()
+        rows = [
+            f"| `{name}` | {'' if (value := getattr(values, name)) is None else f'`{toml_of(value)}`'} "
+            f"| {field.description} |"
+            for name, field in model.model_fields.items()
+        ]
+        assert [line for line in part.splitlines() if line.startswith("| `")] == rows, section
