@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from streamrag.demo_model import INSTALL, PACKAGE, make_demo_model
 from streamrag.errors import MissingDependencyError
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 
 DOCS = (Path(__file__).parent.parent / "docs", Path(__file__).parent / "docs")
 """In a checkout, and in a wheel."""

@@ -205,6 +205,12 @@ class Answer:
     """Whether look-alikes of special tokens were broken by a space, because a server tokenised the text. Otherwise the
     model saw them as they are, as text; in neither case as special tokens."""
 
+    version: int | None = None
+    """Of a session's answer: the version of the data that it is of."""
+    gap: float | None = None
+    """How much more likely the first token was than the next best, as a difference of log-probabilities; None unless a
+    session's question asked for it."""
+
     @property
     def is_in_rank_order(self) -> bool:
         """Whether the prompt has its passages in the order in which the retriever ranked them, if it did. Not so where

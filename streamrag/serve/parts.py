@@ -17,10 +17,10 @@ def make_source(told: SourceSettings) -> Source | None:
     """
     if told.index is not None:
         if told.hybrid or told.rerank is not None:
-            from streamrag.sources.hybrid import HybridSource
+            from streamrag.sources.search.hybrid import HybridSource
 
             return HybridSource(told.index, k=told.k, reranker=told.rerank, embedder=told.embedder)
-        from streamrag.sources.ivf import index_source
+        from streamrag.sources.search.ivf import index_source
 
         return index_source(told.index, k=told.k, embedder=told.embedder)
     if told.postgres is not None:
@@ -35,7 +35,7 @@ def make_source(told: SourceSettings) -> Source | None:
         return ReplaySource(told.trace)
     if not told.urls:
         return None
-    from streamrag.sources.web import WebSource
+    from streamrag.sources.crawl.web import WebSource
 
     return WebSource(
         list(told.urls),

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, Unpack, runtime_checkable
@@ -154,6 +154,8 @@ class Service:
         )
         self._pipeline = self._make_pipeline(NoSource() if source is None else source)
         self._progress: Progress = lambda line: None
+        self.closers: list[Callable[[], Awaitable[None]]] = []
+        """Called when the service is closed, before its engine is: for what lives longer than a query."""
         self._open: dict[OpenQuery, None] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -223,6 +225,8 @@ class Service:
             await asyncio.wait([self._watching])
         for each in list(self._open):
             each.scope.cancel()
+        for close in self.closers:
+            await close()
         await self._pipeline.aclose()
         if isinstance(self.backend, Startable):
             await self.backend.aclose()

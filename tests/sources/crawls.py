@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from streamrag.core import Append, CutShort, Skipped, SourceEvent
-from streamrag.sources.web import WebSource
+from streamrag.sources.crawl.web import WebSource
 
 QUERY = "How do penguins swim?"
 

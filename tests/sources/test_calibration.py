@@ -12,9 +12,9 @@ from toy_corpus import EMBEDDER, build_toy_index
 from streamrag import Append, Calibration, Chunk, ConfigurationError, CutShort, Hint, SourceError, Update, VectorSource
 from streamrag.bench.calibration_picture import draw_calibration
 from streamrag.cli import main
-from streamrag.sources.calibrating import calibrate
-from streamrag.sources.calibration import FORMAT, MAX_LENGTH, MAX_TIMES, VERSION, Count, Odds, Stage, Times
-from streamrag.sources.calibration_queries import read_queries, sentences
+from streamrag.sources.emission.calibrating import calibrate
+from streamrag.sources.emission.calibration import FORMAT, MAX_LENGTH, MAX_TIMES, VERSION, Count, Odds, Stage, Times
+from streamrag.sources.emission.calibration_queries import read_queries, sentences
 from streamrag.testing import ScriptedSource
 
 A, B, C, D = (Chunk(text, f"{text}.md") for text in "abcd")

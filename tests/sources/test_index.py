@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from source_helpers import alive
@@ -26,7 +28,7 @@ from streamrag.errors import (
 )
 from streamrag.scratch import locked_folder
 from streamrag.sources.embedder import find_embedder
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 from streamrag.sources.index_folder import check_index, looks_like_index
 
 
@@ -141,7 +143,7 @@ def test_a_missing_package_is_named_with_its_install_line(
         return None if name == package else object()
 
     monkeypatch.setattr("streamrag.sources.embedder.find_spec", find_spec)
-    monkeypatch.setattr("streamrag.sources.search.find_spec", find_spec)
+    monkeypatch.setattr("streamrag.sources.search.diskann_search.find_spec", find_spec)
     with pytest.raises(MissingDependencyError, match="pip install"):
         build_index(tmp_path, tmp_path / "index")
 
@@ -248,6 +250,24 @@ def kept_folders(folder: Path) -> list[set[str]]:
     return [names(path) for path in folder.iterdir() if ".building-" in path.name]
 
 
+@pytest.mark.parametrize("kind", ["diskann", "ivf"])
+def test_a_file_that_cannot_be_written_is_told_and_nothing_is_embedded_again(
+    tmp_path: Path, kind: Literal["diskann", "ivf"]
+) -> None:
+    """Of an error in the midst of writing, DiskANN ends its process."""
+    pytest.importorskip({"diskann": "diskannpy", "ivf": "faiss"}[kind])
+    documents = write_documents(tmp_path / "documents", 600)
+    no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_bytes = 155_000  # the vectors have 153,600, what comes of them more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, no_limit[1]))
+    try:
+        with pytest.raises(VectorIndexError, match=r"(?s)building the index .*failed: .*Is there room for its files?"):
+            build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind=kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
+    assert build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind=kind).num_embedded == 0
+
+
 def test_a_worker_that_dies_midway_leaves_the_old_index_and_what_it_embedded(index: Path, tmp_path: Path) -> None:
     before = contents(index)
     documents = write_documents(tmp_path / "documents", 130)
@@ -304,7 +324,7 @@ def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path)
     documents = write_documents(tmp_path / "documents", 2)
     (documents / "slow.txt").write_text(f"wait until {tmp_path}/never")
     waiting = tmp_path / "never.waiting"
-    code = f"from streamrag.sources.index import build_index; build_index(*{(str(documents), str(index))!r}, " + (
+    code = f"from streamrag.sources.index.build import build_index; build_index(*{(str(documents), str(index))!r}, " + (
         f"embedder={EMBEDDER!r}, force=True)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}

@@ -22,10 +22,10 @@ from streamrag.errors import (
     VectorIndexError,
     WorkerError,
 )
-from streamrag.sources.index import build_index
-from streamrag.sources.index_changes import add_documents, remove_documents
+from streamrag.sources.index.build import build_index
+from streamrag.sources.index.changes import add_documents, remove_documents
 from streamrag.sources.index_folder import check_index
-from streamrag.sources.ivf import IvfSource, index_source
+from streamrag.sources.search.ivf import IvfSource, index_source
 
 KINDS = ["diskann", "ivf"]
 QUERY = "w1 w2 w3 w4 w5"
@@ -217,7 +217,7 @@ def test_a_worker_that_dies_leaves_the_old_index(index: Path, tmp_path: Path) ->
 CHANGE = """
 import sys
 from pathlib import Path
-from streamrag.sources.index_changes import add_documents, remove_documents
+from streamrag.sources.index.changes import add_documents, remove_documents
 
 index, documents, embedder = sys.argv[1:]
 print("ready", flush=True)
@@ -255,7 +255,7 @@ def test_a_program_that_is_killed_leaves_the_old_index_or_the_new_one(
 STEPS = ["passages", "embedding", "indexing", "exchange", "removing the old"]
 STOPPED = """
 import os, shutil, signal, sys
-from streamrag.sources import generation, index_changes
+from streamrag.sources.index import changes, generation
 
 index, step, embedder = sys.argv[1:]
 
@@ -267,12 +267,12 @@ def at(number, total, name):
         die()
 
 if step == "passages":
-    generation.write_derived = index_changes.write_derived = die
+    generation.write_derived = changes.write_derived = die
 elif step == "exchange":
     generation.exchange_folders = die
 elif step == "removing the old":
     shutil.rmtree = die
-index_changes.remove_documents(index, ["0000.txt"], embedder=embedder, on_progress=at)
+changes.remove_documents(index, ["0000.txt"], embedder=embedder, on_progress=at)
 """
 
 
@@ -296,7 +296,7 @@ def test_a_program_that_is_killed_at_a_step_leaves_a_whole_index(documents: Path
 
 KILLED = """
 import os, signal, sys
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 
 def at(number, total, name):
     if name == "embedding" and number == 128:

@@ -21,10 +21,10 @@ from streamrag.errors import (
     WorkerError,
 )
 from streamrag.pipeline import Pipeline
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 from streamrag.sources.index_folder import check_index
-from streamrag.sources.ivf import IvfSource, index_source
-from streamrag.sources.vector import VectorSource
+from streamrag.sources.search.ivf import IvfSource, index_source
+from streamrag.sources.search.vector import VectorSource
 from streamrag.testing import ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -131,6 +131,11 @@ async def test_many_queries_at_once_get_their_own_answers(built: Path) -> None:
         assert [found[-1] for found in together] == alone
 
 
+async def test_half_a_character_in_a_query_is_one_that_nobody_knows(built: Path) -> None:
+    async with started(built) as source:
+        assert await updates(source, "w1 \ud800 w2") == await updates(source, "w1 \ufffd w2")
+
+
 async def test_an_index_of_either_kind_gets_its_source(built: Path, tmp_path: Path) -> None:
     write_documents(tmp_path / "documents", 3)
     await asyncio.to_thread(build_index, tmp_path / "documents", tmp_path / "graph", embedder=EMBEDDER, kind="diskann")
@@ -149,7 +154,7 @@ async def test_an_index_of_either_kind_gets_its_source(built: Path, tmp_path: Pa
 
 
 def test_without_diskann_an_ivf_index_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("index", "search"):
+    for module in ("index.build", "search.diskann_search"):
         find_spec = lambda name: None if name == "diskannpy" else object()  # noqa: E731
         monkeypatch.setattr(f"streamrag.sources.{module}.find_spec", find_spec)
     documents = write_documents(tmp_path / "documents", 3)
@@ -181,7 +186,7 @@ def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: s
 
 
 async def test_a_missing_package_is_named_with_its_install_line(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.ivf_search.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrag.sources.search.ivf_search.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"faiss-cpu .*pip install 'streamrag\[faiss\]'"):
         await IvfSource(built, embedder=EMBEDDER).start(lambda line: None)
 

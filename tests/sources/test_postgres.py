@@ -35,7 +35,7 @@ from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.query import Search
 from streamrag.sources.postgres.source import PgVectorSource
 from streamrag.sources.postgres.table import Ladder, Table, record_of
-from streamrag.sources.workers import Share
+from streamrag.sources.workers.pool import Share
 from streamrag.testing import ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -303,6 +303,9 @@ async def test_any_table_will_do_whatever_its_names_are(own_table: str) -> None:
         ({"kind": "x' OR '1' = '1"}, set(range(2000, 2020, 2))),
         ({"kind": "x"}, set()),
         ({"year": []}, set()),
+        ({"kind": ["x", None]}, set(range(2001, 2020, 2))),
+        ({"kind": [None], "year": [2003, 2004]}, {2003}),
+        ({"kind": ["x' OR '1' = '1"]}, set(range(2000, 2020, 2))),
         ({HOSTILE_NAME: 7}, {2007}),
         ({"id": UUID(int=5)}, {2005}),
     ],
@@ -380,6 +383,55 @@ async def test_a_hostile_table_gives_passages_within_limits(dsn: str) -> None:
     assert sorted(places) == sorted(expected)
     assert max(len(chunk.text) + len(chunk.title) + len(chunk.uri) for chunk in final.chunks) <= 22_500
     execute(dsn, "DROP TABLE hostile")
+
+
+@pytest.fixture
+def of_any_dimension(dsn: str) -> Iterator[str]:
+    execute(dsn, "CREATE TABLE mixed (uri text, text text, embedding vector)")
+    rows = [
+        (f"{n}.md", text, as_vector(vector))
+        for n, (text, vector) in enumerate(zip(TEXTS[:3], vectors_of(TEXTS[:3]), strict=True))
+    ]
+    fill(dsn, "mixed", [*rows, ("other", "an old one", "[1,2,3]")], "uri text embedding")
+    yield dsn
+    execute(dsn, "DROP TABLE mixed")
+
+
+async def test_vectors_of_another_dimension_are_left_out_and_counted_at_the_start(of_any_dimension: str) -> None:
+    said: list[str] = []
+    source = PgVectorSource(of_any_dimension, table="mixed", embedder=EMBEDDER)
+    try:
+        await source.start(said.append)
+        (update,) = await updates(source, TEXTS[1])
+    finally:
+        await source.aclose()
+    assert [chunk.uri for chunk in update.chunks] == [uri for uri, _ in exact_ranking(TEXTS[:3], TEXTS[1])]
+    assert any("has vectors of 3 dimensions too" in line and "1 of 4 passages are left out" in line for line in said)
+
+
+async def test_a_table_with_vectors_of_other_dimensions_only_is_refused(of_any_dimension: str) -> None:
+    execute(of_any_dimension, f"DELETE FROM mixed WHERE vector_dims(embedding) = {DIMENSION}")
+    with pytest.raises(IndexMismatchError, match=f"has 3 dimensions, and embedder='{EMBEDDER}' has {DIMENSION}"):
+        async with started(of_any_dimension, table="mixed"):
+            pass
+    execute(of_any_dimension, "DELETE FROM mixed")
+    async with started(of_any_dimension, table="mixed") as source:
+        assert await updates(source, "anything") == []
+
+
+@pytest.mark.parametrize("index", [None, "hnsw"])
+@pytest.mark.parametrize("length", [1e-25, 1e-22, 1e25])
+async def test_vectors_whose_cosine_pgvector_gets_wrong_are_no_passages(
+    dsn: str, index: str | None, length: float
+) -> None:
+    make_table(dsn, "lengths", TEXTS[:8], index=index)
+    vector = as_vector([float(f"{value:.9g}") for value in vectors_of([TEXTS[9]])[0] * length])
+    fill(dsn, "lengths", [("wrong.md", 0, "", "another text", vector)], COLUMNS)
+    for options in ({}, {"ladder": (40,), "exact_rows": 0})[: 2 if index else 1]:
+        async with started(dsn, table="lengths", words="", k=20, **options) as source:
+            final = (await updates(source, TEXTS[1]))[-1].chunks
+        assert [chunk.uri for chunk in final] == [uri for uri, _ in exact_ranking(TEXTS[:8], TEXTS[1])]
+    execute(dsn, "DROP TABLE lengths")
 
 
 async def test_texts_that_are_no_utf8_are_an_error_and_no_crash(dsn: str) -> None:

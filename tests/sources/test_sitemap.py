@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from streamrag.sources import sitemap
-from streamrag.sources.sitemap import find_pages
+from streamrag.sources.pages import sitemap
+from streamrag.sources.pages.sitemap import find_pages
 
 URL = "http://docs.example/sitemap.xml"
 NAMESPACE = "http://www.sitemaps.org/schemas/sitemap/0.9"
@@ -59,6 +59,15 @@ def test_an_index_names_sitemaps_and_those_that_promise_more_come_first() -> Non
 def test_lines_of_text_are_a_sitemap() -> None:
     body = b"http://docs.example/penguins\r\nnonsense\n\nhttp://docs.example/other\n"
     assert find(body)["pages"] == ["http://docs.example/penguins"]
+
+
+def test_of_a_cut_text_the_last_line_may_be_half_an_address() -> None:
+    job = {"url": "http://docs.example/sitemap.txt", "query": "penguins", "is_cut": True}
+    body = b"http://docs.example/penguins\nhttp://docs.example/penguins-sw"
+    found = sitemap.find_pages(job, body, str)
+    assert found == {"pages": ["http://docs.example/penguins"], "sitemaps": [], "is_cut": True}
+    whole = sitemap.find_pages({**job, "is_cut": False}, body, str)
+    assert whole["pages"] == ["http://docs.example/penguins", "http://docs.example/penguins-sw"]
 
 
 def test_of_a_damaged_or_cut_file_the_beginning_counts() -> None:

@@ -27,10 +27,10 @@ from streamrag.errors import (
     WorkerError,
 )
 from streamrag.pipeline import Pipeline
-from streamrag.sources.index import build_index
-from streamrag.sources.ivf import IvfSource
-from streamrag.sources.vector import VectorSource
-from streamrag.sources.workers import WorkerPool, WorkerTimeoutError
+from streamrag.sources.index.build import build_index
+from streamrag.sources.search.ivf import IvfSource
+from streamrag.sources.search.vector import VectorSource
+from streamrag.sources.workers.pool import WorkerPool, WorkerTimeoutError
 from streamrag.testing import ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -217,7 +217,7 @@ def test_passages_with_equal_vectors_are_all_found(tmp_path: Path) -> None:
 
 
 def test_diskanns_search_repeats_one_id_which_is_why_batch_search_is_used(small: Path) -> None:
-    """If this fails, diskannpy has been repaired: see `sources/search.py`."""
+    """If this fails, diskannpy has been repaired: see `sources/search/diskann_search.py`."""
     code = f"""if True:
         import sys, numpy as np, diskannpy
         index = diskannpy.StaticDiskIndex({str(small)!r}, num_threads=2, num_nodes_to_cache=0)
@@ -508,6 +508,6 @@ async def test_an_index_that_is_replaced_serves_until_its_worker_must_open_it_ag
 
 def test_importing_it_imports_nothing_heavy() -> None:
     heavy = {"bs4", "diskannpy", "lxml", "numpy", "sentence_transformers", "torch"}
-    code = "import sys, streamrag.sources.vector, streamrag.sources.index; print(*sys.modules)"
+    code = "import sys, streamrag.sources.search.vector, streamrag.sources.index.build; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not heavy & set(done.stdout.split())

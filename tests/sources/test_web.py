@@ -32,10 +32,11 @@ from streamrag.errors import (
     UnsafeUrlError,
     WorkerError,
 )
-from streamrag.sources import addresses, web
-from streamrag.sources.fetch import Fetcher
-from streamrag.sources.fetched import Page
-from streamrag.sources.web import StartUrls, WebSource
+from streamrag.sources.crawl import web
+from streamrag.sources.crawl.web import StartUrls, WebSource
+from streamrag.sources.http import addresses
+from streamrag.sources.http.fetch import Fetcher
+from streamrag.sources.http.fetched import Page
 
 pytest.importorskip("crawl4ai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")

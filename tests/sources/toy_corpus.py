@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from toy_embedder import embed
 
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 
 EMBEDDER = "toy_embedder:embed"
 
