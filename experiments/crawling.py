@@ -163,7 +163,6 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve)
         return
-    sys.path.insert(0, str(ROOT / "examples"))
     from streamrag.demo import build_site
 
     with tempfile.TemporaryDirectory() as folder:

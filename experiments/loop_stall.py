@@ -32,7 +32,6 @@ from streamrag.sources.index.build import build_index
 from streamrag.testing import ScriptedBackend, ScriptedSource, make_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
 
 TICK_S = 0.001
 QUERY = "stop a query early"

@@ -7,9 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +98,28 @@ def test_curl_gets_a_stream_and_sigterm_ends_the_service(trace: Path) -> None:
     assert first["choices"][0]["delta"]["role"] == "assistant"
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in others) == "x"
     assert others[-1]["streamrag"]["citations"] == [{"number": 1, "uri": "printer.md", "title": "Printers"}]
+
+
+def test_sigterm_while_it_starts_ends_it(tmp_path: Path) -> None:
+    server = Server(reuses=True)
+    is_over = threading.Event()
+
+    class Models(dict[str, int | None]):
+        def items(self) -> Any:
+            is_over.wait(60)
+            return super().items()
+
+    server.models = Models()
+    with completions(server) as url:
+        command = [sys.executable, "-m", "streamrag", "serve", "--model", "tiny", "--port", "0", "--server", url]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                program = Program(process)
+                program.line("asking|tiny|server")
+                assert program.end() == 128 + signal.SIGTERM
+            finally:
+                process.kill()
+                is_over.set()
 
 
 @needs_curl
