@@ -17,12 +17,14 @@ from streamrag.serve.settings import (
     EngineSettings,
     KeySettings,
     ModelSettings,
+    ObserveSettings,
     PromptSettings,
     ServerSettings,
     Settings,
     SourceSettings,
 )
 from streamrag.sources.index_folder import check_index
+from streamrag.versions import installed_versions
 
 CRAWL_ONLY = (
     "max_depth", "max_pages", "crawl_timeout_s", "same_host", "allow_private", "obey_robots", "sitemaps",
@@ -153,6 +155,18 @@ def _server(loaded: Loaded, told: ServerSettings) -> Iterator[Problem]:
         yield from _tried(loaded.where("server", "port"), lambda: listen(told.host, told.port).close())
 
 
+def _observe(loaded: Loaded, told: ObserveSettings) -> Iterator[Problem]:
+    if told.otel_endpoint is None:
+        return
+    where = loaded.where("observe", "otel_endpoint")
+    if not told.otel_endpoint.startswith(("http://", "https://")):
+        yield Problem(where, f"{told.otel_endpoint!r:.80} is no http or https address")
+    names = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+    for name in names:
+        if name not in installed_versions(*names):
+            yield Problem(where, f"{name} is not installed", "pip install 'streamrag[otel]'")
+
+
 CHECKS: dict[str, Callable[[Loaded, Any], Iterator[Problem]]] = {
     "source": _source,
     "model": _model,
@@ -160,6 +174,7 @@ CHECKS: dict[str, Callable[[Loaded, Any], Iterator[Problem]]] = {
     "prompt": _prompt,
     "keys": _keys,
     "server": _server,
+    "observe": _observe,
 }
 
 

@@ -1,11 +1,12 @@
 """The parts of a service, made as its settings say."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from streamrag.core import Backend, SamplingParams, Source
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
+from streamrag.serve.observing import Observer
 from streamrag.serve.service import Service
 from streamrag.serve.settings import EngineSettings, ModelSettings, PromptSettings, Settings, SourceSettings
 
@@ -93,7 +94,7 @@ def make_template(told: PromptSettings) -> PromptTemplate:
     return PromptTemplate(**told.model_dump(exclude={"max_context_tokens"}))
 
 
-def make_service(settings: Settings) -> Service:
+def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> Service:
     """The service, not started.
 
     :raises ConfigurationError: values that cannot work.
@@ -110,6 +111,7 @@ def make_service(settings: Settings) -> Service:
         params=SamplingParams(
             max_tokens=answers.max_tokens, temperature=answers.temperature, top_p=answers.top_p, top_k=answers.top_k
         ),
+        observers=observers,
         model_name=settings.model.served_name,
         on_engine_death=settings.server.on_engine_death,
     )

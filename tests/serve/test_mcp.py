@@ -146,6 +146,19 @@ async def test_a_deadline_counts() -> None:
     assert served.watcher.ended == [("mcp", "deadline")]
 
 
+async def test_a_call_is_told_that_the_service_stops() -> None:
+    async with serving([CHUNKS[0], anyio.Event()]) as served, client_of(served) as client:
+        call = asyncio.create_task(client.call_tool("ask", QUESTION))
+        await served.watcher.has_begun.wait()
+        await served.service.aclose()
+        stopped = await call
+        late = await client.call_tool("ask", QUESTION)
+    assert stopped.is_error
+    assert "the service is stopping" in stopped.content[0].text
+    assert "the service is stopping" in late.content[0].text
+    assert served.watcher.ended == [("mcp", "shut_down")]
+
+
 async def test_a_key_is_wanted_and_names_the_client() -> None:
     async with serving(keys={"k" * 16: "alice"}) as served:
         refused = await served.http.post("/mcp", json=call_of(**QUESTION), headers={**OLD, "authorization": "Bearer x"})
