@@ -74,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="say all that is wrong, or what holds, and end")
     parser.add_argument("--print-config", action="store_true", help="write a file with all defaults, and end")
     parser.set_defaults(run=run)
-    if importlib.util.find_spec("pydantic") is not None:
-        _add_settings(parser)
+    _add_settings(parser)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

@@ -7,10 +7,11 @@ Progress tells what retrieval has found while it runs; a tool's result comes in 
 import asyncio
 import importlib.util
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -87,7 +88,8 @@ class _Endpoint:
             async with manager.run():
                 await manager.handle_request(scope, receive_body, send)
 
-        await unless_gone(work(), receive)
+        with suppress(ClientDisconnect):  # there is nobody to be told of it
+            await unless_gone(work(), receive)
 
 
 def make_server(service: Service) -> "MCPServer[Any]":

@@ -78,16 +78,21 @@ async def test_progress_says_what_was_found_while_it_runs() -> None:
     ]
 
 
-async def test_a_client_that_leaves_frees_everything() -> None:
+async def test_a_client_that_leaves_frees_everything(caplog: pytest.LogCaptureFixture) -> None:
     never = anyio.Event()
+
+    async def ignore(progress: float, total: float | None, message: str | None) -> None:
+        """So that the response has begun."""
+
     async with serving([CHUNKS[0], never]) as served:
         async with client_of(served) as client:
-            call = asyncio.create_task(client.call_tool("ask", QUESTION))
+            call = asyncio.create_task(client.call_tool("ask", QUESTION, progress_callback=ignore))
             await served.watcher.has_begun.wait()
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
             assert await freed(served)
     assert served.watcher.ended == [("mcp", "left")]
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 OLD = {
@@ -102,7 +107,7 @@ def call_of(**arguments: Any) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
 
 
-async def test_a_client_of_the_protocol_before_gets_the_same_and_may_leave() -> None:
+async def test_a_client_of_the_protocol_before_gets_the_same_and_may_leave(caplog: pytest.LogCaptureFixture) -> None:
     never = anyio.Event()
     async with serving() as served:
         answer = await served.http.post("/mcp", json=call_of(**QUESTION), headers=OLD)
@@ -113,6 +118,7 @@ async def test_a_client_of_the_protocol_before_gets_the_same_and_may_leave() -> 
             await served.watcher.has_begun.wait()
         assert await freed(served)
     assert served.watcher.ended == [("mcp", "left")]
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_refusal_says_when_to_come_again_and_a_failure_what_failed() -> None:
