@@ -89,6 +89,8 @@ class ContextChanged:
     """Leading tokens that the previous prompt had too: their KV stays valid."""
     num_invalidated: int
     """Tokens of the previous prompt after those: their KV is no longer valid."""
+    chunks: tuple[Chunk, ...] = ()
+    """The passages of the new prompt, in prompt order."""
 
 
 @dataclass(frozen=True, slots=True)

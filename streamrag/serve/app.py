@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from streamrag.errors import StreamRagError
-from streamrag.serve import chat, mcp, session_routes
+from streamrag.serve import ask, chat, mcp, page, session_routes
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.gate import Gate
 from streamrag.serve.service import Service
@@ -59,6 +59,8 @@ def create_app(
         *chat.routes(service),
         *mcp.routes(service),
         *session_routes.routes(service),
+        *ask.routes(service),
+        *page.routes(service),
         *more_routes,
     ]
     app = Starlette(

@@ -7,7 +7,6 @@ import random
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -17,10 +16,10 @@ import psycopg
 import pytest
 from postgres_server import as_vector, execute, fill, postgres_server
 from psycopg import sql
-from source_helpers import alive, until
+from source_helpers import alive, citations, events_of, must_be_started, stages_left, until, updates
 from toy_embedder import DIMENSION, embed
 
-from streamrag.core import Chunk, CutShort, Hint, Skipped, SourceEvent, Update
+from streamrag.core import Chunk, CutShort, Hint, Skipped, Update
 from streamrag.errors import (
     ConfigurationError,
     IndexMismatchError,
@@ -96,21 +95,8 @@ async def started(dsn: str, *, has_worker: bool = False, **options: Any) -> Asyn
         if not has_worker:
             patch.setattr("streamrag.sources.postgres.source.EmbeddingPool", InThisProcess)
         await source.start(lambda line: None)
-    try:
+    async with aclosing(source):
         yield source
-    finally:
-        await source.aclose()
-
-
-async def events_of(source: PgVectorSource, query: str) -> list[SourceEvent]:
-    async with aclosing(source.stream(query)) as events:
-        return [event async for event in events]
-
-
-async def updates(source: PgVectorSource, query: str) -> list[Update]:
-    found = await events_of(source, query)
-    assert {type(event) for event in found} <= {Update}
-    return [event for event in found if isinstance(event, Update)]
 
 
 def exact_ranking(texts: Sequence[str], query: str) -> list[tuple[str, float]]:
@@ -153,10 +139,7 @@ async def test_words_come_first_and_each_update_brings_something_new(dsn: str) -
     async with started(dsn) as source:
         for query in QUERIES:
             found = await updates(source, query)
-            hints = [update.hint.num_chunks for update in found if update.hint and update.hint.num_chunks is not None]
-            assert hints == sorted(set(hints), reverse=True)
-            assert (len(hints), hints[0]) == (len(found), 6)
-            assert all(before.chunks != after.chunks for before, after in pairwise(found))
+            assert stages_left(found)[0] == 6
             assert all(set(chunk.text.split()) & set(query.split()) for chunk in found[0].chunks)
             num_updates.append(len(found))
     assert max(num_updates) > 2
@@ -236,12 +219,8 @@ async def test_many_queries_at_once_get_their_own_answers(dsn: str) -> None:
 
 
 async def test_a_pipeline_starts_it_and_cites_what_it_found(dsn: str) -> None:
-    async with Pipeline(PgVectorSource(dsn, k=3, embedder=EMBEDDER), ScriptedBackend()) as pipeline:
-        async with pipeline.stream(QUERIES[0]) as stream:
-            async for _ in stream:
-                pass
-        answer = stream.result
-    assert [citation.uri for citation in answer.citations] == [uri for uri, _ in exact_ranking(TEXTS, QUERIES[0])[:3]]
+    cited = await citations(PgVectorSource(dsn, k=3, embedder=EMBEDDER), QUERIES[0])
+    assert [citation.uri for citation in cited] == [uri for uri, _ in exact_ranking(TEXTS, QUERIES[0])[:3]]
 
 
 # ------------------------------------------------------------------------------------------- the caller's own tables
@@ -603,16 +582,8 @@ async def test_a_comment_that_is_not_ours_is_left_alone(dsn: str, comment: str) 
     execute(dsn, "COMMENT ON TABLE passages IS NULL")
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-async def test_a_source_that_is_not_started_says_so(dsn: str, is_closed: bool) -> None:
-    source = PgVectorSource(dsn, embedder=EMBEDDER)
-    if is_closed:
-        await source.start(lambda line: None)
-        await source.start(lambda line: None)  # does nothing
-        await source.aclose()
-        await source.aclose()
-    with pytest.raises(ConfigurationError, match="not started"):
-        await updates(source, "query")
+async def test_a_source_that_is_not_started_says_so(dsn: str) -> None:
+    await must_be_started(PgVectorSource(dsn, embedder=EMBEDDER))
 
 
 # ------------------------------------------------------------------------------------------------------- going wrong
@@ -820,6 +791,25 @@ async def test_cancelling_the_start_leaves_no_worker_and_no_connection(dsn: str)
         with suppress(asyncio.CancelledError):
             await task
         await source.aclose()
+    count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'streamrag'"
+    await until(lambda: execute(dsn, count) == [(0,)])
+
+
+async def test_a_start_that_is_cancelled_as_it_has_seen_the_table_leaves_no_connection(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = Search.estimate
+
+    async def estimate_and_cancel(self: Search, connection: Any) -> int:
+        num_rows = await estimate(self, connection)
+        task = asyncio.current_task()
+        assert task
+        task.cancel()
+        return num_rows
+
+    monkeypatch.setattr(Search, "estimate", estimate_and_cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(PgVectorSource(dsn, embedder=EMBEDDER).start(lambda line: None))
     count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'streamrag'"
     await until(lambda: execute(dsn, count) == [(0,)])
 

@@ -3,14 +3,13 @@
 import asyncio
 import gzip
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
-from crawls import QUERY, crawl, cut_short, paths, reasons, text
+from crawls import QUERY, NewSource, crawl, cut_short, maker, paths, reasons, text
 from test_documents import changed, pdf, with_content
 from website import Website
 
@@ -20,7 +19,6 @@ from streamrag.sources.crawl.web import WebSource
 pytest.importorskip("crawl4ai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NewSource = Callable[..., WebSource]
 DISALLOWED = "robots.txt of its host does not allow it"
 
 
@@ -40,12 +38,7 @@ async def site() -> AsyncIterator[Website]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def new(started: WebSource, site: Website) -> AsyncIterator[NewSource]:
-    def new(urls: Any = None, **options: Any) -> WebSource:
-        source = WebSource([site.url()] if urls is None else urls, **{"allow_private": True, **options})
-        source._workers, source._ssl_context = started._workers, started._ssl_context
-        return source
-
-    yield new
+    yield maker(started, site)
     await site.until_all_closed()
 
 

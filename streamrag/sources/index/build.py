@@ -1,8 +1,6 @@
 """Building an index from a folder of documents."""
 
-import asyncio
 import os
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,8 +9,9 @@ from typing import Any
 
 from streamrag.clock import Clock, monotonic
 from streamrag.errors import ConfigurationError, IndexExistsError, VectorIndexError
+from streamrag.sources.building import OnProgress, check_caller, nothing_to_index
 from streamrag.sources.embedder import DEFAULT_EMBEDDER, find_embedder
-from streamrag.sources.index.generation import Corpus, OnProgress, building, publish, write_derived, write_passages
+from streamrag.sources.index.generation import Corpus, building, publish, write_derived, write_passages
 from streamrag.sources.index_folder import IndexKind, Manifest, looks_like_index
 from streamrag.sources.passages import (
     UnusableDocumentError,
@@ -74,7 +73,7 @@ def build_index(
     :raises VectorIndexError: a file cannot be written.
     """
     started_s = clock()
-    _check_caller(passage_words, max_file_bytes)
+    check_caller("build_index", passage_words, max_file_bytes)
     require_stemmer()
     kind = _installed_kind(kind)
     place = find_embedder(embedder)
@@ -95,23 +94,6 @@ def build_index(
     except OSError as error:
         raise VectorIndexError(f"building {out} failed: {error}") from error
     return summary_of(manifest, corpus, skipped, num_embedded, clock() - started_s)
-
-
-def _check_caller(passage_words: int, max_file_bytes: int) -> None:
-    if passage_words < 10:
-        raise ConfigurationError(f"passage_words={passage_words!r} must be at least 10")
-    if max_file_bytes < 1:
-        raise ConfigurationError(f"max_file_bytes={max_file_bytes!r} must be at least 1")
-    refuse_event_loop("build_index")
-
-
-def refuse_event_loop(function: str) -> None:
-    """:raises ConfigurationError: it is called from a coroutine, and would block everything else."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise ConfigurationError(f"{function} would block the event loop: use `await asyncio.to_thread({function}, ...)`")
 
 
 def _installed_kind(kind: IndexKind | None) -> IndexKind:
@@ -135,14 +117,6 @@ def _check_out(out: Path, force: bool) -> None:
         raise IndexExistsError(f"{out} exists and is not a vector index: name another place, or remove it yourself")
     if not force:
         raise IndexExistsError(f"{out} exists: use force=True (--force) to replace it, or name another place")
-
-
-def nothing_to_index(folder: Path | str, skipped: list[tuple[str, str]]) -> ConfigurationError:
-    """The error for a folder, or a file, that gives no passages."""
-    reasons = ", ".join(
-        f"{count} {reason}" for reason, count in Counter(reason for _, reason in sorted(skipped)).items()
-    )
-    return ConfigurationError(f"{folder} holds no text, Markdown or HTML to index (skipped: {reasons or 'nothing'})")
 
 
 def read_passages_of(

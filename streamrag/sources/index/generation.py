@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from streamrag.core import Chunk
 from streamrag.errors import VectorIndexError, WorkerError
 from streamrag.files import exchange_folders, sync
 from streamrag.scratch import held, locked_folder
+from streamrag.sources.building import OnProgress
 from streamrag.sources.embedder import EmbedderPlace
 from streamrag.sources.index.embedded import KEPT
 from streamrag.sources.index_folder import (
@@ -45,8 +46,6 @@ NUM_TEXTS_AT_ONCE = 128
 """Texts in one job of the embedding worker, which sorts them by length: 2-5 s on a CPU; then progress is reported."""
 
 MAX_EMBEDDING_THREADS = 8
-
-OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
 from streamrag.kinds import is_number, short
 from streamrag.sources.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.embedding import EmbeddingPool, Loaded
+from streamrag.sources.options import check_whole
 from streamrag.sources.postgres.link import Address, Link, StatementTimeoutError
 from streamrag.sources.postgres.names import TableName, checked_columns, checked_ladder, table_parts
 from streamrag.sources.postgres.query import Row, Rows, Search, storable
@@ -98,17 +100,10 @@ class PgVectorSource:
         embedder: str = DEFAULT_EMBEDDER,
         num_workers: int = 1,
     ) -> None:
-        counts: Mapping[str, tuple[object, int, int]] = {
-            "k": (k, 1, 1_000),
-            "exact_rows": (exact_rows, 0, 1 << 40),
-            "num_connections": (num_connections, 1, 1_000),
-            "num_workers": (num_workers, 1, 32),
-        }
-        for option, (value, least, most) in counts.items():
-            if type(value) is not int or not least <= value <= most:
-                raise ConfigurationError(
-                    f"PgVectorSource: {option}={short(value)} must be a whole number from {least} to {most}"
-                )
+        check_whole(self.name, "k", k, 1, 1_000)
+        check_whole(self.name, "exact_rows", exact_rows, 0, 1 << 40)
+        check_whole(self.name, "num_connections", num_connections, 1, 1_000)
+        check_whole(self.name, "num_workers", num_workers, 1, 32)
         for option, seconds in {"timeout_s": timeout_s, "pool_timeout_s": pool_timeout_s}.items():
             if not is_number(seconds) or not 0.001 <= seconds <= 3_600:
                 raise ConfigurationError(f"PgVectorSource: {option}={short(seconds)} must be from 0.001 to 3600")
@@ -183,7 +178,10 @@ class PgVectorSource:
 
         try:
             async with asyncio.timeout(self._pool_timeout_s + self._timeout_s):
-                async with await self._address.connect() as connection:
+                async with AsyncExitStack() as stack:
+                    connection = await self._address.connect()
+                    stack.push_async_callback(connection.close)  # leaving it commits; cancelled in that, it stays open
+                    await stack.enter_async_context(connection)
                     await connection.set_read_only(True)
                     table = await inspect_table(connection, self._address, self._table, self._columns)
                     if self._words:

@@ -15,6 +15,7 @@ from streamrag.kinds import is_number, short
 from streamrag.retrieving import Retrieval
 from streamrag.sources.embedder import embedder_of_index, find_embedder
 from streamrag.sources.index_folder import KEYWORDS, Manifest, check_index, explain, said_kind, with_title
+from streamrag.sources.options import check_whole
 from streamrag.sources.search.ivf import NUM_STAGES, IvfSource
 from streamrag.sources.search.keywords import require_stemmer
 from streamrag.sources.search.refining import Failures, Pace, Refinement
@@ -97,11 +98,11 @@ class HybridSource:
         vectors: Source | None = None,
         embedder: str | None = None,
     ) -> None:
-        _check("k", k, 1, 1 << 12)
+        check_whole(self.name, "k", k, 1, 1 << 12)
         candidates = max(20, 4 * k) if candidates is None else candidates
-        _check("candidates", candidates, k, 1 << 12)
-        _check("batch_size", batch_size, 1, 1 << 12)
-        _check("num_workers", num_workers, 1, 32)
+        check_whole(self.name, "candidates", candidates, k, 1 << 12)
+        check_whole(self.name, "batch_size", batch_size, 1, 1 << 12)
+        check_whole(self.name, "num_workers", num_workers, 1, 32)
         if not is_number(rerank_timeout_s) or not 0 < rerank_timeout_s < inf:
             raise ConfigurationError(f"HybridSource: rerank_timeout_s={short(rerank_timeout_s)} must be over 0 seconds")
         if not isinstance(reranker, str | None) or not isinstance(rerank_device, str):
@@ -323,11 +324,6 @@ class HybridSource:
         batches_s = num_batches * self._batch_pace.mean_s if num_batches else 0.0
         end_s = search_s + batches_s
         return Hint(num_chunks=num_chunks, end_s=end_s if end_s < inf else None)
-
-
-def _check(name: str, value: object, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise ConfigurationError(f"HybridSource: {name}={short(value)} must be a whole number from {least} to {most}")
 
 
 async def _run(

@@ -12,6 +12,7 @@ from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
 from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError, WorkerError
 from streamrag.sources.embedder import EmbedderPlace, embedder_of_index, find_embedder
 from streamrag.sources.index_folder import IndexKind, Manifest, check_index, corrupt, explain
+from streamrag.sources.options import check_whole
 from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool, WorkerTimeoutError
 
 JOB_TIMEOUT_S = 300.0
@@ -48,13 +49,9 @@ class IndexSource(ABC):
         self._k = k
         self._num_workers = num_workers
         self._embedder = embedder
-        self._check_count("k", k, MOST_PASSAGES)
-        self._check_count("num_workers", num_workers, 32)
+        check_whole(self.name, "k", k, 1, MOST_PASSAGES)
+        check_whole(self.name, "num_workers", num_workers, 1, 32)
         self._opened: _Opened | None = None
-
-    def _check_count(self, name: str, value: object, most: int) -> None:
-        if type(value) is not int or not 1 <= value <= most:
-            raise ConfigurationError(f"{self.name}: {name}={value!r} must be a whole number from 1 to {most}")
 
     @abstractmethod
     def _require_library(self) -> None:

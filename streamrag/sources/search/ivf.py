@@ -9,6 +9,7 @@ from typing import Any
 
 from streamrag.errors import ConfigurationError
 from streamrag.sources.index_folder import Manifest, said_kind
+from streamrag.sources.options import is_growing
 from streamrag.sources.search.index_source import Found, IndexSource
 from streamrag.sources.search.ivf_search import MOST_LISTS, require_faiss
 from streamrag.sources.search.vector import VectorSource
@@ -80,12 +81,11 @@ class IvfSource(IndexSource):
 
 
 def _checked(probes: Sequence[int]) -> tuple[int, ...]:
-    is_whole = isinstance(probes, Sequence) and len(probes) > 0 and all(type(end) is int for end in probes)
-    if not is_whole or not 1 <= probes[0] <= probes[-1] <= MOST_LISTS or any(a >= b for a, b in pairwise(probes)):
+    if not is_growing(probes, 1) or not probes or probes[-1] > MOST_LISTS:
         raise ConfigurationError(
             f"IvfSource: probes={probes!r} must be growing whole numbers, from 1 to {MOST_LISTS} at most"
         )
-    return tuple(probes)
+    return tuple(map(int, probes))
 
 
 def index_source(

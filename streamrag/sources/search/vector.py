@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from streamrag.errors import ConfigurationError
 from streamrag.sources.index_folder import Manifest
+from streamrag.sources.options import check_whole, is_growing
 from streamrag.sources.search.diskann_search import MAX_BEAM_WIDTH, require_diskann
 from streamrag.sources.search.index_source import Found, IndexSource
 
@@ -51,7 +51,7 @@ class VectorSource(IndexSource):
         embedder: str | None = None,
     ) -> None:
         super().__init__(index, k=k, num_workers=num_workers, embedder=embedder)
-        self._check_count("beam_width", beam_width, MAX_BEAM_WIDTH)
+        check_whole(self.name, "beam_width", beam_width, 1, MAX_BEAM_WIDTH)
         self._beam_width = beam_width
         self._ladder = tuple(2 * k << stage for stage in range(NUM_STAGES)) if ladder is None else _checked(ladder, k)
 
@@ -68,12 +68,11 @@ class VectorSource(IndexSource):
 
 
 def _checked(ladder: Sequence[int], k: int) -> tuple[int, ...]:
-    is_whole = isinstance(ladder, Sequence) and len(ladder) > 0 and all(type(length) is int for length in ladder)
-    if not is_whole or ladder[0] < 2 * k or any(a >= b for a, b in pairwise(ladder)):
+    if not is_growing(ladder, 2 * k) or not ladder:
         raise ConfigurationError(
             f"VectorSource: ladder={ladder!r} must be growing whole numbers, the first at least 2 * k = {2 * k}"
         )
-    return tuple(ladder)
+    return tuple(map(int, ladder))
 
 
 def _lengths(ladder: Sequence[int], num_passages: int) -> Iterator[int]:
