@@ -245,6 +245,7 @@ def test_elsewhere_than_on_loopback_without_keys_only_names_of_this_machine_coun
     assert names(False, hosts="*") is None
 
 
+@pytest.mark.long
 @needs_curl
 def test_the_demo_makes_its_pages_once_and_serves_them(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
