@@ -8,11 +8,9 @@ weights, which is faster, and whose answers are noise: what that shows is when t
 
 import argparse
 import asyncio
-import hashlib
 import json
 import os
 import re
-import shutil
 import statistics
 import sys
 from collections.abc import AsyncIterator
@@ -20,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from demo_site import MEDIAN_LATENCY_S, build_site, written_pages
+from demo_site import MEDIAN_LATENCY_S
 from demo_timeline import QueryRow, draw_timeline
 from rich.console import Console
 from rich.table import Table
@@ -33,8 +31,8 @@ from streamrag import (
     StreamRagError,
     VllmBackend,
     WebSource,
-    build_index,
 )
+from streamrag.demo import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, NUM_PASSAGES, prepare_demo
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -45,7 +43,6 @@ from streamrag.telemetry import (
     Event,
     RetrievalCutShort,
 )
-from streamrag.testing import make_demo_model, make_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = (
@@ -55,13 +52,6 @@ QUESTIONS = (
     "When does streaming the context not help?",
     "How does a search refine its result in stages?",
 )
-MAX_MODEL_LEN = 8192
-TINY = {"hidden_size": 768, "num_layers": 4, "num_heads": 12, "vocab_size": 4096, "max_model_len": MAX_MODEL_LEN}
-
-MAX_CONTEXT_TOKENS = 900
-"""As much as a small model can attend to."""
-PASSAGE_WORDS, NUM_PASSAGES = 60, 2
-"""Of the search: few and short passages are what the small model answers best from; see docs/demo-model.md."""
 CITED = re.compile(r"\[(\d+)\]")
 
 console = Console(highlight=False)
@@ -99,29 +89,18 @@ def parse_arguments() -> argparse.Namespace:
 def prepare(arguments: argparse.Namespace) -> None:
     """Make the site, the index and the model that were not given, unless an earlier run made the same ones."""
     out: Path = arguments.out
-    docs = ROOT / "docs"
-    texts = [path.read_text() for path in written_pages(docs)]
-    made_from = hashlib.sha256(
-        "\0".join([*texts, json.dumps([TINY, arguments.tiny, arguments.model is None, PASSAGE_WORDS])]).encode()
-    ).hexdigest()
-    stamp = out / "made-from"
-    if not stamp.exists() or stamp.read_text() != made_from:
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        num_pages = build_site(docs, out / "site")
-        console.print(f"made a site of {num_pages} pages from the documentation")
-        with console.status("building a DiskANN index of the same pages"):
-            summary = build_index(out / "site", out / "index", passage_words=PASSAGE_WORDS)
-        console.print(f"made an index of {summary.num_passages} passages in {summary.duration_s:.1f} s")
+    with console.status("making what the demo needs") as status:
+        is_new = prepare_demo(
+            out,
+            model="tiny" if arguments.tiny else "smollm2" if arguments.model is None else None,
+            on_step=lambda step, num_done, num_total: status.update(f"{step}, {num_done} of {num_total}"),
+        )
+    if is_new:
+        console.print("made a site of the documentation, and a vector index of the same pages")
         if arguments.tiny:
-            with console.status("making a small Llama with random weights"):
-                make_tiny_llama(out / "model", corpus=texts, **TINY)
             console.print("made a small Llama with random weights: it writes noise")
         elif arguments.model is None:
-            with console.status("making SmolLM2, which is small, and often wrong"):
-                make_demo_model(out / "model")
             console.print("made SmolLM2 of 135 M parameters: it is small, and often wrong")
-        stamp.write_text(made_from)
     else:
         console.print(f"using the site, the index and the model that an earlier run left in {out.name}/")
 

@@ -22,9 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-from demo_site import build_site
 from documentation_questions import QUESTIONS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -42,6 +39,7 @@ from streamrag import (
     build_index,
 )
 from streamrag.bench.provenance import versions
+from streamrag.demo import build_site
 from streamrag.files import write_whole
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedSource, Step, make_demo_model

@@ -163,8 +163,7 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve)
         return
-    sys.path.insert(0, str(ROOT / "examples"))
-    from demo_site import build_site
+    from streamrag.demo import build_site
 
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder, "site")

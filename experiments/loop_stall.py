@@ -32,7 +32,6 @@ from streamrag.sources.index.build import build_index
 from streamrag.testing import ScriptedBackend, ScriptedSource, make_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
 
 TICK_S = 0.001
 QUERY = "stop a query early"
@@ -107,7 +106,7 @@ async def read_all(source: Source, query: str) -> int:
 
 
 async def measure(rounds: int) -> list[dict[str, float | str]]:
-    from demo_site import build_site
+    from streamrag.demo import build_site
 
     rows: list[dict[str, float | str]] = []
     with tempfile.TemporaryDirectory() as folder:

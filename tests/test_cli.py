@@ -103,6 +103,7 @@ COMMANDS = [
     "trace convert",
     "trace generate",
     "profile",
+    "serve",
     "top",
     "doctor",
 ]
@@ -120,7 +121,7 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"\n  streamrag {command}".rstrip() in shown
 
 
-@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"profile", "bench timeline", "top"}))
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor", "serve", "profile", "bench timeline", "top"}))
 def test_the_usage_names_what_must_be_given(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(command.split())

@@ -40,6 +40,7 @@ PARTS_OF_ONE = {
     "__main__": "cli",
     "asked": "pipeline",
     "choice": "pipeline",
+    "demo": "testing",
     "demo_model": "testing",
     "query": "pipeline",
     "handle": "pipeline",

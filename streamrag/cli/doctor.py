@@ -1,4 +1,4 @@
-"""`streamrag doctor`: whether a server that is already there gains from prefilling early, and how much."""
+"""`streamrag doctor`: whether this machine can serve, or whether a server that is there gains from prefilling early."""
 
 import argparse
 import asyncio
@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrag.backends.openai import OpenAIBackend
-from streamrag.cli.output import Output
+from streamrag.cli import machine
+from streamrag.cli.output import Output, markup
 from streamrag.cli.steps import StepLines
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Prefilled, Progress, Prompt, SamplingParams
@@ -24,18 +25,24 @@ from streamrag.showing import one_line
 from streamrag.tokenizing import in_thread
 
 DESCRIPTION = """\
-Asks a server the same kind of question twice: once with a context that it has
+Says what this machine has for `streamrag serve`, what keeps it from that, and
+what to do about it: packages, engine, device, memory for a model, a free port.
+
+With --server: asks a server the same kind of question twice: once with a context that it has
 never seen, and once with one that it was sent before, as streamrag does while
 retrieval still runs. Says whether the first token comes sooner, and by how much.
 """
 EPILOG = """\
 examples:
+  streamrag doctor
+  streamrag doctor --model ./Llama-3.1-8B-Instruct --port 8080
   streamrag doctor --server http://127.0.0.1:8000
   streamrag doctor --server http://127.0.0.1:8080 --max-model-len 8192        what does not say how long prompts may be
   streamrag doctor --server https://api.example.com/v1 --model large --api-key KEY --prompt-tokens 4000
 
-Contexts are random words, new ones each time, so that nothing is known of a cold one. The request that warms has the
-whole context, but not the question behind it. Nothing else should use the server meanwhile.
+The exit status is 1 if this machine cannot serve. With --server, contexts are random words, new ones each time, so
+that nothing is known of a cold one. The request that warms has the whole context, but not the
+question behind it. Nothing else should use the server meanwhile.
 """
 
 WORDS = "amber basin cedar delta ember fjord grove haven inlet jetty kelp lagoon marsh north ocean pebble quay river"
@@ -101,10 +108,15 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command is told, and what runs it."""
-    parser.usage = "%(prog)s --server URL [options]"
+    parser.usage = "%(prog)s [--server URL] [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("--server", required=True, metavar="URL", help="an OpenAI-compatible server")
-    parser.add_argument("--model", metavar="NAME", help="the model's name there (the only one, if there is one)")
+    parser.add_argument("--server", metavar="URL", help="an OpenAI-compatible server")
+    parser.add_argument(
+        "--model", metavar="NAME", help="the model's name there (the only one, if there is one), or its folder here"
+    )
+    parser.add_argument(
+        "--port", type=_positive, default=8080, metavar="N", help="to listen on, without --server (%(default)s)"
+    )
     parser.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer (the server's own, if it has one)")
     parser.add_argument("--api-key", metavar="KEY", help="OPENAI_API_KEY in the environment unless given")
     parser.add_argument("--max-model-len", type=_positive, metavar="N", help="longest prompt (the server is asked)")
@@ -143,6 +155,8 @@ def _seconds(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.server is None:
+        return _look_at_machine(arguments)
     finding = asyncio.run(_examine(arguments))
     output = Output()
     if arguments.json:
@@ -150,6 +164,22 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         _print(finding, output)
     return 0
+
+
+def _look_at_machine(arguments: argparse.Namespace) -> int:
+    found = machine.examine(arguments.model, port=arguments.port)
+    output = Output()
+    if arguments.json:
+        output.print_json_text(machine.as_json(found))
+        return 1 if found.problems else 0
+    for name, text in machine.lines_of(found):
+        output.print_line(f"{name}: {text}")
+    for problem in found.problems:
+        output.print_line(markup("[red]problem:[/] {}", problem))
+    for line in found.advice:
+        output.print_line(markup("[yellow]if you want[/] {}", line))
+    output.print_line("this machine cannot serve as it is" if found.problems else "this machine can serve")
+    return 1 if found.problems else 0
 
 
 async def _examine(arguments: argparse.Namespace) -> Finding:

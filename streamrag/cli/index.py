@@ -10,8 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 
 from streamrag.cli import index_calibrate as calibrate
 from streamrag.cli.output import Output
-from streamrag.cli.source import DSN_HELP, dsn_of
+from streamrag.cli.source import DSN_HELP
 from streamrag.cli.steps import StepLines, bar
+from streamrag.serve.parts import dsn_of
 
 if TYPE_CHECKING:
     from streamrag.sources.index.build import IndexSummary

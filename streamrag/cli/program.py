@@ -13,6 +13,7 @@ from streamrag.versions import __version__
 
 COMMANDS = {
     "ask": "answer questions from the web or from an index",
+    "serve": "answer any OpenAI client over HTTP",
     "index": "make an index of a folder of documents",
     "record": "record what retrieval does, to replay it later",
     "trace": "look at such records, convert those of others, generate them",
@@ -20,13 +21,14 @@ COMMANDS = {
     "demo-model": "make a small model that answers in English, to try things with",
     "top": "watch what a running service is doing",
     "profile": "measure what recomputing and copying KV takes here",
-    "doctor": "find out whether a server that is there gains from it, and how much",
+    "doctor": "find out whether this machine can serve, or what a server that is there gains",
 }
 """What each does; its module in this folder has its name and adds its arguments, among them what runs it."""
 
 EPILOG = """\
 examples:
   streamrag ask "How do I cancel a task group?" --url https://anyio.readthedocs.io --model ./Llama-3.1-8B-Instruct
+  streamrag serve --demo
   streamrag index build ./handbook --out ./handbook-index
   streamrag record "Who approves travel?" --index ./handbook-index --output search.jsonl.gz
   streamrag bench simulate --workload search.jsonl.gz --qps 1,2,4

@@ -1,7 +1,8 @@
 """Where to look: the options of the commands that retrieve."""
 
 import argparse
-import os
+
+from pydantic import SecretStr
 
 from streamrag.core import Source
 from streamrag.errors import ConfigurationError
@@ -47,43 +48,30 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_source(arguments: argparse.Namespace) -> Source:
     """The source that these options name."""
-    if arguments.index is not None:
-        if arguments.hybrid or arguments.rerank is not None:
-            from streamrag.sources.search.hybrid import HybridSource
+    from streamrag.serve.parts import make_source as made_of
+    from streamrag.serve.settings import SourceSettings
 
-            return HybridSource(arguments.index, k=arguments.k, reranker=arguments.rerank, embedder=arguments.embedder)
-        from streamrag.sources.search.ivf import index_source
-
-        return index_source(arguments.index, k=arguments.k, embedder=arguments.embedder)
-    if arguments.hybrid or arguments.rerank is not None:
+    if arguments.index is None and (arguments.hybrid or arguments.rerank is not None):
         raise ConfigurationError("--hybrid and --rerank are for --index, which was not given")
-    if arguments.postgres is not None:
-        from streamrag.sources.embedder import DEFAULT_EMBEDDER
-        from streamrag.sources.postgres.source import PgVectorSource
-
-        embedder = arguments.embedder or DEFAULT_EMBEDDER
-        return PgVectorSource(dsn_of(arguments.postgres), table=arguments.table, k=arguments.k, embedder=embedder)
-    from streamrag.sources.crawl.web import WebSource
-
-    return WebSource(
-        arguments.url,
+    told = SourceSettings.model_construct(  # unchecked: the sources check, in the words of these options
+        urls=arguments.url or (),
+        index=arguments.index,
+        postgres=None if arguments.postgres is None else SecretStr(arguments.postgres),
         max_depth=arguments.depth,
         max_pages=arguments.max_pages,
         crawl_timeout_s=arguments.timeout,
         same_host=not arguments.any_host,
         allow_private=arguments.allow_private,
         obey_robots=not arguments.ignore_robots,
-        cache_folder=arguments.cache,
         sitemaps=arguments.sitemaps,
+        cache_folder=arguments.cache,
         cdp_url=arguments.cdp_url,
+        table=arguments.table,
+        embedder=arguments.embedder,
+        hybrid=arguments.hybrid,
+        rerank=arguments.rerank,
+        k=arguments.k,
     )
-
-
-def dsn_of(text: str) -> str:
-    """What `--postgres` or `--to` names: a DSN, or that in an environment variable, as `env:NAME`."""
-    if not text.startswith("env:"):
-        return text
-    name = text.removeprefix("env:")
-    if not os.environ.get(name):
-        raise ConfigurationError(f"{text}: there is no environment variable {name}")
-    return os.environ[name]
+    source = made_of(told)
+    assert source is not None
+    return source

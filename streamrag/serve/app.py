@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from streamrag.errors import StreamRagError
-from streamrag.serve import ask, chat, live, metrics, page, session_routes
+from streamrag.serve import ask, chat, live, mcp, metrics, page, session_routes
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.gate import Gate
 from streamrag.serve.responses import http as responses
@@ -60,6 +60,7 @@ def create_app(
         *chat.routes(service),
         *metrics.routes(service),
         *live.routes(service),
+        *mcp.routes(service),
         *session_routes.routes(service),
         *ask.routes(service),
         *page.routes(service),

@@ -45,9 +45,18 @@ class Gate:
     ) -> None:
         self._app = app
         self._limits = limits
-        self._keys = [(key.encode(), client) for key, client in (keys or {}).items()]
+        self.set_keys(keys or {})
         self._hosts = hosts
         self._origins = origins
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients must have one."""
+        return bool(self._keys)
+
+    def set_keys(self, keys: Mapping[str, str]) -> None:
+        """From now on these count, and no others; requests that were let in go on."""
+        self._keys = [(key.encode(), client) for key, client in keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

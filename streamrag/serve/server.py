@@ -37,15 +37,18 @@ class QuietServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+    """A socket with an address of its own; port 0 takes a free one. Whoever connects is refused until it is served.
 
     :raises ConfigurationError: the address cannot be had.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
     except OSError as error:
+        sock.close()
         raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return sock
 
 
 async def serve(

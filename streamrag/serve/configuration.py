@@ -1,0 +1,187 @@
+"""Settings from a file, the environment and the command line, with all that is wrong with them at once.
+
+options  ▶  environment  ▶  file  ▶  defaults          what stands further left wins
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from streamrag.errors import ConfigurationError
+from streamrag.serve.settings import Settings
+
+PREFIX = "STREAMRAG__"
+"""Of variables in the environment, as in STREAMRAG__LIMITS__MAX_QUERIES."""
+
+MAX_FILE_BYTES = 1 << 20
+
+SECTIONS: Mapping[str, type[BaseModel]] = {name: type(section) for name, section in Settings()}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong: where it stands, what it is, what to do."""
+
+    where: str
+    what: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}" + (f". {self.remedy}" if self.remedy else "")
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What was read. Values that are wrong are left out of the sections, and stand in `wrong`."""
+
+    sections: dict[str, BaseModel] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    places: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Where each value stands that is not a default."""
+    wrong: set[tuple[str, str]] = field(default_factory=set)
+
+    def where(self, section: str, key: str) -> str:
+        """Where a value stands, for a message."""
+        return self.places.get((section, key), f"{section}.{key}")
+
+    @property
+    def settings(self) -> Settings:
+        """All of it.
+
+        :raises ConfigurationError: something is wrong; says all of it.
+        """
+        if self.problems:
+            raise ConfigurationError("the configuration is wrong:\n  " + "\n  ".join(map(str, self.problems)))
+        return Settings.model_validate(self.sections)
+
+
+Values = dict[tuple[str, str], Any]
+
+
+def load(
+    file: Path | None,
+    environment: Mapping[str, str],
+    options: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> Loaded:
+    """The settings of all three.
+
+    environment: as `os.environ`. options: by name, as "limits.max_queries"; texts are read as of the environment.
+    defaults: by name too, in place of those that settings have.
+    """
+    loaded = Loaded()
+    values: Values = {}
+    for layer in (
+        ((name, f"default {name}", value) for name, value in defaults.items()),
+        _of_file(file, loaded) if file is not None else (),
+        _of_environment(environment, loaded),
+        ((name, f"option --{name}", value) for name, value in options.items()),
+    ):
+        for name, place, value in layer:
+            section, _, key = name.partition(".")
+            values[section, key] = value
+            loaded.places[section, key] = place
+    for section, model in SECTIONS.items():
+        given = {key: value for (of, key), value in values.items() if of == section}
+        try:
+            loaded.sections[section] = model.model_validate(given)
+        except ValidationError as error:
+            for each in error.errors(include_url=False):
+                loaded.problems.append(_explained(loaded, section, model, each))
+                loaded.wrong.add((section, str(each["loc"][0])))
+            right = {key: value for key, value in given.items() if (section, key) not in loaded.wrong}
+            loaded.sections[section] = model.model_validate(right)
+    return loaded
+
+
+def _explained(loaded: Loaded, section: str, model: type[BaseModel], error: Any) -> Problem:
+    key = str(error["loc"][0])
+    place = loaded.where(section, key)
+    if error["type"] == "extra_forbidden":
+        return Problem(place, f"[{section}] has no {key}", _suggested(key, model.model_fields))
+    what = error["msg"].removeprefix("Value error, ")
+    inner = ".".join(map(str, error["loc"][1:]))
+    is_secret = "Secret" in str(model.model_fields[key].annotation)
+    given = "" if is_secret else f", and is {str(error['input'])!r:.80}"
+    return Problem(place, f"{inner + ': ' if inner else ''}{what[:1].lower()}{what[1:]}{given}")
+
+
+def _suggested(name: str, known: Any) -> str:
+    close = get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]}?" if close else f"There are {', '.join(known)}"
+
+
+def _of_environment(environment: Mapping[str, str], loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX):
+            continue
+        section, _, key = variable.removeprefix(PREFIX).lower().partition("__")
+        if section in SECTIONS and key:
+            yield f"{section}.{key}", f"environment {variable}", text
+        else:
+            names = [f"{PREFIX}{name.upper()}__" for name in SECTIONS]
+            loaded.problems.append(
+                Problem(
+                    f"environment {variable}",
+                    "there is no such setting",
+                    _suggested(variable.rpartition("__")[0] + "__", names),
+                )
+            )
+
+
+def _of_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ValueError(f"has more than {MAX_FILE_BYTES:,} bytes")
+        values = tomllib.loads(text.decode())
+    except OSError as error:
+        loaded.problems.append(Problem(str(file), f"cannot be read: {error.strerror or error}"))
+        return
+    except ValueError as error:  # of TOML, of UTF-8
+        loaded.problems.append(Problem(str(file), f"is no TOML: {error}"))
+        return
+    lines = _lines_of(text.decode())
+    for section, table in values.items():
+        if section not in SECTIONS:
+            line = lines.get((section, ""), lines.get(("", section), 0))
+            loaded.problems.append(
+                Problem(_place(file, line), f"there is no section [{section}]", _suggested(section, SECTIONS))
+            )
+        elif not isinstance(table, dict):
+            loaded.problems.append(
+                Problem(_place(file, lines.get(("", section), 0)), f"{section} is a section: write [{section}]")
+            )
+        else:
+            for key, value in table.items():
+                yield f"{section}.{key}", f"{_place(file, lines.get((section, key), 0))}: {section}.{key}", value
+
+
+def _place(file: Path, line: int) -> str:
+    return f"{file}, line {line}" if line else str(file)
+
+
+_HEADER = re.compile(r"\s*\[\s*([\w-]+)(?:\.([\w-]+))?")
+_KEY = re.compile(r"\s*(?:([\w-]+)\s*\.\s*)?([\w-]+)\s*=")
+
+
+def _lines_of(text: str) -> dict[tuple[str, str], int]:
+    """The line of each section and key, as far as lines tell."""
+    found: dict[tuple[str, str], int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            section = header[1]
+            found.setdefault((section, header[2] or ""), number)
+        elif key := _KEY.match(line):
+            found.setdefault((section or key[1] or "", key[2]), number)
+    return found

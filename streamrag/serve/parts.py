@@ -1,0 +1,117 @@
+"""The parts of a service, made as its settings say."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from streamrag.core import Backend, SamplingParams, Source
+from streamrag.errors import ConfigurationError
+from streamrag.modes import PromptTemplate
+from streamrag.serve.observing import Observer
+from streamrag.serve.service import Service
+from streamrag.serve.settings import EngineSettings, ModelSettings, PromptSettings, Settings, SourceSettings
+
+
+def make_source(told: SourceSettings) -> Source | None:
+    """The source, or None if clients bring their context.
+
+    :raises ConfigurationError: values that cannot work.
+    """
+    if told.index is not None:
+        if told.hybrid or told.rerank is not None:
+            from streamrag.sources.search.hybrid import HybridSource
+
+            return HybridSource(told.index, k=told.k, reranker=told.rerank, embedder=told.embedder)
+        from streamrag.sources.search.ivf import index_source
+
+        return index_source(told.index, k=told.k, embedder=told.embedder)
+    if told.postgres is not None:
+        from streamrag.sources.embedder import DEFAULT_EMBEDDER
+        from streamrag.sources.postgres.source import PgVectorSource
+
+        dsn = dsn_of(told.postgres.get_secret_value())
+        return PgVectorSource(dsn, table=told.table, k=told.k, embedder=told.embedder or DEFAULT_EMBEDDER)
+    if told.trace is not None:
+        from streamrag.sources.replay import ReplaySource
+
+        return ReplaySource(told.trace)
+    if not told.urls:
+        return None
+    from streamrag.sources.crawl.web import WebSource
+
+    return WebSource(
+        list(told.urls),
+        max_depth=told.max_depth,
+        max_pages=told.max_pages,
+        crawl_timeout_s=told.crawl_timeout_s,
+        same_host=told.same_host,
+        allow_private=told.allow_private,
+        obey_robots=told.obey_robots,
+        cache_folder=told.cache_folder,
+        sitemaps=told.sitemaps,
+        cdp_url=told.cdp_url,
+    )
+
+
+def dsn_of(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """A DSN, or that in an environment variable, as `env:NAME`.
+
+    :raises ConfigurationError: there is no such variable.
+    """
+    if not text.startswith("env:"):
+        return text
+    name = text.removeprefix("env:")
+    if not environment.get(name):
+        raise ConfigurationError(f"{text}: there is no environment variable {name}")
+    return environment[name]
+
+
+def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
+    """The backend, not started.
+
+    :raises ConfigurationError: values that cannot work.
+    """
+    if model.server is not None:
+        from streamrag.backends.openai import OpenAIBackend
+
+        return OpenAIBackend(
+            model.server,
+            model.name or None,
+            tokenizer=model.tokenizer,
+            api_key=None if model.api_key is None else model.api_key.get_secret_value(),
+            max_model_len=model.max_model_len,
+            timeout_s=model.timeout_s,
+        )
+    from streamrag.backends.vllm import VllmBackend
+
+    return VllmBackend(model.name, max_model_len=model.max_model_len, **dict(engine))
+
+
+def make_template(told: PromptSettings) -> PromptTemplate:
+    """The words around the context.
+
+    :raises ConfigurationError: a part names a placeholder that it does not have.
+    """
+    return PromptTemplate(**told.model_dump(exclude={"max_context_tokens"}))
+
+
+def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> Service:
+    """The service, not started.
+
+    :raises ConfigurationError: values that cannot work.
+    """
+    answers = settings.answers
+    return Service(
+        make_backend(settings.model, settings.engine),
+        make_source(settings.source),
+        template=make_template(settings.prompt),
+        max_context_tokens=settings.prompt.max_context_tokens,
+        overlap=answers.overlap,
+        on_source_error=answers.on_source_error,
+        limits=settings.limits,
+        params=SamplingParams(
+            max_tokens=answers.max_tokens, temperature=answers.temperature, top_p=answers.top_p, top_k=answers.top_k
+        ),
+        observers=observers,
+        model_name=settings.model.served_name,
+        on_engine_death=settings.server.on_engine_death,
+    )

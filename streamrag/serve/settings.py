@@ -1,0 +1,188 @@
+"""Everything that a service is told: sections of a TOML file, of the environment and of the command line.
+
+[source]                                STREAMRAG__SOURCE__INDEX=./handbook-index
+index = "./handbook-index"              streamrag serve --source.index ./handbook-index
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+
+from streamrag.engine.eviction import EvictionMode
+from streamrag.engine.policies import DEFAULT_POLICY
+from streamrag.modes import PromptTemplate
+from streamrag.serve.limits import Limits
+
+_PROMPT = PromptTemplate()
+
+
+def _words(value: Any) -> Any:
+    """A list, of a text too: words between commas or spaces."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+def _object(value: Any) -> Any:
+    """A table, of JSON too."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"is no JSON: {error}") from None
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
+Table = Annotated[dict[str, Any], BeforeValidator(_object)]
+
+
+class Section(BaseModel):
+    """A section; what it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SourceSettings(Section):
+    """Where to look: one of `urls`, `index`, `postgres` and `trace`; with none, clients bring their context."""
+
+    urls: Words = Field(default=(), description="crawl from these addresses")
+    index: Path | None = Field(default=None, description="search an index made by `streamrag index build`")
+    postgres: SecretStr | None = Field(
+        default=None,
+        description="search a table with pgvector: postgresql://user@host/database, or env:NAME of a variable",
+    )
+    trace: Path | None = Field(default=None, description="replay what `streamrag record` recorded")
+    max_depth: int = Field(default=2, ge=0, description="links that a crawl follows from a start address")
+    max_pages: int = Field(default=20, ge=1, description="pages that a crawl fetches at most")
+    crawl_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a whole crawl")
+    same_host: bool = Field(default=True, description="follow only links within the hosts of the start addresses")
+    allow_private: bool = Field(default=False, description="crawl private and loopback addresses too")
+    obey_robots: bool = Field(default=True, description="fetch only what robots.txt allows")
+    sitemaps: bool = Field(default=False, description="look for pages in sitemaps too")
+    cache_folder: Path | None = Field(default=None, description="keep pages there for later questions")
+    cdp_url: str | None = Field(default=None, description="render pages in the browser at this CDP address")
+    table: str = Field(default="passages", description="the table of `postgres`")
+    embedder: str | None = Field(
+        default=None, description="what index or table was made with, if not the default; it is loaded, so trust it"
+    )
+    hybrid: bool = Field(default=False, description="search `index` by keywords too, and fuse both rankings")
+    rerank: str | None = Field(
+        default=None,
+        description="as hybrid, then rerank: late-interaction, or a cross-encoder; it is loaded, so trust it",
+    )
+    k: int = Field(default=5, ge=1, le=1000, description="passages in the context")
+
+
+class ModelSettings(Section):
+    """Which model answers: one that vLLM loads here, or one of a server."""
+
+    name: str = Field(default="", description="path or name of a model for vLLM, or its name at `server`")
+    server: str | None = Field(
+        default=None, description="use this OpenAI-compatible server in place of an embedded vLLM"
+    )
+    api_key: SecretStr | None = Field(default=None, description="for `server`; from the environment or the file only")
+    tokenizer: str | None = Field(default=None, description="the model's tokenizer, for exact prompts with `server`")
+    timeout_s: float = Field(default=60.0, gt=0, description="the longest silence of `server`, seconds")
+    max_model_len: int | None = Field(default=None, ge=16, description="most tokens of prompt and answer together")
+    served_name: str | None = Field(default=None, description="as clients name it, if not by the last part of its name")
+
+
+class EngineSettings(Section):
+    """The embedded vLLM; what is not set is its choice."""
+
+    strategy: Literal["streaming", "warming"] = Field(default="streaming", description="how it prefills early")
+    policy: str = Field(default=DEFAULT_POLICY, description="whom it serves first")
+    can_partial_evict: bool | None = Field(
+        default=None, description="whether unfinished prompts may take others' memory"
+    )
+    eviction: EvictionMode | None = Field(default=None, description="what becomes of the KV of those that make room")
+    host_kv_bytes: int | None = Field(default=None, ge=0, description="host memory for KV, for each worker")
+    profile: str | None = Field(default=None, description="name or path of the hardware's costs")
+    dtype: str = Field(default="auto", description="of weights and KV")
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, description="most tokens computed in one step")
+    max_num_seqs: int | None = Field(default=None, ge=1, description="most requests computed in one step")
+    kv_cache_bytes: int | None = Field(
+        default=None, ge=1, description="size of the KV cache; 4 GiB by default on a CPU"
+    )
+    gpu_memory_utilization: float | None = Field(
+        default=None, gt=0, le=1, description="share of the device's memory to use"
+    )
+    seed: int = Field(default=0, description="of random numbers, for requests that have none")
+    log_path: Path | None = Field(default=None, description="where the engine's own log goes")
+    engine_args: Table = Field(
+        default={}, description="further arguments of vLLM's AsyncEngineArgs; they take precedence"
+    )
+
+
+class PromptSettings(Section):
+    """The words around the context."""
+
+    system: str = Field(default=_PROMPT.system, description="the system text, which says how to cite")
+    before_context: str = Field(default=_PROMPT.before_context, description="what stands before the passages")
+    passage: str = Field(default=_PROMPT.passage, description="a passage, with {number}, {title}, {uri} and {text}")
+    no_context: str = Field(default=_PROMPT.no_context, description="in place of passages where there are none")
+    cut_short: str = Field(default=_PROMPT.cut_short, description="behind the passages when retrieval was cut short")
+    after_context: str = Field(default=_PROMPT.after_context, description="the end, with {question}")
+    max_context_tokens: int | None = Field(
+        default=None, ge=0, description="most tokens of passages; the rest is left out"
+    )
+
+
+class AnswerSettings(Section):
+    """How answers are sampled where a client does not say."""
+
+    max_tokens: int = Field(default=256, ge=1, description="most tokens of an answer")
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="the share of probability to sample from")
+    top_k: int = Field(default=0, ge=0, description="how many tokens to sample from; 0 for all")
+    overlap: bool = Field(default=True, description="prefill while retrieval runs")
+    on_source_error: Literal["raise", "answer"] = Field(
+        default="raise", description="fail when retrieval fails, or answer with what it found"
+    )
+
+
+class LimitSettings(Limits):
+    """What clients may do at once. What is beyond it is refused with 429 or 413."""
+
+
+class KeySettings(Section):
+    """Who may ask: `file` has lines `name = "key"`. Never on the command line, where everybody can read it."""
+
+    file: Path | None = Field(default=None, description='lines of name = "key", readable by its owner only')
+    pairs: SecretStr | None = Field(default=None, description="name=key pairs between spaces, for the environment")
+
+
+class ServerSettings(Section):
+    """Where it listens, and to whom."""
+
+    host: str = Field(
+        default="127.0.0.1", description="the address to listen on; elsewhere than loopback it wants keys"
+    )
+    port: int = Field(default=8080, ge=0, le=65535, description="0 takes a free one")
+    no_keys: bool = Field(default=False, description="listen elsewhere than on loopback though anybody may ask")
+    hosts: Words = Field(
+        default=(), description="names that it is asked by beside loopback's; * for any, the default with keys"
+    )
+    origins: Words = Field(default=(), description="origins of pages that may ask it beside its own; * for any")
+    on_engine_death: Literal["exit", "restart"] = Field(default="exit", description="what to do when the engine dies")
+
+
+class ObserveSettings(Section):
+    """What its operator sees."""
+
+    logs: Literal["text", "json"] = Field(default="text", description="how lines of the log are written")
+    content: bool = Field(default=False, description="questions and answers in logs and traces too")
+    otel_endpoint: str | None = Field(default=None, description="send traces to this OTLP address over HTTP")
+
+
+class Settings(Section):
+    """All sections."""
+
+    source: SourceSettings = SourceSettings()
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    prompt: PromptSettings = PromptSettings()
+    answers: AnswerSettings = AnswerSettings()
+    limits: LimitSettings = LimitSettings()
+    keys: KeySettings = KeySettings()
+    server: ServerSettings = ServerSettings()
+    observe: ObserveSettings = ObserveSettings()

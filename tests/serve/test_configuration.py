@@ -1,0 +1,137 @@
+"""Settings from a file, the environment and options: who wins, and what is said of what is wrong."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrag.errors import ConfigurationError
+from streamrag.serve.configuration import SECTIONS, load
+from streamrag.serve.settings import Settings
+from streamrag.serve.showing import HIDDEN, commented_defaults, effective, toml_of
+
+
+def file_of(folder: Path, text: str) -> Path:
+    (folder / "service.toml").write_text(text)
+    return folder / "service.toml"
+
+
+def problems_of(file: Path | None, environment: dict[str, str], options: dict[str, Any]) -> list[str]:
+    return [str(problem) for problem in load(file, environment, options).problems]
+
+
+def test_options_go_over_the_environment_over_the_file_over_defaults(tmp_path: Path) -> None:
+    file = file_of(tmp_path, "[limits]\nmax_queries = 1\nmax_tokens = 1\nmax_states = 1\n")
+    environment = {"STREAMRAG__LIMITS__MAX_TOKENS": "2", "STREAMRAG__LIMITS__MAX_STATES": "2", "HOME": "/nowhere"}
+    limits = load(file, environment, {"limits.max_states": "3"}).settings.limits
+    assert (limits.max_queries, limits.max_tokens, limits.max_states) == (1, 2, 3)
+    assert limits.drain_s == Settings().limits.drain_s
+
+
+def test_lists_and_tables_are_read_from_texts_too() -> None:
+    environment = {
+        "STREAMRAG__SOURCE__URLS": "https://a.example, https://b.example",
+        "STREAMRAG__ENGINE__ENGINE_ARGS": '{"enforce_eager": true}',
+        "STREAMRAG__SOURCE__SITEMAPS": "true",
+    }
+    settings = load(None, environment, {"server.origins": ["https://c.example"]}).settings
+    assert settings.source.urls == ("https://a.example", "https://b.example")
+    assert settings.source.sitemaps
+    assert settings.engine.engine_args == {"enforce_eager": True}
+    assert settings.server.origins == ("https://c.example",)
+
+
+def test_all_that_is_wrong_is_said_at_once_each_with_its_place(tmp_path: Path) -> None:
+    file = file_of(
+        tmp_path,
+        "[limits]\nmax_querys = 3\nmax_tokens = 0\n\n[limit]\nx = 1\n\n[server]\n# the port\nport = 'http'\n",
+    )
+    environment = {"STREAMRAG__SOURCE__K": "many", "STREAMRAG__SORCE__K": "1", "STREAMRAG__ENGINE__ENGINE_ARGS": "{"}
+    found = problems_of(file, environment, {"answers.top_p": "2"})
+    assert found == [
+        f"{file}, line 5: there is no section [limit]. Did you mean limits?",
+        "environment STREAMRAG__SORCE__K: there is no such setting. Did you mean STREAMRAG__SOURCE__?",
+        "environment STREAMRAG__SOURCE__K: input should be a valid integer, unable to parse string as an integer, "
+        "and is 'many'",
+        "environment STREAMRAG__ENGINE__ENGINE_ARGS: is no JSON: Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1), and is '{'",
+        "option --answers.top_p: input should be less than or equal to 1, and is '2'",
+        f"{file}, line 3: limits.max_tokens: input should be greater than or equal to 1, and is '0'",
+        f"{file}, line 2: limits.max_querys: [limits] has no max_querys. Did you mean max_queries?",
+        f"{file}, line 10: server.port: input should be a valid integer, unable to parse string as an integer, "
+        "and is 'http'",
+    ]
+    with pytest.raises(ConfigurationError, match=r"max_querys(.|\n)*server\.port"):
+        _ = load(file, environment, {}).settings
+
+
+def test_what_is_right_in_a_section_stands_though_something_else_is_wrong(tmp_path: Path) -> None:
+    loaded = load(file_of(tmp_path, "[server]\nhost = '0.0.0.0'\nport = 'http'\n"), {}, {})
+    assert loaded.sections["server"].host == "0.0.0.0"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[limits\n", r"is no TOML: .*line 1"),
+        ("limits = 3\n", r"line 1: limits is a section: write \[limits\]"),
+        ("max_queries = 3\n", r"line 1: there is no section \[max_queries\]"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_explained(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        _ = load(file_of(tmp_path, text), {}, {}).settings
+
+
+def test_a_file_that_is_not_there_is_explained(tmp_path: Path) -> None:
+    assert problems_of(tmp_path / "none.toml", {}, {}) == [
+        f"{tmp_path}/none.toml: cannot be read: No such file or directory"
+    ]
+
+
+def test_no_secret_stands_in_a_message_or_in_what_holds() -> None:
+    environment = {
+        "STREAMRAG__KEYS__PAIRS": "alice=geheim-geheim-geheim",
+        "STREAMRAG__MODEL__API_KEY": "geheim",
+        "STREAMRAG__SOURCE__POSTGRES": "postgresql://me:geheim@host/database",
+    }
+    settings = load(None, environment, {}).settings
+    assert settings.keys.pairs is not None
+    shown = effective(settings)
+    assert "geheim" not in shown + repr(settings)
+    assert shown.count(HIDDEN) == 3
+    wrong = load(None, {}, {"model.api_key": ["geheim"]})
+    assert len(wrong.problems) == 1
+    assert "geheim" not in str(wrong.problems[0])
+
+
+def test_the_file_with_all_defaults_has_every_setting_and_changes_nothing(tmp_path: Path) -> None:
+    text = commented_defaults()
+    assert load(file_of(tmp_path, text), {}, {}).settings == Settings()
+    for section, model in SECTIONS.items():
+        part = text.partition(f"\n[{section}]\n")[2].partition("\n[")[0]
+        for name, field in model.model_fields.items():
+            assert f"\n# {field.description}\n" in f"\n{part}"
+            assert f"\n{name} = " in part or f"\n# {name} =" in part
+
+
+def test_what_holds_is_read_back_as_it_is(tmp_path: Path) -> None:
+    options = {"prompt.system": 'Say "ja",\n\ttab, \\ and \x7f €.', "engine.engine_args": '{"a b": [1, {"c": "d"}]}'}
+    settings = load(None, {}, options).settings
+    file = file_of(tmp_path, effective(settings))
+    assert load(file, {}, {}).settings == settings
+    assert tomllib.loads(file.read_text())["engine"]["engine_args"] == {"a b": [1, {"c": "d"}]}
+
+
+def test_the_documentation_has_every_setting_as_it_is() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text()
+    for section, model in SECTIONS.items():
+        part = page.partition(f"\n### `[{section}]`\n")[2].partition("\n#")[0]
+        values = model()
+        rows = [
+            f"| `{name}` | {'' if (value := getattr(values, name)) is None else f'`{toml_of(value)}`'} "
+            f"| {field.description} |"
+            for name, field in model.model_fields.items()
+        ]
+        assert [line for line in part.splitlines() if line.startswith("| `")] == rows, section

