@@ -1,11 +1,12 @@
 """What every request passes before anything of it is read: size, origin, key, and an id of its own."""
 
+import asyncio
 import hmac
 import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -64,6 +65,7 @@ class Gate:
             await send(message)
 
         try:
+            self._check_head(scope)
             self._check_host(headers)
             self._check_origin(headers)
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and cors:
@@ -97,9 +99,20 @@ class Gate:
             )
         return client
 
+    def _check_head(self, scope: Scope) -> None:
+        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["path"])
+        if num_bytes > self._limits.max_head_bytes:
+            raise RequestError(
+                f"the head has more than {self._limits.max_head_bytes:,} bytes, which is the most",
+                status=431,
+                code="head_too_long",
+            )
+
     def _check_host(self, headers: Headers) -> None:
-        host = (urlsplit(f"//{headers.get('host', '')}").hostname or "") if self._hosts is not None else ""
-        if self._hosts is not None and host not in self._hosts:
+        if self._hosts is None:
+            return
+        host = _split(f"//{headers.get('host', '')}").hostname or ""
+        if host not in self._hosts:
             raise RequestError(
                 f"this service is not asked by the name {host[:80]!r}: configure it as one of its hosts",
                 status=421,
@@ -110,7 +123,7 @@ class Gate:
         origin = headers.get("origin")
         if origin is None or "*" in self._origins or origin in self._origins:
             return
-        if urlsplit(origin).netloc != headers.get("host"):
+        if _split(origin).netloc != headers.get("host"):
             raise RequestError(
                 f"pages of {origin[:80]!r} may not ask this service: configure it as one of its origins",
                 status=403,
@@ -133,20 +146,41 @@ class Gate:
         too_long = RequestError(
             f"the body has more than {most:,} bytes, which is the most", status=413, code="body_too_long"
         )
+        too_slow = RequestError(
+            f"the body has not come within {self._limits.body_s:g} s", status=408, code="body_too_slow"
+        )
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > most:
             raise too_long
         num_bytes = 0
+        is_read = is_stream
+        end_s: float | None = None
 
         async def receive_bounded() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_read, end_s
+            if is_read:
+                message = await receive()
+            else:
+                end_s = asyncio.get_running_loop().time() + self._limits.body_s if end_s is None else end_s
+                try:
+                    async with asyncio.timeout_at(end_s):
+                        message = await receive()
+                except TimeoutError:
+                    raise too_slow from None
+                is_read = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > most:
                 raise too_long
             return message
 
         return receive_bounded
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:  # of brackets that hold no address
+        return urlsplit("")
 
 
 _PREFLIGHT = {

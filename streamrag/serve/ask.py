@@ -1,0 +1,111 @@
+"""`POST /v1/ask`: one question, answered by every event of its query, in the service's own form, as SSE.
+
+    retrieval_started, chunk_arrived, context_changed, ..., tokens_generated, ..., answered
+
+The last event is `answered`, or `error`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from sse_starlette.event import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from streamrag.asked import QueryOptions
+from streamrag.serve.bodies import read_body, sampling, turn_of
+from streamrag.serve.failures import Failure
+from streamrag.serve.gate import CALLER
+from streamrag.serve.service import Service
+from streamrag.serve.sse import Write, respond
+from streamrag.serve.wire import json_of, name_of, values_of
+from streamrag.telemetry import Event
+
+
+class Message(BaseModel):
+    """An earlier turn of the conversation."""
+
+    role: str
+    content: Any = None
+
+
+class Options(BaseModel):
+    """The options of a query, as far as a client may choose them. What is not known is refused: it is a slip."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    system: str | None = None
+    history: list[Message] = Field(default=[], max_length=1000)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    max_context_tokens: int | None = None
+    deadline_s: float | None = None
+    late_share: float | None = None
+    overlap: bool | None = None
+
+    def of_query(self, service: Service) -> QueryOptions:
+        """As a pipeline takes them.
+
+        :raises RequestError, ConfigurationError: one of them cannot work.
+        """
+        params = sampling(
+            service.params,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            stop=self.stop,
+        )
+        history = [turn_of(each.role, each.content, f"history.{i}") for i, each in enumerate(self.history)]
+        options = QueryOptions(params=params, history=history)
+        if self.system:
+            options["system"] = service.system_text(self.system)
+        if self.max_context_tokens is not None:
+            options["max_context_tokens"] = self.max_context_tokens
+        if self.deadline_s is not None:
+            options["deadline_s"] = self.deadline_s
+        if self.late_share is not None:
+            options["late_share"] = self.late_share
+        if self.overlap is not None:
+            options["overlap"] = self.overlap
+        return options
+
+
+class AskRequest(Options):
+    """A question with its options."""
+
+    question: str
+
+
+def routes(service: Service) -> list[Route]:
+    """The interface's routes."""
+
+    async def ask(request: Request) -> Response:
+        asked = await read_body(request, AskRequest)
+        options = asked.of_query(service)
+
+        async def produce(write: Write) -> None:
+            async with service.events(request.scope[CALLER], "ask", asked.question, **options) as events:
+                async for event in events:
+                    await write(told(event))
+
+        return await respond(request, produce, failed=told_failure, send_timeout_s=service.limits.send_timeout_s)
+
+    return [Route("/v1/ask", ask, methods=["POST"])]
+
+
+def told(event: Event) -> ServerSentEvent:
+    """An event as SSE."""
+    return ServerSentEvent(json_of(values_of(event)), event=name_of(event))
+
+
+def told_failure(failure: Failure) -> Sequence[ServerSentEvent]:
+    """What a stream of events ends with when it fails."""
+    return [ServerSentEvent(failure.json(), event="error")]
