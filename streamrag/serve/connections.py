@@ -25,6 +25,8 @@ LINGER_S = 2.0
 class Cycle(Protocol):
     """What uvicorn knows of a request."""
 
+    disconnected: bool
+    message_event: asyncio.Event
     more_body: bool
     response_started: bool
     response_complete: bool
@@ -126,10 +128,13 @@ class _Bounded(_Base):
             self._timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Say so on the connection itself, since there is no request; in mid-answer there is nothing to be said."""
-        if not self._awaits_head():
-            self.transport.abort()
-            return
+        """Say so on the connection itself; in mid-answer there is nothing to be said."""
+        if self._cycle is not None and not self._awaits_head():
+            if self._cycle.response_started:
+                self.transport.abort()
+                return
+            self._cycle.disconnected = True  # whatever its answer is, this one goes out
+            self._cycle.message_event.set()
         body = json.dumps(failure_of(RequestError(message, status=status, code="http")).body()).encode()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
