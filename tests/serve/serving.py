@@ -1,7 +1,7 @@
 """A service on a real socket, in the test's own event loop, and what it is asked."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +66,7 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    steps: Sequence[Step] = CHUNKS,
+    steps: Sequence[Step] | Callable[[str], Sequence[Step]] = CHUNKS,
     *,
     backend: Any = None,
     limits: Limits | None = None,
