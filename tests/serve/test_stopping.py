@@ -113,7 +113,7 @@ async def test_an_engine_that_dies_answers_every_open_request_with_an_error_and_
         for client in (ask, stream):
             assert (await client.until("error"))["error"]["code"] == "engine_dead"
         async with asyncio.timeout(20):
-            while not served.service.is_ready or backend.died.is_set():
+            while not served.service.is_ready or backend.died.is_set():  # noqa: ASYNC110 -- has no event
                 await asyncio.sleep(0)
         async with raw(served.url) as again:
             await again.post("/v1/streams")
