@@ -1,5 +1,6 @@
 """uvicorn's connections, bounded: a head in time and of a length, one request after another, and a close that ends.
 
+Each event goes out when it is written: Nagle's algorithm, beside an ACK that is put off, held the first up for 40 ms.
 uvicorn waits for ever for a request's head, and httptools reads heads of any length. While a pipelined request waits
 uvicorn does not read on, and does not see its client leave: here what is sent behind a request before its answer is
 dropped, and the connection closed behind that answer, as RFC 9112 allows; the client sends it again. A refused body is
@@ -8,6 +9,7 @@ read for a moment longer, since a reset would take the refusal from the client t
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -75,6 +77,10 @@ class _Bounded(_Base):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         kept = _Transport(cast(asyncio.Transport, transport), lambda: self._cycle is not None and self._cycle.more_body)
         super().connection_made(cast(asyncio.Transport, kept))
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            # asyncio does so only where a socket names its protocol, which one of `socket.create_server` does not.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._time_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -2,13 +2,18 @@
 
 import asyncio
 import json
+import socket
 from contextlib import AsyncExitStack
+from typing import Any
 
 import anyio
 import pytest
+from uvicorn.server import ServerState
 
 from streamrag import Append
-from streamrag.serve import Limits
+from streamrag.serve import Limits, Service, create_app
+from streamrag.serve.server import config_of, listen
+from streamrag.testing import ScriptedBackend
 from tests.serve.raw import Raw, raw
 from tests.serve.serving import CHUNKS, PARIS, Serving, serving
 
@@ -169,6 +174,25 @@ async def test_what_breaks_off_in_mid_stream_ends_its_query(is_h11: bool) -> Non
         async with asyncio.timeout(10):
             await served.watcher.has_ended.wait()
     assert served.watcher.ended == [("streams", "left")]
+
+
+@BOTH
+async def test_an_event_is_not_held_back_until_the_one_before_was_acknowledged(is_h11: bool) -> None:
+    config = config_of(create_app(Service(ScriptedBackend(), None)), Limits(), is_h11=is_h11)
+    config.load()
+    made: list[Any] = []
+
+    def make() -> asyncio.Protocol:
+        made.append(config.http_protocol_class(config, ServerState(), {}))  # type: ignore[operator]
+        return made[-1]
+
+    sock = listen("127.0.0.1", 0)
+    async with await asyncio.get_running_loop().create_server(make, sock=sock):
+        async with raw(f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
+            await client.send(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            kept = made[0].transport.get_extra_info("socket")
+            assert await client.status() == 200
+            assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_a_thousand_idle_connections_hold_up_nobody() -> None:
