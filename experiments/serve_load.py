@@ -24,14 +24,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import httpx
 import openai
-import psutil
 from rich.console import Console
 from rich.table import Table
 from starlette.requests import Request
@@ -47,9 +46,9 @@ from streamrag.telemetry import TokensGenerated
 from streamrag.testing import ScriptedBackend, ScriptedSource, make_tiny_llama
 
 NUM_PAIRS = 200
-WINDOW_S = 15.0
-RETRIEVAL_S = 0.4
-MAX_QUERIES = 16
+WINDOW_S = 20.0
+RETRIEVAL_S = 1.6
+MAX_QUERIES = 8
 QUESTION = "What is the capital of France?"
 TEXT = "the capital of France is Paris. " * 4
 PASSAGES = [Chunk(f"Passage {number}: {TEXT}", f"https://geo.example/{number}") for number in range(3)]
@@ -58,6 +57,19 @@ console = Console(highlight=False)
 
 
 # ------------------------------------------------------------------------------------------------------ the service
+
+
+def held_by_process() -> dict[str, int]:
+    """What Linux says of this process."""
+    descriptors = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            descriptors.append(os.readlink(f"/proc/self/fd/{name}"))
+    return {
+        "sockets": sum(name.startswith("socket:") for name in descriptors),
+        "descriptors": len(descriptors),
+        "rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+    }
 
 
 async def run_service(kind: str, model: str, num_places: int) -> int:
@@ -92,13 +104,10 @@ async def run_service(kind: str, model: str, num_places: int) -> int:
         raise AssertionError("no token")
 
     async def left(request: Request) -> JSONResponse:
-        me = psutil.Process()
         return JSONResponse(
             {
                 "tasks": len(asyncio.all_tasks()),
-                "sockets": len(me.net_connections(kind="inet")),
-                "descriptors": me.num_fds(),
-                "rss_bytes": me.memory_info().rss,
+                **held_by_process(),
                 "queries": len(service.queries),
                 "retrievals": source.num_streams,
                 "engine_requests": await backend.num_unfinished_requests()
@@ -251,14 +260,17 @@ async def saturation(client: openai.AsyncOpenAI) -> float:
     return num / WINDOW_S
 
 
-async def open_loop(ask: Callable[[int], Coroutine[Any, Any, str]], rate: float, window_s: float) -> Counter[str]:
-    """What became of queries that come whether others are done or not."""
+async def open_loop(
+    ask: Callable[[int], Coroutine[Any, Any, str]], rate: float, window_s: float, lateness_s: list[float]
+) -> Counter[str]:
+    """What became of queries that come whether others are done or not. `lateness_s` says how late this process was."""
     rng = random.Random(0)
     tasks: list[asyncio.Task[str]] = []
     began_s = time.perf_counter()
     at_s = 0.0
     while (at_s := at_s + rng.expovariate(rate)) < window_s:
         await asyncio.sleep(max(began_s + at_s - time.perf_counter(), 0))
+        lateness_s.append(time.perf_counter() - began_s - at_s)
         tasks.append(asyncio.create_task(ask(len(tasks))))
         show_progress(f"{len(tasks)} begun")
     return Counter(await asyncio.gather(*tasks))
@@ -279,13 +291,15 @@ async def load(client: openai.AsyncOpenAI) -> dict[str, Any]:
                 return type(error).__name__
             return "answered"
 
-        outcomes = await open_loop(ask, at_most * factor, WINDOW_S)
+        lateness_s: list[float] = []
+        outcomes = await open_loop(ask, at_most * factor, WINDOW_S, lateness_s)
         rows.append(
             {
                 "factor": factor,
                 "offered_per_s": sum(outcomes.values()) / WINDOW_S,
                 "goodput_per_s": outcomes["answered"] / WINDOW_S,
                 "ttft_ms": {"median": median(ttfts_ms), "p95": percentile(ttfts_ms, 0.95)},
+                "client_late_ms": {"median": median(lateness_s) * 1000, "p95": percentile(lateness_s, 0.95) * 1000},
                 "outcomes": dict(outcomes),
             }
         )
@@ -317,10 +331,10 @@ async def soak(
             return "refused"
         return "left" if leave else "answered"
 
-    await open_loop(ask, rate, 5.0)  # what is allocated once
+    await open_loop(ask, rate, 5.0, [])  # what is allocated once
     await asyncio.sleep(6)  # connections that are kept alive end after 5 s
     before = (await http.get("/bench/left")).json()
-    outcomes = await open_loop(ask, rate, soak_s)
+    outcomes = await open_loop(ask, rate, soak_s, [])
     await asyncio.sleep(6)
     after = (await http.get("/bench/left")).json()
     return {
@@ -376,7 +390,8 @@ def show(results: dict[str, Any]) -> None:
             f"goodput at {factor:g}x",
             lambda r, i=i: "{goodput_per_s:.1f} of {offered_per_s:.1f}/s".format(**r["load"]["rows"][i]),  # type: ignore[misc]
         )
-        row(f"  its TTFT, ms", lambda r, i=i: times(r["load"]["rows"][i]["ttft_ms"]))  # type: ignore[misc]  # noqa: F541
+        row("  its TTFT, ms", lambda r, i=i: times(r["load"]["rows"][i]["ttft_ms"]))  # type: ignore[misc]
+        row("  this process late, ms", lambda r, i=i: times(r["load"]["rows"][i]["client_late_ms"]))  # type: ignore[misc]
     row("soak", lambda r: ", ".join(f"{num} {name}" for name, num in sorted(r["soak"]["outcomes"].items())))
     for name in ("tasks", "sockets", "descriptors", "queries", "retrievals", "engine_requests"):
         row(f"  {name}", lambda r, n=name: f"{r['soak']['before'][n]} -> {r['soak']['after'][n]}")  # type: ignore[misc]
@@ -406,8 +421,10 @@ def main() -> None:
         results = {kind: asyncio.run(measure(kind, model, args.idle, args.soak_s)) for kind in kinds}
     show(results)
     if args.json:
+        if args.only and args.json.exists():
+            results = {**json.loads(args.json.read_text()), **results}
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()}
-        write_whole(args.json, (json.dumps({"machine": machine, **results}, indent=2) + "\n").encode())
+        write_whole(args.json, (json.dumps({**results, "machine": machine}, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

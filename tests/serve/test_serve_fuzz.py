@@ -1,6 +1,6 @@
 """Anything at all, sent to every interface: a 4xx in OpenAI's form, never a 500, and a good request works behind it.
 
-Short here; `make fuzz-serve` tries thousands.
+Short here; `make fuzz-serve` tries thousands of each.
 """
 
 import asyncio
