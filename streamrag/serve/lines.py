@@ -197,7 +197,8 @@ class Lines:
     async def _read_lines(self) -> None:
         unread = bytearray()
         while not self._is_finished:
-            idle_s = self._limits.idle_s
+            limits = self._limits
+            idle_s = limits.idle_s if self._is_open else min(limits.idle_s, limits.body_s)  # it has no place yet
             try:
                 async with asyncio.timeout(idle_s):
                     is_last = await self._fill(unread)

@@ -215,6 +215,14 @@ async def test_a_client_that_says_nothing_is_left_unless_it_shows_that_it_lives(
         await client.until("answered")
 
 
+async def test_a_stream_that_is_never_opened_is_left_sooner_since_it_has_no_place() -> None:
+    async with serving(limits=Limits(body_s=0.3)) as served, raw(served.url) as client:
+        await client.post("/v1/streams")
+        await client.piece(b'{"type": "open", "que')
+        assert await client.status() == 408
+        assert served.service.admission.num_queries == 0
+
+
 async def test_a_client_that_is_ahead_of_the_engine_is_held_up() -> None:
     """The backend takes no second prompt, so what is sent waits: in the service up to a frame, then in TCP."""
     backend = ScriptedBackend(answer="It is Paris.", hold=anyio.Event())
