@@ -5,7 +5,6 @@ import hmac
 import re
 import uuid
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -59,9 +58,14 @@ class Gate:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         cors = self._cors(headers.get("origin"))
 
+        body = _Body(scope["path"], headers, receive, self._limits)
+
         async def send_with_id(message: Message) -> None:
             if message["type"] in ("http.response.start", "websocket.accept"):
-                MutableHeaders(scope=message).update({"x-request-id": request_id, **cors})
+                more = MutableHeaders(scope=message)
+                more.update({"x-request-id": request_id, **cors})
+                if message["type"] == "http.response.start" and not body.is_read:
+                    more["connection"] = "close"
             await send(message)
 
         try:
@@ -77,11 +81,11 @@ class Gate:
                 headers.get("traceparent"),
                 headers.get("tracestate"),
             )
-            bounded = receive if scope["type"] == "websocket" else self._bounded(scope["path"], headers, receive)
+            body.check_length()
         except RequestError as error:
             await _refuse(error, scope, receive, send_with_id)
             return
-        await self._app(scope, bounded, send_with_id)
+        await self._app(scope, receive if scope["type"] == "websocket" else body.receive, send_with_id)
 
     def _client(self, path: str, headers: Headers) -> str:
         if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
@@ -139,41 +143,54 @@ class Gate:
             "vary": "origin",
         }
 
-    def _bounded(self, path: str, headers: Headers, receive: Receive) -> Receive:
-        """`receive`, up to as many bytes as a body may have."""
+
+class _Body:
+    """A request's body, of a bounded length and in a bounded time; that of a stream may take as long as it wants."""
+
+    def __init__(self, path: str, headers: Headers, receive: Receive, limits: Limits) -> None:
         is_stream = path == "/v1/streams"
-        most = self._limits.max_stream_bytes if is_stream else self._limits.max_body_bytes
-        too_long = RequestError(
-            f"the body has more than {most:,} bytes, which is the most", status=413, code="body_too_long"
-        )
-        too_slow = RequestError(
-            f"the body has not come within {self._limits.body_s:g} s", status=408, code="body_too_slow"
-        )
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > most:
-            raise too_long
-        num_bytes = 0
-        is_read = is_stream
-        end_s: float | None = None
+        self._headers = headers
+        self._receive = receive
+        self._most = limits.max_stream_bytes if is_stream else limits.max_body_bytes
+        self._most_s = None if is_stream else limits.body_s
+        self._end_s: float | None = None
+        self._num_bytes = 0
+        self.is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
+        """Whether there is no more of it. An answer that comes before that is the connection's last."""
 
-        async def receive_bounded() -> Message:
-            nonlocal num_bytes, is_read, end_s
-            if is_read:
-                message = await receive()
-            else:
-                end_s = asyncio.get_running_loop().time() + self._limits.body_s if end_s is None else end_s
-                try:
-                    async with asyncio.timeout_at(end_s):
-                        message = await receive()
-                except TimeoutError:
-                    raise too_slow from None
-                is_read = not message.get("more_body", False)
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > most:
-                raise too_long
-            return message
+    def check_length(self) -> None:
+        """:raises RequestError: it says that it is too long."""
+        length = self._headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > self._most:
+            raise self._too_long()
 
-        return receive_bounded
+    async def receive(self) -> Message:
+        """The next message.
+
+        :raises RequestError: it is too long, or too late.
+        """
+        if self.is_read or self._most_s is None:
+            message = await self._receive()
+        else:
+            now = asyncio.get_running_loop().time
+            self._end_s = now() + self._most_s if self._end_s is None else self._end_s
+            try:
+                async with asyncio.timeout_at(self._end_s):
+                    message = await self._receive()
+            except TimeoutError:
+                raise RequestError(
+                    f"the body has not come within {self._most_s:g} s", status=408, code="body_too_slow"
+                ) from None
+        self.is_read = self.is_read or not message.get("more_body", False)
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._most:
+            raise self._too_long()
+        return message
+
+    def _too_long(self) -> RequestError:
+        return RequestError(
+            f"the body has more than {self._most:,} bytes, which is the most", status=413, code="body_too_long"
+        )
 
 
 def _split(url: str) -> SplitResult:
@@ -193,8 +210,7 @@ _PREFLIGHT = {
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
     failure = failure_of(error)
     if scope["type"] == "http":
-        headers: dict[str, Any] = {"connection": "close"} if failure.status == 413 else {}
-        await JSONResponse(failure.body(), failure.status, headers)(scope, receive, send)
+        await JSONResponse(failure.body(), failure.status)(scope, receive, send)
     else:
         await receive()
         await send({"type": "websocket.close", "code": 1008, "reason": failure.message[:120]})

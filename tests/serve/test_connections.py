@@ -153,6 +153,21 @@ async def test_a_refusal_reaches_a_client_that_still_sends(is_h11: bool) -> None
 
 
 @BOTH
+@pytest.mark.parametrize("path", ["/v1/ask", "/v1/nowhere"])
+async def test_an_answer_before_the_end_of_a_body_says_that_it_is_the_connections_last(is_h11: bool, path: str) -> None:
+    limits = Limits(max_body_bytes=2000)
+    async with serving(limits=limits, is_h11=is_h11) as served, raw(served.url) as client:
+        await client.post(path)
+        for _ in range(5):
+            await client.piece(b"x" * 1000)
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert b"connection: close" in head
+        assert b"keep-alive" not in head
+        assert await client.is_closed()
+        await works(served)
+
+
+@BOTH
 async def test_a_body_that_does_not_come_in_time_is_refused(is_h11: bool) -> None:
     async with serving(limits=Limits(body_s=0.3), is_h11=is_h11) as served, raw(served.url) as client:
         await client.send(request(b'{"quest', "content-length: 100"))
