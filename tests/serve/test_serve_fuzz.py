@@ -210,8 +210,11 @@ def check(answer: httpx.Response) -> None:
 
 
 def check_that_it_works(client: httpx.Client) -> None:
-    answer = client.post("/v1/ask", json={"question": "Where?"})
-    assert answer.status_code == 200
+    status = 408
+    while status == 408:  # a machine that stands still for as long as a body may take
+        answer = client.post("/v1/ask", json={"question": "Where?"})
+        status = answer.status_code
+    assert status == 200
     assert "event: answered" in answer.text
 
 
