@@ -8,6 +8,9 @@ from typing import Any
 
 import anyio
 import pytest
+import websockets
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
 from uvicorn.server import ServerState
 
 from streamrag import Append
@@ -208,6 +211,24 @@ async def test_an_event_is_not_held_back_until_the_one_before_was_acknowledged(i
             kept = made[0].transport.get_extra_info("socket")
             assert await client.status() == 200
             assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@BOTH
+async def test_a_websocket_outlives_the_time_for_a_head(is_h11: bool) -> None:
+    async def echo(socket: WebSocket) -> None:
+        await socket.accept()
+        async for text in socket.iter_text():
+            await socket.send_text(text)
+
+    options = {"more_routes": [WebSocketRoute("/echo", echo)]}
+    async with (
+        serving(limits=Limits(head_s=0.2), is_h11=is_h11, app_options=options) as served,
+        raw(served.url) as slow,
+    ):
+        async with websockets.connect(f"ws{served.url.removeprefix('http')}/echo") as client:
+            assert await slow.is_closed()  # which has sent no head, and came before
+            await client.send("still here")
+            assert await client.recv() == "still here"
 
 
 async def test_a_thousand_idle_connections_hold_up_nobody() -> None:
