@@ -36,5 +36,6 @@ def test_every_test_in_the_table_of_faults_exists() -> None:
     }
     assert len(named) > 30
     assert named - there == set()
-    for row in [line for line in page.splitlines() if line.startswith("| ")][1:]:
+    table, _, _ = page.partition("## Measured")
+    for row in [line for line in table.splitlines() if line.startswith("| ")][1:]:
         assert "`test_" in row, f"a fault without a test: {row}"
