@@ -30,9 +30,9 @@ from rich.table import Table
 
 from streamrag import Append, WebSource
 from streamrag.files import write_whole
-from streamrag.sources.near_duplicates import NearDuplicates
+from streamrag.sources.http.robots import parse
+from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.relevance import Passage, assemble, relevant_stems, select, split_markdown
-from streamrag.sources.robots import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 QUERY = "How does a pipeline stream retrieved chunks into the engine?"
@@ -71,10 +71,10 @@ def steps(site: Path, scratch: Path) -> dict[str, float]:
     )
     from fpdf import FPDF
 
-    from streamrag.sources.clean import PageCleaner, bm25
-    from streamrag.sources.disk_store import DiskStore
-    from streamrag.sources.documents import read_pdf
-    from streamrag.sources.prune import prune
+    from streamrag.sources.http.disk_store import DiskStore
+    from streamrag.sources.pages.clean import PageCleaner, bm25
+    from streamrag.sources.pages.documents import read_pdf
+    from streamrag.sources.pages.prune import prune
 
     options = {"page_timeout_s": 10.0, "max_page_cpu_s": 60.0, "max_page_memory_bytes": 1 << 30, "cdp_url": None}
     cleaner = PageCleaner(scratch=str(scratch), user_agent="streamrag", **options)  # type: ignore[arg-type]

@@ -45,8 +45,8 @@ from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
-from streamrag.sources.calibration_queries import sentences
-from streamrag.sources.worth_sending import estimate_tokens
+from streamrag.sources.emission.calibration_queries import sentences
+from streamrag.sources.emission.worth_sending import estimate_tokens
 from streamrag.trace.generate import LongWindow, generate
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedUpdate

@@ -41,8 +41,8 @@ from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.files import write_whole
 from streamrag.sources.index_folder import KEYWORDS, PASSAGES, stored_line
-from streamrag.sources.keywords import KeywordIndex, new_stem, write_keywords
 from streamrag.sources.relevance import relevant_terms, terms
+from streamrag.sources.search.keywords import KeywordIndex, new_stem, write_keywords
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 K, CANDIDATES, BATCH_SIZE = 5, 20, 4

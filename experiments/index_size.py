@@ -34,10 +34,10 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag.core import Chunk
-from streamrag.sources import ivf_search, search
 from streamrag.sources.embedder import DEFAULT_EMBEDDER, Embedder, find_embedder
 from streamrag.sources.index_folder import IVF, MANIFEST, PASSAGES, Manifest, describe_files, stored_line, with_title
 from streamrag.sources.passages import UnusableDocumentError, find_documents, read_document, split_document
+from streamrag.sources.search import diskann_search, ivf_search
 from streamrag.versions import installed_versions
 
 NUM_REAL, NUM_QUERIES, NUM_VECTORS, NUM_SLOW_QUERIES = 20_480, 200, 100_000, 30
@@ -124,7 +124,7 @@ def build(kind: str, work: Path) -> dict[str, Any]:
     if kind == "ivf":
         made["num_lists"] = ivf_search.build_lists(out, vectors, NUM_THREADS, None)
     else:
-        search.build_graph(out, vectors, NUM_THREADS)
+        diskann_search.build_graph(out, vectors, NUM_THREADS)
     build_s = time.perf_counter() - started_s
     cpu_s = time.process_time()
     peak_bytes = _status("VmHWM") - before_bytes
@@ -164,7 +164,7 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
         ends = (*PROBES, manifest.num_lists)
         stages = [{"after": after, "until": until} for after, until in pairwise([0, *ends])]
     else:
-        searcher = search._Searcher(**options)
+        searcher = diskann_search._Searcher(**options)
         stages = [{"complexity": length, "beam_width": 8} for length in LENGTHS]
     searcher._index = searcher._open_index()
     num_queries = NUM_SLOW_QUERIES if is_slow else NUM_QUERIES

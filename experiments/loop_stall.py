@@ -28,7 +28,7 @@ from streamrag import Pipeline, VectorSource, WebSource
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import Append, Chunk, ModelInfo, Source
 from streamrag.files import write_whole
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 from streamrag.testing import ScriptedBackend, ScriptedSource, make_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag.sources import near_duplicates
-from streamrag.sources.near_duplicates import MIN_WORDS, NearDuplicates, words_of
+from streamrag.sources.pages import near_duplicates
+from streamrag.sources.pages.near_duplicates import MIN_WORDS, NearDuplicates, words_of
 
 MODULES = (
     "argparse asyncio collections concurrent.futures csv ctypes datetime decimal difflib email enum fractions ftplib"

@@ -34,7 +34,7 @@ from streamrag.sources.embedding import EmbeddingPool
 from streamrag.sources.passages import read_document, split_document
 from streamrag.sources.postgres.query import Rows
 from streamrag.sources.postgres.source import _settings
-from streamrag.sources.workers import Share
+from streamrag.sources.workers.pool import Share
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = "streamrag_bench"
@@ -147,7 +147,7 @@ async def rungs(source: PgVectorSource, queries: list[str], values: tuple[int, .
             for name, settings in stages:
                 started_s = time.perf_counter()
                 rows = await opened.link.run(
-                    lambda connection: opened.search.nearest(connection, vector),  # noqa: B023
+                    lambda connection: opened.search.nearest(connection, vector, is_exact=name == "exact"),  # noqa: B023
                     settings,
                     timeout_s=60,
                 )

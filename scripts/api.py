@@ -17,6 +17,8 @@ PAGE = ROOT / "docs" / "api.md"
 
 MODULES = [
     "streamrag",
+    "streamrag.serve",
+    "streamrag.sessions",
     "streamrag.telemetry",
     "streamrag.trace",
     "streamrag.testing",

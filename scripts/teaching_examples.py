@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 
 from streamrag.core import Chunk
-from streamrag.sources.keywords import new_stem
 from streamrag.sources.passages import UnusableDocumentError, find_documents, read_document, split_document
 from streamrag.sources.relevance import relevant_terms, terms
+from streamrag.sources.search.keywords import new_stem
 
 NO_ANSWER = "The documents do not say."
 NO_ANSWER_SHARE = 0.02

@@ -70,27 +70,27 @@ if TYPE_CHECKING:
     from streamrag.modes import PromptTemplate as PromptTemplate
     from streamrag.modes import UpdateMode as UpdateMode
     from streamrag.pipeline import Pipeline as Pipeline
-    from streamrag.sources.calibrating import calibrate as calibrate
-    from streamrag.sources.calibration import Calibration as Calibration
+    from streamrag.sources.crawl.search_engine import search_engine as search_engine
+    from streamrag.sources.crawl.web import WebSource as WebSource
+    from streamrag.sources.emission.calibrating import calibrate as calibrate
+    from streamrag.sources.emission.calibration import Calibration as Calibration
+    from streamrag.sources.emission.worth_sending import WorthSending as WorthSending
     from streamrag.sources.generators import from_passages as from_passages
     from streamrag.sources.generators import from_rankings as from_rankings
-    from streamrag.sources.hybrid import HybridSource as HybridSource
-    from streamrag.sources.index import IndexSummary as IndexSummary
-    from streamrag.sources.index import build_index as build_index
-    from streamrag.sources.index_changes import add_documents as add_documents
-    from streamrag.sources.index_changes import remove_documents as remove_documents
-    from streamrag.sources.ivf import IvfSource as IvfSource
-    from streamrag.sources.ivf import index_source as index_source
+    from streamrag.sources.index.build import IndexSummary as IndexSummary
+    from streamrag.sources.index.build import build_index as build_index
+    from streamrag.sources.index.changes import add_documents as add_documents
+    from streamrag.sources.index.changes import remove_documents as remove_documents
     from streamrag.sources.merged import Merged as Merged
     from streamrag.sources.postgres.build import TableSummary as TableSummary
     from streamrag.sources.postgres.build import build_table as build_table
     from streamrag.sources.postgres.source import PgVectorSource as PgVectorSource
     from streamrag.sources.replay import ReplaySource as ReplaySource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
-    from streamrag.sources.search_engine import search_engine as search_engine
-    from streamrag.sources.vector import VectorSource as VectorSource
-    from streamrag.sources.web import WebSource as WebSource
-    from streamrag.sources.worth_sending import WorthSending as WorthSending
+    from streamrag.sources.search.hybrid import HybridSource as HybridSource
+    from streamrag.sources.search.ivf import IvfSource as IvfSource
+    from streamrag.sources.search.ivf import index_source as index_source
+    from streamrag.sources.search.vector import VectorSource as VectorSource
     from streamrag.telemetry import Answer as Answer
     from streamrag.trace.recorder import TraceRecorder as TraceRecorder
 
@@ -103,7 +103,7 @@ _HOMES = {
     "Backend": "streamrag.core",
     "BackendError": "streamrag.errors",
     "BackendEvent": "streamrag.core",
-    "Calibration": "streamrag.sources.calibration",
+    "Calibration": "streamrag.sources.emission.calibration",
     "Chunk": "streamrag.core",
     "ConfigurationError": "streamrag.errors",
     "CutShort": "streamrag.core",
@@ -111,13 +111,13 @@ _HOMES = {
     "EngineDeadError": "streamrag.errors",
     "EventStream": "streamrag.handle",
     "Hint": "streamrag.core",
-    "HybridSource": "streamrag.sources.hybrid",
+    "HybridSource": "streamrag.sources.search.hybrid",
     "IndexCorruptError": "streamrag.errors",
     "IndexExistsError": "streamrag.errors",
     "IndexMismatchError": "streamrag.errors",
     "IndexMissingError": "streamrag.errors",
-    "IndexSummary": "streamrag.sources.index",
-    "IvfSource": "streamrag.sources.ivf",
+    "IndexSummary": "streamrag.sources.index.build",
+    "IvfSource": "streamrag.sources.search.ivf",
     "Merged": "streamrag.sources.merged",
     "MissingDependencyError": "streamrag.errors",
     "Mode": "streamrag.core",
@@ -159,21 +159,21 @@ _HOMES = {
     "Update": "streamrag.core",
     "UpdateMode": "streamrag.modes",
     "VectorIndexError": "streamrag.errors",
-    "VectorSource": "streamrag.sources.vector",
+    "VectorSource": "streamrag.sources.search.vector",
     "VllmBackend": "streamrag.backends.vllm",
-    "WebSource": "streamrag.sources.web",
+    "WebSource": "streamrag.sources.crawl.web",
     "WorkerError": "streamrag.errors",
-    "WorthSending": "streamrag.sources.worth_sending",
-    "add_documents": "streamrag.sources.index_changes",
-    "build_index": "streamrag.sources.index",
-    "calibrate": "streamrag.sources.calibrating",
+    "WorthSending": "streamrag.sources.emission.worth_sending",
+    "add_documents": "streamrag.sources.index.changes",
+    "build_index": "streamrag.sources.index.build",
+    "calibrate": "streamrag.sources.emission.calibrating",
     "build_table": "streamrag.sources.postgres.build",
     "from_passages": "streamrag.sources.generators",
     "from_rankings": "streamrag.sources.generators",
-    "index_source": "streamrag.sources.ivf",
+    "index_source": "streamrag.sources.search.ivf",
     "plain_chat": "streamrag.core",
-    "search_engine": "streamrag.sources.search_engine",
-    "remove_documents": "streamrag.sources.index_changes",
+    "search_engine": "streamrag.sources.crawl.search_engine",
+    "remove_documents": "streamrag.sources.index.changes",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -191,6 +191,8 @@ class AnswerChunk:
     finish_reason: str | None = None
     record: RequestRecord | None = None
     """What the engine did with the request; on the last chunk only, and None if the engine keeps no records."""
+    logprobs: Any = None
+    """As the engine has them, one entry per token, if `SamplingParams.extra` asks for them."""
 
 
 BackendEvent: TypeAlias = Prefilled | AnswerChunk

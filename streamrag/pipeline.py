@@ -23,6 +23,7 @@ from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
+    from streamrag.sessions.session import Session
     from streamrag.trace.recorder import TraceRecorder
 
 FORKED = "it was started in the process that this one was forked from, and lives there: make a new one here"
@@ -144,6 +145,40 @@ class Pipeline:
         """Everything that happens while `query` is answered. Options and errors as in `stream`."""
         asked = self._query(query, options)
         return EventStream(lambda emit: self._start_query(asked, emit))
+
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        template: PromptTemplate | None = None,
+        window_tokens: int | None = None,
+        slide_share: float = 0.5,
+        max_waiting: int = 4096,
+        name: str = "session",
+    ) -> "Session":
+        """Context that streams in for as long as the session is open, and questions about it; see `Session`.
+
+        Use it as an async context manager, inside the pipeline's.
+
+        system: replaces the template's system text.
+        template: the words around data and question; each chunk is one `passage`.
+        window_tokens: most tokens of data in the prompt; three quarters of the model's length by default.
+        slide_share: share of the window that goes at a time when it is full.
+        max_waiting: chunks that wait for the engine at most; beyond it the oldest are dropped.
+        name: for errors and schedulers.
+        """
+        from streamrag.sessions.session import Session
+
+        return Session(
+            self.backend,
+            system=system,
+            template=template,
+            window_tokens=window_tokens,
+            slide_share=slide_share,
+            max_waiting=max_waiting,
+            name=name,
+            clock=self._clock,
+        )
 
     async def start(self) -> None:
         """Start the engine and the workers, unless they are running. Queries that come meanwhile wait.

@@ -314,9 +314,10 @@ class QueryRun:
 
     async def _report(self, step: AssembledPrompt) -> None:
         self._num_invalidated += step.num_invalidated
-        num_tokens = len(step.prompt.token_ids)
+        prompt, included = step.prompt, step.included
+        num_tokens = len(prompt.token_ids)
         await self._emit(
-            ContextChanged(self._now(), len(step.included), num_tokens, step.prompt.num_shared, step.num_invalidated)
+            ContextChanged(self._now(), len(included), num_tokens, prompt.num_shared, step.num_invalidated, included)
         )
 
     def _answer(self, chunks: list[AnswerChunk], last: AssembledPrompt, timings: Timings) -> Answer:

@@ -89,6 +89,8 @@ class ContextChanged:
     """Leading tokens that the previous prompt had too: their KV stays valid."""
     num_invalidated: int
     """Tokens of the previous prompt after those: their KV is no longer valid."""
+    chunks: tuple[Chunk, ...] = ()
+    """The passages of the new prompt, in prompt order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,12 @@ class Answer:
     breaks_look_alikes: bool = False
     """Whether look-alikes of special tokens were broken by a space, because a server tokenised the text. Otherwise the
     model saw them as they are, as text; in neither case as special tokens."""
+
+    version: int | None = None
+    """Of a session's answer: the version of the data that it is of."""
+    gap: float | None = None
+    """How much more likely the first token was than the next best, as a difference of log-probabilities; None unless a
+    session's question asked for it."""
 
     @property
     def is_in_rank_order(self) -> bool:

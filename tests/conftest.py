@@ -43,12 +43,12 @@ def pytest_unconfigure() -> None:
 
 
 class OneWithEngines(LoadScopeScheduling):
-    """For `pytest -n`: one process has all files with tests that start an engine, and the tests of the others come as
-    they may. Two engines at a time would be slow, and take too much memory."""
+    """For `pytest -n`: one process has all files with tests that start an engine: two engines at a time would be slow,
+    and take too much memory. The tests of another file stay together too: they share indexes, servers and imports."""
 
     def _split_scope(self, nodeid: str) -> str:
-        path = self.config.rootpath / nodeid.partition("::")[0]
-        return "engine" if "mark.engine" in path.read_text() else nodeid
+        name = nodeid.partition("::")[0]
+        return "engine" if "mark.engine" in (self.config.rootpath / name).read_text() else name
 
 
 @pytest.hookimpl

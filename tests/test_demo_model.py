@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,26 @@ pytest.importorskip("gguf")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made by the command, and once: it takes seconds."""
     seen: list[tuple[int, int, str]] = []
     folder = tmp_path_factory.mktemp("demo") / "deep" / "model"
-    made = make_demo_model(folder, on_progress=lambda *told: seen.append(told))
-    assert [what for _, _, what in dict.fromkeys((0, 0, told[2]) for told in seen)] == ["checking", "unpacking"]
+
+    def overheard(folder: Path, *, on_progress: demo_model.OnProgress) -> Path:
+        def tell(num_done: int, num_total: int, what: str) -> None:
+            seen.append((num_done, num_total, what))
+            on_progress(num_done, num_total, what)
+
+        return make_demo_model(folder, on_progress=tell)
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as stderr:
+        patch.setattr(demo_model, "make_demo_model", overheard)
+        assert main(["demo-model", "--out", str(folder)]) == 0
+    assert f"{folder}: SmolLM2-135M-Instruct, 273 MB" in stderr.getvalue()
+    assert list(dict.fromkeys(what for _, _, what in seen)) == ["checking", "unpacking"]
     assert all(num_done <= num_total for num_done, num_total, _ in seen)
     assert seen[-1] == (272, 272, "unpacking")
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
-    return made
+    return folder
 
 
 def test_transformers_loads_it_and_it_knows_the_capital_of_france(model: Path) -> None:
@@ -67,7 +81,7 @@ def test_an_existing_folder_is_not_overwritten(model: Path, tmp_path: Path) -> N
 
 def test_whoever_stops_it_leaves_nothing(tmp_path: Path) -> None:
     def stop(num_done: int, num_total: int, what: str) -> None:
-        if what == "unpacking" and num_done == 100:
+        if what == "unpacking" and num_done == 10:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -111,8 +125,6 @@ def test_a_damaged_or_missing_package_says_what_to_install(
     assert not (tmp_path / "model").exists()
 
 
-def test_the_command_makes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo-model", "--out", str(tmp_path / "model")]) == 0
-    assert f"{tmp_path / 'model'}: SmolLM2-135M-Instruct, 273 MB" in capsys.readouterr().err
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
+def test_its_sizes_are_in_its_config(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
     assert (config["num_hidden_layers"], config["dtype"]) == (30, "bfloat16")

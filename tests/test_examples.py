@@ -215,6 +215,14 @@ def test_push_tokens(tiny_model: Path) -> None:
 
 
 @pytest.mark.engine
+def test_watch_a_log(tiny_model: Path) -> None:
+    lines = run("watch_a_log.py", "--model", str(tiny_model), "--seconds", "3").splitlines()
+    assert any(re.search(r"line +\d+ .*'(yes|no)'", line) for line in lines)
+    ahead, kept, afresh = (float(re.search(r"([\d.]+) ms$", line)[1]) for line in lines[-3:])
+    assert min(ahead, kept, afresh) > 0
+
+
+@pytest.mark.engine
 def test_own_policy(tiny_model: Path) -> None:
     lines = run("own_policy.py", str(tiny_model)).splitlines()
     assert ["2 chunks" in line for line in lines if line.startswith("finished after")] == [True] * 3

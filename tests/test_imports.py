@@ -13,6 +13,7 @@ PACKAGE = Path(streamrag.__file__).parent
 # Imports run down this list only; parts on one line never import each other.
 LINES = [
     {"cli"},
+    {"serve"},
     {"adapters", "bench", "testing"},
     {"pipeline"},
     {"backends"},
@@ -43,6 +44,7 @@ PARTS_OF_ONE = {
     "query": "pipeline",
     "handle": "pipeline",
     "scripted": "testing",
+    "sessions": "pipeline",
     "tiny_llama": "testing",
 }
 # The only imports within a line: core's values use these, and errors are for all.
@@ -67,6 +69,19 @@ SHARED_BY_PROCESS: dict[str, set[str]] = {
     "facts": set(),
     "chunk_wire": set(),
     "copy_wire": set(),
+}
+
+# In `sources`, what the modules of each folder may import beside modules that stand in no folder.
+BENEATH_FOLDER: dict[str, set[str]] = {
+    "crawl": {"pages", "http", "workers"},
+    "emission": set(),
+    "http": set(),
+    "index": {"search", "workers"},
+    "pages": {"http", "workers"},
+    "postgres": {"workers"},
+    "search": {"workers"},
+    "workers": set(),
+    "": {"workers"},  # of the modules in no folder
 }
 
 HEAVY = {
@@ -165,6 +180,24 @@ def test_processes_of_an_engine_share_only_what_travels_between_them() -> None:
                 wrong.append(f"streamrag.{module} imports {imported}")
     assert wrong == []
     assert {(importer, target) for importer, targets in SHARED_BY_PROCESS.items() for target in targets} <= found
+
+
+def test_folders_of_sources_import_one_way() -> None:
+    wrong = []
+    found = set()
+    for module, tree in modules():
+        if not module.startswith("sources.") or module == "sources.__init__":
+            continue
+        importer = module.split(".")[1] if module.count(".") == 2 else ""
+        for imported in names_imported(tree):
+            target = imported.removeprefix("streamrag.sources.").split(".")[0]
+            if not imported.startswith("streamrag.sources.") or target not in BENEATH_FOLDER:
+                continue
+            found.add((importer, target))
+            if target not in {importer, *BENEATH_FOLDER[importer]}:
+                wrong.append(f"streamrag.{module} imports {imported}")
+    assert wrong == []
+    assert {(importer, target) for importer, targets in BENEATH_FOLDER.items() for target in targets} <= found
 
 
 def test_importing_streamrag_imports_nothing_heavy() -> None:

@@ -105,6 +105,7 @@ async def test_events_tell_the_whole_story_in_order() -> None:
     ]
     assert [event.at_s for event in events] == sorted(event.at_s for event in events)
     first, second, complete = (event for event in events if isinstance(event, ContextChanged))
+    assert [event.chunks for event in (first, second, complete)] == [(A, B), (A, C), (A, C)]
     assert (first.num_shared, first.num_invalidated) == (0, 0)
     assert second.num_shared + second.num_invalidated == first.num_tokens
     assert second.num_invalidated > len("beta")

@@ -190,8 +190,8 @@ def test_nothing_that_is_read_can_name_code() -> None:
         "engine/policies.py",  # a policy of the caller's
         "lazy.py",  # a public name of ours
         "sources/embedder.py",  # an embedder of the caller's
-        "sources/rerank.py",  # a reranker of the caller's
-        "sources/worker_main.py",  # a handler of ours
+        "sources/search/rerank.py",  # a reranker of the caller's
+        "sources/workers/worker_main.py",  # a handler of ours
     }
 
 

@@ -14,7 +14,7 @@ from website import Website
 
 from streamrag import Pipeline, SamplingParams, VectorSource, VllmBackend, WebSource
 from streamrag.handle import EventStream
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 from streamrag.telemetry import (
     ChunkArrived,
     ContextChanged,

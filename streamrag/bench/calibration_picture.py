@@ -7,7 +7,7 @@ from typing import Any
 from streamrag.bench.report_canvas import make_panels
 from streamrag.files import write_whole
 from streamrag.showing import for_picture
-from streamrag.sources.calibration import MAX_LENGTH, Calibration, Odds
+from streamrag.sources.emission.calibration import MAX_LENGTH, Calibration, Odds
 
 MAX_LINES = 8
 MAX_CELLS = 20

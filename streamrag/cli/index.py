@@ -14,7 +14,7 @@ from streamrag.cli.source import DSN_HELP, dsn_of
 from streamrag.cli.steps import StepLines, bar
 
 if TYPE_CHECKING:
-    from streamrag.sources.index import IndexSummary
+    from streamrag.sources.index.build import IndexSummary
 
 DESCRIPTION = """\
 Splits every text, Markdown and HTML file below FOLDER into passages, embeds
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Build the index, or fill the table, with a progress bar on stderr."""
     if arguments.to is not None:
         return _fill_table(arguments)
-    from streamrag.sources.index import build_index
+    from streamrag.sources.index.build import build_index
 
     with _shown() as (show, tell):
         summary = build_index(
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_add(arguments: argparse.Namespace) -> int:
     """Put documents into the index."""
-    from streamrag.sources.index_changes import add_documents
+    from streamrag.sources.index.changes import add_documents
 
     with _shown() as (show, tell):
         summary = add_documents(
@@ -132,7 +132,7 @@ def run_add(arguments: argparse.Namespace) -> int:
 
 def run_remove(arguments: argparse.Namespace) -> int:
     """Take documents out of the index."""
-    from streamrag.sources.index_changes import remove_documents
+    from streamrag.sources.index.changes import remove_documents
 
     with _shown() as (show, tell):
         summary = remove_documents(arguments.index, arguments.names, embedder=arguments.embedder, on_progress=show)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from streamrag.cli.output import Output
 from streamrag.cli.steps import StepLines, bar
 from streamrag.errors import ConfigurationError
-from streamrag.sources.calibration import Calibration, Odds
+from streamrag.sources.emission.calibration import Calibration, Odds
 
 DESCRIPTION = """\
 Searches INDEX for many queries, and counts at which stage of the search the
@@ -71,9 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _calibrate(arguments: argparse.Namespace, console: Output) -> Calibration:
-    from streamrag.sources.calibrating import calibrate
-    from streamrag.sources.calibration_queries import read_queries, sentences
-    from streamrag.sources.vector import VectorSource
+    from streamrag.sources.emission.calibrating import calibrate
+    from streamrag.sources.emission.calibration_queries import read_queries, sentences
+    from streamrag.sources.search.vector import VectorSource
 
     source = VectorSource(arguments.index, k=arguments.k, embedder=arguments.embedder)
     lines = StepLines(console)

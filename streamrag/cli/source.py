@@ -49,10 +49,10 @@ def make_source(arguments: argparse.Namespace) -> Source:
     """The source that these options name."""
     if arguments.index is not None:
         if arguments.hybrid or arguments.rerank is not None:
-            from streamrag.sources.hybrid import HybridSource
+            from streamrag.sources.search.hybrid import HybridSource
 
             return HybridSource(arguments.index, k=arguments.k, reranker=arguments.rerank, embedder=arguments.embedder)
-        from streamrag.sources.ivf import index_source
+        from streamrag.sources.search.ivf import index_source
 
         return index_source(arguments.index, k=arguments.k, embedder=arguments.embedder)
     if arguments.hybrid or arguments.rerank is not None:
@@ -63,7 +63,7 @@ def make_source(arguments: argparse.Namespace) -> Source:
 
         embedder = arguments.embedder or DEFAULT_EMBEDDER
         return PgVectorSource(dsn_of(arguments.postgres), table=arguments.table, k=arguments.k, embedder=embedder)
-    from streamrag.sources.web import WebSource
+    from streamrag.sources.crawl.web import WebSource
 
     return WebSource(
         arguments.url,

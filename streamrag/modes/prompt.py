@@ -167,6 +167,16 @@ class PromptAssembler:
             ids += self._tail
         return tuple(ids)
 
+    @property
+    def head(self) -> tuple[int, ...]:
+        """Token ids before the passages."""
+        return tuple(self._head)
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """Token ids behind the passages of a complete prompt."""
+        return tuple(self._tail)
+
     def count_tokens(self, chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
         """Tokens of each chunk as the passage of this number; they are kept for `assemble`."""
         return [len(self._encode_passage(number, chunk)) for number, chunk in chunks]
@@ -174,12 +184,16 @@ class PromptAssembler:
     def _encode_passage(self, number: int, chunk: Chunk) -> list[int]:
         key = (number, chunk)
         if key not in self._passages:
-
-            def written(text: str) -> str:
-                return self._format.format(number, replace(chunk, text=text))
-
-            self._passages[key] = encode_at_most(self._tokenizer, chunk.text, self._max_model_len, written)
+            self._passages[key] = self.encode_passage(number, chunk)
         return self._passages[key]
+
+    def encode_passage(self, number: int, chunk: Chunk) -> list[int]:
+        """Token ids of a chunk as the passage of this number; they are not kept."""
+
+        def written(text: str) -> str:
+            return self._format.format(number, replace(chunk, text=text))
+
+        return encode_at_most(self._tokenizer, chunk.text, self._max_model_len, written)
 
     def _encode(self, text: str) -> list[int]:
         """Token ids of a text that is not part of the chat template; if it cannot fit, those of its beginning."""

@@ -1,10 +1,8 @@
 """A pipeline served over HTTP: to any OpenAI client, and to programs that bring their own retrieval.
 
-    request ─▶ gate ─▶ interface (chat, responses, streams, ...) ─▶ Service ─▶ Pipeline ─▶ events ─▶ SSE
-               keys,   reads a request, writes                      Admission  Observers: metrics,
-               limits  events as its protocol has them                         traces, logs
-
-`streamrag serve` runs it; `create_app` makes the same ASGI application for a server of your own.
+`streamrag serve` runs it; `create_app` makes the same ASGI application for a server of your own. A request passes the
+gate (key, origin, size), an interface reads it and has the service answer it, and writes the events as its protocol has
+them; observers are told of each query.
 """
 
 from typing import TYPE_CHECKING

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from streamrag.errors import StreamRagError
-from streamrag.serve import ask, chat, retrieve, streams
+from streamrag.serve import ask, chat, page, retrieve, session_routes, streams
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.gate import Gate
 from streamrag.serve.service import Service
@@ -57,9 +57,11 @@ def create_app(
         Route("/readyz", readyz),
         Route("/v1/models", models),
         *chat.routes(service),
+        *session_routes.routes(service),
         *ask.routes(service),
         *retrieve.routes(service),
         *streams.routes(service),
+        *page.routes(service),
         *more_routes,
     ]
     app = Starlette(

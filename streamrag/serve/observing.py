@@ -6,7 +6,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from streamrag.telemetry import Answer, Event
 
-Interface: TypeAlias = Literal["chat", "responses", "websocket", "retrieve", "streams", "ask", "mcp"]
+Interface: TypeAlias = Literal["chat", "responses", "websocket", "retrieve", "streams", "ask", "mcp", "sessions"]
 
 Outcome: TypeAlias = Literal[
     "answered",

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, Unpack, runtime_checkable
@@ -158,6 +158,8 @@ class Service:
         )
         self._pipeline = self._make_pipeline(NoSource() if source is None else source)
         self._progress: Progress = lambda line: None
+        self.closers: list[Callable[[], Awaitable[None]]] = []
+        """Called when the service is closed, before its engine is: for what lives longer than a query."""
         self._open: dict[OpenQuery, None] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -226,6 +228,8 @@ class Service:
         self._has_aborted = self._has_aborted or bool(self._open)
         for each in list(self._open):
             each.abort(PipelineClosedError(STOPPING))
+        for close in self.closers:
+            await close()
         await self._pipeline.aclose()
         if isinstance(self.backend, Startable):
             await self.backend.aclose()

@@ -8,10 +8,10 @@ The name of an event is that of its class in `streamrag.telemetry`, in small let
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from streamrag.telemetry import Answered, Event, SourceFailed
+from streamrag.telemetry import Answered, ContextChanged, Event, SourceFailed
 
 _INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
@@ -22,9 +22,15 @@ def name_of(event: Event) -> str:
 
 
 def values_of(event: Event) -> dict[str, Any]:
-    """Its fields, for JSON. An answer's token ids and the engine's record of single steps stay here."""
+    """Its fields, for JSON. An answer's token ids and the engine's record of single steps stay here.
+
+    The chunks of a changed context have been told of when they arrived: `uri` and `passage` say which they are.
+    """
     if isinstance(event, SourceFailed):
         return {"at_s": event.at_s, "error": str(event.error)}
+    if isinstance(event, ContextChanged):
+        chunks = [{"uri": chunk.uri, "passage": chunk.passage} for chunk in event.chunks]
+        return {**asdict(replace(event, chunks=())), "chunks": chunks}
     if isinstance(event, Answered):
         answer = event.answer
         record = answer.record

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, IndexMismatchError, MissingDependencyError
 from streamrag.kinds import message_of
+from streamrag.reading import without_lone_surrogates
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,6 +126,7 @@ class Embedder:
     def _units(self, texts: list[str], encode: Callable[[list[str]], Any]) -> "Vectors":
         import numpy as np
 
+        texts = [without_lone_surrogates(text) for text in texts]  # no tokenizer takes them
         try:
             vectors = np.ascontiguousarray(encode(texts), dtype=np.float32)
         except Exception as error:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from streamrag.errors import IndexMismatchError
 from streamrag.sources.embedder import Embedder, find_embedder
 from streamrag.sources.index_folder import explain
-from streamrag.sources.workers import Share, WorkerJobError, WorkerPool
+from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
 
 if TYPE_CHECKING:
     from streamrag.sources.embedder import Vectors
-    from streamrag.sources.worker_main import Handler
+    from streamrag.sources.workers.worker_main import Handler
 
 JOB_TIMEOUT_S = 300.0
 """A query takes milliseconds; in a worker that replaced another, loading the embedder comes before it."""

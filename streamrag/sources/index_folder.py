@@ -40,7 +40,7 @@ from streamrag.errors import (
     StreamRagError,
 )
 from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
-from streamrag.sources.workers import WorkerJobError
+from streamrag.sources.workers.pool import WorkerJobError
 
 IndexKind: TypeAlias = Literal["diskann", "ivf"]
 

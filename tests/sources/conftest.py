@@ -1,9 +1,10 @@
-"""What the tests of sources share: a check that nothing is left behind."""
+"""What the tests of sources share: a check that nothing is left behind, and indexes."""
 
 import asyncio
 import gc
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,15 @@ async def nothing_is_left_behind() -> AsyncIterator[None]:
     assert left == set()
     gc.collect()
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def toy_index(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Indexes by their number of documents; nobody changes them."""
+    from toy_corpus import build_toy_index
+
+    @cache
+    def built(num_documents: int) -> Path:
+        return build_toy_index(tmp_path_factory.mktemp(f"toy-{num_documents}"), num_documents)
+
+    return built

@@ -1,13 +1,30 @@
 """Crawls of a `Website`: a query, pages that are relevant to it, and what became of which page."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from typing import Any
+
+from website import Website
 
 from streamrag.core import Append, CutShort, Skipped, SourceEvent
-from streamrag.sources.web import WebSource
+from streamrag.sources.crawl.web import WebSource
 
 QUERY = "How do penguins swim?"
+
+
+NewSource = Callable[..., WebSource]
+
+
+def maker(started: WebSource, site: Website) -> NewSource:
+    """Makes sources that start at `site`, if nothing else is said, with the workers of `started`."""
+
+    def new(urls: Any = None, **options: Any) -> WebSource:
+        source = WebSource([site.url()] if urls is None else urls, **{"allow_private": True, **options})
+        source._workers, source._ssl_context = started._workers, started._ssl_context
+        return source
+
+    return new
 
 
 def text(subject: str, *links: str) -> str:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from streamrag.sources.worker_main import OUT_OF_MEMORY, Handler
+from streamrag.sources.workers.worker_main import OUT_OF_MEMORY, Handler
 
 
 def make(*, fault: str = "", folder: str = "") -> Handler:

@@ -3,8 +3,8 @@ import ipaddress
 import pytest
 
 from streamrag.errors import ConfigurationError, UnsafeUrlError
-from streamrag.sources import addresses
-from streamrag.sources.addresses import normalize_url, parse_start_url
+from streamrag.sources.http import addresses
+from streamrag.sources.http.addresses import normalize_url, parse_start_url
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,13 @@ from streamrag.sources.addresses import normalize_url, parse_start_url
         ("//other.example", "http://other.example/"),
         ("#top", "http://base.example/a/b"),
         (" http://example.com/\n", "http://example.com/"),
+        ("http://example.com/a/../private/./x", "http://example.com/private/x"),
+        ("http://example.com/a/%2E%2e/private/%2e", "http://example.com/private/"),
+        ("http://example.com/../../..", "http://example.com/"),
+        ("http://example.com//a//../b..c/...", "http://example.com//a/b..c/..."),
+        ("/a/b/../%2e%2E/c?../x", "http://base.example/c?../x"),
+        ("http://[v1.x]/", None),
+        ("http://[fe80::1%25eth0]/", None),
         ("mailto:a@b.example", None),
         ("javascript:alert(1)", None),
         ("file:///etc/passwd", None),

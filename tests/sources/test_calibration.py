@@ -2,19 +2,20 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_corpus import EMBEDDER, build_toy_index
+from source_helpers import running, updates
+from toy_corpus import EMBEDDER
 
 from streamrag import Append, Calibration, Chunk, ConfigurationError, CutShort, Hint, SourceError, Update, VectorSource
 from streamrag.bench.calibration_picture import draw_calibration
 from streamrag.cli import main
-from streamrag.sources.calibrating import calibrate
-from streamrag.sources.calibration import FORMAT, MAX_LENGTH, MAX_TIMES, VERSION, Count, Odds, Stage, Times
-from streamrag.sources.calibration_queries import read_queries, sentences
+from streamrag.sources.emission.calibrating import calibrate
+from streamrag.sources.emission.calibration import FORMAT, MAX_LENGTH, MAX_TIMES, VERSION, Count, Odds, Stage, Times
+from streamrag.sources.emission.calibration_queries import read_queries, sentences
 from streamrag.testing import ScriptedSource
 
 A, B, C, D = (Chunk(text, f"{text}.md") for text in "abcd")
@@ -147,12 +148,8 @@ async def made() -> Calibration:
 
 
 def test_a_file_is_read_as_it_was_written(made: Calibration, tmp_path: Path) -> None:
-    for name in ("calibration.json", "calibration.json.gz"):
-        path = tmp_path / name
-        if name.endswith("gz"):
-            continue
-        made.write(path)
-        assert Calibration.read(path) == made
+    made.write(tmp_path / "calibration.json")
+    assert Calibration.read(tmp_path / "calibration.json") == made
     draw_calibration(tmp_path / "drawn.png", made)
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
 
@@ -244,10 +241,10 @@ def test_queries_are_the_lines_of_a_file(tmp_path: Path) -> None:
         read_queries(tmp_path / "missing.txt", 100)
 
 
-@pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def index(toy_index: Callable[[int], Path]) -> Path:
     """Large enough that a short list of candidates misses some passages."""
-    return build_toy_index(tmp_path_factory.mktemp("calibrated"), 600)
+    return toy_index(600)
 
 
 def test_sentences_are_drawn_evenly_and_alike_for_a_seed(index: Path, tmp_path: Path) -> None:
@@ -271,15 +268,10 @@ def test_sentences_are_drawn_evenly_and_alike_for_a_seed(index: Path, tmp_path: 
 
 
 async def test_a_vector_index_tells_its_stage_though_it_only_yields_what_changed(index: Path) -> None:
-    source = VectorSource(index, k=5, embedder=EMBEDDER)
-    await source.start(lambda line: None)
-    try:
-        events = [event async for event in source.stream("w1 w2 w3 w4 w5")]
-        assert isinstance(events[0], Update)
-        assert events[0].hint == Hint(num_chunks=4)  # the first stage always changes what is best
+    async with running(VectorSource(index, k=5, embedder=EMBEDDER)) as source:
+        first, *_ = await updates(source, "w1 w2 w3 w4 w5")
+        assert first.hint == Hint(num_chunks=4)  # the first stage always changes what is best
         found = await calibrate(source, sentences(index, 40, 1))
-    finally:
-        await source.aclose()
     assert len(found.stages) == 5
     assert sum(num for (left, _), (num, _) in counts(found, "order").items() if left == 4) == 40
     assert sum(final for (left, _), (_, final) in counts(found, "order").items() if left == 0) == 40

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from hostile_pages import HTML, TEXT, attributes, new_names
 
-from streamrag.sources.workers import WorkerJobError, WorkerLimitError, WorkerPool
+from streamrag.sources.workers.pool import WorkerJobError, WorkerLimitError, WorkerPool
 
 pytest.importorskip("crawl4ai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,7 +36,7 @@ async def cleaning(scratch: str, home: Path, **limits: Any) -> AsyncIterator[Wor
     options = {"scratch": scratch, "user_agent": "test", "page_timeout_s": 10, "cdp_url": None}
     options |= {"max_page_cpu_s": MAX_CPU_S, "max_page_memory_bytes": 512 << 20, **limits}
     env = {"CRAWL4_AI_BASE_DIRECTORY": scratch, "HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    pool = WorkerPool("streamrag.sources.clean:PageCleaner", options, size=1, name="cleaner", env=env)
+    pool = WorkerPool("streamrag.sources.pages.clean:PageCleaner", options, size=1, name="cleaner", env=env)
     await pool.start()
     try:
         yield pool

@@ -9,9 +9,9 @@ import pypdf
 import pytest
 from pypdf.generic import DecodedStreamObject, NameObject, NumberObject
 
-from streamrag.sources import documents
-from streamrag.sources.documents import Document, read_pdf
-from streamrag.sources.fetched import UnusablePageError
+from streamrag.sources.http.fetched import UnusablePageError
+from streamrag.sources.pages import documents
+from streamrag.sources.pages.documents import Document, read_pdf
 
 SENTENCE = "Penguins swim with their wings, and steer with their feet. "
 
@@ -92,6 +92,15 @@ def test_a_damaged_file_is_refused_or_read_as_far_as_it_goes() -> None:
     for text in (b"", b"%PDF", b"%PDF-1.7\n%%EOF", b"<html>", b"%PDF-1.7\n" + b"[" * 100_000):
         with pytest.raises(UnusablePageError, match="it is a damaged PDF"):
             read(text)
+
+
+def test_a_title_that_leads_round_in_a_circle_is_none_and_the_text_is_read() -> None:
+    def turn_round(writer: pypdf.PdfWriter) -> None:
+        title = writer._add_object(NumberObject(0))
+        writer._objects[title.idnum - 1] = title
+        writer._info[NameObject("/Title")] = title  # type: ignore[index]
+
+    assert read(changed(pdf("Penguins swim."), turn_round)) == Document("", "Penguins swim.", False)
 
 
 def with_content(content: bytes, num_deflated: int = 1) -> bytes:

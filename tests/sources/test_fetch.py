@@ -15,9 +15,9 @@ import pytest
 from website import Website
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
-from streamrag.sources import addresses
-from streamrag.sources.fetch import Fetcher
-from streamrag.sources.fetched import CostlyPageError, FetchLimits, NoConnectionError, Page, UnusablePageError
+from streamrag.sources.http import addresses
+from streamrag.sources.http.fetch import Fetcher
+from streamrag.sources.http.fetched import CostlyPageError, FetchLimits, NoConnectionError, Page, UnusablePageError
 from streamrag.sources.threads import Threads
 
 CONTEXT = ssl.create_default_context()

@@ -3,16 +3,16 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from itertools import pairwise
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from source_helpers import alive, until
+from source_helpers import alive, citations, events_of, must_be_started, running, stages_left, until, updates
 from topics import TOPICS, write_topics
-from toy_corpus import EMBEDDER, build_toy_index, exact_ranking, write_documents
+from toy_corpus import EMBEDDER, exact_ranking, write_documents
+from toy_corpus import QUERIES as TOY_QUERIES
 from toy_reranker import text_score
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
@@ -25,24 +25,22 @@ from streamrag.errors import (
     SourceError,
     WorkerError,
 )
-from streamrag.pipeline import Pipeline
-from streamrag.sources.hybrid import HybridSource
-from streamrag.sources.index import build_index
-from streamrag.sources.index_changes import add_documents, remove_documents
+from streamrag.sources.index.build import build_index
+from streamrag.sources.index.changes import add_documents, remove_documents
 from streamrag.sources.index_folder import check_index, looks_like_index
-from streamrag.sources.workers import WorkerPool
-from streamrag.testing import ScriptedBackend, ScriptedSource
+from streamrag.sources.search.hybrid import HybridSource
+from streamrag.sources.workers.pool import WorkerPool
+from streamrag.testing import ScriptedSource
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
 BACKWARDS = "toy_reranker:backwards"
-QUERIES = [" ".join(f"w{(13 * number + 7 * place) % 1000}" for place in range(12)) for number in range(10)]
+QUERIES = TOY_QUERIES[:10]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An index that nobody changes."""
-    return build_toy_index(tmp_path_factory.mktemp("built"), 300)
+def built(toy_index: Callable[[int], Path]) -> Path:
+    return toy_index(300)
 
 
 @pytest.fixture
@@ -51,27 +49,8 @@ def index(built: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(built, tmp_path / "index"))
 
 
-@asynccontextmanager
-async def started(index: Path, **options: Any) -> AsyncIterator[HybridSource]:
-    source = HybridSource(index, **{"embedder": EMBEDDER} | options)
-    await source.start(lambda line: None)
-    try:
-        yield source
-    finally:
-        await source.aclose()
-
-
-async def events_of(source: HybridSource, query: str) -> list[SourceEvent]:
-    async with aclosing(source.stream(query)) as events:
-        return [event async for event in events]
-
-
-async def updates(source: HybridSource, query: str) -> list[Update]:
-    found = []
-    for event in await events_of(source, query):
-        assert isinstance(event, Update)
-        found.append(event)
-    return found
+def started(index: Path, **options: Any) -> AbstractAsyncContextManager[HybridSource]:
+    return running(HybridSource(index, **{"embedder": EMBEDDER} | options))
 
 
 def pools(source: HybridSource) -> list[WorkerPool]:
@@ -95,11 +74,8 @@ async def test_keywords_come_first_then_the_fusion_then_each_batch_that_changes_
             passages = {uri: (built.parent / "index-documents" / uri).read_text() for uri in uris(found[0])}
             assert all(words & set(text.split()) for text in passages.values())
             hints = [update.hint for update in found]
-            counts = [hint.num_chunks for hint in hints if hint and hint.num_chunks is not None]
-            assert counts[:2] == [6, 5]
-            assert counts == sorted(set(counts), reverse=True)
+            assert stages_left(found)[:2] == [6, 5]
             assert [hint.end_s is None for hint in hints if hint] == [number == 0] * len(found) or number == 0
-            assert all(before.chunks != after.chunks for before, after in pairwise(found))
             assert {len(set(update.chunks)) for update in found} == {5}
             assert {chunk.score for update in found for chunk in update.chunks} == {None}
             # 4 of 20 were scored in each batch, so after the second all five are in the order of their scores.
@@ -185,12 +161,7 @@ async def test_many_queries_at_once_get_their_own_answers(built: Path) -> None:
 
 async def test_a_pipeline_starts_it_and_cites_what_it_found(built: Path) -> None:
     source = HybridSource(built, k=3, embedder=EMBEDDER, reranker=BACKWARDS)
-    async with Pipeline(source, ScriptedBackend()) as pipeline:
-        async with pipeline.stream(QUERIES[0]) as stream:
-            async for _ in stream:
-                pass
-        answer = stream.result
-    titles = [citation.title for citation in answer.citations]
+    titles = [citation.title for citation in await citations(source, QUERIES[0])]
     assert titles == sorted(titles, reverse=True)
     assert len(titles) == 3
 
@@ -220,16 +191,8 @@ def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: s
         HybridSource("index", **options)
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-async def test_a_source_that_is_not_started_says_so(built: Path, is_closed: bool) -> None:
-    source = HybridSource(built, embedder=EMBEDDER)
-    if is_closed:
-        await source.start(lambda line: None)
-        await source.start(lambda line: None)  # does nothing
-        await source.aclose()
-        await source.aclose()
-    with pytest.raises(ConfigurationError, match="not started"):
-        await updates(source, "query")
+async def test_a_source_that_is_not_started_says_so(built: Path) -> None:
+    await must_be_started(HybridSource(built, embedder=EMBEDDER))
 
 
 async def test_an_index_without_keywords_is_to_be_built_again(index: Path) -> None:
@@ -270,7 +233,7 @@ async def test_a_missing_index_and_a_damaged_one_are_errors_of_start(index: Path
 
 
 async def test_a_missing_stemmer_is_named_with_its_install_line(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.keywords.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrag.sources.search.keywords.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'streamrag\[embed\]'"):
         await HybridSource(built, embedder=EMBEDDER).start(lambda line: None)
 

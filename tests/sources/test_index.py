@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from source_helpers import alive
@@ -26,20 +28,34 @@ from streamrag.errors import (
 )
 from streamrag.scratch import locked_folder
 from streamrag.sources.embedder import find_embedder
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 from streamrag.sources.index_folder import check_index, looks_like_index
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An index that nobody changes."""
-    return build_toy_index(tmp_path_factory.mktemp("built"), 20)
-
-
 @pytest.fixture
-def index(built: Path, tmp_path: Path) -> Path:
+def index(toy_index: Callable[[int], Path], tmp_path: Path) -> Path:
     """An index to damage or replace."""
-    return Path(shutil.copytree(built, tmp_path / "index"))
+    return Path(shutil.copytree(toy_index(20), tmp_path / "index"))
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """131 documents, and beside them what a build left that died at the last of them. Nobody changes this folder."""
+    folder = tmp_path_factory.mktemp("died")
+    documents = write_documents(folder / "documents", 130)
+    (documents / "last.txt").write_text("die now")
+    with pytest.raises(WorkerError):
+        build_index(documents, folder / "index", embedder=EMBEDDER, kind="ivf")
+    (documents / "last.txt").write_text("live")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undamaged(died: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The index file of the same documents, built in one go."""
+    new = tmp_path_factory.mktemp("undamaged") / "new"
+    assert build_index(died / "documents", new, embedder=EMBEDDER, kind="ivf").num_embedded == 131
+    return (new / "ivf.index").read_bytes()
 
 
 def names(folder: Path) -> set[str]:
@@ -141,7 +157,7 @@ def test_a_missing_package_is_named_with_its_install_line(
         return None if name == package else object()
 
     monkeypatch.setattr("streamrag.sources.embedder.find_spec", find_spec)
-    monkeypatch.setattr("streamrag.sources.search.find_spec", find_spec)
+    monkeypatch.setattr("streamrag.sources.search.diskann_search.find_spec", find_spec)
     with pytest.raises(MissingDependencyError, match="pip install"):
         build_index(tmp_path, tmp_path / "index")
 
@@ -248,6 +264,24 @@ def kept_folders(folder: Path) -> list[set[str]]:
     return [names(path) for path in folder.iterdir() if ".building-" in path.name]
 
 
+@pytest.mark.parametrize("kind", ["diskann", "ivf"])
+def test_a_file_that_cannot_be_written_is_told_and_nothing_is_embedded_again(
+    tmp_path: Path, kind: Literal["diskann", "ivf"]
+) -> None:
+    """Of an error in the midst of writing, DiskANN ends its process."""
+    pytest.importorskip({"diskann": "diskannpy", "ivf": "faiss"}[kind])
+    documents = write_documents(tmp_path / "documents", 600)
+    no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_bytes = 155_000  # the vectors have 153,600, what comes of them more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, no_limit[1]))
+    try:
+        with pytest.raises(VectorIndexError, match=r"(?s)building the index .*failed: .*Is there room for its files?"):
+            build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind=kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
+    assert build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind=kind).num_embedded == 0
+
+
 def test_a_worker_that_dies_midway_leaves_the_old_index_and_what_it_embedded(index: Path, tmp_path: Path) -> None:
     before = contents(index)
     documents = write_documents(tmp_path / "documents", 130)
@@ -261,15 +295,11 @@ def test_a_worker_that_dies_midway_leaves_the_old_index_and_what_it_embedded(ind
     assert names(tmp_path) == {"documents", "index"}
 
 
-def test_what_another_embedder_made_is_not_used_again(tmp_path: Path) -> None:
-    documents = write_documents(tmp_path / "documents", 130)
-    (documents / "last.txt").write_text("die now")
-    with pytest.raises(WorkerError):
-        build_index(documents, tmp_path / "index", embedder=EMBEDDER)
-    (documents / "last.txt").unlink()
-    summary = build_index(documents, tmp_path / "index", embedder="toy_embedder:other")
-    assert (summary.num_embedded, summary.num_passages) == (130, 130)
-    assert names(tmp_path) == {"documents", "index"}
+def test_what_another_embedder_made_is_not_used_again(died: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(died, tmp_path / "died"))
+    summary = build_index(folder / "documents", folder / "index", embedder="toy_embedder:other", kind="ivf")
+    assert (summary.num_embedded, summary.num_passages) == (131, 131)
+    assert names(folder) == {"documents", "index"}
 
 
 @pytest.mark.parametrize(
@@ -283,20 +313,14 @@ def test_what_another_embedder_made_is_not_used_again(tmp_path: Path) -> None:
     ],
 )
 def test_of_damaged_embeddings_only_the_good_are_used_again(
-    tmp_path: Path, damage: Callable[[Path], object], num_embedded: int
+    died: Path, undamaged: bytes, tmp_path: Path, damage: Callable[[Path], object], num_embedded: int
 ) -> None:
-    documents = write_documents(tmp_path / "documents", 130)
-    (documents / "last.txt").write_text("die now")
-    with pytest.raises(WorkerError):
-        build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind="ivf")
-    (kept,) = (path for path in tmp_path.iterdir() if ".building-" in path.name)
+    folder = Path(shutil.copytree(died, tmp_path / "died"))
+    (kept,) = (path for path in folder.iterdir() if ".building-" in path.name)
     damage(kept)
-    (documents / "last.txt").write_text("live")
-    again = build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind="ivf")
+    again = build_index(folder / "documents", folder / "index", embedder=EMBEDDER, kind="ivf")
     assert again.num_embedded == num_embedded
-    new = build_index(documents, tmp_path / "new", embedder=EMBEDDER, kind="ivf")
-    assert new.num_embedded == 131
-    assert (tmp_path / "index" / "ivf.index").read_bytes() == (tmp_path / "new" / "ivf.index").read_bytes()
+    assert (folder / "index" / "ivf.index").read_bytes() == undamaged
 
 
 def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path) -> None:
@@ -304,7 +328,7 @@ def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path)
     documents = write_documents(tmp_path / "documents", 2)
     (documents / "slow.txt").write_text(f"wait until {tmp_path}/never")
     waiting = tmp_path / "never.waiting"
-    code = f"from streamrag.sources.index import build_index; build_index(*{(str(documents), str(index))!r}, " + (
+    code = f"from streamrag.sources.index.build import build_index; build_index(*{(str(documents), str(index))!r}, " + (
         f"embedder={EMBEDDER!r}, force=True)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from source_helpers import running, updates
 from toy_corpus import EMBEDDER, contents, exact_ranking, write_documents
 
-from streamrag.core import Update
 from streamrag.errors import (
     ConfigurationError,
     IndexMismatchError,
@@ -22,10 +21,10 @@ from streamrag.errors import (
     VectorIndexError,
     WorkerError,
 )
-from streamrag.sources.index import build_index
-from streamrag.sources.index_changes import add_documents, remove_documents
+from streamrag.sources.index.build import build_index
+from streamrag.sources.index.changes import add_documents, remove_documents
 from streamrag.sources.index_folder import check_index
-from streamrag.sources.ivf import IvfSource, index_source
+from streamrag.sources.search.ivf import IvfSource, index_source
 
 KINDS = ["diskann", "ivf"]
 QUERY = "w1 w2 w3 w4 w5"
@@ -36,10 +35,23 @@ def documents(tmp_path: Path) -> Path:
     return write_documents(tmp_path / "documents", 12)
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of each kind, of the same documents; nobody changes them."""
+    folder = tmp_path_factory.mktemp("built")
+    for kind in KINDS:
+        build_index(write_documents(folder / "documents", 12), folder / kind, embedder=EMBEDDER, kind=kind)
+    return folder
+
+
 @pytest.fixture(params=KINDS)
-def index(request: pytest.FixtureRequest, documents: Path, tmp_path: Path) -> Path:
-    build_index(documents, tmp_path / "index", embedder=EMBEDDER, kind=request.param)
-    return tmp_path / "index"
+def index(request: pytest.FixtureRequest, built: Path, documents: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built / request.param, tmp_path / "index"))
+
+
+@pytest.fixture
+def ivf(built: Path, documents: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built / "ivf", tmp_path / "index"))
 
 
 def stored(index: Path) -> list[dict[str, Any]]:
@@ -54,17 +66,8 @@ def found(index: Path, query: str = QUERY, k: int = 100) -> list[str]:
     """The documents that a search finds last."""
 
     async def search() -> list[str]:
-        source = index_source(index, k=k, embedder=EMBEDDER)
-        await source.start(lambda line: None)
-        try:
-            uris: list[str] = []
-            async with aclosing(source.stream(query)) as events:
-                async for event in events:
-                    assert isinstance(event, Update)
-                    uris = [chunk.uri for chunk in event.chunks]
-            return uris
-        finally:
-            await source.aclose()
+        async with running(index_source(index, k=k, embedder=EMBEDDER)) as source:
+            return [chunk.uri for chunk in (await updates(source, query))[-1].chunks]
 
     return asyncio.run(search())
 
@@ -119,20 +122,17 @@ def test_what_is_removed_is_gone_and_its_twin_takes_its_place(documents: Path, t
     assert found(index, "the same licence", k=1) == ["twin.txt"]
 
 
-def test_lists_are_used_again_until_there_are_many_more_passages(documents: Path, tmp_path: Path) -> None:
-    index = tmp_path / "index"
-    build_index(documents, index, embedder=EMBEDDER, kind="ivf")
-    assert check_index(index)[0].num_lists == 3
-    add_documents(index, [write_documents(tmp_path / "more", 16, seed=1)], embedder=EMBEDDER)  # four are replaced
-    assert (check_index(index)[0].num_lists, check_index(index)[0].num_passages) == (3, 16)
-    add_documents(index, [write_documents(tmp_path / "most", 100, seed=2)], embedder=EMBEDDER)
-    assert check_index(index)[0].num_lists == 10
-    assert found(index) == [name for name, _ in exact_ranking(index, QUERY)]
+def test_lists_are_used_again_until_there_are_many_more_passages(ivf: Path, tmp_path: Path) -> None:
+    assert check_index(ivf)[0].num_lists == 3
+    add_documents(ivf, [write_documents(tmp_path / "more", 16, seed=1)], embedder=EMBEDDER)  # four are replaced
+    assert (check_index(ivf)[0].num_lists, check_index(ivf)[0].num_passages) == (3, 16)
+    add_documents(ivf, [write_documents(tmp_path / "most", 100, seed=2)], embedder=EMBEDDER)
+    assert check_index(ivf)[0].num_lists == 10
+    assert found(ivf) == [name for name, _ in exact_ranking(ivf, QUERY)]
 
 
-def test_an_index_of_format_1_is_searched_and_embedded_whole_when_it_changes(documents: Path, tmp_path: Path) -> None:
-    index = tmp_path / "index"
-    build_index(documents, index, embedder=EMBEDDER, kind="diskann")
+@pytest.mark.parametrize("index", ["diskann"], indirect=True)
+def test_an_index_of_format_1_is_searched_and_embedded_whole_when_it_changes(index: Path) -> None:
     manifest = json.loads((index / "manifest.json").read_text())
     for name in ("vectors.f32", "duplicates.jsonl"):
         (index / name).unlink()
@@ -144,17 +144,11 @@ def test_an_index_of_format_1_is_searched_and_embedded_whole_when_it_changes(doc
     assert check_index(index)[0].format_version == 2
 
 
-async def test_a_source_that_has_the_old_index_open_goes_on_with_it(documents: Path, tmp_path: Path) -> None:
-    index = tmp_path / "index"
-    await asyncio.to_thread(build_index, documents, index, embedder=EMBEDDER, kind="ivf")
-    source = IvfSource(index, embedder=EMBEDDER, k=12)
-    await source.start(lambda line: None)
-    try:
-        before = [event async for event in source.stream(QUERY)]
-        await asyncio.to_thread(remove_documents, index, ["0003.txt"], embedder=EMBEDDER)
-        assert [event async for event in source.stream(QUERY)] == before
-    finally:
-        await source.aclose()
+async def test_a_source_that_has_the_old_index_open_goes_on_with_it(ivf: Path) -> None:
+    async with running(IvfSource(ivf, embedder=EMBEDDER, k=12)) as source:
+        before = await updates(source, QUERY)
+        await asyncio.to_thread(remove_documents, ivf, ["0003.txt"], embedder=EMBEDDER)
+        assert await updates(source, QUERY) == before
 
 
 # --------------------------------------------------------------------------------------------------- going wrong
@@ -217,7 +211,7 @@ def test_a_worker_that_dies_leaves_the_old_index(index: Path, tmp_path: Path) ->
 CHANGE = """
 import sys
 from pathlib import Path
-from streamrag.sources.index_changes import add_documents, remove_documents
+from streamrag.sources.index.changes import add_documents, remove_documents
 
 index, documents, embedder = sys.argv[1:]
 print("ready", flush=True)
@@ -229,25 +223,22 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_program_that_is_killed_leaves_the_old_index_or_the_new_one(
-    documents: Path, tmp_path: Path, kind: Any
+    index: Path, documents: Path, tmp_path: Path
 ) -> None:
     """`kill -9` at chance moments."""
-    index = tmp_path / "index"
-    build_index(documents, index, embedder=EMBEDDER, kind=kind)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, "-c", CHANGE, str(index), str(documents), EMBEDDER]
     chance = random.Random(0)
-    for _ in range(3):
+    for _ in range(2):
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
             assert process.stdout
             assert process.stdout.readline() == b"ready\n"
             with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(timeout=chance.uniform(0.1, 2))
+                process.wait(timeout=chance.uniform(0.1, 1.5))
             process.send_signal(signal.SIGKILL)
         assert check_index(index)[0].num_passages in (10, 12)
-        assert {f"{number:04}.txt" for number in range(2, 12)} <= set(found(index))
+    assert {f"{number:04}.txt" for number in range(2, 12)} <= set(found(index))
     remove_documents(index, ["0002.txt"], embedder=EMBEDDER)
     assert names(tmp_path) == {"documents", "index"}
 
@@ -255,7 +246,7 @@ def test_a_program_that_is_killed_leaves_the_old_index_or_the_new_one(
 STEPS = ["passages", "embedding", "indexing", "exchange", "removing the old"]
 STOPPED = """
 import os, shutil, signal, sys
-from streamrag.sources import generation, index_changes
+from streamrag.sources.index import changes, generation
 
 index, step, embedder = sys.argv[1:]
 
@@ -267,36 +258,34 @@ def at(number, total, name):
         die()
 
 if step == "passages":
-    generation.write_derived = index_changes.write_derived = die
+    generation.write_derived = changes.write_derived = die
 elif step == "exchange":
     generation.exchange_folders = die
 elif step == "removing the old":
     shutil.rmtree = die
-index_changes.remove_documents(index, ["0000.txt"], embedder=embedder, on_progress=at)
+changes.remove_documents(index, ["0000.txt"], embedder=embedder, on_progress=at)
 """
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_program_that_is_killed_at_a_step_leaves_a_whole_index(documents: Path, tmp_path: Path, step: str) -> None:
-    index = tmp_path / "index"
-    build_index(documents, index, embedder=EMBEDDER, kind="ivf")
-    before = contents(index)
+def test_a_program_that_is_killed_at_a_step_leaves_a_whole_index(ivf: Path, tmp_path: Path, step: str) -> None:
+    before = contents(ivf)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-c", STOPPED, str(index), step, EMBEDDER]
+    command = [sys.executable, "-c", STOPPED, str(ivf), step, EMBEDDER]
     assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
     assert len(names(tmp_path)) == 3  # what was left behind
     if step == "removing the old":
-        assert check_index(index)[0].num_passages == 11
+        assert check_index(ivf)[0].num_passages == 11
     else:
-        assert contents(index) == before
-    remove_documents(index, ["0005.txt"], embedder=EMBEDDER)
+        assert contents(ivf) == before
+    remove_documents(ivf, ["0005.txt"], embedder=EMBEDDER)
     assert names(tmp_path) == {"documents", "index"}
-    assert "0005.txt" not in found(index)
+    assert "0005.txt" not in found(ivf)
 
 
 KILLED = """
 import os, signal, sys
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 
 def at(number, total, name):
     if name == "embedding" and number == 128:

@@ -13,8 +13,8 @@ from rank_bm25 import BM25Okapi  # type: ignore[import-untyped,unused-ignore]
 from streamrag.core import Chunk
 from streamrag.errors import IndexCorruptError
 from streamrag.sources.index_folder import PASSAGES, stored_line
-from streamrag.sources.keywords import KEYWORDS, KeywordIndex, new_stem, write_keywords
 from streamrag.sources.relevance import terms
+from streamrag.sources.search.keywords import KEYWORDS, KeywordIndex, new_stem, write_keywords
 
 TEXTS = [
     "Brake pads are worn out when the grooves are gone. Replace both brake pads at once.",

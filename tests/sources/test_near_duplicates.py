@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from streamrag.sources import near_duplicates
-from streamrag.sources.near_duplicates import NearDuplicates
+from streamrag.sources.pages import near_duplicates
+from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.relevance import Passage, assemble
 
 pytest.importorskip("rensa")

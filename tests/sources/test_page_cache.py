@@ -15,10 +15,11 @@ from test_robots import AGENT, fetching
 from website import Website
 
 from streamrag.errors import ConfigurationError, UnsafeUrlError
-from streamrag.sources.cleaned import Cleaned
-from streamrag.sources.disk_store import DiskStore
-from streamrag.sources.fetched import Page, UnusablePageError
-from streamrag.sources.page_cache import PageCache
+from streamrag.sources.crawl.page_reader import SITEMAPS
+from streamrag.sources.http.disk_store import DiskStore
+from streamrag.sources.http.fetched import PAGES, Page, UnusablePageError, Wanted
+from streamrag.sources.http.page_cache import PageCache
+from streamrag.sources.pages.cleaned import Cleaned
 
 pytest.importorskip("hishel")
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -40,12 +41,12 @@ def store(tmp_path: Path) -> DiskStore:
     return store
 
 
-async def fetch(store: DiskStore, url: str, **limits: Any) -> Page:
+async def fetch(store: DiskStore, url: str, wanted: Wanted = PAGES, **limits: Any) -> Page:
     allow_private = limits.setdefault("allow_private", True)
     cache = PageCache(store, allow_private=allow_private, user_agent=AGENT)
     async with fetching(**limits) as fetcher:
         fetcher._remembered = cache
-        return await fetcher.fetch(url, lambda url: None)
+        return await fetcher.fetch(url, lambda url: None, wanted)
 
 
 def files(folder: Path) -> list[Path]:
@@ -131,6 +132,16 @@ async def test_a_kept_page_must_still_fit_the_limits(site: Website, store: DiskS
     await fetch(store, url)
     with pytest.raises(UnusablePageError, match="larger than max_body_bytes=1000"):
         await fetch(store, url, max_body_bytes=1000)
+
+
+async def test_a_body_that_was_cut_is_not_kept_for_the_whole(site: Website, store: DiskStore) -> None:
+    url = site.add("/sitemap.txt", "x" * 5000, content_type="text/plain", headers=FRESH)
+    cut = await fetch(store, url, SITEMAPS, max_body_bytes=1000)
+    assert (len(cut.body), cut.is_cut) == (1000, True)
+    whole = await fetch(store, url, SITEMAPS)
+    assert (len(whole.body), whole.is_cut) == (5000, False)
+    assert await fetch(store, url, SITEMAPS, max_body_bytes=1000) == cut
+    assert len(site.requests) == 2
 
 
 async def test_a_kept_private_page_is_not_for_a_source_that_may_not_fetch_it(site: Website, store: DiskStore) -> None:
@@ -224,7 +235,7 @@ def test_the_least_recently_used_go_first_and_other_files_stay(tmp_path: Path) -
     (tmp_path / "mine.txt").write_bytes(bytes(2 * MB))
     left = tmp_path / f".writing-{'0' * 8}-{'a' * 64}"
     left.write_bytes(b"")
-    os.utime(left, (1, 1))
+    os.utime(left, (time.time() - 120, time.time() - 120))
     for number in range(40):
         store.put(str(number), bytes(50_000))
         path = store._path(str(number))
@@ -244,7 +255,7 @@ def test_the_least_recently_used_go_first_and_other_files_stay(tmp_path: Path) -
 
 WRITE = """
 import sys
-from streamrag.sources.disk_store import DiskStore
+from streamrag.sources.http.disk_store import DiskStore
 store = DiskStore(sys.argv[1], 1 << 20)
 for number in range(400):
     key = str(number % 37)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from streamrag.sources import politeness
-from streamrag.sources.fetched import HttpStatusError, UnusablePageError
-from streamrag.sources.politeness import CrawlTurns, Hosts, PutOffError
+from streamrag.sources.http import politeness
+from streamrag.sources.http.fetched import HttpStatusError, UnusablePageError
+from streamrag.sources.http.politeness import CrawlTurns, Hosts, PutOffError
 
 pytest.importorskip("tenacity")
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -101,15 +101,31 @@ async def test_a_crawl_delay_is_kept_between_requests_of_all_crawls() -> None:
     hosts, server = Hosts(4), Server()
     crawls = [turns(hosts), turns(hosts)]
     for crawl in crawls:
-        crawl.set_delay("a.example", 5)
+        crawl.set_delay("http://a.example/", 5)
     await asyncio.gather(*(crawl.ask("http://a.example/", server.send) for crawl in crawls for _ in range(2)))
     assert server.asked_s == [0, 5, 10, 15]
+
+
+@pytest.mark.parametrize("delays_s", [(5, 0), (0, 5), (5, 2)])
+async def test_a_host_is_one_for_http_and_https_and_its_longest_delay_holds(delays_s: tuple[int, int]) -> None:
+    hosts, server = Hosts(4), Server()
+    one, other = turns(hosts), turns(hosts)
+    for crawl in (one, other):
+        crawl.set_delay("http://a.example/", delays_s[0])
+        crawl.set_delay("https://a.example/", delays_s[1])
+    late = turns(hosts)
+    late.set_delay("http://a.example/", delays_s[0])  # it knows nothing of the other
+    urls = ["http://a.example/", "https://a.example/"]
+    for crawl in (one, other, late):
+        for url in urls:
+            await crawl.ask(url, server.send)
+    assert server.asked_s == [0, 5, 10, 15, 20, 25]
 
 
 async def test_waiting_for_a_delay_keeps_no_other_host_waiting() -> None:
     hosts, slow, fast = Hosts(4), Server(), Server()
     crawl = turns(hosts, num_fetches=2)
-    crawl.set_delay("a.example", 50)
+    crawl.set_delay("http://a.example/", 50)
     waiting = [asyncio.create_task(crawl.ask("http://a.example/", slow.send)) for _ in range(2)]
     await asyncio.sleep(0)
     await crawl.ask("http://b.example/", fast.send)
@@ -123,7 +139,7 @@ async def test_several_hosts_that_want_time_keep_no_other_host_waiting(is_busy: 
     slow = [Server(*[HttpStatusError(429, 50.0)] * is_busy) for _ in range(3)]
     crawl = turns(hosts, num_fetches=2, deadline_s=200)
     for number in range(3):
-        crawl.set_delay(f"{number}.example", 50)
+        crawl.set_delay(f"http://{number}.example/", 50)
     waiting = [
         asyncio.create_task(crawl.ask(f"http://{number}.example/", slow[number].send))
         for number in range(3)
@@ -141,7 +157,7 @@ async def test_a_delay_is_kept_though_a_crawl_waits_for_its_own_fetches() -> Non
     hosts, server, other = Hosts(4), Server(), Server()
     crawls = [turns(hosts, num_fetches=1) for _ in range(3)]
     for crawl in crawls:
-        crawl.set_delay("a.example", 5)
+        crawl.set_delay("http://a.example/", 5)
     asking = [
         asyncio.create_task(crawl.ask(url, send))
         for crawl in crawls
@@ -154,7 +170,7 @@ async def test_a_delay_is_kept_though_a_crawl_waits_for_its_own_fetches() -> Non
 
 async def test_what_would_come_after_the_crawl_is_put_off_at_once() -> None:
     crawl, server = turns(Hosts(4), deadline_s=30), Server()
-    crawl.set_delay("a.example", 3600)
+    crawl.set_delay("http://a.example/", 3600)
     await crawl.ask("http://a.example/", server.send)
     with pytest.raises(PutOffError, match=r"wants to be left alone for 3599\.0 s, and the crawl ends before"):
         await crawl.ask("http://a.example/", server.send)
@@ -207,7 +223,7 @@ async def test_cancelling_at_any_moment_frees_the_turn() -> None:
     for moment_s in (0.0, 0.5, 3.0, 6.5, 9.0, 12.0):
         hosts, server = Hosts(1), Server(HttpStatusError(503, 2.0))
         crawl = turns(hosts, deadline_s=1000)
-        crawl.set_delay("a.example", 3)
+        crawl.set_delay("http://a.example/", 3)
         asking = [asyncio.create_task(crawl.ask("http://a.example/", server.send)) for _ in range(4)]
         await asyncio.sleep(moment_s)
         for task in asking:

@@ -7,7 +7,6 @@ import random
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -17,10 +16,10 @@ import psycopg
 import pytest
 from postgres_server import as_vector, execute, fill, postgres_server
 from psycopg import sql
-from source_helpers import alive, until
+from source_helpers import alive, citations, events_of, must_be_started, stages_left, until, updates
 from toy_embedder import DIMENSION, embed
 
-from streamrag.core import Chunk, CutShort, Hint, Skipped, SourceEvent, Update
+from streamrag.core import Chunk, CutShort, Hint, Skipped, Update
 from streamrag.errors import (
     ConfigurationError,
     IndexMismatchError,
@@ -35,7 +34,7 @@ from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.query import Search
 from streamrag.sources.postgres.source import PgVectorSource
 from streamrag.sources.postgres.table import Ladder, Table, record_of
-from streamrag.sources.workers import Share
+from streamrag.sources.workers.pool import Share
 from streamrag.testing import ScriptedBackend
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -96,21 +95,8 @@ async def started(dsn: str, *, has_worker: bool = False, **options: Any) -> Asyn
         if not has_worker:
             patch.setattr("streamrag.sources.postgres.source.EmbeddingPool", InThisProcess)
         await source.start(lambda line: None)
-    try:
+    async with aclosing(source):
         yield source
-    finally:
-        await source.aclose()
-
-
-async def events_of(source: PgVectorSource, query: str) -> list[SourceEvent]:
-    async with aclosing(source.stream(query)) as events:
-        return [event async for event in events]
-
-
-async def updates(source: PgVectorSource, query: str) -> list[Update]:
-    found = await events_of(source, query)
-    assert {type(event) for event in found} <= {Update}
-    return [event for event in found if isinstance(event, Update)]
 
 
 def exact_ranking(texts: Sequence[str], query: str) -> list[tuple[str, float]]:
@@ -153,10 +139,7 @@ async def test_words_come_first_and_each_update_brings_something_new(dsn: str) -
     async with started(dsn) as source:
         for query in QUERIES:
             found = await updates(source, query)
-            hints = [update.hint.num_chunks for update in found if update.hint and update.hint.num_chunks is not None]
-            assert hints == sorted(set(hints), reverse=True)
-            assert (len(hints), hints[0]) == (len(found), 6)
-            assert all(before.chunks != after.chunks for before, after in pairwise(found))
+            assert stages_left(found)[0] == 6
             assert all(set(chunk.text.split()) & set(query.split()) for chunk in found[0].chunks)
             num_updates.append(len(found))
     assert max(num_updates) > 2
@@ -236,12 +219,8 @@ async def test_many_queries_at_once_get_their_own_answers(dsn: str) -> None:
 
 
 async def test_a_pipeline_starts_it_and_cites_what_it_found(dsn: str) -> None:
-    async with Pipeline(PgVectorSource(dsn, k=3, embedder=EMBEDDER), ScriptedBackend()) as pipeline:
-        async with pipeline.stream(QUERIES[0]) as stream:
-            async for _ in stream:
-                pass
-        answer = stream.result
-    assert [citation.uri for citation in answer.citations] == [uri for uri, _ in exact_ranking(TEXTS, QUERIES[0])[:3]]
+    cited = await citations(PgVectorSource(dsn, k=3, embedder=EMBEDDER), QUERIES[0])
+    assert [citation.uri for citation in cited] == [uri for uri, _ in exact_ranking(TEXTS, QUERIES[0])[:3]]
 
 
 # ------------------------------------------------------------------------------------------- the caller's own tables
@@ -303,6 +282,9 @@ async def test_any_table_will_do_whatever_its_names_are(own_table: str) -> None:
         ({"kind": "x' OR '1' = '1"}, set(range(2000, 2020, 2))),
         ({"kind": "x"}, set()),
         ({"year": []}, set()),
+        ({"kind": ["x", None]}, set(range(2001, 2020, 2))),
+        ({"kind": [None], "year": [2003, 2004]}, {2003}),
+        ({"kind": ["x' OR '1' = '1"]}, set(range(2000, 2020, 2))),
         ({HOSTILE_NAME: 7}, {2007}),
         ({"id": UUID(int=5)}, {2005}),
     ],
@@ -380,6 +362,55 @@ async def test_a_hostile_table_gives_passages_within_limits(dsn: str) -> None:
     assert sorted(places) == sorted(expected)
     assert max(len(chunk.text) + len(chunk.title) + len(chunk.uri) for chunk in final.chunks) <= 22_500
     execute(dsn, "DROP TABLE hostile")
+
+
+@pytest.fixture
+def of_any_dimension(dsn: str) -> Iterator[str]:
+    execute(dsn, "CREATE TABLE mixed (uri text, text text, embedding vector)")
+    rows = [
+        (f"{n}.md", text, as_vector(vector))
+        for n, (text, vector) in enumerate(zip(TEXTS[:3], vectors_of(TEXTS[:3]), strict=True))
+    ]
+    fill(dsn, "mixed", [*rows, ("other", "an old one", "[1,2,3]")], "uri text embedding")
+    yield dsn
+    execute(dsn, "DROP TABLE mixed")
+
+
+async def test_vectors_of_another_dimension_are_left_out_and_counted_at_the_start(of_any_dimension: str) -> None:
+    said: list[str] = []
+    source = PgVectorSource(of_any_dimension, table="mixed", embedder=EMBEDDER)
+    try:
+        await source.start(said.append)
+        (update,) = await updates(source, TEXTS[1])
+    finally:
+        await source.aclose()
+    assert [chunk.uri for chunk in update.chunks] == [uri for uri, _ in exact_ranking(TEXTS[:3], TEXTS[1])]
+    assert any("has vectors of 3 dimensions too" in line and "1 of 4 passages are left out" in line for line in said)
+
+
+async def test_a_table_with_vectors_of_other_dimensions_only_is_refused(of_any_dimension: str) -> None:
+    execute(of_any_dimension, f"DELETE FROM mixed WHERE vector_dims(embedding) = {DIMENSION}")
+    with pytest.raises(IndexMismatchError, match=f"has 3 dimensions, and embedder='{EMBEDDER}' has {DIMENSION}"):
+        async with started(of_any_dimension, table="mixed"):
+            pass
+    execute(of_any_dimension, "DELETE FROM mixed")
+    async with started(of_any_dimension, table="mixed") as source:
+        assert await updates(source, "anything") == []
+
+
+@pytest.mark.parametrize("index", [None, "hnsw"])
+@pytest.mark.parametrize("length", [1e-25, 1e-22, 1e25])
+async def test_vectors_whose_cosine_pgvector_gets_wrong_are_no_passages(
+    dsn: str, index: str | None, length: float
+) -> None:
+    make_table(dsn, "lengths", TEXTS[:8], index=index)
+    vector = as_vector([float(f"{value:.9g}") for value in vectors_of([TEXTS[9]])[0] * length])
+    fill(dsn, "lengths", [("wrong.md", 0, "", "another text", vector)], COLUMNS)
+    for options in ({}, {"ladder": (40,), "exact_rows": 0})[: 2 if index else 1]:
+        async with started(dsn, table="lengths", words="", k=20, **options) as source:
+            final = (await updates(source, TEXTS[1]))[-1].chunks
+        assert [chunk.uri for chunk in final] == [uri for uri, _ in exact_ranking(TEXTS[:8], TEXTS[1])]
+    execute(dsn, "DROP TABLE lengths")
 
 
 async def test_texts_that_are_no_utf8_are_an_error_and_no_crash(dsn: str) -> None:
@@ -551,16 +582,8 @@ async def test_a_comment_that_is_not_ours_is_left_alone(dsn: str, comment: str) 
     execute(dsn, "COMMENT ON TABLE passages IS NULL")
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-async def test_a_source_that_is_not_started_says_so(dsn: str, is_closed: bool) -> None:
-    source = PgVectorSource(dsn, embedder=EMBEDDER)
-    if is_closed:
-        await source.start(lambda line: None)
-        await source.start(lambda line: None)  # does nothing
-        await source.aclose()
-        await source.aclose()
-    with pytest.raises(ConfigurationError, match="not started"):
-        await updates(source, "query")
+async def test_a_source_that_is_not_started_says_so(dsn: str) -> None:
+    await must_be_started(PgVectorSource(dsn, embedder=EMBEDDER))
 
 
 # ------------------------------------------------------------------------------------------------------- going wrong
@@ -768,6 +791,25 @@ async def test_cancelling_the_start_leaves_no_worker_and_no_connection(dsn: str)
         with suppress(asyncio.CancelledError):
             await task
         await source.aclose()
+    count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'streamrag'"
+    await until(lambda: execute(dsn, count) == [(0,)])
+
+
+async def test_a_start_that_is_cancelled_as_it_has_seen_the_table_leaves_no_connection(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = Search.estimate
+
+    async def estimate_and_cancel(self: Search, connection: Any) -> int:
+        num_rows = await estimate(self, connection)
+        task = asyncio.current_task()
+        assert task
+        task.cancel()
+        return num_rows
+
+    monkeypatch.setattr(Search, "estimate", estimate_and_cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(PgVectorSource(dsn, embedder=EMBEDDER).start(lambda line: None))
     count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'streamrag'"
     await until(lambda: execute(dsn, count) == [(0,)])
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.sources.refining import Failures, Pace, Refinement
+from streamrag.sources.search.refining import Failures, Pace, Refinement
 
 A, B, C, D, E = chunks = [Chunk(letter, f"{letter}.md") for letter in "abcde"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.sources.embedder import EmbedderPlace, find_embedder
-from streamrag.sources.rerank import RerankerPlace, find_reranker, make_reranker
+from streamrag.sources.search.rerank import RerankerPlace, find_reranker, make_reranker
 
 TOY = EmbedderPlace("toy_embedder:embed", "toy_embedder:embed", {})
 TEXTS = ["Brake pads are worn out when the grooves are gone.", "A starter is flour and water.", ""]
@@ -48,6 +48,8 @@ def test_late_interaction_scores_what_the_query_is_about_higher() -> None:
     assert reranker("score", query="", texts=TEXTS)["scores"] == [0, 0, 0]
     (long,) = reranker("score", query="word " * 10_000, texts=["text " * 10_000])["scores"]
     assert -1 <= long <= 1
+    halves = reranker("score", query="brake \ud800 pads", texts=[TEXTS[0] + "\udfff"])
+    assert halves == reranker("score", query="brake \ufffd pads", texts=[TEXTS[0] + "\ufffd"])
 
 
 def test_a_cross_encoder_is_loaded_by_its_path(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_a_name_is_one_of_the_hub() -> None:
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.rerank.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrag.sources.search.rerank.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
         find_reranker("late-interaction", TOY)
     assert find_reranker("toy_reranker:backwards", TOY).kind == "function"

@@ -13,11 +13,11 @@ import pytest
 from website import Website
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
-from streamrag.sources import addresses, robots
-from streamrag.sources.fetch import Fetcher
-from streamrag.sources.fetched import CostlyPageError, FetchLimits, OwnLimitError, Turns
-from streamrag.sources.politeness import CrawlTurns, Hosts, PutOffError
-from streamrag.sources.robots import DisallowedError, Robots, Rules, parse
+from streamrag.sources.http import addresses, robots
+from streamrag.sources.http.fetch import Fetcher
+from streamrag.sources.http.fetched import CostlyPageError, FetchLimits, OwnLimitError, Turns
+from streamrag.sources.http.politeness import CrawlTurns, Hosts, PutOffError
+from streamrag.sources.http.robots import DisallowedError, Robots, Rules, parse
 from streamrag.sources.threads import Threads
 
 pytest.importorskip("protego")
@@ -135,6 +135,36 @@ async def test_a_robots_txt_that_never_ends_or_breaks_off_forbids_all(site: Webs
                 await known.check(site.url("/a"), fetcher)
     site.add("/robots.txt", "User-agent: *\nDisallow: /b", fault="breaks off")
     assert await allowed(site, "/a") == [False]
+
+
+async def test_silence_is_held_against_a_host_from_the_second_time_on(site: Website) -> None:
+    site.add("/robots.txt", fault="silent")
+    known = new()
+    async with fetching(page_timeout_s=0.3) as fetcher:
+        together = [known.check(site.url(path), fetcher) for path in ("/a", "/b", "/c")]
+        found = await asyncio.gather(*together, return_exceptions=True)
+        assert {type(error) for error in found} == {CostlyPageError}
+        assert len(site.robots_requests) == 1
+        site.add("/robots.txt", "")
+        await known.check(site.url("/a"), fetcher)
+        assert len(site.robots_requests) == 2
+        known._entries.clear()
+        site.add("/robots.txt", fault="silent")
+        for _ in range(4):
+            with pytest.raises(CostlyPageError):
+                await known.check(site.url("/a"), fetcher)
+        assert len(site.robots_requests) == 4
+
+
+async def test_a_host_that_comes_up_is_asked_at_once(site: Website) -> None:
+    site.add("/robots.txt", fault="breaks off at once")
+    known = new()
+    async with fetching() as fetcher:
+        with pytest.raises(UnreachableError):
+            await known.check(site.url("/a"), fetcher)
+        site.add("/robots.txt", "User-agent: *\nDisallow: /a")
+        with pytest.raises(DisallowedError, match="does not allow it"):
+            await known.check(site.url("/a"), fetcher)
 
 
 async def test_a_host_that_cannot_be_reached_is_named_with_the_page(site: Website) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import pytest_asyncio
-from crawls import QUERY, crawl, cut_short, paths, reasons, text
+from crawls import QUERY, NewSource, crawl, cut_short, maker, paths, reasons, text
 from hostile_pages import TEXT, attributes
 from source_helpers import alive, until
 from website import Website
@@ -32,10 +32,11 @@ from streamrag.errors import (
     UnsafeUrlError,
     WorkerError,
 )
-from streamrag.sources import addresses, web
-from streamrag.sources.fetch import Fetcher
-from streamrag.sources.fetched import Page
-from streamrag.sources.web import StartUrls, WebSource
+from streamrag.sources.crawl import web
+from streamrag.sources.crawl.web import StartUrls, WebSource
+from streamrag.sources.http import addresses
+from streamrag.sources.http.fetch import Fetcher
+from streamrag.sources.http.fetched import Page
 
 pytest.importorskip("crawl4ai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -45,8 +46,6 @@ SLOW = "<p>Penguins swim.</p>" + attributes(1_000_000)
 
 WORKERS_OWN_TASKS = {"crawl worker start", "crawl worker stderr", "crawl worker end"}
 """Tasks of workers that are being replaced."""
-
-NewSource = Callable[..., WebSource]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -67,15 +66,9 @@ async def site() -> AsyncIterator[Website]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def new(started: WebSource, site: Website) -> AsyncIterator[NewSource]:
     """Makes sources; when the test is over, nothing of their crawls may be left."""
-
-    def new(urls: StartUrls | None = None, **options: Any) -> WebSource:
-        source = WebSource([site.url()] if urls is None else urls, **{"allow_private": True, **options})
-        source._workers, source._ssl_context = started._workers, started._ssl_context
-        return source
-
     before = asyncio.all_tasks()
     gc.freeze()
-    yield new
+    yield maker(started, site)
     left = {task.get_name() for task in asyncio.all_tasks() - before}
     assert {name for name in left if name.startswith("crawl") and name not in WORKERS_OWN_TASKS} == set()
     assert num_busy(started) == 0

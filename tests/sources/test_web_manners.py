@@ -1,24 +1,24 @@
 """Whole crawls that keep to what hosts ask for, and to the user's bounds on what they may have."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import gzip
+import os
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
-from crawls import QUERY, crawl, cut_short, paths, reasons, text
+from crawls import QUERY, NewSource, crawl, cut_short, maker, paths, reasons, text
 from test_documents import changed, pdf, with_content
 from website import Website
 
 from streamrag.core import Append, SourceEvent
-from streamrag.sources.web import WebSource
+from streamrag.sources.crawl.web import WebSource
 
 pytest.importorskip("crawl4ai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NewSource = Callable[..., WebSource]
 DISALLOWED = "robots.txt of its host does not allow it"
 
 
@@ -38,12 +38,7 @@ async def site() -> AsyncIterator[Website]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def new(started: WebSource, site: Website) -> AsyncIterator[NewSource]:
-    def new(urls: Any = None, **options: Any) -> WebSource:
-        source = WebSource([site.url()] if urls is None else urls, **{"allow_private": True, **options})
-        source._workers, source._ssl_context = started._workers, started._ssl_context
-        return source
-
-    yield new
+    yield maker(started, site)
     await site.until_all_closed()
 
 
@@ -95,6 +90,13 @@ async def test_where_a_redirect_leads_must_be_allowed_too(site: Website, new: Ne
     events = await crawl(new())
     assert reasons(events) == {"/a": DISALLOWED}
     assert "/no" not in site.paths
+
+
+async def test_robots_txt_is_asked_about_the_page_that_a_server_may_give(site: Website, new: NewSource) -> None:
+    forbid(site, "Disallow: /no")
+    site.add("/", text("Emperor", site.url("/a/../no"), "/%6Eo", "/a/%2e%2E/no/penguins", site.url("/./no")))
+    assert set(reasons(await crawl(new())).values()) == {DISALLOWED}
+    assert site.paths == ["/"]
 
 
 async def test_pages_that_redirect_to_what_is_forbidden_count(site: Website, new: NewSource) -> None:
@@ -319,3 +321,96 @@ async def test_a_sitemap_that_never_comes_leaves_the_links(site: Website, new: N
     site.add_gate("/sitemap.xml")
     events = await crawl(new(sitemaps=True, max_pages=3, page_timeout_s=1.5))
     assert len(paths(events)) == 3
+
+
+def name_sitemaps(site: Website, *paths: str) -> None:
+    site.add("/robots.txt", "\n".join(f"Sitemap: {site.url(path)}" for path in paths))
+
+
+async def test_a_slow_sitemap_keeps_neither_the_others_nor_the_links_waiting(site: Website, new: NewSource) -> None:
+    name_sitemaps(site, "/slow.xml", "/a.xml", "/b.xml")
+    site.add_gate("/slow.xml")
+    add_sitemap(site, "/a.xml", "/penguins/king")
+    add_sitemap(site, "/b.xml", "/penguins/adelie")
+    links = [f"/{i}" for i in range(6)]
+    site.add("/", text("Emperor", *links))
+    for path in ("/penguins/king", "/penguins/adelie", *links):
+        site.add(path, text(path[1:]))
+    events = await crawl(new(sitemaps=True, max_pages=10, crawl_timeout_s=6.0))
+    assert sorted(paths(events)) == sorted(["/", "/penguins/king", "/penguins/adelie", *links])
+    assert reasons(events) == {"/slow.xml": "it is not read: a third of crawl_timeout_s=6 is over"}
+    assert cut_short(events) == ["1 sitemap not read, or not to the end"]
+
+
+async def test_after_two_sitemaps_that_take_too_much_none_is_begun_and_pages_are(site: Website, new: NewSource) -> None:
+    named = [f"/{i}.xml" for i in range(8)]
+    name_sitemaps(site, *named)
+    for path in named:
+        site.add_gate(path)
+    site.add("/", text("Emperor", "/a", "/b"))
+    for path in ("/a", "/b"):
+        site.add(path, text(path[1:]))
+    events = await crawl(new(sitemaps=True, page_timeout_s=1.0))
+    assert sorted(paths(events)) == ["/", "/a", "/b"]
+    found = reasons(events)
+    assert [found["/0.xml"], found["/1.xml"]] == ["it did not end within 1 s"] * 2
+    assert any(
+        reason.startswith("it is not read, nor are ") and reason.endswith(": 2 sitemaps of its host took too much")
+        for reason in found.values()
+    )
+    assert len(set(named).intersection(site.paths)) <= 3
+    assert cut_short(events) == ["8 sitemaps not read, or not to the end"]
+
+
+async def test_a_sitemap_beyond_the_users_bound_is_told_and_leaves_no_gap(site: Website, new: NewSource) -> None:
+    lines = "".join(f"{site.url(f'/penguins/{i:03}')}\n" for i in range(1000))
+    site.add("/sitemap.xml", lines, content_type="text/plain")
+    site.add("/", text("Emperor"))
+    length = len(f"{site.url('/penguins/000')}\n")
+    site.add("/penguins/000", text("King"))
+    site.add("/penguins/001", text("Adelie"))
+    events = await crawl(new(sitemaps=True, max_body_bytes=3 * length - 2))
+    assert sorted(paths(events)) == ["/", "/penguins/000", "/penguins/001"]
+    why = f"it is larger than max_body_bytes={3 * length - 2}: only its beginning is read"
+    assert reasons(events) == {"/sitemap.xml": why}
+    assert cut_short(events) == []
+
+
+@pytest.mark.parametrize("max_pages", [2, 20])
+async def test_a_damaged_sitemap_leaves_a_gap_where_there_is_place_for_more(
+    site: Website, new: NewSource, max_pages: int
+) -> None:
+    whole = gzip.compress(f"{site.url('/penguins')}\n".encode() + os.urandom(2000).hex().encode())
+    site.add("/sitemap.xml", whole[:-500], content_type="application/gzip")
+    site.add("/", text("Emperor"))
+    site.add("/penguins", text("King"))
+    events = await crawl(new(sitemaps=True, max_pages=max_pages))
+    assert sorted(paths(events)) == ["/", "/penguins"]
+    why = "it is damaged, or larger than what is looked at: only a part of it is read"
+    assert reasons(events) == {"/sitemap.xml": why}
+    assert cut_short(events) == ["1 sitemap not read, or not to the end"] * (max_pages == 20)
+
+
+async def test_sitemaps_beyond_the_tenth_are_told(site: Website, new: NewSource) -> None:
+    add_sitemap(site, "/sitemap.xml", *(f"/{i}.xml" for i in range(12)), kind="sitemap")
+    for i in range(12):
+        add_sitemap(site, f"/{i}.xml", f"/penguins/{i}")
+        site.add(f"/penguins/{i}", text(f"Number {i}"))
+    site.add("/", text("Emperor"))
+    events = await crawl(new(sitemaps=True))
+    assert sorted(paths(events)) == sorted(["/", *(f"/penguins/{i}" for i in range(9))])
+    assert reasons(events) == {"/9.xml": "it is not read, nor are 2 more: 10 sitemaps of a host are"}
+    assert cut_short(events) == ["3 sitemaps not read, or not to the end"]
+
+
+async def test_what_was_found_counts_though_a_later_sitemap_cannot_be_reached(site: Website, new: NewSource) -> None:
+    name_sitemaps(site, "/a.xml", "/b.xml", "/c.xml")
+    add_sitemap(site, "/a.xml", "/penguins/king")
+    site.add("/b.xml", fault="breaks off at once")
+    add_sitemap(site, "/c.xml", "/penguins/adelie")
+    site.add("/", text("Emperor"))
+    for path in ("/penguins/king", "/penguins/adelie"):
+        site.add(path, text(path[1:]))
+    events = await crawl(new(sitemaps=True))
+    assert sorted(paths(events)) == ["/", "/penguins/adelie", "/penguins/king"]
+    assert "cannot be reached" in reasons(events)["/b.xml"]

@@ -12,8 +12,8 @@ import pytest
 from source_helpers import alive, until
 
 from streamrag.errors import WorkerError
-from streamrag.sources import worker_process
-from streamrag.sources.workers import (
+from streamrag.sources.workers import worker_process
+from streamrag.sources.workers.pool import (
     Share,
     WorkerJobError,
     WorkerLimitError,
@@ -379,7 +379,7 @@ async def test_workers_end_when_their_parent_is_killed(tmp_path: Path, job: dict
     script = f"""
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from streamrag.sources.workers import WorkerPool
+from streamrag.sources.workers.pool import WorkerPool
 async def main():
     pool = WorkerPool("faulty_worker:make", {{}}, size=2, name="orphan")
     await pool.start()

@@ -2,14 +2,16 @@
 
 import json
 import random
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 from toy_embedder import embed
 
-from streamrag.sources.index import build_index
+from streamrag.sources.index.build import build_index
 
 EMBEDDER = "toy_embedder:embed"
+QUERIES = [" ".join(f"w{(13 * number + 7 * place) % 1000}" for place in range(12)) for number in range(20)]
 
 
 def write_documents(folder: Path, num_documents: int, *, seed: int = 0) -> Path:
@@ -37,6 +39,15 @@ def exact_ranking(index: Path, query: str) -> list[tuple[str, float]]:
     (wanted,) = embed([query])
     scores = vectors @ (wanted / np.linalg.norm(wanted))
     return [(passages[i]["uri"], float(scores[i])) for i in np.argsort(-scores, kind="stable")]
+
+
+def resign(index: Path, **fields: object) -> None:
+    """Make the manifest agree with the files as they are now."""
+    manifest = json.loads((index / "manifest.json").read_text())
+    for name in manifest["files"]:
+        body = (index / name).read_bytes()
+        manifest["files"][name] = {"size_bytes": len(body), "sha256": sha256(body).hexdigest()}
+    (index / "manifest.json").write_text(json.dumps(manifest | fields))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrag.clock import Clock, monotonic
-from streamrag.errors import ConfigurationError
+from streamrag.sources.building import OnProgress, check_caller, nothing_to_index
 from streamrag.sources.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.embedding import EmbeddingPool, building_threads
 from streamrag.sources.passages import (
@@ -24,7 +24,7 @@ from streamrag.sources.passages import (
     relative_name,
     split_document,
 )
-from streamrag.sources.postgres.fill import Document, Filling, OnProgress
+from streamrag.sources.postgres.fill import Document, Filling
 from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.names import (
     TableName,
@@ -85,22 +85,13 @@ def build_table(
     :raises WorkerError: the process that embeds died.
     """
     started_s = clock()
-    if passage_words < 10:
-        raise ConfigurationError(f"passage_words={passage_words!r} must be at least 10")
-    if max_file_bytes < 1:
-        raise ConfigurationError(f"max_file_bytes={max_file_bytes!r} must be at least 1")
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
-        raise ConfigurationError("build_table would block the event loop: use `asyncio.to_thread(build_table, ...)`")
+    check_caller("build_table", passage_words, max_file_bytes)
     address = Address(dsn)
     filling = Filling(address, table_parts(table), words, on_progress or (lambda done, total, step: None))
     reading = _Reading(Path(folder).resolve(), passage_words, max_file_bytes)
     asyncio.run(_build(filling, reading, EmbeddingPool(embedder, size=1, num_threads=building_threads()), prune))
     if not reading.seen:
-        raise ConfigurationError(f"{reading.folder} holds no text, Markdown or HTML to index")
+        raise nothing_to_index(reading.folder, reading.skipped)
     return TableSummary(
         num_documents=reading.num_documents,
         num_passages=len(reading.seen),

@@ -1,11 +1,11 @@
 """The table that a build fills: made, compared with a folder's documents, written to, indexed."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import IndexExistsError, IndexMismatchError, VectorIndexError
+from streamrag.sources.building import OnProgress
 from streamrag.sources.embedder import PROBE_TOLERANCE
 from streamrag.sources.embedding import EmbeddingPool, Loaded
 from streamrag.sources.index_folder import with_title
@@ -29,8 +29,6 @@ MAX_PLAIN_DIMENSIONS = 1_000
 
 LOCK_SPACE = 0x5247
 """The first number of our advisory locks; the second is the table's."""
-
-OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """What a caller may name: a table, its columns, the rungs of a ladder."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_whole, short
+from streamrag.kinds import short
+from streamrag.sources.options import is_growing
 
 if TYPE_CHECKING:
     from psycopg import sql
@@ -73,8 +73,7 @@ def checked_ladder(ladder: Sequence[int] | None) -> tuple[int, ...] | None:
     """
     if ladder is None:
         return None
-    is_whole_list = isinstance(ladder, Sequence) and not isinstance(ladder, str) and all(map(is_whole, ladder))
-    if not is_whole_list or any(rung < 1 for rung in ladder) or any(a >= b for a, b in pairwise(ladder)):
+    if not is_growing(ladder, 1):
         raise ConfigurationError(
             f"PostgreSQL: ladder={short(ladder)} must be growing whole numbers from 1, or () for exact search only"
         )

@@ -1,7 +1,7 @@
 """The SQL that searches a table, and its rows as chunks."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import isnan
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamrag.core import Chunk, Skipped
@@ -21,6 +21,12 @@ MAX_TEXT_CHARS = 20_000
 MAX_TITLE_CHARS = 500
 MAX_URI_CHARS = 2_000
 """More of a field is not sent by the server: rows are anybody's."""
+
+MIN_NORM, MAX_NORM = 1e-18, 1e19
+"""Lengths of vectors of which float32 can hold the square."""
+
+NUM_LOOKED_AT = 10_000
+"""Rows of which it is looked at whether their vectors have the embedder's dimension."""
 
 MAX_QUERY_CHARS = 10_000
 """The beginning of a query, whose words are searched."""
@@ -53,12 +59,59 @@ class Search:
         self._vector = sql.SQL("%s::{}").format(identifier(schema, kind))
         operator = sql.SQL("OPERATOR({}.{})").format(identifier(schema), sql.SQL(OPERATORS[table.metric]))
         self._distance = sql.SQL("{} {} {}").format(self._columns["embedding"], operator, self._vector)
+        self._are_like = self._conditions(identifier(schema, "vector_dims"), identifier(schema, "vector_norm"))
         self._filter, self._values = _filter(where)
 
-    async def nearest(self, connection: "Connection", vector: str) -> list[tuple[Any, ...]]:
-        """The rows nearest to the vector, with distances."""
-        query = self._select(self._distance, sql_from=self._from, order="score")
-        return await self._fetch(connection, query, [vector, *self._values])
+    def _conditions(self, dimensions: "sql.Composable", norm: "sql.Composable") -> "list[sql.Composable]":
+        """What must hold of a row's vector, so that its distance is one.
+
+        pgvector fails on vectors of another dimension. It adds up squares as float32, which hold none of a very short
+        or long vector: the cosine would be anything.
+        """
+        from psycopg import sql
+
+        column = self._columns["embedding"]
+        conditions: list[sql.Composable] = []
+        if self._table.dimension is None:
+            conditions.append(sql.SQL("{0}({1}) = {0}({2})").format(dimensions, column, self._vector))
+        if self._table.metric == "cosine" and self._table.vector_type[1] == "vector":
+            conditions.append(
+                sql.SQL("{}({}) BETWEEN {} AND {}").format(norm, column, sql.Literal(MIN_NORM), sql.Literal(MAX_NORM))
+            )
+        return conditions
+
+    async def nearest(self, connection: "Connection", vector: str, *, is_exact: bool) -> list[tuple[Any, ...]]:
+        """The rows nearest to the vector, with distances: NULL for a row that has none. Exact search finds it last."""
+        from psycopg import sql
+
+        score = self._distance
+        if self._are_like:  # as a CASE: of conditions of the statement, the server chooses the order
+            like = sql.SQL(" AND ").join(self._are_like)
+            score = sql.SQL("CASE WHEN {} THEN {} END").format(like, self._distance)
+        # An index is used for the bare distance only. It has very short vectors where they belong.
+        order = sql.SQL("score") if is_exact else self._distance
+        num_before, num_behind = 1 + (self._table.dimension is None), 0 if is_exact else 1
+        values = [*[vector] * num_before, *self._values, *[vector] * num_behind]
+        return await self._fetch(connection, self._select(score, sql_from=self._from, order=order), values)
+
+    async def dimensions(self, connection: "Connection") -> dict[int, int]:
+        """How many of the first rows have vectors of which dimension, most first; none if the column has one."""
+        from psycopg import sql
+
+        if self._table.dimension is not None:
+            return {}
+        column, function = self._columns["embedding"], identifier(self._table.vector_type[0], "vector_dims")
+        statement = sql.SQL(
+            "SELECT {function}({column}), count(*) "
+            "FROM (SELECT {column} FROM {table} WHERE {where} LIMIT {most}) AS first GROUP BY 1 ORDER BY 2 DESC LIMIT 9"
+        ).format(
+            function=function,
+            column=column,
+            table=self._from,
+            where=self._where(sql.SQL("{} IS NOT NULL").format(column)),
+            most=sql.Literal(NUM_LOOKED_AT),
+        )
+        return dict(await self._fetch(connection, statement, self._values))
 
     async def words(self, connection: "Connection", query: str, configuration: str) -> list[tuple[Any, ...]]:
         """The rows with most of the query's words, with PostgreSQL's rank. Any of them will do."""
@@ -78,7 +131,7 @@ class Search:
             sql.SQL("ts_rank({}, asked.query)").format(lexemes_of),
             sql_from=sql.SQL("{}, {}").format(self._from, asked),
             also=sql.SQL("{} @@ asked.query").format(lexemes_of),
-            order="score DESC",
+            order=sql.SQL("score DESC"),
         )
         return await self._fetch(connection, statement, [storable(query)[:MAX_QUERY_CHARS], *self._values])
 
@@ -93,7 +146,12 @@ class Search:
         return int(plan[0]["Plan"]["Plan Rows"])
 
     def _select(
-        self, score: "sql.Composable", *, sql_from: "sql.Composable", order: str, also: "sql.Composable | None" = None
+        self,
+        score: "sql.Composable",
+        *,
+        sql_from: "sql.Composable",
+        order: "sql.Composable",
+        also: "sql.Composable | None" = None,
     ) -> "sql.Composed":
         from psycopg import sql
 
@@ -111,7 +169,7 @@ class Search:
             sql.SQL(", ").join(fields),
             sql_from,
             self._where(also),
-            sql.SQL(order),
+            order,
             sql.Literal(self._k),
         )
 
@@ -138,7 +196,7 @@ class Rows:
 
     def nearest(self, rows: Iterable[tuple[Any, ...]]) -> tuple[Chunk, ...]:
         """Best first; equals by their place, so that their order does not change from stage to stage."""
-        found = [row for row in rows if row[4] is not None and not isnan(row[4])]  # vectors of zeros have no direction
+        found = [row for row in rows if row[4] is not None and isfinite(row[4])]  # vectors of zeros have no direction
         chunks = [self._chunk(row, self._similarity(row[4])) for row in found]
         return tuple(sorted(chunks, key=lambda chunk: (-(chunk.score or 0.0), chunk.uri, chunk.passage)))
 
@@ -179,7 +237,11 @@ def _filter(where: Mapping[str, Any]) -> "tuple[list[sql.Composed], list[Any]]":
         if value is None:
             tests.append(sql.SQL("{} IS NULL").format(identifier(column)))
             continue
-        is_any = isinstance(value, list | tuple | set | frozenset)
-        tests.append(sql.SQL("{} = ANY(%s)" if is_any else "{} = %s").format(identifier(column)))
-        values.append(list(value) if is_any else value)
+        if not isinstance(value, list | tuple | set | frozenset):
+            tests.append(sql.SQL("{} = %s").format(identifier(column)))
+            values.append(value)
+            continue
+        or_null = " OR {0} IS NULL" if None in value else ""  # which is equal to nothing, itself included
+        tests.append(sql.SQL(f"({{0}} = ANY(%s){or_null})").format(identifier(column)))
+        values.append([each for each in value if each is not None])
     return tests, values

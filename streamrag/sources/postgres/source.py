@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,13 @@ from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
 from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
 from streamrag.kinds import is_number, short
 from streamrag.sources.embedder import DEFAULT_EMBEDDER
-from streamrag.sources.embedding import EmbeddingPool
+from streamrag.sources.embedding import EmbeddingPool, Loaded
+from streamrag.sources.options import check_whole
 from streamrag.sources.postgres.link import Address, Link, StatementTimeoutError
 from streamrag.sources.postgres.names import TableName, checked_columns, checked_ladder, table_parts
 from streamrag.sources.postgres.query import Row, Rows, Search, storable
 from streamrag.sources.postgres.table import Ladder, Table, at_start, inspect_table
-from streamrag.sources.workers import Share
+from streamrag.sources.workers.pool import Share
 from streamrag.tasks import cancel_regardless
 
 NUM_STAGES = 5
@@ -38,6 +40,7 @@ class _Opened:
 class _Stage:
     what: str
     settings: dict[str, str]
+    is_exact: bool = False
 
 
 class PgVectorSource:
@@ -59,7 +62,8 @@ class PgVectorSource:
     columns: the names of the columns that hold a chunk's `text`, `uri`, `title` and `passage`, its `embedding`, and its
         `words` (a tsvector), where they are not called so. None leaves out any but text, uri and embedding. Without
         `passage`, passages are counted within their document.
-    where: values by column, of which all must fit: None for NULL, and of a list any.
+    where: values by column, of which all must fit: None for NULL, and of a list any, which may have None among them.
+        Where a row has NULL, no other value fits.
     words: the text search configuration to look for words with, such as "english"; "" for none. By default that of the
         table's index of words, and none where there is no such index.
     ladder: values of `hnsw.ef_search` (up to 1,000) or `ivfflat.probes`, one for each stage, growing; () for exact
@@ -96,17 +100,10 @@ class PgVectorSource:
         embedder: str = DEFAULT_EMBEDDER,
         num_workers: int = 1,
     ) -> None:
-        counts: Mapping[str, tuple[object, int, int]] = {
-            "k": (k, 1, 1_000),
-            "exact_rows": (exact_rows, 0, 1 << 40),
-            "num_connections": (num_connections, 1, 1_000),
-            "num_workers": (num_workers, 1, 32),
-        }
-        for option, (value, least, most) in counts.items():
-            if type(value) is not int or not least <= value <= most:
-                raise ConfigurationError(
-                    f"PgVectorSource: {option}={short(value)} must be a whole number from {least} to {most}"
-                )
+        check_whole(self.name, "k", k, 1, 1_000)
+        check_whole(self.name, "exact_rows", exact_rows, 0, 1 << 40)
+        check_whole(self.name, "num_connections", num_connections, 1, 1_000)
+        check_whole(self.name, "num_workers", num_workers, 1, 32)
         for option, seconds in {"timeout_s": timeout_s, "pool_timeout_s": pool_timeout_s}.items():
             if not is_number(seconds) or not 0.001 <= seconds <= 3_600:
                 raise ConfigurationError(f"PgVectorSource: {option}={short(seconds)} must be from 0.001 to 3600")
@@ -145,18 +142,13 @@ class PgVectorSource:
         if self._opened:
             return
         progress(f"looking at {self._address}")
-        table, search, num_rows = await self._inspect()
+        table, search, num_rows, dimensions = await self._inspect()
         progress(f"table {table.name} has about {num_rows:,} passages; loading the embedder {self._embedder}")
         embedding = EmbeddingPool(self._embedder, size=self._num_workers, made_with=table.made_with)
         link = Link(self._address, num_connections=self._num_connections, pool_timeout_s=self._pool_timeout_s)
         try:
             loaded = await embedding.start()
-            if table.dimension not in (None, loaded.dimension):
-                raise IndexMismatchError(
-                    f"{self._address}: column {table.columns['embedding']!r} of table {table.name} has "
-                    f"{table.dimension} dimensions, and embedder={self._embedder!r} has {loaded.dimension}: name the "
-                    "embedder that the table was filled with"
-                )
+            self._check_dimensions(table, dimensions or {table.dimension or loaded.dimension: 0}, loaded, progress)
             await link.start()
         except BaseException:
             await link.aclose()
@@ -165,18 +157,37 @@ class PgVectorSource:
         self._opened = _Opened(table, search, link, embedding)
         progress("the table is ready")
 
-    async def _inspect(self) -> tuple[Table, Search, int]:
+    def _check_dimensions(self, table: Table, found: Mapping[int, int], loaded: Loaded, progress: Progress) -> None:
+        """`found`: rows by their dimension."""
+        others = [str(dimension) for dimension in found if dimension != loaded.dimension]
+        column = f"column {table.columns['embedding']!r} of table {table.name}"
+        if loaded.dimension not in found:
+            raise IndexMismatchError(
+                f"{self._address}: {column} has {' and '.join(others)} dimensions, and embedder={self._embedder!r} has "
+                f"{loaded.dimension}: name the embedder that the table was filled with"
+            )
+        if others:
+            num_others = sum(found.values()) - found[loaded.dimension]
+            progress(
+                f"{column} has vectors of {' and '.join(others)} dimensions too, and embedder={self._embedder!r} has "
+                f"{loaded.dimension}: {num_others:,} of {sum(found.values()):,} passages are left out. Embed them again"
+            )
+
+    async def _inspect(self) -> tuple[Table, Search, int, Mapping[int, int]]:
         import psycopg
 
         try:
             async with asyncio.timeout(self._pool_timeout_s + self._timeout_s):
-                async with await self._address.connect() as connection:
+                async with AsyncExitStack() as stack:
+                    connection = await self._address.connect()
+                    stack.push_async_callback(connection.close)  # leaving it commits; cancelled in that, it stays open
+                    await stack.enter_async_context(connection)
                     await connection.set_read_only(True)
                     table = await inspect_table(connection, self._address, self._table, self._columns)
                     if self._words:
                         await connection.execute("SELECT %s::regconfig", [self._words])
                     search = Search(table, self._where, self._k)
-                    return table, search, await search.estimate(connection)
+                    return table, search, await search.estimate(connection), await search.dimensions(connection)
         except (psycopg.Error, OSError, UnicodeError) as error:
             raise at_start(self._address, error) from None
 
@@ -237,7 +248,7 @@ class PgVectorSource:
         if (ladder := opened.table.ladder) and not (is_exact and num_rows <= FEW_ROWS and self._ladder is None):
             stages += [_Stage(f"{ladder.setting} = {rung}", _settings(ladder, rung)) for rung in self._rungs(ladder)]
         if is_exact:
-            stages.append(_Stage("exact", {"enable_indexscan": "off"}))
+            stages.append(_Stage("exact", {"enable_indexscan": "off"}, is_exact=True))
         if not stages:
             raise SourceError(
                 f"{self._address}: table {opened.table.name} has no HNSW or IVFFlat index to look in, and about "
@@ -272,7 +283,9 @@ class PgVectorSource:
         except ConfigurationError as error:  # what was found to be wrong with the embedder
             raise SourceError(str(error)) from error
         return await opened.link.run(
-            lambda connection: opened.search.nearest(connection, vector), stage.settings, timeout_s=self._timeout_s
+            lambda connection: opened.search.nearest(connection, vector, is_exact=stage.is_exact),
+            stage.settings,
+            timeout_s=self._timeout_s,
         )
 
 

@@ -225,7 +225,9 @@ class VllmBackend:
             async with aclosing(self._request(token_ids, answering)) as outputs:
                 async for output in outputs:
                     (part,) = output.outputs
-                    yield AnswerChunk(part.text, tuple(part.token_ids), part.finish_reason, record_of(output))
+                    yield AnswerChunk(
+                        part.text, tuple(part.token_ids), part.finish_reason, record_of(output), part.logprobs or None
+                    )
 
         return warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
 

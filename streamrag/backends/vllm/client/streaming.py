@@ -61,4 +61,4 @@ async def _push(prompts: AsyncIterator[Prompt], stream: TokenStream) -> None:
 
 def _answer_chunk(event: StreamedTokens, stream: TokenStream) -> AnswerChunk:
     record = stream.record if event.finish_reason else None
-    return AnswerChunk(event.text, event.token_ids, event.finish_reason, record)
+    return AnswerChunk(event.text, event.token_ids, event.finish_reason, record, event.logprobs)

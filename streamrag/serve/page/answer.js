@@ -1,0 +1,90 @@
+// The answer as it grows. [2] and [1, 3] become links to the passages of these numbers.
+
+import { element, plain } from "./text.js";
+
+const MARK = /\[(\d{1,4}(?:\s?,\s?\d{1,4}){0,15})\]/g;
+const UNFINISHED = /\[[\d\s,]{0,94}$/;
+
+export class Answer {
+  // passages: has `byNumber(n)` and `show(n)`. spoken: where sentences go for those who listen.
+  constructor(place, passages, spoken) {
+    this.text = "";
+    this._place = place;
+    this._passages = passages;
+    this._spoken = spoken;
+    this._waiting = ""; // arrived, not drawn
+    this._held = null; // a text node with what may become a mark
+    this._unsaid = "";
+    this._frame = 0;
+  }
+
+  add(text) {
+    this.text += text;
+    this._waiting += plain(text);
+    this._unsaid += plain(text);
+    const end = Math.max(this._unsaid.lastIndexOf(". "), this._unsaid.lastIndexOf("\n")) + 1;
+    if (end > 40) this._say(end);
+    this._frame ||= requestAnimationFrame(() => this._draw());
+  }
+
+  finish() {
+    cancelAnimationFrame(this._frame);
+    this._draw(true);
+    this._say(this._unsaid.length);
+  }
+
+  _say(end) {
+    if (this._unsaid.trim()) this._spoken.append(element("p", "", this._unsaid.slice(0, end).trim()));
+    this._unsaid = this._unsaid.slice(end);
+  }
+
+  _draw(isLast = false) {
+    this._frame = 0;
+    if (this._held) this._held.remove();
+    this._held = null;
+    const open = isLast ? null : UNFINISHED.exec(this._waiting);
+    const ready = open ? this._waiting.slice(0, open.index) : this._waiting;
+    let at = 0;
+    for (const match of ready.matchAll(MARK)) {
+      this._put(ready.slice(at, match.index));
+      this._place.append(this._marks(match[1]));
+      at = match.index + match[0].length;
+    }
+    this._put(ready.slice(at));
+    this._waiting = open ? open[0] : "";
+    if (open) this._place.append((this._held = document.createTextNode(open[0])));
+  }
+
+  _put(text) {
+    const last = this._place.lastChild;
+    if (last?.nodeType === Node.TEXT_NODE) last.appendData(text);
+    else if (text) this._place.append(text);
+  }
+
+  _marks(numbers) {
+    const marks = element("span", "marks");
+    marks.append("[");
+    numbers.split(",").forEach((written, i) => {
+      if (i) marks.append(", ");
+      const number = Number.parseInt(written, 10);
+      const passage = this._passages.byNumber(number);
+      marks.append(passage ? this._link(number, passage) : written.trim());
+    });
+    marks.append("]");
+    return marks;
+  }
+
+  _link(number, passage) {
+    const cite = element("a", "cite", String(number));
+    cite.href = `#${passage.id}`;
+    cite.setAttribute("aria-label", `passage ${number}, ${passage.title}`);
+    const light = (isOn) => () => passage.light(isOn);
+    for (const on of ["pointerenter", "focus"]) cite.addEventListener(on, light(true));
+    for (const off of ["pointerleave", "blur"]) cite.addEventListener(off, light(false));
+    cite.addEventListener("click", (event) => {
+      event.preventDefault();
+      this._passages.show(passage, cite);
+    });
+    return cite;
+  }
+}

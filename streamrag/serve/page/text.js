@@ -1,0 +1,52 @@
+// Text of strangers. It becomes text nodes, never markup; here it loses what could deceive the eye.
+
+// Controls, marks that turn the direction of writing around, and letters that nobody sees.
+const UNSEEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
+const UNSEEN_IN_ADDRESSES = /[\s\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u3164\uffa0]/gu;
+
+export function plain(text) {
+  return String(text ?? "").replace(/\r\n?|[\u2028\u2029]/g, "\n").replace(UNSEEN, "");
+}
+
+// Where a passage comes from: what is shown of it, and a link if it is one that may be followed.
+export function address(uri) {
+  const shown = plain(uri).replace(UNSEEN_IN_ADDRESSES, "");
+  let url;
+  try {
+    url = new URL(String(uri));
+  } catch {
+    return { shown, href: null };
+  }
+  if (url.protocol !== "http:" && url.protocol !== "https:") return { shown, href: null };
+  url.username = url.password = "";
+  let rest = url.pathname + url.search + url.hash;
+  try {
+    rest = decodeURI(rest);
+  } catch {
+    // not UTF-8: it is shown as it stands
+  }
+  rest = plain(rest).replace(UNSEEN_IN_ADDRESSES, "");
+  return { shown: url.host + (rest === "/" ? "" : rest), href: url.href };
+}
+
+export function element(name, className, text) {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+export function link(href, text) {
+  const made = element("a", "", text);
+  made.href = href;
+  made.target = "_blank";
+  made.rel = "noopener noreferrer nofollow";
+  return made;
+}
+
+export const count = (number) => number.toLocaleString("en");
+
+export const seconds = (value) => `${value.toFixed(value < 9.995 ? 2 : 1)} s`;
+
+export const isStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;

@@ -1,0 +1,13 @@
+"""Context that streams in for hours, and questions about it: a prompt that is kept computed while it grows.
+
+Data go from a buffer into a window, and from there into an idle stream of the engine, which computes them as they
+arrive. Each question is a request of its own, which shares that stream's KV blocks. Regions after arXiv 2605.13784: the
+system text is frozen, the data slide, question and answer are ephemeral.
+"""
+
+from streamrag.sessions.session import Session as Session
+from streamrag.sessions.session import SessionState as SessionState
+from streamrag.sessions.watching import Watch as Watch
+from streamrag.sessions.watching import WatchedAnswer as WatchedAnswer
+
+__all__ = ["Session", "SessionState", "Watch", "WatchedAnswer"]

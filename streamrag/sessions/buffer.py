@@ -1,0 +1,47 @@
+"""Data that was appended and is not in the window yet."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from streamrag.core import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """The chunk that was appended as the so-manieth, from 1."""
+
+    number: int
+    chunk: Chunk
+
+
+class Buffer:
+    """Holds at most so many chunks and characters. What is oldest is dropped for what is new, and counted."""
+
+    def __init__(self, max_chunks: int, max_characters: int) -> None:
+        self._max_chunks = max_chunks
+        self._max_characters = max_characters
+        self._waiting: deque[Numbered] = deque()
+        self._num_characters = 0
+        self.num_appended = 0
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def append(self, chunk: Chunk) -> int:
+        """Its number."""
+        self.num_appended += 1
+        self._waiting.append(Numbered(self.num_appended, chunk))
+        self._num_characters += len(chunk.text)
+        while len(self._waiting) > 1 and (
+            len(self._waiting) > self._max_chunks or self._num_characters > self._max_characters
+        ):
+            self._num_characters -= len(self._waiting.popleft().chunk.text)
+            self.num_dropped += 1
+        return self.num_appended
+
+    def take(self, max_chunks: int) -> list[Numbered]:
+        """The oldest, in order; they are no longer here."""
+        taken = [self._waiting.popleft() for _ in range(min(max_chunks, len(self._waiting)))]
+        self._num_characters -= sum(len(each.chunk.text) for each in taken)
+        return taken

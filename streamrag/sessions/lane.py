@@ -1,0 +1,70 @@
+"""One idle stream into the engine: a prompt that is never completed, so that its KV is there for others."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from streamrag.core import Backend, Prefilled, Prompt, SamplingParams, common_prefix_len
+from streamrag.errors import BackendError
+from streamrag.retrieving import closing
+from streamrag.tasks import cancel_regardless
+
+SETTLE_S = 2.0
+"""Seconds to wait for word that a prompt is prefilled. An engine that is short of memory gives none."""
+
+
+class Lane:
+    """Opened by the first `advance`, closed by `aclose`. One caller at a time."""
+
+    def __init__(self, backend: Backend, name: str) -> None:
+        self._backend = backend
+        self._name = name
+        self._prompts: asyncio.Queue[Prompt] = asyncio.Queue()
+        self._token_ids: tuple[int, ...] = ()
+        self._num_prefilled = 0
+        self._has_news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def advance(self, token_ids: tuple[int, ...]) -> None:
+        """Let the prompt be this one, and return when its KV is computed, or after `SETTLE_S`.
+
+        :raises BackendError: the engine gave it up; make another lane.
+        """
+        num_shared = common_prefix_len(self._token_ids, token_ids)
+        self._token_ids = token_ids
+        self._num_prefilled = 0
+        self._prompts.put_nowait(Prompt(token_ids, num_shared, is_complete=False, source_name=self._name))
+        if self._task is None:
+            self._task = asyncio.create_task(self._hold(), name="streamrag session's lane")
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                while self._num_prefilled < len(token_ids) - 1:  # an engine leaves the last token to the answer
+                    if self._task.done():
+                        self._task.result()
+                        raise BackendError("the engine ended a stream that was not complete")
+                    self._has_news.clear()
+                    await self._has_news.wait()
+        except TimeoutError:
+            return
+
+    async def aclose(self) -> None:
+        """Free what it holds in the engine."""
+        if self._task is not None:
+            await cancel_regardless([self._task])
+
+    async def _hold(self) -> None:
+        try:
+            async with (
+                aclosing(self._pushed()) as prompts,
+                closing(self._backend.generate(prompts, SamplingParams(max_tokens=1))) as events,
+            ):
+                async for event in events:
+                    if isinstance(event, Prefilled):
+                        self._num_prefilled = event.num_tokens
+                        self._has_news.set()
+        finally:
+            self._has_news.set()
+
+    async def _pushed(self) -> AsyncGenerator[Prompt, None]:
+        while True:
+            yield await self._prompts.get()

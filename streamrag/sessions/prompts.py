@@ -1,0 +1,56 @@
+"""What a session's prompts are made of, as token ids. All of it is blocking, and for one thread at a time."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from streamrag.core import ModelInfo
+from streamrag.modes import PromptAssembler, PromptTemplate
+from streamrag.sessions.buffer import Numbered
+from streamrag.sessions.window import Piece
+
+SESSION_TEMPLATE = PromptTemplate(
+    system="Answer the question from the data below, in a few words. The newest data stand last.",
+    before_context="Data:\n\n",
+    passage="{text}\n",
+    no_context="(no data yet)\n",
+    after_context="\nQuestion: {question}",
+)
+
+
+class SessionPrompts:
+    """The three regions of one session: frozen head, data, and a tail for each question.
+
+    Raises PromptTooLongError if the head alone does not fit the model's length.
+    """
+
+    def __init__(self, model: ModelInfo, template: PromptTemplate) -> None:
+        self._model = model
+        self._template = template
+        assembler = self._assembler("?")
+        self._passages = assembler
+        self.head = assembler.head
+        self._no_data = tuple(model.tokenizer.encode(template.no_context))
+
+    def pieces(self, numbered: Sequence[Numbered]) -> list[Piece]:
+        """Chunks as they stand in the prompt."""
+        return [Piece(each.number, tuple(self._passages.encode_passage(each.number, each.chunk))) for each in numbered]
+
+    def complete(self, data: tuple[int, ...], question: str) -> tuple[int, ...]:
+        """The prompt for `question`, about what is a session's head and data, or its head alone.
+
+        :raises PromptTooLongError: the question is too long.
+        """
+        tail = self._assembler(question).tail
+        return data + (self._no_data if data == self.head else ()) + tail
+
+    def _assembler(self, question: str) -> PromptAssembler:
+        model = self._model
+        return PromptAssembler(
+            model.tokenizer, self._template, question, max_model_len=model.max_model_len, max_tokens=1
+        )
+
+
+def session_template(template: PromptTemplate | None, system: str | None) -> PromptTemplate:
+    """The words around a session's data."""
+    chosen = SESSION_TEMPLATE if template is None else template
+    return chosen if system is None else replace(chosen, system=system)

@@ -1,0 +1,342 @@
+"""A session: data that streams in, and whoever asks about it."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+from streamrag.core import Append, Backend, Chunk, SamplingParams, Source, SourceEvent, Update
+from streamrag.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    PipelineClosedError,
+    PromptTooLongError,
+)
+from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
+from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
+from streamrag.modes import PromptTemplate
+from streamrag.retrieving import Retrieval
+from streamrag.sessions.answering import again, answered
+from streamrag.sessions.buffer import Buffer
+from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
+from streamrag.sessions.prompts import SessionPrompts, session_template
+from streamrag.sessions.window import Window
+from streamrag.tasks import cancel_regardless
+from streamrag.telemetry import Answer, Answered, TokensGenerated
+from streamrag.tokenizing import in_thread
+
+if TYPE_CHECKING:
+    from streamrag.sessions.watching import Watch, Watches
+
+MAX_SEEN = 4096
+"""Chunks of a source that are remembered, so that an update does not append them again."""
+
+MAX_ANSWERS = 1024
+"""Greedy answers that are kept, for whoever asks the same of the same data."""
+
+Asked: TypeAlias = Callable[[Emit], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """What a session holds, and what became of its data."""
+
+    version: int
+    """Of the data that questions are answered from at once."""
+    num_appended: int
+    num_waiting: int
+    """Chunks that are not in the prompt yet."""
+    num_dropped: int
+    """Chunks that never were: more came than could be taken in."""
+    num_slid: int
+    """Chunks that were, and have gone for newer ones."""
+    num_tokens: int
+    """Of head and data."""
+    num_failures: int
+    """How often the engine gave the stream up."""
+
+
+class Session:
+    """Context that streams in, kept computed, and any number of questions about it at once.
+
+    Made by `Pipeline.session`, and used as an async context manager. An answer is the model's to the very text of its
+    version: what is computed ahead makes it fast, never other.
+
+    window_tokens: most tokens of data in the prompt; the oldest go for new ones.
+    slide_share: share of the window that goes at a time. The rest is then computed anew, in the background, while
+        questions are answered from the version before.
+    max_waiting, max_waiting_characters: data that waits while the engine computes; beyond it the oldest is dropped.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        system: str | None = None,
+        template: PromptTemplate | None = None,
+        window_tokens: int | None = None,
+        slide_share: float = 0.5,
+        max_waiting: int = 4096,
+        max_waiting_characters: int = 4_000_000,
+        name: str = "session",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for option, value in (("window_tokens", window_tokens), ("max_waiting", max_waiting)):
+            if value is not None and (not is_whole(value) or value < 1):
+                raise ConfigurationError(f"{option}={short(value)} must be a whole number, at least 1")
+        if not is_number(slide_share) or not 0 < slide_share < 1:
+            raise ConfigurationError(f"slide_share={short(slide_share)} must be a share between 0 and 1")
+        self._backend = backend
+        self._template = session_template(template, system)
+        self._window_tokens = window_tokens
+        self._slide_share = float(slide_share)
+        self._name = name
+        self._clock = clock
+        self._buffer = Buffer(max_waiting, max_waiting_characters)
+        self._tasks: set[asyncio.Task[Answer]] = set()
+        self._answers: OrderedDict[tuple[int, str, str], Answer] = OrderedDict()
+        self._is_closed = False
+        self._watches: Watches | None = None
+        self._prompts: SessionPrompts
+        self._ingestion: Ingestion | None = None
+
+    # --------------------------------------------------------------------------------------------- starting and ending
+
+    async def start(self) -> None:
+        """Have the system text computed. Called by the context manager.
+
+        :raises PromptTooLongError: window and system text do not fit the model's length.
+        """
+        model = self._backend.model
+        self._prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, self._template))
+        room = model.max_model_len - len(self._prompts.head)
+        window_tokens = self._window_tokens or max(room * 3 // 4, 1)
+        if window_tokens >= room:
+            raise PromptTooLongError(
+                f"window_tokens={window_tokens} and {len(self._prompts.head)} tokens of system text leave no room "
+                f"for a question: the model's length is {model.max_model_len}"
+            )
+        window = Window(window_tokens, self._slide_share)
+        self._ingestion = Ingestion(self._backend, self._name, self._buffer, window, self._prompts)
+        self._ingestion.start(self._data_updated)
+
+    async def aclose(self) -> None:
+        """End all questions and watches, and free the session's KV."""
+        self._is_closed = True
+        if self._watches is not None:
+            await self._watches.aclose()
+        await cancel_regardless(self._tasks)
+        if self._ingestion is not None:
+            await self._ingestion.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    @property
+    def state(self) -> SessionState:
+        """How it stands."""
+        ingestion = self._started()
+        return SessionState(
+            version=ingestion.ready.version,
+            num_appended=self._buffer.num_appended,
+            num_waiting=len(self._buffer),
+            num_dropped=self._buffer.num_dropped,
+            num_slid=ingestion.window.num_slid,
+            num_tokens=len(ingestion.ready.token_ids),
+            num_failures=ingestion.num_failures,
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ data
+
+    async def append(self, data: Chunk | str) -> int:
+        """Add data at the end; returns at once with its version, which is how many chunks have been appended.
+
+        If more comes than the engine can take in, the oldest that waits is dropped: see `state`.
+
+        :raises PipelineClosedError: the session was closed.
+        """
+        self._check_open()
+        if isinstance(data, str):
+            data = Chunk(plain_text(data), "")
+        elif not isinstance(data, Chunk):
+            raise ConfigurationError(f"data must be a Chunk or a str, and not {kind_of(data)}")
+        return self._started().append(data)
+
+    async def follow(self, source: Source, query: str = "") -> int:
+        """Append all that a source yields, until it ends; the last version. An update's new chunks are appended.
+
+        :raises SourceError: the source failed; what came before stays.
+        """
+        seen: dict[Chunk, None] = {}
+        version = self._buffer.num_appended
+        retrieval = Retrieval(source, query)
+        async with aclosing(retrieval.events()) as events:
+            async for event in events:
+                for chunk in _new_chunks(event, seen):
+                    version = await self.append(chunk)
+        return version
+
+    async def versions(self) -> AsyncGenerator[int, None]:
+        """The version that questions are answered from, whenever it has changed; a slow reader gets the newest.
+
+        :raises PipelineClosedError: the session was closed.
+        """
+        version = self._started().ready.version
+        while True:
+            version = (await self._at_least(version + 1)).version
+            yield version
+
+    def _data_updated(self) -> None:
+        if self._watches is not None:
+            self._watches.data_updated()
+
+    def _started(self) -> Ingestion:
+        if self._ingestion is None:
+            raise ConfigurationError("the session has not been started: use `async with pipeline.session(...)`")
+        return self._ingestion
+
+    # ------------------------------------------------------------------------------------------------------- questions
+
+    def ask(
+        self,
+        question: str,
+        *,
+        at_least: int | None = None,
+        params: SamplingParams | None = None,
+        deadline_s: float | None = None,
+    ) -> AnswerStream:
+        """The answer to `question`, chunk by chunk, from the newest version that is computed.
+
+        at_least: wait until that holds the data of this version, as `append` returned it.
+        deadline_s: most seconds until the last token.
+
+        Raises, when iterated, DeadlineExceededError, PromptTooLongError, BackendError and PipelineClosedError.
+        """
+        return AnswerStream(self._asked(question, at_least, params, deadline_s))
+
+    def ask_events(
+        self,
+        question: str,
+        *,
+        at_least: int | None = None,
+        params: SamplingParams | None = None,
+        deadline_s: float | None = None,
+    ) -> EventStream:
+        """The same as events: each piece of the answer, then the whole with its version and timings."""
+        return EventStream(self._asked(question, at_least, params, deadline_s))
+
+    def _asked(
+        self, question: str, at_least: int | None, params: SamplingParams | None, deadline_s: float | None
+    ) -> StartQuery:
+        if not isinstance(question, str) or not question.strip():
+            raise ConfigurationError("the question is empty: ask something")
+        if at_least is not None and (not is_whole(at_least) or at_least > self._buffer.num_appended):
+            raise ConfigurationError(
+                f"at_least={short(at_least)} must be a version that append returned: "
+                f"{self._buffer.num_appended} is the newest"
+            )
+        if deadline_s is not None and (not is_number(deadline_s) or deadline_s <= 0):
+            raise ConfigurationError(f"deadline_s={short(deadline_s)} must be a positive number of seconds")
+        question = plain_text(question)
+        asked = partial(self._answered, question, at_least or 0, params or SamplingParams(), deadline_s)
+        return lambda emit: self._begin(asked, emit)
+
+    def watch(
+        self,
+        question: str,
+        *,
+        answers: tuple[str, ...] = (),
+        every_s: float = 0.0,
+        priority: int = 0,
+        params: SamplingParams | None = None,
+        with_gap: bool = False,
+    ) -> "Watch":
+        """Have `question` answered ahead after each change of the data; iterate it for answers that changed.
+
+        Whoever asks the same question of the same version has the answer at once.
+
+        answers: the only answers there may be, each with a first token of its own: one token is computed then.
+        every_s: least seconds between two answers.
+        priority: the higher are answered first; who was answered longest ago, among equals.
+        with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
+        """
+        from streamrag.sessions.watching import Watches
+
+        self._check_open()
+        if self._watches is None:
+            self._watches = Watches(self, self._backend)
+        return self._watches.add(question, answers, every_s, priority, params, with_gap)
+
+    def _begin(self, asked: Asked, emit: Emit) -> "asyncio.Task[Answer]":
+        self._check_open()
+        task = asyncio.create_task(self._told(asked, emit), name=f"streamrag question to {self._name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _told(self, asked: Asked, emit: Emit) -> Answer:
+        try:
+            return await asked(emit)
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                raise
+            raise PipelineClosedError(f"the question was stopped before its end: {CLOSED}") from None
+
+    async def _answered(
+        self, question: str, at_least: int, params: SamplingParams, deadline_s: float | None, emit: Emit
+    ) -> Answer:
+        try:
+            async with asyncio.timeout(deadline_s):
+                submitted_s = self._clock()
+                snapshot = await self._at_least(at_least)
+                ahead = self._watches.answer_to(question, snapshot.version, params) if self._watches else None
+                ahead = ahead or self._answers.get((snapshot.version, question, repr(params)))
+                if ahead is not None:
+                    answer = again(ahead, submitted_s, self._clock() - submitted_s)
+                    await emit(
+                        TokensGenerated(answer.timings.ttft_s, answer.text, answer.token_ids, answer.finish_reason)
+                    )
+                else:
+                    answer = await answered(
+                        self._backend, self._prompts, snapshot, question, params, submitted_s, self._clock, emit
+                    )
+                    self._keep(question, params, answer)
+                await emit(Answered(answer.timings.total_s, answer))
+                return answer
+        except TimeoutError:
+            raise DeadlineExceededError(f"the question's deadline of {deadline_s:g} s passed") from None
+
+    async def _at_least(self, version: int) -> Snapshot:
+        snapshot = await self._started().at_least(version)
+        self._check_open()
+        return snapshot
+
+    def _keep(self, question: str, params: SamplingParams, answer: Answer) -> None:
+        if params.temperature == 0 and answer.version is not None:
+            self._answers[answer.version, question, repr(params)] = answer
+            while len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PipelineClosedError(f"{CLOSED}: open another one")
+        self._started().check()
+
+
+def _new_chunks(event: SourceEvent, seen: dict[Chunk, None]) -> list[Chunk]:
+    new = event.chunks if isinstance(event, Update) else (event.chunk,) if isinstance(event, Append) else ()
+    fresh = [chunk for chunk in dict.fromkeys(new) if chunk not in seen]
+    for chunk in new:  # the newest stand last
+        seen.pop(chunk, None)
+        seen[chunk] = None
+    while len(seen) > MAX_SEEN:
+        del seen[next(iter(seen))]
+    return fresh

@@ -1,0 +1,1 @@
+"""A crawl that reads the pages a query needs."""

@@ -1,0 +1,83 @@
+"""Search engines as start addresses: a function from the query to addresses, as `WebSource` takes it."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import cast
+
+import httpx
+
+from streamrag.errors import ConfigurationError, SourceError
+from streamrag.kinds import is_number, is_whole
+from streamrag.sources.http.addresses import parse_start_url
+
+MAX_ANSWER_BYTES = 512 << 10
+"""It is read on the event loop. A page of results is some tens of kilobytes."""
+
+MAX_QUERY_CHARS = 500
+"""Search engines take no longer questions."""
+
+
+def search_engine(url: str, *, num_results: int = 5, timeout_s: float = 10.0) -> Callable[[str], Awaitable[list[str]]]:
+    """A function from a query to the addresses that a search engine finds, for `WebSource(search_engine(...))`.
+
+    It speaks the JSON interface of SearXNG (`GET /search?q=...&format=json`, to be switched on in its settings). Run
+    one of your own: the engine is asked at `url` whatever address that is, and is sent the query. What it finds is
+    checked like all that others give: an address that is not allowed is skipped.
+
+    url: the engine's address, as `http://127.0.0.1:8888`.
+    num_results: the first so many addresses.
+    timeout_s: how long it may take.
+
+    :raises ConfigurationError: a value that cannot work.
+    :raises SourceError: when it is called and the engine does not answer, or not as it should.
+    """
+    base = parse_start_url(url)
+    if not is_whole(num_results) or num_results < 1:
+        raise ConfigurationError(f"search_engine: num_results={num_results!r} must be a whole number, at least 1")
+    if not is_number(timeout_s) or not 0 < timeout_s < float("inf"):
+        raise ConfigurationError(f"search_engine: timeout_s={timeout_s!r} must be a number of seconds over 0")
+
+    async def find(query: str) -> list[str]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await _ask(base, query)
+        except TimeoutError:
+            raise SourceError(f"the search engine at {base} did not answer within {timeout_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise SourceError(
+                f"the search engine at {base} cannot be asked: {error or type(error).__name__}"
+            ) from error
+        return _addresses(answer, base)[:num_results]
+
+    return find
+
+
+async def _ask(base: str, query: str) -> bytes:
+    parameters = {"q": query[:MAX_QUERY_CHARS].encode(errors="replace").decode(), "format": "json"}
+    headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+    async with (
+        httpx.AsyncClient(trust_env=False, headers=headers) as client,
+        client.stream("GET", f"{base.rstrip('/')}/search", params=parameters) as response,
+    ):
+        if response.status_code != 200:
+            hint = "; is json among search.formats in its settings?" if response.status_code == 403 else ""
+            raise SourceError(f"the search engine at {base} answers HTTP {response.status_code}{hint}")
+        body = bytearray()
+        async with aclosing(cast(AsyncGenerator[bytes, None], response.aiter_raw())) as pieces:
+            async for piece in pieces:
+                body += piece
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise SourceError(f"the search engine at {base} answers more than {MAX_ANSWER_BYTES} bytes")
+        return bytes(body)
+
+
+def _addresses(answer: bytes, base: str) -> list[str]:
+    try:
+        results = json.loads(answer)["results"]
+        return list(dict.fromkeys(result["url"] for result in results if isinstance(result["url"], str)))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise SourceError(
+            f"the search engine at {base} does not answer as SearXNG does, with results that have a url"
+        ) from error

@@ -1,0 +1,1 @@
+"""Which updates of a source are worth sending."""

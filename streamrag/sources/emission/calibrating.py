@@ -1,0 +1,191 @@
+"""Running a source to see how soon its results are final."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import quantiles
+from typing import TypeAlias
+
+from streamrag.clock import Clock, monotonic
+from streamrag.core import Append, Chunk, CutShort, Hint, Source, Update, part_name
+from streamrag.errors import ConfigurationError, SourceError
+from streamrag.kinds import is_whole, message_of
+from streamrag.modes import UpdateMode
+from streamrag.retrieving import Retrieval
+from streamrag.sources.emission.calibration import (
+    MAX_LENGTH,
+    MAX_NUM,
+    MAX_STABLE,
+    MAX_STAGES,
+    MAX_TIMES,
+    Calibration,
+    Count,
+    Stage,
+    Times,
+    What,
+)
+from streamrag.versions import __version__
+
+Place: TypeAlias = "tuple[str, int, str]"
+
+
+def place(chunk: Chunk) -> Place:
+    """What is the same passage, whatever its score."""
+    return chunk.uri, chunk.passage, chunk.text
+
+
+def stages_left(hint: Hint | None) -> int | None:
+    """How many stages a hint says are left; None if it does not, or says what cannot be."""
+    num = None if hint is None else hint.num_chunks
+    return int(num) if num is not None and is_whole(num) and 0 <= num < MAX_STAGES else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was there after a stage."""
+
+    at_s: float
+    left: int
+    places: tuple[Place, ...]
+
+
+async def calibrate(
+    source: Source,
+    queries: Sequence[str],
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    clock: Clock = monotonic,
+) -> Calibration:
+    """Ask `source` all `queries`, one after the other, and count at which stage its result was final.
+
+    The source must have been started, if it is one that must be, and say with each event how many stages are left:
+    `Hint.num_chunks`, which goes down from one event to the next. Queries whose retrieval fails or is cut short are
+    left out. `on_progress` is called with how many have ended, and of how many.
+
+    :raises ConfigurationError: no queries, or a source that does not say which stage it is at.
+    :raises SourceError: retrieval failed, or was cut short, for all of them; the cause is the last failure.
+    """
+    if not 1 <= len(queries) <= MAX_NUM:
+        raise ConfigurationError(f"calibrate: {len(queries):,} queries; give 1 to {MAX_NUM:,}")
+    counted: Counter[tuple[What, int, int, int]] = Counter()
+    final: Counter[tuple[What, int, int, int]] = Counter()
+    times: dict[int, list[tuple[bool, Times]]] = {}
+    num_queries, failure = 0, None
+    for number, query in enumerate(queries):
+        try:
+            seen, end_s = await _ask(source, query, clock)
+        except SourceError as error:
+            failure = error
+        else:
+            num_queries += bool(seen)
+            _count(seen, counted, final)
+            for left, is_final, then in _stage_times(seen, end_s):
+                times.setdefault(left, []).append((is_final, then))
+        if on_progress:
+            on_progress(number + 1, len(queries))
+    if not num_queries:
+        name = part_name(source)
+        why = f"; the last time: {message_of(failure)}" if failure else ""
+        raise SourceError(f"{name} gave no whole result for any of {len(queries)} queries{why}") from failure
+    return Calibration(
+        source=part_name(source),
+        num_queries=num_queries,
+        stages=tuple(_stage(times.get(left, [])) for left in range(max(times) + 1)),
+        counts=tuple(Count(*key, num, final[key]) for key, num in sorted(counted.items())),
+        provenance={"streamrag": __version__},
+    )
+
+
+async def _ask(source: Source, query: str, clock: Clock) -> tuple[list[_Seen], float]:
+    """What was there after each stage that changed something, and when retrieval ended."""
+    seen: list[_Seen] = []
+    context: tuple[Chunk, ...] = ()
+    began_s = clock()
+    async with aclosing(Retrieval(source, query).events()) as events:
+        async for event in events:
+            if isinstance(event, CutShort):
+                raise SourceError(f"retrieval was cut short: {event.reason}")
+            if not isinstance(event, Append | Update):
+                continue
+            context = UpdateMode().fold(context, event)
+            left = stages_left(event.hint)
+            if left is None or (seen and left >= seen[-1].left):
+                said = "nothing" if left is None else f"{left} after {seen[-1].left}"
+                raise ConfigurationError(
+                    f"{part_name(source)} cannot be calibrated: Hint.num_chunks must say how many stages are left, "
+                    f"fewer than {MAX_STAGES} and fewer with each event, and it says {said}"
+                )
+            seen.append(_Seen(clock() - began_s, left, tuple(map(place, context))))
+    return seen, clock() - began_s
+
+
+def _count(
+    seen: Sequence[_Seen],
+    counted: "Counter[tuple[What, int, int, int]]",
+    final: "Counter[tuple[What, int, int, int]]",
+) -> None:
+    """Stage by stage, those that changed nothing included."""
+    if not seen:
+        return
+    last = seen[-1].places
+    by_stage = {each.left: each.places for each in seen}
+    before: tuple[Place, ...] | None = None
+    stable: dict[tuple[What, int], int] = {}
+    for left in range(seen[0].left, -1, -1):
+        places = by_stage.get(left, before or ())
+        asked: list[tuple[What, int]] = [("order", 0), ("set", 0)]
+        asked += [("prefix", length) for length in range(1, min(len(places), MAX_LENGTH) + 1)]
+        for what, length in asked:
+            is_same = before is not None and _is_same(what, length, places, before)
+            stable[what, length] = stable.get((what, length), 0) + 1 if is_same else 0
+            key = what, length, left, min(stable[what, length], MAX_STABLE)
+            counted[key] += 1
+            final[key] += _is_same(what, length, places, last)
+        before = places
+
+
+def _is_same(what: What, length: int, places: tuple[Place, ...], others: tuple[Place, ...]) -> bool:
+    if what == "prefix":
+        return places[:length] == others[:length]
+    return places == others if what == "order" else set(places) == set(others)
+
+
+def _stage_times(seen: Sequence[_Seen], end_s: float) -> list[tuple[int, bool, Times]]:
+    """For each stage: how many are left, whether its result was final, and how time went on.
+
+    A stage that changed nothing is taken to end as far between its neighbours as its number.
+    """
+    if not seen:
+        return []
+    known = [(each.left, each.at_s) for each in seen]
+    if known[-1][0] > 0:
+        known.append((0, end_s))
+    at_s = {
+        left: before_s + (after_s - before_s) * (a - left) / (a - b)
+        for (a, before_s), (b, after_s) in pairwise(known)
+        for left in range(a, b, -1)
+    }
+    at_s[0] = known[-1][1]
+    first_final = next(each.left for each in seen if each.places == seen[-1].places)
+    found = []
+    for left, stage_s in at_s.items():
+        until_end_s = max(end_s - stage_s, 0.0)
+        until_next_s = max(at_s.get(left - 1, end_s) - stage_s, 0.0)
+        found.append((left, left <= first_final, Times(min(until_next_s, until_end_s), until_end_s)))
+    return found
+
+
+def _stage(times: Sequence[tuple[bool, Times]]) -> Stage:
+    nexts = [each.next_s for _, each in times] or [0.0]
+    late_s = quantiles(nexts, n=10, method="inclusive")[-1] if len(nexts) > 1 else nexts[0]
+    final, others = ([each for is_final, each in times if is_final is wanted] for wanted in (True, False))
+    return Stage(late_s, _examples(final), _examples(others))
+
+
+def _examples(times: Sequence[Times]) -> tuple[Times, ...]:
+    """A few that stand for all: those in the middle of as many equal groups."""
+    ascending = sorted(times, key=lambda each: (each.end_s, each.next_s))
+    num = min(len(ascending), MAX_TIMES)
+    return tuple(ascending[(2 * i + 1) * len(ascending) // (2 * num)] for i in range(num))

@@ -1,0 +1,1 @@
+"""Pages from servers: asked for as robots.txt allows, and kept."""

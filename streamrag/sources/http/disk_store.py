@@ -1,0 +1,142 @@
+"""A folder of small files by key, bounded in size, that several processes may share.
+
+Each entry is a file of its own, which is written whole or not at all and carries a checksum. What is damaged, or cannot
+be read or written for whatever reason, is as if it were not there: nobody depends on it. Calls block: make them in a
+thread.
+"""
+
+import hashlib
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from streamrag.errors import ConfigurationError
+
+MAGIC = b"streamrag cache 1\n"
+SUM_BYTES = 32
+
+SWEEP_SHARE = 1 / 16
+"""Of the store's size: when so much was written, it is looked at whether it has grown too large."""
+
+KEPT_SHARE = 0.9
+"""Of the store's size, after old entries have been removed."""
+
+UNFINISHED_S = 60.0
+"""A file that is still being written after so long was left by a program that was killed; one that was not loses it."""
+
+ENTRY = re.compile(r"[0-9a-f]{64}")
+UNFINISHED = re.compile(r"\.writing-[0-9a-f]{8}-[0-9a-f]{64}")
+
+
+class DiskStore:
+    """The entries in `folder`, at most `max_bytes` of them together, but for what is written while it is swept."""
+
+    def __init__(self, folder: str | Path, max_bytes: int) -> None:
+        self._folder = Path(folder)
+        self._max_bytes = max_bytes
+        self._num_new_bytes = max_bytes  # what others have left is looked at with the first entry
+
+    def open(self) -> None:
+        """Make the folder if there is none. Other users cannot look into one that is made here.
+
+        :raises ConfigurationError: it cannot be made, or not be written to.
+        """
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._write(self._path(""), b"")
+            self.remove("")
+        except OSError as error:
+            raise ConfigurationError(
+                f"cache_folder={str(self._folder)!r} cannot be used: {error.strerror}; name one that can be written to"
+            ) from error
+
+    def get(self, key: str) -> bytes | None:
+        """What was last put under `key`, if it is still there and whole."""
+        path = self._path(key)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > self._max_bytes:
+                return None
+            with os.fdopen(os.dup(file), "rb") as opened:
+                entry = opened.read(self._max_bytes + 1)
+            with suppress(OSError):  # of another user's file
+                os.utime(file)  # used now
+        except OSError:
+            return None
+        finally:
+            os.close(file)
+        content = entry[len(MAGIC) + SUM_BYTES :]
+        if entry[: len(MAGIC) + SUM_BYTES] == MAGIC + _sum(key, content):
+            return content
+        with suppress(OSError):
+            path.unlink()
+        return None
+
+    def put(self, key: str, content: bytes) -> None:
+        """Keep `content`, in place of what was there."""
+        num_bytes = len(MAGIC) + SUM_BYTES + len(content)
+        if num_bytes > self._max_bytes * SWEEP_SHARE:
+            return
+        with suppress(OSError):  # the disk is full, say
+            self._write(self._path(key), MAGIC + _sum(key, content) + content)
+            self._num_new_bytes += num_bytes
+        if self._num_new_bytes > self._max_bytes * SWEEP_SHARE:
+            self._num_new_bytes = 0
+            self._sweep()
+
+    def _write(self, path: Path, entry: bytes) -> None:
+        """Whole or not at all, in place of whatever has this name: a link or a pipe is replaced itself."""
+        unfinished = path.with_name(f".writing-{secrets.token_hex(4)}-{path.name}")
+        try:
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(entry)
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def remove(self, key: str) -> None:
+        """Forget what is under `key`."""
+        with suppress(OSError):
+            self._path(key).unlink()
+
+    def _path(self, key: str) -> Path:
+        return self._folder / hashlib.sha256(key.encode(errors="replace")).hexdigest()
+
+    def _sweep(self) -> None:
+        """Remove what was used least recently, until the rest is small enough. Other files are left alone."""
+        entries = sorted(self._entries())
+        num_bytes = sum(size for _, size, _ in entries)
+        if num_bytes <= self._max_bytes:
+            return
+        for _, size, path in entries:
+            if num_bytes <= KEPT_SHARE * self._max_bytes:
+                return
+            with suppress(OSError):  # another process was faster
+                os.unlink(path)
+            num_bytes -= size
+
+    def _entries(self) -> Iterator[tuple[float, int, str]]:
+        """When each was used, its size on disk, and its path."""
+        with suppress(OSError), os.scandir(self._folder) as files:
+            for file in files:
+                with suppress(OSError):
+                    found = file.stat(follow_symlinks=False)
+                    if UNFINISHED.fullmatch(file.name) and found.st_mtime < time.time() - UNFINISHED_S:
+                        os.unlink(file.path)
+                    elif ENTRY.fullmatch(file.name) and stat.S_ISREG(found.st_mode):
+                        yield found.st_mtime, max(found.st_size, found.st_blocks * 512), file.path
+
+
+def _sum(key: str, content: bytes) -> bytes:
+    """Of the key too: an entry that another one's name was given to is none."""
+    return hashlib.sha256(key.encode(errors="replace") + b"\0" + content).digest()

@@ -1,0 +1,1 @@
+"""Indexes of folders of documents: built, and brought up to date."""

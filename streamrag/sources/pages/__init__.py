@@ -1,0 +1,1 @@
+"""What a page says: its text, its links, and whether another says the same."""

@@ -1,0 +1,101 @@
+"""Finding a site's pages in its sitemaps: the inside of a crawl worker.
+
+A sitemap names pages or, as an index, other sitemaps, in XML or as lines of text, often compressed. Of the pages, those
+are of use whose address has words of the query. Files are written by strangers: what is decompressed, read and returned
+is bounded, entities stay what they are, and nothing is loaded.
+
+Source: https://www.sitemaps.org/protocol.html
+"""
+
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from lxml import etree
+
+from streamrag.sources.http.addresses import normalize_url
+from streamrag.sources.pages.links import most_promising
+from streamrag.sources.pages.prune import NO_PAGE
+from streamrag.sources.relevance import Stem, relevant_stems
+
+MAX_SITEMAP_BYTES = 16 << 20
+"""Of a sitemap that was compressed; what comes after them is not read."""
+
+MAX_ADDRESSES = 50_000
+"""Of one sitemap; the protocol allows no more."""
+
+MAX_SITEMAPS = 50
+"""Of one index, those first whose address has words of the query."""
+
+GZIP = b"\x1f\x8b"
+SPACE = b"\xef\xbb\xbf \t\r\n"
+ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
+
+
+def find_pages(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]:
+    """`url`, `query`, `is_cut` (`body` is only a beginning) to `pages` that have words of the query in their address,
+    `sitemaps`, and `is_cut`: whether there may be more."""
+    text, is_cut = _decompressed(body)
+    is_cut = is_cut or job.get("is_cut", False)
+    if is_cut and not _is_xml(text):
+        text = text[: text.rfind(b"\n") + 1]  # the last line may be half an address
+    pages: dict[str, str] = {}
+    sitemaps: dict[str, str] = {}
+    for number, (address, is_page) in enumerate(_addresses(text)):
+        if number == MAX_ADDRESSES:
+            is_cut = True
+            break
+        url = normalize_url(address, job["url"])
+        if url and is_page and not NO_PAGE.search(urlsplit(url).path):
+            pages[url] = ""
+        elif url and not is_page:
+            sitemaps[url] = ""
+    stem = relevant_stems(job["query"], stem)
+    return {
+        "pages": most_promising(pages, job["query"], stem, least=1),
+        "sitemaps": most_promising(sitemaps, job["query"], stem)[:MAX_SITEMAPS],
+        "is_cut": is_cut,
+    }
+
+
+def _decompressed(body: bytes) -> tuple[bytes, bool]:
+    """The text, and whether there is more. Of damaged files, what comes before the damage."""
+    if not body.startswith(GZIP):
+        return body, False
+    decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        text = decompressor.decompress(body, MAX_SITEMAP_BYTES)
+    except zlib.error:
+        return b"", True
+    return text, not decompressor.eof
+
+
+def _is_xml(text: bytes) -> bool:
+    return text.lstrip(SPACE).startswith(b"<")
+
+
+def _addresses(text: bytes) -> Iterator[tuple[str, bool]]:
+    """Each address, and whether it is a page's and not another sitemap's."""
+    text = text.lstrip(SPACE)  # in front of its declaration, XML allows nothing
+    if not _is_xml(text):
+        for line in io.BytesIO(text):
+            yield line[:4096].decode(errors="replace").strip(), True
+        return
+    if ENTITY.search(text):  # no sitemap declares any
+        return
+    reading = etree.iterparse(
+        io.BytesIO(text), tag="{*}loc", recover=True, resolve_entities=False, load_dtd=False, no_network=True
+    )
+    try:
+        for _, element in reading:
+            parent = element.getparent()
+            name = etree.QName(parent).localname if parent is not None else ""
+            yield (element.text or "").strip(), name != "sitemap"
+            element.clear()
+            while parent is not None and parent.getparent() is not None and parent.getprevious() is not None:
+                del parent.getparent()[0]  # those that were read: a tree of all of them takes much memory
+    except etree.XMLSyntaxError:  # what came before it is good
+        return

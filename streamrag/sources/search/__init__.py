@@ -1,0 +1,1 @@
+"""Indexes as sources."""

@@ -1,0 +1,203 @@
+"""The inside of the worker processes of an IVF index: faiss, which is never loaded anywhere else.
+
+The vectors lie in lists, one around each centroid. A search ranks the centroids by their distance to the query, and
+looks at the lists in that order; each job at those which the jobs before it have not looked at.
+
+    centroids, nearest first   |1 2 3|4 5 6|7 8 9 10 11 12| ...
+                                job 1 job 2      job 3
+
+The lists are mapped into memory, which all workers share, and which the system takes back when it needs it.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streamrag.errors import MissingDependencyError
+from streamrag.sources.index_folder import IVF, corrupt
+from streamrag.sources.search.search_worker import IndexSearcher, silence_stdout
+from streamrag.sources.workers.memory_limit import memory_limited
+
+if TYPE_CHECKING:
+    from streamrag.sources.embedder import Vectors
+    from streamrag.sources.workers.worker_main import Handler
+
+
+NUM_CACHED_RANKINGS = 64
+MOST_LISTS = 1 << 14
+NUM_ROWS_AT_ONCE = 8192
+
+
+def require_faiss() -> None:
+    """:raises MissingDependencyError: faiss is not installed. For the caller's process; imports nothing."""
+    if not find_spec("faiss"):
+        raise MissingDependencyError("faiss-cpu", "pip install 'streamrag[faiss]'")
+
+
+def num_lists_for(num_passages: int) -> int:
+    """About the square root: ranking the centroids then costs as much as looking at one list.
+
+    >>> num_lists_for(20), num_lists_for(100_000)
+    (4, 316)
+    """
+    return min(round(math.sqrt(num_passages)), MOST_LISTS)
+
+
+class _Searcher(IndexSearcher):
+    def __init__(self, *, num_lists: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._num_lists = num_lists
+        self._sizes: Any = None
+        self._rank = lru_cache(NUM_CACHED_RANKINGS)(self._rank_lists)
+
+    def _open_index(self) -> Any:
+        import numpy as np
+
+        index = open_lists(self._folder, self._num_passages, self._dimension, self._num_lists)
+        self._sizes = np.array([index.invlists.list_size(number) for number in range(self._num_lists)])
+        return index
+
+    def _search(self, query: Any, job: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+        """The `k` nearest of the passages in the lists from `after` to `until`, if nearer than `nearer_than`."""
+        import numpy as np
+
+        lists, distances_of_lists, num_until = self._rank(query.tobytes())
+        # The first lists may hold fewer than k: then more are looked at, and fewer are left for the next job.
+        enough = int(np.searchsorted(num_until, min(job["k"], self._num_passages))) + 1
+        first, last = (max(place, enough) if place else 0 for place in (job["after"], job["until"]))
+        if first >= last:
+            return [], []
+        self._index.nprobe = last - first
+        distances, ids = self._index.search_preassigned(
+            query[None], job["k"], lists[None, first:last], distances_of_lists[None, first:last]
+        )
+        is_found = ids[0] >= 0
+        if first == 0 and is_found.sum() < min(job["k"], self._num_passages):  # what is not a number is never found
+            raise corrupt(self._folder, f"{IVF} has vectors that are none")
+        if job["nearer_than"] is not None:
+            is_found &= distances[0] <= job["nearer_than"]
+        distances, ids = distances[0][is_found], ids[0][is_found]
+        if len(np.unique(ids)) < len(ids) or (ids >= self._num_passages).any() or not np.isfinite(distances).all():
+            raise corrupt(self._folder, f"{IVF} answers with passages {ids.tolist()[:100]} of {self._num_passages}")
+        order = np.lexsort((ids, distances))
+        return ids[order].tolist(), distances[order].tolist()
+
+    def _rank_lists(self, query: bytes) -> tuple[Any, Any, Any]:
+        """All lists, nearest first, the distances of their centroids, and how many vectors are in each and before."""
+        import numpy as np
+
+        vector = np.frombuffer(query, np.float32)
+        distances, lists = self._index.quantizer.search(vector[None], self._num_lists)
+        lists = lists[0]
+        if not np.array_equal(np.sort(lists), np.arange(self._num_lists)):
+            raise corrupt(self._folder, f"{IVF} has centroids that are no vectors")
+        return lists, distances[0], np.cumsum(self._sizes[lists])
+
+
+BYTES_PER_LIST, SPARE_BYTES = 256, 64 << 20
+"""What opening an index takes beside its centroids, generously."""
+
+
+def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) -> Any:
+    """faiss's index, its lists mapped into memory.
+
+    :raises IndexCorruptError: the file is not what the manifest says.
+    """
+    import faiss
+
+    faiss.omp_set_num_threads(1)  # of one query nothing is done at the same time
+    # The vectors stay in the file. What else it says that it holds, faiss believes.
+    num_more_bytes = 4 * num_lists * (dimension * 4 + BYTES_PER_LIST) + SPARE_BYTES
+    try:
+        with memory_limited(num_more_bytes):
+            index: Any = faiss.read_index(str(folder / IVF), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
+    except (RuntimeError, MemoryError) as error:
+        raise corrupt(folder, f"faiss cannot open {IVF}: {error}") from error
+    lists: Any = getattr(index, "invlists", None)
+    is_ours = (
+        isinstance(index, faiss.IndexIVFFlat)
+        and isinstance(faiss.downcast_index(index.quantizer), faiss.IndexFlat)
+        and index.metric_type == faiss.METRIC_L2
+        and (index.d, index.ntotal, index.nlist) == (dimension, num_passages, num_lists)
+        and (index.quantizer.d, index.quantizer.ntotal, lists.nlist) == (dimension, num_lists, num_lists)
+        and lists.code_size == dimension * 4
+        and lists.compute_ntotal() == num_passages
+    )
+    if not is_ours:
+        raise corrupt(folder, f"{IVF} holds no {num_lists} lists of {num_passages} vectors of {dimension} numbers")
+    return index
+
+
+def make_searcher(**options: Any) -> "Handler":
+    """For `WorkerPool`. Nothing is loaded before the first job, so that its errors are errors of a job."""
+    silence_stdout()
+    return _Searcher(**options).handle
+
+
+# ------------------------------------------------------------------------------------------------------- building
+
+
+def build_lists(folder: Path, vectors: "Vectors", num_threads: int, centroids: "Vectors | None") -> int:
+    """Write faiss's file into `folder`; the number of lists. `centroids` are an older index's, to be used again.
+
+    They are, while about as many as there would be anew: each list still is around its centroid, and what is searched
+    is exact. With other numbers of passages the lists would become too long or too short.
+    """
+    import faiss
+
+    faiss.omp_set_num_threads(num_threads)
+    num_vectors, dimension = vectors.shape
+    num_lists = num_lists_for(num_vectors)
+    if centroids is not None and num_lists / 1.5 <= len(centroids) <= num_lists * 1.5:
+        num_lists = len(centroids)
+    else:
+        centroids = None
+    quantizer = faiss.IndexFlatL2(dimension)
+    index = faiss.IndexIVFFlat(quantizer, dimension, num_lists, faiss.METRIC_L2)
+    if centroids is not None:
+        quantizer.add(centroids)
+        index.is_trained = True
+    else:
+        index.cp.min_points_per_centroid = 1
+        index.train(_sample(vectors, num_lists * index.cp.max_points_per_centroid))
+    for first in range(0, num_vectors, NUM_ROWS_AT_ONCE):
+        index.add(vectors[first : first + NUM_ROWS_AT_ONCE])
+    try:
+        faiss.write_index(index, str(folder / IVF))
+    except RuntimeError as error:
+        raise OSError(f"faiss failed: {error}. Is there room for its file?") from error
+    return num_lists
+
+
+def _sample(vectors: "Vectors", most: int) -> "Vectors":
+    import numpy as np
+
+    if len(vectors) <= most:
+        return np.ascontiguousarray(vectors)
+    rows = np.random.default_rng(0).choice(len(vectors), most, replace=False)
+    rows.sort()
+    sample: Vectors = vectors[rows]
+    return sample
+
+
+def stored_vectors(folder: Path, num_passages: int, dimension: int, num_lists: int) -> "tuple[Vectors, Vectors]":
+    """The vectors of an index, in the order of its passages; and the centroids.
+
+    :raises IndexCorruptError: the file is not what the manifest says.
+    """
+    import faiss
+    import numpy as np
+
+    index = open_lists(folder, num_passages, dimension, num_lists)
+    vectors = np.full((num_passages, dimension), np.nan, np.float32)
+    for number in range(num_lists):
+        if size := index.invlists.list_size(number):
+            ids = faiss.rev_swig_ptr(index.invlists.get_ids(number), size)
+            if ((ids < 0) | (ids >= num_passages)).any():
+                raise corrupt(folder, f"{IVF} has passages that are not there")
+            codes = faiss.rev_swig_ptr(index.invlists.get_codes(number), size * dimension * 4)
+            vectors[ids] = codes.view(np.float32).reshape(size, dimension)
+    return vectors, index.quantizer.reconstruct_n(0, num_lists)

@@ -1,0 +1,1 @@
+"""Processes that compute, so that the event loop does not wait."""

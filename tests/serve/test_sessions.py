@@ -1,0 +1,172 @@
+"""Sessions over HTTP."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from httpx_sse import ServerSentEvent, aconnect_sse
+
+from streamrag.serve import Limits
+from streamrag.testing import ScriptedBackend
+from tests.serve.serving import Serving, serving
+
+
+async def opened(served: Serving, **options: object) -> str:
+    answer = await served.http.post("/v1/sessions", json=options)
+    assert answer.status_code == 201, answer.text
+    return f"/v1/sessions/{answer.json()['id']}"
+
+
+async def events_of(served: Serving, url: str, last: str = "") -> AsyncIterator[ServerSentEvent]:
+    headers = {"last-event-id": last} if last else {}
+    async with aconnect_sse(served.http, "GET", f"{url}/events", headers=headers) as source:
+        async for event in source.aiter_sse():
+            yield event
+
+
+async def test_data_are_appended_and_asked_about() -> None:
+    async with serving(backend=ScriptedBackend(answer="Yes.")) as served:
+        url = await opened(served, system="Watch the prices.")
+        taken = await served.http.post(f"{url}/data", json={"data": ["one", {"text": "two", "uri": "feed"}]})
+        assert (taken.status_code, taken.json()["version"]) == (202, 2)
+        answer = await served.http.post(f"{url}/ask", json={"question": "Rising?", "at_least": 2})
+        assert answer.status_code == 200, answer.text
+        assert (answer.json()["text"], answer.json()["version"]) == ("Yes.", 2)
+        prompt = served.backend.model.tokenizer.decode(served.backend.prompts[-1][-1].token_ids)
+        assert prompt.index("Watch the prices.") < prompt.index("one\ntwo\n") < prompt.index("Rising?")
+        state = (await served.http.get(url)).json()
+        assert (state["version"], state["num_appended"], state["num_dropped"]) == (2, 2, 0)
+        assert served.watcher.ended == [("sessions", "answered")]
+        assert (await served.http.delete(url)).status_code == 204
+        assert (await served.http.get(url)).status_code == 404
+        assert served.backend.num_requests == 0
+
+
+async def test_an_answer_is_streamed() -> None:
+    async with serving(backend=ScriptedBackend(answer="Yes.")) as served:
+        url = await opened(served)
+        async with aconnect_sse(served.http, "POST", f"{url}/ask", json={"question": "Q?", "stream": True}) as source:
+            events = [event async for event in source.aiter_sse()]
+    assert [event.event for event in events] == ["tokens_generated"] * 4 + ["answered"]
+    assert "".join(json.loads(event.data)["text"] for event in events[:-1]) == "Yes."
+    assert json.loads(events[-1].data)["answer"]["version"] == 0
+
+
+async def test_a_watched_answer_is_pushed_when_it_changes() -> None:
+    async with serving(backend=ScriptedBackend(answer="no")) as served:
+        url = await opened(served)
+        watch = {"question": "Any?", "answers": ["yes", "no"]}
+        assert (await served.http.put(f"{url}/watches/alarm", json=watch)).status_code == 201
+        events = events_of(served, url)
+        assert (await anext(events)).event == "session"
+        ready = await anext(events)
+        assert ready.event == "flash_ready"
+        assert json.loads(ready.data) | {"took_s": 0} == {
+            "name": "alarm",
+            "question": "Any?",
+            "answer": "no",
+            "version": 0,
+            "took_s": 0,
+            "gap": None,
+        }
+        served.backend._answer = "yes"
+        await served.http.post(f"{url}/data", json={"data": ["95"]})
+        seen = [await anext(events), await anext(events)]
+        assert sorted(event.event for event in seen) == ["data_updated", "flash_ready"]
+        await events.aclose()
+        again = events_of(served, url, last=ready.id)  # it goes on behind what was seen
+        assert (await anext(again)).event == "session"
+        assert [(await anext(again)).id for _ in seen] == [event.id for event in seen]
+        assert (await served.http.delete(f"{url}/watches/alarm")).status_code == 204
+        assert (await served.http.get(url)).json()["watches"] == []
+        await again.aclose()
+
+
+async def test_a_watch_that_cannot_work_is_told_of() -> None:
+    async with serving() as served:
+        url = await opened(served)
+        await served.http.put(f"{url}/watches/bad", json={"question": "Any?", "answers": ["yes", "yesterday"]})
+        events = events_of(served, url)
+        await anext(events)
+        failed = await anext(events)
+        assert failed.event == "flash_failed"
+        assert "same token" in json.loads(failed.data)["error"]["message"]
+        await events.aclose()
+
+
+async def test_a_client_that_leaves_an_answer_frees_it_and_the_session_goes_on() -> None:
+    async with serving(backend=ScriptedBackend(answer="Yes.", is_endless=True)) as served:
+        url = await opened(served)
+        asking = asyncio.create_task(served.http.post(f"{url}/ask", json={"question": "Rising?"}))
+        await served.watcher.has_begun.wait()
+        asking.cancel()
+        async with asyncio.timeout(5):
+            await served.watcher.has_ended.wait()
+        assert served.watcher.ended == [("sessions", "left")]
+        assert (await served.http.post(f"{url}/data", json={"data": ["x"]})).json()["version"] == 1
+
+
+async def test_sessions_are_bounded_and_belong_to_their_client() -> None:
+    limits = Limits(max_sessions=3, max_sessions_per_client=2, max_watches=1)
+    async with serving(keys={"a": "alice", "b": "bob"}, limits=limits) as served:
+        url = await opened(served)
+        await opened(served)
+        refused = await served.http.post("/v1/sessions", json={})
+        assert refused.status_code == 429
+        assert "retry-after" in refused.headers
+        async with httpx.AsyncClient(base_url=served.url, headers={"authorization": "Bearer b"}) as bob:
+            for method, path in (("GET", url), ("DELETE", url), ("GET", f"{url}/events")):
+                assert (await bob.request(method, path)).status_code == 404
+            assert (await bob.post("/v1/sessions", json={})).status_code == 201
+            assert (await bob.post("/v1/sessions", json={})).status_code == 429
+        assert (await served.http.put(f"{url}/watches/one", json={"question": "x"})).status_code == 201
+        assert (await served.http.put(f"{url}/watches/two", json={"question": "x"})).status_code == 429
+        assert (await served.http.put(f"{url}/watches/one", json={"question": "y"})).status_code == 201
+
+
+async def test_a_session_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.serve.session_store.LOOK_S", 0.01)
+    async with serving(limits=Limits(session_idle_s=0.05)) as served:
+        await opened(served)
+        async with asyncio.timeout(5):
+            while served.backend.num_requests:  # noqa: ASYNC110 - nobody says when
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/v1/sessions", {"window_tokens": 0}, 400),
+        ("POST", "/v1/sessions", {"window_tokens": 10**12}, 400),
+        ("POST", "/v1/sessions", {"slide_share": 2}, 400),
+        ("POST", "{url}/data", {"data": []}, 400),
+        ("POST", "{url}/data", {"data": [3]}, 400),
+        ("POST", "{url}/ask", {"question": ""}, 400),
+        ("POST", "{url}/ask", {"question": "x", "at_least": 7}, 400),
+        ("POST", "{url}/ask", {"question": "x", "at_least": 7, "stream": True}, 400),
+        ("POST", "{url}/ask", {"question": "x" * 999_999}, 400),
+        ("PUT", "{url}/watches/a", {"question": " "}, 400),
+        ("DELETE", "{url}/watches/a", None, 404),
+        ("GET", "/v1/sessions/nobody", None, 404),
+    ],
+)
+async def test_what_cannot_work_is_refused(method: str, path: str, body: object, status: int) -> None:
+    async with serving() as served:
+        url = await opened(served)
+        answer = await served.http.request(method, path.format(url=url), json=body)
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["message"]
+        assert (await served.http.get(url)).status_code == 200
+
+
+async def test_sessions_end_with_the_service() -> None:
+    async with serving() as served:
+        url = await opened(served)
+        events = events_of(served, url)
+        await anext(events)
+        await served.service.aclose()
+        assert [event async for event in events] == []
+        assert served.backend.num_requests == 0
+        assert (await served.http.post("/v1/sessions", json={})).status_code == 503

@@ -1,0 +1,101 @@
+"""Questions that are kept answered."""
+
+import asyncio
+
+import anyio
+import pytest
+
+from streamrag import ConfigurationError, Pipeline, PipelineClosedError, SamplingParams
+from streamrag.testing import ScriptedBackend, ScriptedSource
+from tests.sessions.test_session import Engine, settled
+
+
+async def test_an_answer_is_there_before_it_is_asked_for() -> None:
+    engine = Engine(answer="yes")
+    async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:
+        watch = session.watch("Any?")
+        await session.append("one")
+        assert (await watch.at_least(1)).version == 1
+        num_asked = len(engine.asked)
+        stream = session.ask("Any?", params=SamplingParams(max_tokens=64))
+        assert "".join([chunk.text async for chunk in stream]) == "yes"
+        assert stream.result.version == 1
+        assert len(engine.asked) == num_asked
+
+
+async def test_an_answer_that_did_not_change_is_not_told_again() -> None:
+    engine = Engine(answer="yes")
+    async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:
+        watch = session.watch("Any?")
+        first = await anext(watch)
+        assert first.text == "yes"
+        for i in range(3):
+            await session.append(f"line {i}")
+            await settled(session)
+        await watch.at_least(3)
+        assert watch.num_answered >= 2
+        engine._answer = "no"
+        await session.append("other")
+        second = await anext(watch)
+        assert (second.text, second.version) == ("no", 4)
+
+
+async def test_the_higher_priority_is_answered_first_and_none_starves() -> None:
+    engine = Engine(answer="yes")
+    async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:
+        await settled(session)
+        low = [session.watch(f"low {i}?") for i in range(3)]
+        high = session.watch("high?", priority=1)
+        for i in range(20):
+            await session.append(f"line {i}")
+            await settled(session)
+        for watch in (*low, high):
+            await watch.at_least(20)
+        assert all(watch.num_answered >= 1 for watch in low)
+
+
+async def test_a_fast_vocabulary_takes_one_token() -> None:
+    params: list[SamplingParams] = []
+
+    class Yes(ScriptedBackend):
+        def generate(self, prompts, given):
+            params.append(given)
+            return super().generate(prompts, given)
+
+    async with Pipeline(ScriptedSource([]), Yes(answer="yes")) as pipeline, pipeline.session() as session:
+        watch = session.watch("Any?", answers=("yes", "no"))
+        answered = await anext(watch)
+        assert answered.text == "yes"
+        assert answered.answer.token_ids == (ord("y"),)
+        assert params[-1].max_tokens == 1
+        assert params[-1].extra["allowed_token_ids"] == sorted((ord("y"), ord("n")))
+
+
+async def test_answers_that_begin_alike_are_refused() -> None:
+    async with Pipeline(ScriptedSource([]), Engine(answer="yes")) as pipeline, pipeline.session() as session:
+        watch = session.watch("Any?", answers=("yes", "yesterday"))
+        with pytest.raises(ConfigurationError, match="same token"):
+            await anext(watch)
+        with pytest.raises(ConfigurationError, match="same token"):
+            await watch.at_least(0)
+        for options in ({"answers": "yes"}, {"every_s": -1}, {"priority": 0.5}):
+            with pytest.raises(ConfigurationError):
+                session.watch("Any?", **options)
+
+
+async def test_a_watch_that_is_closed_ends_and_the_others_go_on() -> None:
+    engine = Engine(answer="yes")
+    async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:
+        one, two = session.watch("one?"), session.watch("two?")
+        await anext(one)
+        waits = asyncio.ensure_future(anext(one))
+        await anyio.wait_all_tasks_blocked()
+        await one.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await waits
+        assert (await anext(two)).text == "yes"
+    with pytest.raises(StopAsyncIteration):
+        await anext(two)
+    with pytest.raises(PipelineClosedError):
+        await two.at_least(100)
+    assert engine.num_requests == 0
