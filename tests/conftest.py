@@ -14,6 +14,7 @@ from streamrag.testing import make_tiny_llama
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("streamrag", deadline=None)
+settings.register_profile("fuzz", deadline=None, max_examples=3_000)  # with --hypothesis-profile
 settings.load_profile("streamrag")
 
 # The threads of vLLM's CPU backend spin while they wait for each other, each bound to a core. With models as small as

@@ -119,7 +119,8 @@ class Admission:
         self._of_client[place.client] -= 1
         if not self._of_client[place.client]:
             del self._of_client[place.client]
-        self._prompts.append(place.num_prompt_tokens)
+        if place.num_prompt_tokens:  # a retrieval alone has none, and says nothing of the others
+            self._prompts.append(place.num_prompt_tokens)
         self._stays.append(stayed_s)
 
     def _check_rate(self, client: str) -> None:

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from streamrag.errors import StreamRagError
-from streamrag.serve import ask, chat, live, mcp, metrics, page, session_routes
+from streamrag.serve import ask, chat, live, mcp, metrics, page, retrieve, session_routes, streams
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.gate import Gate
 from streamrag.serve.responses import http as responses
@@ -63,6 +63,8 @@ def create_app(
         *mcp.routes(service),
         *session_routes.routes(service),
         *ask.routes(service),
+        *retrieve.routes(service),
+        *streams.routes(service),
         *page.routes(service),
         *responses.routes(service),
         *more_routes,

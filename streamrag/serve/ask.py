@@ -6,7 +6,6 @@ The last event is `answered`, or `error`.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.event import ServerSentEvent
@@ -16,19 +15,13 @@ from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
 from streamrag.serve.bodies import read_body, sampling, turn_of
+from streamrag.serve.chat import Message
 from streamrag.serve.failures import Failure
 from streamrag.serve.gate import CALLER
 from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond
 from streamrag.serve.wire import json_of, name_of, values_of
 from streamrag.telemetry import Event
-
-
-class Message(BaseModel):
-    """An earlier turn of the conversation."""
-
-    role: str
-    content: Any = None
 
 
 class Options(BaseModel):

@@ -1,10 +1,10 @@
 """Reading what clients send: JSON objects, and the fields of OpenAI's requests that several interfaces have."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from streamrag.core import SamplingParams, Turn
@@ -31,8 +31,8 @@ def parsed(body: bytes | str, model: type[M]) -> M:
     :raises RequestError: it is no JSON object, or not such a one; says where.
     """
     try:
-        values = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        values = from_json(body)  # no half characters, as json.loads has them, which no answer can hold
+    except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")

@@ -20,15 +20,23 @@ ANONYMOUS = "anonymous"
 
 
 class RequestError(StreamRagError):
-    """A request that is refused as it stands. `status` is HTTP's, `param` the field that is wrong."""
+    """A request that is refused as it stands. `status` is HTTP's, `param` the field that is wrong, `line` the number of
+    its line in a body of lines."""
 
     def __init__(
-        self, message: str, *, status: int = 400, code: str = "invalid_value", param: str | None = None
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_value",
+        param: str | None = None,
+        line: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
+        self.line = line
 
 
 class RefusedError(TooManyQueriesError):
@@ -51,10 +59,12 @@ class Failure:
     outcome: Outcome
     param: str | None = None
     retry_after_s: float | None = None
+    line: int | None = None
 
     def body(self) -> dict[str, Any]:
         """In OpenAI's form."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error if self.line is None else {**error, "line": self.line}}
 
     def json(self) -> str:
         """`body` as text."""
@@ -71,7 +81,7 @@ def failure_of(error: BaseException) -> Failure:
     match error:
         case RequestError():
             kind = "authentication_error" if error.status == 401 else "invalid_request_error"
-            return Failure(error.status, kind, error.code, message, "invalid", error.param)
+            return Failure(error.status, kind, error.code, message, "invalid", error.param, line=error.line)
         case RefusedError():
             unavailable = error.why in ("draining", "not_ready")
             return Failure(

@@ -1,11 +1,11 @@
 """What every request passes before anything of it is read: size, origin, key, and an id of its own."""
 
+import asyncio
 import hmac
 import re
 import uuid
 from collections.abc import Mapping
-from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -67,12 +67,18 @@ class Gate:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         cors = self._cors(headers.get("origin"))
 
+        body = _Body(scope["path"], headers, receive, self._limits)
+
         async def send_with_id(message: Message) -> None:
             if message["type"] in ("http.response.start", "websocket.accept"):
-                MutableHeaders(scope=message).update({"x-request-id": request_id, **cors})
+                more = MutableHeaders(scope=message)
+                more.update({"x-request-id": request_id, **cors})
+                if message["type"] == "http.response.start" and not body.is_read:
+                    more["connection"] = "close"
             await send(message)
 
         try:
+            self._check_head(scope)
             self._check_host(headers)
             self._check_origin(headers)
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and cors:
@@ -84,11 +90,11 @@ class Gate:
                 headers.get("traceparent"),
                 headers.get("tracestate"),
             )
-            bounded = receive if scope["type"] == "websocket" else self._bounded(scope["path"], headers, receive)
+            body.check_length()
         except RequestError as error:
             await _refuse(error, scope, receive, send_with_id)
             return
-        await self._app(scope, bounded, send_with_id)
+        await self._app(scope, receive if scope["type"] == "websocket" else body.receive, send_with_id)
 
     def _client(self, path: str, headers: Headers) -> str:
         if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
@@ -106,9 +112,20 @@ class Gate:
             )
         return client
 
+    def _check_head(self, scope: Scope) -> None:
+        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["path"])
+        if num_bytes > self._limits.max_head_bytes:
+            raise RequestError(
+                f"the head has more than {self._limits.max_head_bytes:,} bytes, which is the most",
+                status=431,
+                code="head_too_long",
+            )
+
     def _check_host(self, headers: Headers) -> None:
-        host = (urlsplit(f"//{headers.get('host', '')}").hostname or "") if self._hosts is not None else ""
-        if self._hosts is not None and host not in self._hosts:
+        if self._hosts is None:
+            return
+        host = _split(f"//{headers.get('host', '')}").hostname or ""
+        if host not in self._hosts:
             raise RequestError(
                 f"this service is not asked by the name {host[:80]!r}: configure it as one of its hosts",
                 status=421,
@@ -119,7 +136,7 @@ class Gate:
         origin = headers.get("origin")
         if origin is None or "*" in self._origins or origin in self._origins:
             return
-        if urlsplit(origin).netloc != headers.get("host"):
+        if _split(origin).netloc != headers.get("host"):
             raise RequestError(
                 f"pages of {origin[:80]!r} may not ask this service: configure it as one of its origins",
                 status=403,
@@ -135,27 +152,61 @@ class Gate:
             "vary": "origin",
         }
 
-    def _bounded(self, path: str, headers: Headers, receive: Receive) -> Receive:
-        """`receive`, up to as many bytes as a body may have."""
+
+class _Body:
+    """A request's body, of a bounded length and in a bounded time; that of a stream may take as long as it wants."""
+
+    def __init__(self, path: str, headers: Headers, receive: Receive, limits: Limits) -> None:
         is_stream = path == "/v1/streams"
-        most = self._limits.max_stream_bytes if is_stream else self._limits.max_body_bytes
-        too_long = RequestError(
-            f"the body has more than {most:,} bytes, which is the most", status=413, code="body_too_long"
+        self._headers = headers
+        self._receive = receive
+        self._most = limits.max_stream_bytes if is_stream else limits.max_body_bytes
+        self._most_s = None if is_stream else limits.body_s
+        self._end_s: float | None = None
+        self._num_bytes = 0
+        self.is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
+        """Whether there is no more of it. An answer that comes before that is the connection's last."""
+
+    def check_length(self) -> None:
+        """:raises RequestError: it says that it is too long."""
+        length = self._headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > self._most:
+            raise self._too_long()
+
+    async def receive(self) -> Message:
+        """The next message.
+
+        :raises RequestError: it is too long, or too late.
+        """
+        if self.is_read or self._most_s is None:
+            message = await self._receive()
+        else:
+            now = asyncio.get_running_loop().time
+            self._end_s = now() + self._most_s if self._end_s is None else self._end_s
+            try:
+                async with asyncio.timeout_at(self._end_s):
+                    message = await self._receive()
+            except TimeoutError:
+                raise RequestError(
+                    f"the body has not come within {self._most_s:g} s", status=408, code="body_too_slow"
+                ) from None
+        self.is_read = self.is_read or not message.get("more_body", False)
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._most:
+            raise self._too_long()
+        return message
+
+    def _too_long(self) -> RequestError:
+        return RequestError(
+            f"the body has more than {self._most:,} bytes, which is the most", status=413, code="body_too_long"
         )
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > most:
-            raise too_long
-        num_bytes = 0
 
-        async def receive_bounded() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > most:
-                raise too_long
-            return message
 
-        return receive_bounded
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:  # of brackets that hold no address
+        return urlsplit("")
 
 
 _PREFLIGHT = {
@@ -168,8 +219,7 @@ _PREFLIGHT = {
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
     failure = failure_of(error)
     if scope["type"] == "http":
-        headers: dict[str, Any] = {"connection": "close"} if failure.status == 413 else {}
-        await JSONResponse(failure.body(), failure.status, headers)(scope, receive, send)
+        await JSONResponse(failure.body(), failure.status)(scope, receive, send)
     else:
         await receive()
         await send({"type": "websocket.close", "code": 1008, "reason": failure.message[:120]})

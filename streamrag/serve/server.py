@@ -11,6 +11,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from streamrag.errors import ConfigurationError
+from streamrag.serve.connections import bounded_protocol
+from streamrag.serve.limits import Limits
 from streamrag.serve.service import Service
 
 DRAINED, ABORTED, ENGINE_DEAD = 0, 3, 4
@@ -51,6 +53,24 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def config_of(app: ASGIApp, limits: Limits, *, is_h11: bool = False) -> uvicorn.Config:
+    """How uvicorn serves `app`; with httptools, or with h11."""
+    logging.getLogger("sse_starlette").setLevel(logging.WARNING)  # it would log what is sent
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        http=bounded_protocol(limits, is_h11=is_h11),
+        limit_concurrency=limits.max_connections,
+        timeout_graceful_shutdown=CLOSE_S,
+        h11_max_incomplete_event_size=limits.max_head_bytes,
+        ws_max_size=limits.max_frame_bytes,
+        ws_max_queue=4,
+        server_header=False,
+    )
+
+
 async def serve(
     app: ASGIApp, service: Service, sock: socket.socket, *, on_ready: Callable[[], None] = lambda: None
 ) -> int:
@@ -59,21 +79,7 @@ async def serve(
     The service must have been started; it is closed here. The exit status is one of those above.
     """
     limits = service.limits
-    logging.getLogger("sse_starlette").setLevel(logging.WARNING)  # it would log what is sent
-    server = QuietServer(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            limit_concurrency=limits.max_connections,
-            timeout_graceful_shutdown=CLOSE_S,
-            h11_max_incomplete_event_size=32_768,
-            ws_max_size=limits.max_frame_bytes,
-            ws_max_queue=4,
-            server_header=False,
-        )
-    )
+    server = QuietServer(config_of(app, limits))
     told = asyncio.Event()
     hurry = asyncio.Event()
 

@@ -22,7 +22,7 @@ from streamrag.core import (
     SourceEvent,
     Startable,
 )
-from streamrag.errors import DeadlineExceededError, EngineDeadError, PipelineClosedError
+from streamrag.errors import DeadlineExceededError, EngineDeadError, PipelineClosedError, StreamRagError
 from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
 from streamrag.serve.admission import Admission, Place
@@ -80,6 +80,13 @@ class OpenQuery:
     answer: Answer | None = None
     is_answered: bool = False
     """To be set by whoever has no `Answered` to pass on."""
+    aborted_by: StreamRagError | None = None
+    """Why the service cancelled it."""
+
+    def abort(self, error: StreamRagError) -> None:
+        """End it; its block raises `error`."""
+        self.aborted_by = error
+        self.scope.cancel()
 
     def note(self, event: Event) -> None:
         """Tell the observers, and the books of admission, what happened."""
@@ -161,7 +168,7 @@ class Service:
         self._open: dict[OpenQuery, None] = {}
         self._empty = asyncio.Event()
         self._empty.set()
-        self._is_closing = False
+        self._has_aborted = False
         self._watching: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------------------------------- starting and stopping
@@ -207,7 +214,7 @@ class Service:
     async def aclose(self, *, drain_s: float = 0.0) -> bool:
         """Refuse new queries, let the open ones go on for up to `drain_s` seconds, abort the rest, stop all.
 
-        Whether all that were open came to their end by themselves.
+        Whether all that were open came to their end by themselves. A second call meanwhile aborts them at once.
         """
         self.admission.is_draining = True
         waits = [asyncio.create_task(event.wait()) for event in (self._empty, self.dead)]
@@ -216,17 +223,16 @@ class Service:
         finally:
             for wait in waits:
                 wait.cancel()
-            was_drained = not self._open
-            self._is_closing = True
             await run_regardless(self._close(), "streamrag service closes")
-        return was_drained
+        return not self._has_aborted
 
     async def _close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
+        self._has_aborted = self._has_aborted or bool(self._open)
         for each in list(self._open):
-            each.scope.cancel()
+            each.abort(PipelineClosedError(STOPPING))
         for close in self.closers:
             await close()
         await self._pipeline.aclose()
@@ -243,14 +249,16 @@ class Service:
             try:
                 self.backend.check_health()
             except EngineDeadError as error:
+                self.admission.is_ready = False
+                for each in list(self._open):  # also those that the engine has left without a word
+                    if each.query.interface != "retrieve":
+                        each.abort(EngineDeadError(str(error)))
                 if self._on_engine_death == "exit":
-                    self.admission.is_ready = False
                     self.dead.set()
                     return
                 await self._restart(error)
 
     async def _restart(self, error: EngineDeadError) -> None:
-        self.admission.is_ready = False
         self._progress(f"the engine died, and is started again: {error}")
         assert isinstance(self.backend, Startable)
         try:
@@ -307,8 +315,8 @@ class Service:
             with opened.scope:
                 yield opened
             if opened.scope.cancelled_caught:
-                if self._is_closing:
-                    raise PipelineClosedError(STOPPING)
+                if opened.aborted_by is not None:
+                    raise opened.aborted_by
                 raise DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed")
         except BaseException as raised:
             ended_by = raised

@@ -95,7 +95,7 @@ class _Produced(EventSourceResponse):
         try:
             await super().__call__(scope, self._receive or receive, send)
         except SendTimeoutError:
-            raise ClientDisconnect from None  # it reads too slowly, and is left
+            pass  # it reads too slowly: uvicorn closes an answer that is left so
         finally:
             self._events.close()
             await cancel_regardless([self._task])

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import uvicorn
 
 from streamrag import Append, Chunk, SourceEvent
 from streamrag.serve import Limits, Service, create_app
 from streamrag.serve.observing import Interface, Observer, Outcome, Refusal, ServedQuery
-from streamrag.serve.server import CLOSE_S, QuietServer, listen
+from streamrag.serve.server import QuietServer, config_of, listen
 from streamrag.telemetry import Answer, Event
 from streamrag.testing import ScriptedBackend, ScriptedSource, Step
 
@@ -74,6 +73,7 @@ async def serving(
     keys: Mapping[str, str] | None = None,
     app_options: Mapping[str, Any] | None = None,
     observers: Sequence[Observer] = (),
+    is_h11: bool = False,
     **options: Any,
 ) -> AsyncIterator[Serving]:
     """A service that retrieves `steps` and answers with `backend`, listening on a free port of loopback."""
@@ -84,7 +84,7 @@ async def serving(
     await service.start()
     sock = listen("127.0.0.1", 0)
     app = create_app(service, keys=keys, **(app_options or {}))
-    server = QuietServer(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=CLOSE_S))
+    server = QuietServer(config_of(app, service.limits, is_h11=is_h11))
     running = asyncio.create_task(server.serve(sockets=[sock]))
     await server.listens.wait()
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"

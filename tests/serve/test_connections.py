@@ -1,0 +1,253 @@
+"""What uvicorn leaves open: slow and long heads, pipelining, smuggling, idle connections, closing in mid-body."""
+
+import asyncio
+import json
+import socket
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import pytest
+import websockets
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
+from uvicorn.server import ServerState
+
+from streamrag import Append
+from streamrag.serve import Limits, Service, create_app
+from streamrag.serve.server import config_of, listen
+from streamrag.testing import ScriptedBackend
+from tests.serve.raw import Raw, raw
+from tests.serve.serving import CHUNKS, PARIS, Serving, serving
+
+ASKED = {"question": "What is the capital of France?"}
+
+BOTH = pytest.mark.parametrize("is_h11", [False, True], ids=["httptools", "h11"])
+
+
+async def works(served: Serving) -> None:
+    """A good request gets its answer."""
+    answer = await served.http.post("/v1/ask", json=ASKED)
+    assert answer.status_code == 200
+    assert "event: answered" in answer.text
+
+
+def request(body: bytes, *headers: str) -> bytes:
+    lines = ["POST /v1/ask HTTP/1.1", "host: localhost", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+@BOTH
+async def test_a_head_that_does_not_come_in_time_is_hung_up_on(is_h11: bool) -> None:
+    async with serving(limits=Limits(head_s=0.3), is_h11=is_h11) as served, AsyncExitStack() as clients:
+        silent, slow, second = [await clients.enter_async_context(raw(served.url)) for _ in range(3)]
+        await slow.send(b"POST /v1/ask HTTP/1.1\r\nhost: loc")
+        await second.post("/v1/ask", ASKED)
+        assert await second.status() == 200
+        await second.text()
+        await second.send(b"P")  # its second head is as slow
+        for client in (silent, slow, second):
+            assert await client.is_closed()
+        await works(served)
+
+
+@BOTH
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_a_head_that_is_too_long_is_refused(is_h11: bool, is_whole: bool) -> None:
+    async with serving(limits=Limits(max_head_bytes=4096), is_h11=is_h11) as served, raw(served.url) as client:
+        head = request(b"", "content-length: 0", *(f"x-{i}: {'y' * 100}" for i in range(60)))
+        if is_whole:
+            await client.send(head)
+        else:
+            for start in range(0, len(head) - 4, 1000):
+                await client.send(head[start : start + 1000][: len(head) - 4 - start])
+        status = await client.status()
+        assert status in (400, 431)
+        assert json.loads(await client.text())["error"]["code"] in ("http", "head_too_long")
+        await works(served)
+
+
+@BOTH
+async def test_a_pipelined_request_is_dropped_and_its_connection_closed(is_h11: bool) -> None:
+    """While it waits, uvicorn would not read on, and not see the client leave."""
+    body = json.dumps(ASKED).encode()
+    one = request(body, f"content-length: {len(body)}")
+    async with serving(is_h11=is_h11) as served:
+        for sends in ([one + one + one], [one, one]):
+            async with raw(served.url) as client:
+                for data in sends:
+                    await client.send(data)
+                assert await client.status() == 200
+                assert "event: answered" in await client.text()
+                assert await client.is_closed()
+        await works(served)
+    assert len(served.watcher.started) == 3
+
+
+@BOTH
+async def test_a_client_that_pipelines_is_seen_to_leave(is_h11: bool) -> None:
+    body = json.dumps(ASKED).encode()
+    one = request(body, f"content-length: {len(body)}")
+    async with serving([Append(PARIS), anyio.Event()], is_h11=is_h11) as served:
+        async with raw(served.url) as client:
+            await client.send(one * 3)
+            await served.watcher.has_begun.wait()
+        async with asyncio.timeout(10):
+            await served.watcher.has_ended.wait()
+        assert served.source.num_streams == 0
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "head",
+    [
+        ("content-length: 4", "transfer-encoding: chunked"),
+        ("transfer-encoding: chunked", "content-length: 4"),
+        ("content-length: 4", "content-length: 5"),
+        ("content-length: +4",),
+        ("content-length: 4, 5",),
+        ("transfer-encoding: chunked, identity",),
+        ("transfer-encoding : chunked",),
+        ("transfer-encoding: xchunked",),
+        ("content-length: 4\r\n folded: yes",),
+    ],
+)
+async def test_no_second_request_is_smuggled_in_the_first(is_h11: bool, head: tuple[str, ...]) -> None:
+    hidden = request(json.dumps(ASKED).encode(), f"content-length: {len(json.dumps(ASKED))}")
+    async with serving(is_h11=is_h11) as served:
+        async with raw(served.url) as client:
+            await client.send(request(b"0\r\n\r\n" + hidden, *head))
+            assert 400 <= await client.status() < 500
+            assert await client.is_closed()
+        assert served.watcher.started == []
+        await works(served)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",  # TLS
+        b"GET\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\x00: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: [\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\norigin: http://[\r\n\r\n",
+    ],
+)
+async def test_what_is_no_request_gets_a_4xx_in_the_form_of_all_errors(is_h11: bool, garbage: bytes) -> None:
+    async with serving(is_h11=is_h11) as served, raw(served.url) as client:
+        await client.send(garbage)
+        assert 400 <= await client.status() < 500
+        assert json.loads(await client.text())["error"]["message"]
+        await works(served)
+
+
+@BOTH
+async def test_a_refusal_reaches_a_client_that_still_sends(is_h11: bool) -> None:
+    async with serving(limits=Limits(max_body_bytes=100_000), is_h11=is_h11) as served, raw(served.url) as client:
+        await client.send(request(b"", "content-length: 900000000"))
+        for _ in range(64):
+            await client.send(b"x" * 65_536)
+        assert await client.status() == 413
+        assert json.loads(await client.text())["error"]["code"] == "body_too_long"
+        await works(served)
+
+
+@BOTH
+@pytest.mark.parametrize("path", ["/v1/ask", "/v1/nowhere"])
+async def test_an_answer_before_the_end_of_a_body_says_that_it_is_the_connections_last(is_h11: bool, path: str) -> None:
+    limits = Limits(max_body_bytes=2000)
+    async with serving(limits=limits, is_h11=is_h11) as served, raw(served.url) as client:
+        await client.post(path)
+        for _ in range(5):
+            await client.piece(b"x" * 1000)
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert b"connection: close" in head
+        assert b"keep-alive" not in head
+        assert await client.is_closed()
+        await works(served)
+
+
+@BOTH
+async def test_a_body_that_does_not_come_in_time_is_refused(is_h11: bool) -> None:
+    async with serving(limits=Limits(body_s=0.3), is_h11=is_h11) as served, raw(served.url) as client:
+        await client.send(request(b'{"quest', "content-length: 100"))
+        assert await client.status() == 408
+        assert json.loads(await client.text())["error"]["code"] == "body_too_slow"
+        assert await client.is_closed()
+        await works(served)
+
+
+@BOTH
+async def test_what_breaks_off_in_mid_stream_ends_its_query(is_h11: bool) -> None:
+    async with serving(is_h11=is_h11) as served, raw(served.url) as client:
+        await client.post("/v1/streams")
+        await client.line({"type": "open", "query": "What?"})
+        assert await client.status() == 200
+        await client.until("retrieval_started")
+        await client.send(b"this is no chunk\r\n")
+        assert await client.is_closed()
+        async with asyncio.timeout(10):
+            await served.watcher.has_ended.wait()
+    assert served.watcher.ended == [("streams", "left")]
+
+
+@BOTH
+async def test_an_event_is_not_held_back_until_the_one_before_was_acknowledged(is_h11: bool) -> None:
+    config = config_of(create_app(Service(ScriptedBackend(), None)), Limits(), is_h11=is_h11)
+    config.load()
+    made: list[Any] = []
+
+    def make() -> asyncio.Protocol:
+        made.append(config.http_protocol_class(config, ServerState(), {}))  # type: ignore[operator]
+        return made[-1]
+
+    sock = listen("127.0.0.1", 0)
+    async with await asyncio.get_running_loop().create_server(make, sock=sock):
+        async with raw(f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
+            await client.send(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            kept = made[0].transport.get_extra_info("socket")
+            assert await client.status() == 200
+            assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@BOTH
+async def test_a_websocket_outlives_the_time_for_a_head(is_h11: bool) -> None:
+    async def echo(socket: WebSocket) -> None:
+        await socket.accept()
+        async for text in socket.iter_text():
+            await socket.send_text(text)
+
+    options = {"more_routes": [WebSocketRoute("/echo", echo)]}
+    async with (
+        serving(limits=Limits(head_s=0.2), is_h11=is_h11, app_options=options) as served,
+        raw(served.url) as slow,
+    ):
+        async with websockets.connect(f"ws{served.url.removeprefix('http')}/echo") as client:
+            assert await slow.is_closed()  # which has sent no head, and came before
+            await client.send("still here")
+            assert await client.recv() == "still here"
+
+
+async def test_a_thousand_idle_connections_hold_up_nobody() -> None:
+    async with serving(CHUNKS, limits=Limits(head_s=60)) as served, AsyncExitStack() as clients:
+        held: list[Raw] = [await clients.enter_async_context(raw(served.url)) for _ in range(1000)]
+        await works(served)
+        last = held[-1]
+        await last.post("/v1/ask", ASKED)
+        assert await last.status() == 200
+        assert "event: answered" in await last.text()
+
+
+async def test_connections_beyond_the_limit_are_told_so() -> None:
+    async with serving(limits=Limits(max_connections=5, head_s=60)) as served:
+        async with AsyncExitStack() as clients:
+            for _ in range(5):
+                await clients.enter_async_context(raw(served.url))
+            answer = await served.http.get("/healthz")
+            assert answer.status_code == 503
+        async with asyncio.timeout(10):
+            while (await served.http.get("/healthz")).status_code != 200:
+                pass

@@ -1,0 +1,41 @@
+"""The pages of docs/ about streams and faults: what they say is so."""
+
+import ast
+import asyncio
+import re
+from pathlib import Path
+
+from tests.serve.serving import serving
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+async def test_the_examples_with_curl_work() -> None:
+    page = (ROOT / "docs" / "serve-streams.md").read_text()
+    examples = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 2
+    async with serving() as served:
+        for example in examples:
+            command = example.replace("http://127.0.0.1:8000", served.url).replace("curl ", "curl -s ", 1)
+            shell = await asyncio.create_subprocess_shell(command, stdout=asyncio.subprocess.PIPE)
+            said, _ = await shell.communicate()
+            assert shell.returncode == 0
+            assert b"event: answered" in said
+            assert b"It is Paris [1]." in said
+
+
+def test_every_test_in_the_table_of_faults_exists() -> None:
+    page = (ROOT / "docs" / "serve-faults.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    trees = [ast.parse(path.read_text()) for path in Path(__file__).parent.glob("test_*.py")]
+    there = {
+        each.name
+        for tree in trees
+        for each in ast.walk(tree)
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert len(named) > 30
+    assert named - there == set()
+    table, _, _ = page.partition("## Measured")
+    for row in [line for line in table.splitlines() if line.startswith("| ")][1:]:
+        assert "`test_" in row, f"a fault without a test: {row}"

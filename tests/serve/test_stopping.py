@@ -1,0 +1,139 @@
+"""SIGTERM, and the death of the engine, as whoever started the service sees them: errors, and an exit status."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.serve.raw import FINISH, OPEN, raw
+from tests.serve.scripted_server import MortalBackend
+from tests.serve.serving import serving
+
+
+@asynccontextmanager
+async def running(
+    backend: str = "instant", limits: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A service in a process of its own, and its address."""
+    given = json.dumps({"backend": backend, "limits": limits or {}, **options})
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.serve.scripted_server", given), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            yield process, json.loads(await process.stdout.readline())["url"]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_sigterm_refuses_what_is_new_and_lets_end_what_is_open() -> None:
+    async with running() as (process, url), raw(url) as client, raw(url) as late:
+        await client.post("/v1/ask", {"question": "wait"})
+        assert await client.status() == 200
+        await client.until("retrieval_started")
+        process.send_signal(signal.SIGTERM)
+        status = 200
+        while status == 200:  # the signal takes its time
+            await late.post("/v1/ask", {"question": "What?"})
+            status = await late.status()
+            body = await late.text()
+        assert status == 503
+        assert json.loads(body)["error"]["code"] == "draining"
+        await client.until("answered")
+        assert await process.wait() == 0
+
+
+async def test_sigterm_aborts_what_does_not_end_in_time() -> None:
+    async with running("endless", {"drain_s": 0.3}) as (process, url), raw(url) as ask, raw(url) as stream:
+        await ask.post("/v1/ask", {"question": "What?"})
+        assert await ask.status() == 200
+        await ask.until("tokens_generated")
+        await stream.post("/v1/streams")
+        await stream.line(OPEN)
+        assert await stream.status() == 200
+        process.send_signal(signal.SIGTERM)
+        for client in (ask, stream):
+            assert (await client.until("error"))["error"]["code"] == "draining"
+        assert await process.wait() == 3
+
+
+async def test_a_second_sigterm_aborts_at_once() -> None:
+    async with running("endless", {"drain_s": 1000}) as (process, url), raw(url) as client:
+        await client.post("/v1/ask", {"question": "What?"})
+        assert await client.status() == 200
+        await client.until("tokens_generated")
+        process.send_signal(signal.SIGTERM)
+        async with raw(url) as late:
+            status = 200
+            while status != 503:
+                await late.send(b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                status = await late.status()
+                await late.text()
+        process.send_signal(signal.SIGTERM)
+        assert (await client.until("error"))["error"]["code"] == "draining"
+        assert await process.wait() == 3
+
+
+async def test_the_exit_status_says_that_the_engine_died() -> None:
+    async with running("endless") as (process, url), raw(url) as client, raw(url) as killer:
+        await client.post("/v1/ask", {"question": "What?"})
+        assert await client.status() == 200
+        await client.until("tokens_generated")
+        await killer.post("/v1/ask", {"question": "die"})
+        assert await killer.status() == 200
+        for each in (client, killer):
+            assert (await each.until("error"))["error"]["code"] == "engine_dead"
+        assert await process.wait() == 4
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_an_engine_that_dies_answers_every_open_request_with_an_error_and_is_started_again(hangs: bool) -> None:
+    backend = MortalBackend(answer="It is Paris.", is_endless=True, hangs=hangs)
+    async with (
+        serving(backend=backend, on_engine_death="restart") as served,
+        raw(served.url) as ask,
+        raw(served.url) as stream,
+    ):
+        await ask.post("/v1/ask", {"question": "What?"})
+        assert await ask.status() == 200
+        await ask.until("tokens_generated")
+        await stream.post("/v1/streams")
+        await stream.line(OPEN)
+        assert await stream.status() == 200
+        await stream.until("retrieval_started")
+        backend.died.set()
+        for client in (ask, stream):
+            assert (await client.until("error"))["error"]["code"] == "engine_dead"
+        async with asyncio.timeout(20):
+            while not served.service.is_ready or backend.died.is_set():  # noqa: ASYNC110 -- has no event
+                await asyncio.sleep(0)
+        async with raw(served.url) as again:
+            await again.post("/v1/streams")
+            await again.line(OPEN, FINISH)
+            assert await again.status() == 200
+            await again.until("tokens_generated")
+    assert {outcome for _, outcome in served.watcher.ended} <= {"engine_dead", "left", "shut_down"}
+
+
+async def test_an_engine_that_cannot_be_started_again_ends_the_service() -> None:
+    backend = MortalBackend(answer="It is Paris.")
+    async with serving(backend=backend, on_engine_death="restart") as served:
+
+        async def fails(progress: object) -> None:
+            raise RuntimeError("no device")
+
+        backend.start = fails  # type: ignore[method-assign]
+        backend.died.set()
+        async with asyncio.timeout(20):
+            await served.service.dead.wait()
+        assert (await served.http.get("/healthz")).status_code == 503
+        answer = await served.http.post("/v1/ask", json={"question": "What?"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
