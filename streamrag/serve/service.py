@@ -233,8 +233,8 @@ class Service:
         self._has_aborted = self._has_aborted or bool(self._open)
         for each in list(self._open):
             each.abort(PipelineClosedError(STOPPING))
-        for close in self.closers:
-            await close()
+        while self.closers:  # a second call may come meanwhile
+            await self.closers.pop(0)()
         await self._pipeline.aclose()
         if isinstance(self.backend, Startable):
             await self.backend.aclose()
