@@ -181,13 +181,14 @@ async def _serve(settings: "Settings") -> int:
     from streamrag.serve import create_app
     from streamrag.serve.checking import hosts_of
     from streamrag.serve.keys import read_keys
-    from streamrag.serve.parts import make_service
+    from streamrag.serve.parts import make_observers, make_service
     from streamrag.serve.server import listen, serve
 
     errors = Output(stderr=True)
     lines = StepLines(errors)
     keys = read_keys(settings.keys)
-    service = make_service(settings)
+    observers, close_observers = make_observers(settings, keys)
+    service = make_service(settings, observers=observers)
     sock = listen(settings.server.host, settings.server.port)
     with sock:
         with errors.status("starting") as status:
@@ -204,7 +205,10 @@ async def _serve(settings: "Settings") -> int:
             origins=frozenset(settings.server.origins),
         )
         host, port = sock.getsockname()[:2]
-        return await serve(app, service, sock, on_ready=lambda: _tell(errors, settings, app, host, port))
+        try:
+            return await serve(app, service, sock, on_ready=lambda: _tell(errors, settings, app, host, port))
+        finally:
+            await close_observers()
 
 
 def _tell(errors: Output, settings: "Settings", app: "Gate", host: str, port: int) -> None:

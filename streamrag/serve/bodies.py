@@ -50,7 +50,7 @@ def text_of(content: object, param: str) -> str:
     :raises RequestError: there is something else in it.
     """
     if isinstance(content, str):
-        return plain(content, param)
+        return content
     if content is None:
         return ""
     texts = []
@@ -61,19 +61,7 @@ def text_of(content: object, param: str) -> str:
         texts.append(part["text"])
     if not texts:
         raise RequestError("the content must be a text, or a list of parts of text", param=param)
-    return plain("".join(texts), param)
-
-
-def plain(text: str, param: str) -> str:
-    """`text`, which no tokenizer chokes on.
-
-    :raises RequestError: there are halves of characters in it, as JSON lets one write: "\\ud800".
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError("the text has halves of characters (lone surrogates) in it", param=param) from None
-    return text
+    return "".join(texts)
 
 
 def turn_of(role: str, content: object, param: str) -> Turn:

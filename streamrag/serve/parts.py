@@ -1,11 +1,15 @@
 """The parts of a service, made as its settings say."""
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from streamrag.core import Backend, SamplingParams, Source
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
+from streamrag.serve.live import Live
+from streamrag.serve.logs import QueryLog, log_to
+from streamrag.serve.metrics import Metrics
 from streamrag.serve.observing import Observer
 from streamrag.serve.service import Service
 from streamrag.serve.settings import EngineSettings, ModelSettings, PromptSettings, Settings, SourceSettings
@@ -83,7 +87,7 @@ def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
         )
     from streamrag.backends.vllm import VllmBackend
 
-    return VllmBackend(model.name, max_model_len=model.max_model_len, **dict(engine))
+    return VllmBackend(model.name, max_model_len=model.max_model_len, collect_stats=True, **dict(engine))
 
 
 def make_template(told: PromptSettings) -> PromptTemplate:
@@ -115,3 +119,28 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
         model_name=settings.model.served_name,
         on_engine_death=settings.server.on_engine_death,
     )
+
+
+def make_observers(settings: Settings, keys: Mapping[str, str]) -> tuple[list[Observer], Callable[[], Awaitable[None]]]:
+    """Who watches the service, as it is told to, and what ends that. The program's log is set up as well.
+
+    :raises MissingDependencyError: traces are to be sent, and what sends them is not installed.
+    """
+    told = settings.observe
+    log_to(sys.stderr, form=told.logs, with_text=told.content)
+    observers: list[Observer] = [
+        Metrics(clients=set(keys.values()) or None),
+        Live(with_text=told.content),
+        QueryLog(with_text=told.content),
+    ]
+    if told.otel_endpoint is None:
+        return observers, _nothing
+    from streamrag.serve.tracing import Tracing, to_otlp
+
+    model = settings.model.served_name or settings.model.name
+    tracing = Tracing(to_otlp(told.otel_endpoint), model=model or None, with_text=told.content)
+    return [*observers, tracing], tracing.aclose
+
+
+async def _nothing() -> None:
+    pass

@@ -65,7 +65,7 @@ def config_of(app: ASGIApp, limits: Limits, *, is_h11: bool = False) -> uvicorn.
         limit_concurrency=limits.max_connections,
         timeout_graceful_shutdown=CLOSE_S,
         h11_max_incomplete_event_size=limits.max_head_bytes,
-        ws_max_size=limits.max_frame_bytes,
+        ws_max_size=2 * limits.max_frame_bytes,  # up to here the client is told; beyond, the socket is closed
         ws_max_queue=4,
         server_header=False,
     )

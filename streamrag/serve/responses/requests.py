@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from streamrag.core import SamplingParams, Turn
-from streamrag.serve.bodies import plain, sampling, turn_of
+from streamrag.serve.bodies import sampling, turn_of
 from streamrag.serve.chat import check_model
 from streamrag.serve.failures import RequestError
 from streamrag.serve.responses.states import State
@@ -121,7 +121,7 @@ class ResponseRequest(BaseModel):
         if self.input is None:
             return ()
         if isinstance(self.input, str):
-            return (Turn("user", plain(self.input, "input")),)
+            return (Turn("user", self.input),)
         turns = []
         for i, item in enumerate(self.input):
             kind = item.get("type", "message")
@@ -175,7 +175,6 @@ def understood(service: Service, request: ResponseRequest, previous: State | Non
     """
     request.check(is_socket=is_socket)
     check_model(service, request.model)
-    plain(request.instructions or "", "instructions")
     added = request.turns()
     turns = (*(previous.turns if previous is not None else ()), *added)
     if not turns:
