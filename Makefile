@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo notebook test test-long check api docs dist bench-stall fuzz fuzz-serve mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions paper paper-full clean
+.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -9,6 +9,9 @@ help: ## list the targets
 
 demo: .venv/installed ## crawl and search real documentation into a real vLLM, streaming and not; prints and draws it
 	$(RUN) examples/demo.py
+
+serve: .venv/installed ## ask streamrag's own documentation in the browser, at http://127.0.0.1:8080/; the first start takes minutes
+	$(RUN) -m streamrag serve --demo
 
 notebook: .venv/installed ## run the notebook anew, and keep what it shows
 	$(RUN) scripts/notebook.py
