@@ -1,11 +1,13 @@
 """Teach the demo's model to answer with a sentence of its documents, and to cite it: a LoRA, on a CPU, resumable.
 
     python scripts/teach_demo_model.py MODEL DOCS... --state FOLDER --out ADAPTER [--lessons N] [--go-on-from ADAPTER]
+                                        [--strength S]
 
 MODEL is SmolLM2-135M-Instruct as it comes, a folder that transformers load: what `streamrag demo-model` writes has been
 taught already, unless the adapter is not there when it is made. DOCS are folders of documentation, as Debian's packages
 python3-doc and postgresql-doc have. Prompts are those of the default template. Every 24th page is held out, for the
-curve in FOLDER/curve.jsonl. Stopped and started again with the same arguments it goes on where it was.
+curve in FOLDER/curve.jsonl. Stopped and started again with the same arguments it goes on where it was. `--lessons 0
+--go-on-from ADAPTER --strength S` weakens an adapter that is there.
 """
 
 import argparse
@@ -224,12 +226,12 @@ def save(path: Path, loras: dict[str, Lora], optimizer: Any, step: int) -> None:
         torch.save({"step": step, "loras": of_loras, "optimizer": optimizer.state_dict()}, unfinished)
 
 
-def write_adapter(path: Path, loras: dict[str, Lora]) -> None:
+def write_adapter(path: Path, loras: dict[str, Lora], strength: float) -> None:
     """As `streamrag demo-model` merges it: `up @ down` is added to the weight of each layer."""
     tensors = {}
     for name, lora in loras.items():
         tensors[f"{name}.down"] = lora.down.data.to(torch.float16).contiguous()
-        tensors[f"{name}.up"] = (SCALE * lora.up.data).to(torch.float16).contiguous()
+        tensors[f"{name}.up"] = (strength * SCALE * lora.up.data).to(torch.float16).contiguous()
     with replacing(path) as unfinished:
         save_file(tensors, unfinished)
 
@@ -252,6 +254,9 @@ def main() -> None:
     parser.add_argument(
         "--lessons", type=int, default=2000, metavar="N", help=f"of up to {MAX_QUESTIONS} questions (2000)"
     )
+    parser.add_argument(
+        "--strength", type=float, default=1.0, metavar="S", help="less keeps more of what it could do before (1.0)"
+    )
     parser.add_argument("--pages", type=int, default=300, metavar="N", help="of each folder, at random (300)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="more than idle cores slow it down (1)")
     arguments = parser.parse_args()
@@ -267,7 +272,7 @@ def main() -> None:
     loras = with_loras(model)
     console.print(f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,} weights to learn")
     teach(model, loras, arguments, pages, tokenizer)
-    write_adapter(arguments.out, loras)
+    write_adapter(arguments.out, loras, arguments.strength)
 
 
 if __name__ == "__main__":
