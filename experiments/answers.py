@@ -1,12 +1,15 @@
 """How many of 40 questions does the demo's model answer rightly, and cite rightly? On the real engine.
 
     python experiments/answers.py [--model FOLDER] [--dtype D] [--only SETTING] [--questions N] [--json FILE]
+                                  [--keep FOLDER]
 
 The questions are about streamrag's own documentation, which the model was not taught on; what is retrieved for each is
 what an index of it gives, by keywords, vectors and late interaction as in `make demo`, or by vectors alone. An answer
 is right if it has the words that it must contain, and cites rightly if the first number in it is that of a passage with
 these words. Every setting answers all questions, not streaming. The best by one half of the questions is then asked in
-both ways, one after another: tokens must be equal. The other half is the test.
+both ways, one after another: tokens must be equal. The other half is the test. With `--only "2 short passages"` nothing
+is chosen, and that setting is asked in both ways: minutes instead of most of an hour. `--keep` uses what an earlier
+run made, also if the documentation has changed since.
 """
 
 import argparse
@@ -264,15 +267,19 @@ def main() -> int:
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--only", action="append", choices=names, metavar="SETTING", help=f"of {'; '.join(names)}")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), metavar="N", help="only the first N")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the model and the indexes, for the next run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the answers")
     arguments = parser.parse_args()
     pages = {path.name: plain(path.read_text()) for path in sorted(DOCS.glob("*.md")) if path.name != "api.md"}
     for question, words in QUESTIONS.items():
         assert any(has_words(text, words) for text in pages.values()), f"no page answers {question!r} any more"
-    with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
+    with tempfile.TemporaryDirectory(prefix="streamrag-") as temporary:
+        folder = arguments.keep or Path(temporary)
         if arguments.model is None:
-            arguments.model = make_demo_model(Path(folder, "model"))
-        measured = asyncio.run(measure(arguments, Path(folder)))
+            arguments.model = folder / "model"
+            if not arguments.model.exists():
+                make_demo_model(arguments.model)
+        measured = asyncio.run(measure(arguments, folder))
     for one in measured["streaming"]:
         mark = "[green]cited[/]" if one.is_cited else "[yellow]right[/]" if one.is_right else "[red]wrong[/]"
         console.print(f"{mark} {one.question}")

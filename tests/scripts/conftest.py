@@ -1,0 +1,6 @@
+"""Lets the test files of this folder import the scripts."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
