@@ -149,14 +149,11 @@ def routes(service: Service) -> list[Route]:
             raise RequestError("Last-Event-ID must be a whole number", param="Last-Event-ID")
 
         async def produce(write: Write) -> None:
-            held.num_users += 1
-            try:
+            with held.in_use():
                 await write(ServerSentEvent(json_of(_state(held)), event="session"))
                 async with aclosing(held.read(int(last))) as events:
                     async for event in events:
                         await write(ServerSentEvent(json_of(event.values), event=event.name, id=str(event.id)))
-            finally:
-                held.num_users -= 1
 
         return await respond(request, produce, failed=_failed, send_timeout_s=service.limits.send_timeout_s)
 
@@ -184,16 +181,13 @@ async def _asked(service: Service, request: Request, held: Held, asked: Question
     stream = held.session.ask_events(
         asked.question, at_least=asked.at_least, params=params, deadline_s=service.limits.deadline_s
     )
-    held.num_users += 1
-    try:
+    with held.in_use():
         async with (
             service.open(request.scope[CALLER], "sessions", asked.question, max_tokens=params.max_tokens) as opened,
             stream as seen,
         ):
             async for event in opened.noted(seen):
                 yield event
-    finally:
-        held.num_users -= 1
 
 
 def _state(held: Held) -> dict[str, Any]:
