@@ -22,11 +22,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from streamrag.core import Chunk
+from streamrag.errors import PipelineClosedError
 from streamrag.serve.bodies import read_body, sampling
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.gate import CALLER
 from streamrag.serve.service import Service
-from streamrag.serve.session_store import Held, SessionStore
+from streamrag.serve.session_store import Held, SessionStore, gone
 from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of, name_of, values_of
 from streamrag.telemetry import Answered, Event
@@ -125,7 +126,9 @@ def routes(service: Service) -> list[Route]:
 
     async def watch(request: Request) -> Response:
         given = await read_body(request, WatchedQuestion)
-        params = service.answering(sampling(service.params, max_tokens=given.max_tokens or 64, temperature=0.0))
+        params = service.answering(
+            sampling(service.params, max_tokens=64 if given.max_tokens is None else given.max_tokens, temperature=0.0)
+        )
         store.watch(
             found(request),
             request.path_params["name"],
@@ -186,8 +189,11 @@ async def _asked(service: Service, request: Request, held: Held, asked: Question
             service.open(request.scope[CALLER], "sessions", asked.question, max_tokens=params.max_tokens) as opened,
             stream as seen,
         ):
-            async for event in opened.noted(seen):
-                yield event
+            try:
+                async for event in opened.noted(seen):
+                    yield event
+            except PipelineClosedError as error:
+                raise (error if service.admission.is_draining else gone("the session was closed")) from None
 
 
 def _state(held: Held) -> dict[str, Any]:

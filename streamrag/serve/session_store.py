@@ -127,9 +127,7 @@ class SessionStore:
         """
         held = self._held.get(id)
         if held is None or held.client != client:
-            raise RequestError(
-                "there is no such session; it may have been idle for too long", status=404, code="session_not_found"
-            )
+            raise gone("there is no such session; it may have been idle for too long")
         held.used_s = time.monotonic()
         return held
 
@@ -174,6 +172,11 @@ class SessionStore:
             oldest_s = time.monotonic() - self._service.limits.session_idle_s
             for held in [each for each in self._held.values() if each.used_s < oldest_s and not each.num_users]:
                 await self.close(held)
+
+
+def gone(why: str) -> RequestError:
+    """For a client whose session is not there, or not any more."""
+    return RequestError(why, status=404, code="session_not_found")
 
 
 async def _close(held: Held) -> None:
