@@ -232,7 +232,7 @@ class Session:
             raise ConfigurationError(f"deadline_s={short(deadline_s)} must be a positive number of seconds")
         if params is not None and not isinstance(params, SamplingParams):
             raise ConfigurationError(f"params={short(params)} must be a SamplingParams")
-        answered = partial(self._answered, plain_text(question), at_least or 0, params or SamplingParams())
+        answered = partial(self._answered, plain_text(question), at_least or 0, params)
 
         def start(emit: Emit) -> "asyncio.Task[Answer]":
             self.check_open()
@@ -252,9 +252,10 @@ class Session:
     ) -> "Watch":
         """Have `question` answered ahead after each change of the data; iterate it for answers that changed.
 
-        Whoever asks the same question of the same version has the answer at once.
+        Whoever asks the same question of the same version, in the same way, has the answer at once.
 
-        answers: the only answers there may be, each with a first token of its own: one token is computed then.
+        answers: the only answers there may be, each with a first token of its own: one token is computed then. They
+            are also the answer to whoever asks this question without `params`; with any, the model's own is given.
         every_s: least seconds between two answers.
         priority: the higher are answered first; who was answered longest ago, among equals.
         with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
@@ -266,10 +267,11 @@ class Session:
             self._watches = Watches(self, self._backend)
         return self._watches.add(question, answers, every_s, priority, params, with_gap)
 
-    async def _answered(self, question: str, at_least: int, params: SamplingParams, emit: Emit) -> Answer:
+    async def _answered(self, question: str, at_least: int, given: SamplingParams | None, emit: Emit) -> Answer:
         submitted_s = self._clock()
+        params = given or SamplingParams()
         snapshot = await self._at_least(at_least)
-        ahead = self._watches.answer_to(question, snapshot.version, params) if self._watches else None
+        ahead = self._watches.answer_to(question, snapshot.version, given) if self._watches else None
         key = (question, exact_key(params))
         ahead = ahead or self._answers.get(key)
         if ahead is not None:

@@ -52,8 +52,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self.every_s = every_s
         self.params = params
         self.allowed = answers
-        self.key = "" if answers else exact_key(params)
-        """Who asks with parameters of this key may have its answer; nobody, if it is empty."""
+        self.key = exact_key(params)
         self.newest: WatchedAnswer | None = None
         """The answer to the newest version that it was computed for."""
         self.num_answered = 0

@@ -81,11 +81,13 @@ class Watches:
         """Another version stands."""
         self._has_work.set()
 
-    def answer_to(self, question: str, version: int, params: SamplingParams) -> Answer | None:
+    def answer_to(self, question: str, version: int, params: SamplingParams | None) -> Answer | None:
         """The answer that was computed ahead for this very question and version, if there is one."""
         for watch in self._watches:
-            is_it = (watch.question, watch.version, watch.key) == (question, version, exact_key(params))
-            if is_it and watch.key and watch.newest is not None:
+            if watch.newest is None or (watch.question, watch.version) != (question, version):
+                continue
+            is_as_asked = params is None if watch.allowed else watch.key == exact_key(params or SamplingParams()) != ""
+            if is_as_asked:
                 return watch.newest.answer
         return None
 
