@@ -11,7 +11,7 @@ class SessionState:
     """Of the data that questions are answered from at once."""
     num_appended: int
     num_waiting: int
-    """Chunks that are not in the prompt yet."""
+    """Chunks that are neither in the prompt nor being computed yet."""
     num_dropped: int
     """Chunks that never were: more came than could be taken in."""
     num_slid: int
