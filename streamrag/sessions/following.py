@@ -1,7 +1,7 @@
 """What is new in the events of a source that a session follows."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update, part_name
 from streamrag.errors import SourceError, StreamRagError
@@ -12,22 +12,17 @@ MAX_SEEN = 4096
 """Chunks of a source that are remembered besides those of the newest update, so that the next does not repeat them."""
 
 
-@asynccontextmanager
-async def new_chunks(source: Source, query: str) -> AsyncIterator[AsyncGenerator[Chunk, None]]:
+async def append_all(source: Source, query: str, append: Callable[[Chunk], Awaitable[int]]) -> None:
     """Each chunk that the source appends, and of its updates those that it has not yielded before.
 
-    :raises SourceError: when iterated; the source failed.
+    :raises SourceError: the source failed.
     """
-    async with aclosing(Retrieval(source, query).events()) as events:
-        yield _new_chunks(source, events)
-
-
-async def _new_chunks(source: Source, events: AsyncIterator[SourceEvent]) -> AsyncGenerator[Chunk, None]:
     seen: dict[Chunk, None] = {}
     try:
-        async for event in events:
-            for chunk in _new(event, seen):
-                yield chunk
+        async with aclosing(Retrieval(source, query).events()) as events:
+            async for event in events:
+                for chunk in _new(event, seen):
+                    await append(chunk)
     except StreamRagError:
         raise
     except Exception as error:  # a source is anybody's code; whatever it raises is a failed retrieval

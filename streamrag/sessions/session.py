@@ -14,7 +14,7 @@ from streamrag.modes import PromptTemplate
 from streamrag.retrieving import checked_chunk
 from streamrag.sessions.answering import again, answered, exact_key
 from streamrag.sessions.buffer import Buffer
-from streamrag.sessions.following import new_chunks
+from streamrag.sessions.following import append_all
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
 from streamrag.sessions.prompts import SessionPrompts, session_template
 from streamrag.sessions.running import Running
@@ -153,20 +153,14 @@ class Session:
         return self._started().append(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
 
     async def follow(self, source: Source, query: str = "") -> int:
-        """Append all that a source yields, until it ends; the last version. Of an update, what is new is appended.
+        """Append all that a source yields, until it ends; the newest version. Of an update, what is new is appended.
 
         :raises SourceError: the source failed; what came before stays.
         :raises PipelineClosedError: the session was closed.
         """
         self.check_open()
-        return await self._running.begin(partial(self._follow, source, query), "source")
-
-    async def _follow(self, source: Source, query: str) -> int:
-        version = self._buffer.num_appended
-        async with new_chunks(source, query) as chunks:
-            async for chunk in chunks:
-                version = await self.append(chunk)
-        return version
+        await self._running.begin(partial(append_all, source, query, self.append), "source")
+        return self._buffer.num_appended
 
     async def versions(self) -> AsyncGenerator[int, None]:
         """The version that questions are answered from, whenever it has changed; a slow reader gets the newest.

@@ -222,14 +222,3 @@ async def test_who_asks_a_session_that_is_closed_meanwhile_is_told_so(stream: bo
         assert "session_not_found" in answer.text
         assert stream or answer.status_code == 404
         assert served.backend.num_requests == 0
-
-
-async def test_sessions_that_are_being_opened_end_with_the_service() -> None:
-    async with serving() as served:
-        opens = [asyncio.create_task(opened(served)) for _ in range(8)]
-        await asyncio.sleep(0)
-        await served.service.aclose()
-        await asyncio.wait(opens)
-        for task in opens:
-            task.exception()
-        assert served.backend.num_requests == 0

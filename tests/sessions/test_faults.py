@@ -9,10 +9,8 @@ import pytest
 
 from streamrag import (
     AnswerChunk,
-    Append,
     BackendError,
     BackendEvent,
-    Chunk,
     ConfigurationError,
     DeadlineExceededError,
     ModelInfo,
@@ -21,21 +19,21 @@ from streamrag import (
     Prefilled,
     Prompt,
     PromptTemplate,
-    PromptTooLongError,
     SamplingParams,
     ServerError,
-    SourceError,
-    Update,
 )
 from streamrag.sessions import Session
-from streamrag.testing import ScriptedBackend, ScriptedSource
+from streamrag.testing import ScriptedSource
 from tests.sessions.test_session import Engine, lines_of, settled
 
 
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sessions.ingestion.RETRY_S", 0.01)
-    monkeypatch.setattr("streamrag.sessions.watching.RETRY_S", 0.01, raising=False)
+    monkeypatch.setattr("streamrag.sessions.watching.RETRY_S", 0.01)
+
+
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 class Failing(Engine):
@@ -266,59 +264,6 @@ async def test_a_question_that_had_no_turn_before_the_end_is_told_of_the_end() -
         await closes
 
 
-@pytest.mark.parametrize("chunk", [Chunk(None, ""), Chunk("x", 5), Chunk("x", "", "", -1), 7, None], ids=repr)
-async def test_what_is_no_chunk_is_refused_and_the_session_goes_on(chunk: Any) -> None:
-    engine = Engine(answer="yes")
-    async with Session(engine) as session:
-        with pytest.raises(ConfigurationError):
-            await session.append(chunk)
-        assert await session.append("one") == 1
-        await settled(session)
-    assert lines_of(engine.asked[-1]) == ["one"]
-
-
-@pytest.mark.parametrize(
-    "options", [{"max_waiting_characters": 0}, {"max_waiting": None}, {"system": 5}, {"template": "x"}], ids=repr
-)
-def test_options_of_another_kind_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        Session(Engine(answer="x"), **options)
-
-
-async def test_a_question_that_does_not_fit_beside_the_data_is_refused() -> None:
-    engine = Engine(answer="yes", max_model_len=600)
-    async with Session(engine, window_tokens=400) as session:
-        await session.append("x" * 190)
-        await session.append("x" * 190)
-        with pytest.raises(PromptTooLongError, match="window_tokens"):
-            await anext(session.ask("?" * 150, at_least=2))
-        await settled(session)
-    assert max(map(len, engine.asked)) < 600
-
-
-async def test_a_log_may_say_the_same_thing_twice() -> None:
-    engine = Engine(answer="yes")
-    tick = Append(Chunk("tick", ""))
-    async with Session(engine) as session:
-        assert await session.follow(ScriptedSource([tick, tick])) == 2
-        await settled(session)
-    assert lines_of(engine.asked[-1]) == ["tick", "tick"]
-
-
-async def test_an_update_of_any_length_is_not_appended_again() -> None:
-    chunks = tuple(Chunk(str(i), "") for i in range(5000))
-    async with Session(Engine(answer="yes")) as session:
-        assert await session.follow(ScriptedSource([Update(chunks), Update(chunks)])) == 5000
-
-
-async def test_whatever_a_source_raises_is_a_failed_retrieval_and_what_came_before_stays() -> None:
-    async with Session(Engine(answer="yes")) as session:
-        for error in (RuntimeError("boom"), SourceError("boom")):
-            with pytest.raises(SourceError, match="boom"):
-                await session.follow(ScriptedSource([Append(Chunk("one", "")), error]))
-        assert session.state.num_appended == 2
-
-
 async def test_texts_without_tokens_take_no_room() -> None:
     engine = Engine(answer="yes")
     async with Session(engine, template=PromptTemplate(passage="{text}"), window_tokens=10) as session:
@@ -348,108 +293,3 @@ async def test_answers_are_shared_only_where_the_parameters_are_the_same() -> No
             params = SamplingParams(extra={"allowed": Large()})
             _ = [chunk async for chunk in session.ask("Which?", params=params)]
             assert len(engine.asked) == i + 1
-
-
-class Vocabulary(ScriptedBackend):
-    """Answers with the first token that is allowed, or with a question mark."""
-
-    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-        async for prompt in prompts:
-            yield Prefilled(len(prompt.token_ids))
-        token_id = params.extra.get("allowed_token_ids", [ord("?")])[0]
-        yield AnswerChunk(chr(token_id), (token_id,), "stop")
-
-
-async def test_a_restricted_answer_is_nobody_elses() -> None:
-    async with Session(Vocabulary()) as session:
-        one = session.watch("Which?", answers=("yes", "no"))
-        two = session.watch("Which?", answers=("high", "low"))
-        assert (await anext(one)).text == "no"
-        assert (await anext(two)).text == "high"
-        assert [chunk.text async for chunk in session.ask("Which?", params=SamplingParams())] == ["?"]
-        assert [chunk.text async for chunk in session.ask("Which?")] == ["no"]
-
-
-@pytest.mark.parametrize("answer", [AnswerChunk("", (), "stop"), AnswerChunk("?", (63,), "stop")])
-async def test_an_engine_that_gives_none_of_the_answers_is_asked_again(answer: AnswerChunk) -> None:
-    class Other(ScriptedBackend):
-        async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-            async for prompt in prompts:
-                yield Prefilled(len(prompt.token_ids))
-            yield answer
-
-    async with Session(Other()) as session:
-        one, two = session.watch("Which?", answers=("yes", "no")), session.watch("Who?")
-        async with asyncio.timeout(20):
-            await two.at_least(0)
-        await until(lambda: isinstance(one.error, BackendError))
-        assert one.newest is None
-
-
-async def test_a_watch_outlives_whatever_the_engine_raises() -> None:
-    engine = Failing(RuntimeError("boom"), is_asked=True)
-    async with Session(engine) as session:
-        watch = session.watch("Any?")
-        await until(lambda: engine.num_failed > 1)
-        assert isinstance(watch.error, BackendError)
-        engine.error = None
-        async with asyncio.timeout(20):
-            assert (await anext(watch)).text == "yes"
-
-
-async def test_a_watched_question_that_is_too_long_is_told_of() -> None:
-    async with Session(Engine(answer="yes", max_model_len=400), window_tokens=50) as session:
-        watch = session.watch("?" * 500)
-        async with asyncio.timeout(20):
-            with pytest.raises(PromptTooLongError):
-                await anext(watch)
-            with pytest.raises(PromptTooLongError):
-                await watch.at_least(0)
-
-
-async def test_a_reader_is_not_told_again_what_it_read_last() -> None:
-    engine = Engine(answer="yes")
-    async with Session(engine) as session:
-        watch = session.watch("Any?")
-        assert (await anext(watch)).text == "yes"
-        for answer in ("no", "yes"):
-            engine._answer = answer
-            await watch.at_least(await session.append(answer))
-        engine._answer = "other"
-        await session.append("other")
-        assert (await anext(watch)).text == "other"
-
-
-async def test_a_reader_gets_the_newest_answer_also_where_it_did_not_change() -> None:
-    async with Session(Engine(answer="yes")) as session:
-        watch = session.watch("Any?")
-        await watch.at_least(await session.append("one"))
-        await watch.at_least(await session.append("two"))
-        assert (await anext(watch)).version == 2
-
-
-async def test_a_watch_that_is_closed_frees_its_question_for_the_others() -> None:
-    class Slow(Engine):
-        async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-            async for event in super().generate(prompts, params):
-                if isinstance(event, AnswerChunk) and "slow?" in self.asked[-1]:
-                    await anyio.sleep_forever()
-                yield event
-
-    engine = Slow(answer="yes")
-    async with Session(engine) as session:
-        slow, other = session.watch("slow?"), session.watch("other?")
-        await until(lambda: any("slow?" in prompt for prompt in engine.asked))
-        await slow.aclose()
-        async with asyncio.timeout(20):
-            await other.at_least(0)
-        assert engine.num_requests == 1
-
-
-async def test_options_of_watches_are_checked() -> None:
-    async with Session(Engine(answer="yes")) as session:
-        for options in ({"answers": None}, {"answers": 5}, {"params": 5}):
-            with pytest.raises(ConfigurationError, match=next(iter(options))):
-                session.watch("Any?", **options)
-        with pytest.raises(ConfigurationError, match="params"):
-            session.ask("Any?", params={"max_tokens": 5})
