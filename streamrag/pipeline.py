@@ -169,6 +169,8 @@ class Pipeline:
         """
         from streamrag.sessions.session import Session
 
+        if self._is_closed:
+            raise PipelineClosedError("this pipeline has been closed: make a new one")
         return Session(
             self.backend,
             system=system,

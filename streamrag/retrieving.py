@@ -12,7 +12,7 @@ from types import NoneType
 from typing import TypeVar
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
-from streamrag.errors import SourceError
+from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
 from streamrag.tasks import cancel_regardless, is_cancelled
 
@@ -149,6 +149,18 @@ def _checked(source: Source, event: SourceEvent) -> SourceEvent:
         case Skipped(str(), str()) | CutShort(str()):
             return event
     raise SourceError(f"{part_name(source)} failed: it yielded {_fault(event)}")
+
+
+def checked_chunk(chunk: object) -> Chunk:
+    """The chunk, of the types that it says.
+
+    :raises ConfigurationError: it is none.
+    """
+    if not isinstance(chunk, Chunk):
+        raise ConfigurationError(f"data must be a Chunk or a str, and not {kind_of(chunk)}")
+    if fault := _chunk_fault(chunk):
+        raise ConfigurationError(f"data must not be {fault}")
+    return _plain(chunk)
 
 
 def _plain(chunk: Chunk) -> Chunk:

@@ -1,6 +1,7 @@
 """Ending tasks and waiting for their end, for code that cleans up."""
 
 import asyncio
+import warnings
 from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
 
@@ -65,3 +66,22 @@ async def cancel_regardless(tasks: Collection["asyncio.Task[Any]"], *, at_most_s
         await wait_regardless(tasks, at_most_s=at_most_s)
     finally:
         again.cancel()
+
+
+async def end_or_leave(task: "asyncio.Task[Any]", what: str) -> None:
+    """Cancel a task that runs foreign code; one that does not end within `LET_GO_S` is left behind with a warning.
+
+    what: names the task, for the warning.
+    """
+    try:
+        await cancel_regardless([task], at_most_s=LET_GO_S)
+    finally:
+        if not task.done():
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
+            warnings.warn(
+                f"{what} has not ended within {LET_GO_S:g} s and is left behind: something swallows CancelledError, or "
+                "waits where it cannot be cancelled",
+                ResourceWarning,
+                stacklevel=1,
+                source=task,
+            )

@@ -22,11 +22,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from streamrag.core import Chunk
+from streamrag.errors import PipelineClosedError
 from streamrag.serve.bodies import read_body, sampling
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.gate import CALLER
 from streamrag.serve.service import Service
-from streamrag.serve.session_store import Held, SessionStore
+from streamrag.serve.session_store import Held, SessionStore, gone
 from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of, name_of, values_of
 from streamrag.telemetry import Answered, Event
@@ -125,7 +126,9 @@ def routes(service: Service) -> list[Route]:
 
     async def watch(request: Request) -> Response:
         given = await read_body(request, WatchedQuestion)
-        params = service.answering(sampling(service.params, max_tokens=given.max_tokens or 64, temperature=0.0))
+        params = service.answering(
+            sampling(service.params, max_tokens=64 if given.max_tokens is None else given.max_tokens, temperature=0.0)
+        )
         store.watch(
             found(request),
             request.path_params["name"],
@@ -149,14 +152,11 @@ def routes(service: Service) -> list[Route]:
             raise RequestError("Last-Event-ID must be a whole number", param="Last-Event-ID")
 
         async def produce(write: Write) -> None:
-            held.num_users += 1
-            try:
+            with held.in_use():
                 await write(ServerSentEvent(json_of(_state(held)), event="session"))
                 async with aclosing(held.read(int(last))) as events:
                     async for event in events:
                         await write(ServerSentEvent(json_of(event.values), event=event.name, id=str(event.id)))
-            finally:
-                held.num_users -= 1
 
         return await respond(request, produce, failed=_failed, send_timeout_s=service.limits.send_timeout_s)
 
@@ -184,16 +184,16 @@ async def _asked(service: Service, request: Request, held: Held, asked: Question
     stream = held.session.ask_events(
         asked.question, at_least=asked.at_least, params=params, deadline_s=service.limits.deadline_s
     )
-    held.num_users += 1
-    try:
+    with held.in_use():
         async with (
             service.open(request.scope[CALLER], "sessions", asked.question, max_tokens=params.max_tokens) as opened,
             stream as seen,
         ):
-            async for event in opened.noted(seen):
-                yield event
-    finally:
-        held.num_users -= 1
+            try:
+                async for event in opened.noted(seen):
+                    yield event
+            except PipelineClosedError as error:
+                raise (error if service.admission.is_draining else gone("the session was closed")) from None
 
 
 def _state(held: Held) -> dict[str, Any]:

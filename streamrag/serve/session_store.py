@@ -4,8 +4,8 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from streamrag.errors import StreamRagError
 from streamrag.serve.failures import RefusedError, RequestError, failure_of
 from streamrag.serve.service import Service
 from streamrag.sessions import Session, Watch
-from streamrag.tasks import cancel_regardless
+from streamrag.tasks import cancel_regardless, run_regardless
 
 MAX_KEPT_EVENTS = 256
 """Of a session, for readers that come back with the id of the last event that they saw."""
@@ -48,6 +48,16 @@ class Held:
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     is_closed: bool = False
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """For a request that lasts: the session is not idle meanwhile, and from its end on."""
+        self.num_users += 1
+        try:
+            yield
+        finally:
+            self.num_users -= 1
+            self.used_s = time.monotonic()
+
     def note(self, name: str, values: dict[str, Any]) -> None:
         """Something happened."""
         self.num_events += 1
@@ -61,7 +71,8 @@ class Held:
 
     async def read(self, after: int) -> AsyncGenerator[SessionEvent, None]:
         """Events behind the one of this id, as they come, until the session is closed. Those that are too old to be
-        kept are left out: the ids tell."""
+        kept are left out: the ids tell. An id that no event has had yet is of another session: all are read."""
+        after = after if after <= self.num_events else 0
         while True:
             for event in [each for each in self.events if each.id > after]:
                 after = event.id
@@ -102,7 +113,7 @@ class SessionStore:
         try:
             await session.start()
         except BaseException:
-            del self._held[held.id]
+            self._held.pop(held.id, None)
             raise
         held.telling = asyncio.create_task(_tell_versions(held), name="streamrag session's versions")
         if self._looking is None:
@@ -116,9 +127,7 @@ class SessionStore:
         """
         held = self._held.get(id)
         if held is None or held.client != client:
-            raise RequestError(
-                "there is no such session; it may have been idle for too long", status=404, code="session_not_found"
-            )
+            raise gone("there is no such session; it may have been idle for too long")
         held.used_s = time.monotonic()
         return held
 
@@ -149,11 +158,7 @@ class SessionStore:
         """End it, with all that is asked of it."""
         self._held.pop(held.id, None)
         held.is_closed = True
-        await held.session.aclose()
-        await cancel_regardless(
-            [*(task for _, task in held.watches.values()), *([held.telling] if held.telling else [])]
-        )
-        held.wake()
+        await run_regardless(_close(held), "streamrag session closes")
 
     async def aclose(self) -> None:
         """End all."""
@@ -167,6 +172,17 @@ class SessionStore:
             oldest_s = time.monotonic() - self._service.limits.session_idle_s
             for held in [each for each in self._held.values() if each.used_s < oldest_s and not each.num_users]:
                 await self.close(held)
+
+
+def gone(why: str) -> RequestError:
+    """For a client whose session is not there, or not any more."""
+    return RequestError(why, status=404, code="session_not_found")
+
+
+async def _close(held: Held) -> None:
+    await held.session.aclose()
+    await cancel_regardless([*(task for _, task in held.watches.values()), *([held.telling] if held.telling else [])])
+    held.wake()
 
 
 async def _tell(held: Held, name: str, watch: Watch) -> None:

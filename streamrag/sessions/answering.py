@@ -1,8 +1,9 @@
 """One question of a session, answered by the engine."""
 
+import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -73,6 +74,18 @@ def again(answer: Answer, submitted_s: float, after_s: float) -> Answer:
     """The same answer, given anew without the engine."""
     timings = Timings(0.0, None, 0.0, after_s, after_s, after_s)
     return replace(answer, submitted_s=submitted_s, timings=timings, record=None)
+
+
+def exact_key(params: SamplingParams) -> str:
+    """Equal for parameters that make the same answer; nothing for those that may answer otherwise each time, or that
+    hold what cannot be compared as text."""
+    if params.temperature > 0:
+        return ""
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    try:
+        return json.dumps({**values, "extra": dict(params.extra)}, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return ""
 
 
 async def _one_prompt(token_ids: tuple[int, ...]) -> AsyncGenerator[Prompt, None]:

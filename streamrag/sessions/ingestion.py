@@ -2,17 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from streamrag.core import Backend, Chunk
-from streamrag.errors import BackendError, PipelineClosedError, PromptTooLongError
+from streamrag.errors import BackendError, PipelineClosedError, StreamRagError
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.lane import Lane
 from streamrag.sessions.prompts import SessionPrompts
 from streamrag.sessions.window import Window
-from streamrag.tasks import cancel_regardless
+from streamrag.tasks import cancel_regardless, wait_regardless
 from streamrag.tokenizing import in_thread
 
 MAX_BATCH = 256
@@ -50,11 +49,13 @@ class Ingestion:
         self._has_news = asyncio.Event()
         """Set, and replaced by another, with each version and at the end."""
         self._task: asyncio.Task[None] | None = None
-        self._lane: Lane | None = None
+        self._lanes: list[Lane] = []
+        """The newest last; those before it are on their way out."""
 
     def start(self, on_version: Callable[[], None]) -> None:
-        """Begin. `on_version` is called whenever another version stands."""
+        """Begin. `on_version` is called whenever another version stands, and at the end."""
         self._task = asyncio.create_task(self._run(on_version), name=f"streamrag {self._name}")
+        self._task.add_done_callback(lambda _: on_version())
         self._task.add_done_callback(lambda _: self._wake())
 
     def append(self, chunk: Chunk) -> int:
@@ -63,11 +64,15 @@ class Ingestion:
         return self._buffer.append(chunk)
 
     def check(self) -> None:
-        """Raises what ended it, if it has ended."""
+        """
+        :raises PipelineClosedError: it was stopped.
+        :raises BackendError: it has failed.
+        """
         if self._task is not None and self._task.done():
             if self._task.cancelled():
                 raise PipelineClosedError(CLOSED)
-            self._task.result()
+            error = self._task.exception()
+            raise BackendError(f"the session has failed: {error!r:.300}") from error
 
     async def at_least(self, version: int) -> Snapshot:
         """The data of this version or a newer one, once that stands.
@@ -89,46 +94,51 @@ class Ingestion:
         self._has_news = asyncio.Event()
 
     async def _run(self, on_version: Callable[[], None]) -> None:
+        snapshot, has_slid = self.ready, False
         try:
-            snapshot, has_slid = self.ready, False
             while True:
-                try:
-                    await (self._slide(snapshot) if has_slid else self._advance(snapshot))
-                except (BackendError, PromptTooLongError):
-                    self.num_failures += 1
-                    if self._lane is not None:
-                        failed, self._lane = self._lane, None
-                        await failed.aclose()
-                    await asyncio.sleep(RETRY_S)
+                stands = await self._computed(snapshot, has_slid)
                 self.ready = snapshot
                 on_version()
                 self._wake()
-                await self._has_data.wait()
-                snapshot, has_slid = await self._next()
+                await self._close_lanes(num_kept=int(stands))
+                if not stands:
+                    await asyncio.sleep(RETRY_S)
+                if stands or self._has_data.is_set():
+                    await self._has_data.wait()
+                    snapshot, has_slid = await self._next()
         finally:
-            if self._lane is not None:
-                await self._lane.aclose()
+            await self._close_lanes()
+
+    async def _computed(self, snapshot: Snapshot, has_slid: bool) -> bool:
+        """Whether the engine has it. Data that have slid get a lane of their own: the one before stays until they
+        stand, because questions are answered from it."""
+        if has_slid or not self._lanes:
+            self._lanes.append(Lane(self._backend, self._name))
+        try:
+            await self._lanes[-1].advance(snapshot.token_ids)
+        except StreamRagError:
+            self.num_failures += 1
+            return False
+        return True
+
+    async def _close_lanes(self, *, num_kept: int = 0) -> None:
+        """All but the newest."""
+        gone, self._lanes = self._lanes[: len(self._lanes) - num_kept], self._lanes[len(self._lanes) - num_kept :]
+        await wait_regardless([asyncio.create_task(lane.aclose(), name="streamrag lane ends") for lane in gone])
 
     async def _next(self) -> tuple[Snapshot, bool]:
         """The data with the next batch, and whether the oldest had to go for it."""
         batch = self._buffer.take(MAX_BATCH)
         if not len(self._buffer):
             self._has_data.clear()
-        pieces = await in_thread(self._backend.model.tokenizer, partial(self._prompts.pieces, batch))
+        while True:
+            try:
+                pieces = await in_thread(self._prompts.tokenizer, partial(self._prompts.pieces, batch))
+            except StreamRagError:  # as a server's tokenizer raises while the server is away
+                self.num_failures += 1
+                await asyncio.sleep(RETRY_S)
+            else:
+                break
         has_slid = self.window.add(pieces)
         return Snapshot(batch[-1].number, self._prompts.head + self.window.token_ids), has_slid
-
-    async def _advance(self, snapshot: Snapshot) -> None:
-        self._lane = self._lane or Lane(self._backend, self._name)
-        await self._lane.advance(snapshot.token_ids)
-
-    async def _slide(self, snapshot: Snapshot) -> None:
-        """A lane for data that has slid. The one before stays until it stands: questions are answered from it."""
-        async with AsyncExitStack() as undo:
-            new = Lane(self._backend, self._name)
-            undo.push_async_callback(new.aclose)
-            await new.advance(snapshot.token_ids)
-            undo.pop_all()
-        before, self._lane = self._lane, new
-        if before is not None:
-            await before.aclose()

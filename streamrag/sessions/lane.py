@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from streamrag.core import Backend, Prefilled, Prompt, SamplingParams, common_prefix_len
-from streamrag.errors import BackendError
+from streamrag.errors import BackendError, StreamRagError
 from streamrag.retrieving import closing
-from streamrag.tasks import cancel_regardless
+from streamrag.tasks import end_or_leave
 
 SETTLE_S = 2.0
 """Seconds to wait for word that a prompt is prefilled. An engine that is short of memory gives none."""
@@ -19,8 +19,8 @@ class Lane:
     def __init__(self, backend: Backend, name: str) -> None:
         self._backend = backend
         self._name = name
-        self._prompts: asyncio.Queue[Prompt] = asyncio.Queue()
         self._token_ids: tuple[int, ...] = ()
+        self._has_prompt = asyncio.Event()
         self._num_prefilled = 0
         self._has_news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -28,20 +28,18 @@ class Lane:
     async def advance(self, token_ids: tuple[int, ...]) -> None:
         """Let the prompt be this one, and return when its KV is computed, or after `SETTLE_S`.
 
-        :raises BackendError: the engine gave it up; make another lane.
+        :raises StreamRagError: the engine gave it up; make another lane.
         """
-        num_shared = common_prefix_len(self._token_ids, token_ids)
         self._token_ids = token_ids
         self._num_prefilled = 0
-        self._prompts.put_nowait(Prompt(token_ids, num_shared, is_complete=False, source_name=self._name))
+        self._has_prompt.set()
         if self._task is None:
             self._task = asyncio.create_task(self._hold(), name="streamrag session's lane")
         try:
             async with asyncio.timeout(SETTLE_S):
                 while self._num_prefilled < len(token_ids) - 1:  # an engine leaves the last token to the answer
                     if self._task.done():
-                        self._task.result()
-                        raise BackendError("the engine ended a stream that was not complete")
+                        raise self._fault(self._task)
                     self._has_news.clear()
                     await self._has_news.wait()
         except TimeoutError:
@@ -50,7 +48,7 @@ class Lane:
     async def aclose(self) -> None:
         """Free what it holds in the engine."""
         if self._task is not None:
-            await cancel_regardless([self._task])
+            await end_or_leave(self._task, f"the stream of {self._name}, which was stopped,")
 
     async def _hold(self) -> None:
         try:
@@ -66,5 +64,18 @@ class Lane:
             self._has_news.set()
 
     async def _pushed(self) -> AsyncGenerator[Prompt, None]:
+        given: tuple[int, ...] = ()
         while True:
-            yield await self._prompts.get()
+            await self._has_prompt.wait()
+            self._has_prompt.clear()
+            before, given = given, self._token_ids  # the newest: an engine that is slow to ask misses those between
+            yield Prompt(given, common_prefix_len(before, given), is_complete=False, source_name=self._name)
+
+    @staticmethod
+    def _fault(task: "asyncio.Task[None]") -> StreamRagError:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, StreamRagError):
+            return error
+        failure = BackendError("the engine ended a stream that was not complete")
+        failure.__cause__ = error
+        return failure

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from streamrag.core import ModelInfo
+from streamrag.errors import ConfigurationError, PromptTooLongError
+from streamrag.kinds import plain_text, short
 from streamrag.modes import PromptAssembler, PromptTemplate
 from streamrag.sessions.buffer import Numbered
 from streamrag.sessions.window import Piece
@@ -26,6 +28,7 @@ class SessionPrompts:
     def __init__(self, model: ModelInfo, template: PromptTemplate) -> None:
         self._model = model
         self._template = template
+        self.tokenizer = model.tokenizer
         assembler = self._assembler("?")
         self._passages = assembler
         self.head = assembler.head
@@ -38,10 +41,16 @@ class SessionPrompts:
     def complete(self, data: tuple[int, ...], question: str) -> tuple[int, ...]:
         """The prompt for `question`, about what is a session's head and data, or its head alone.
 
-        :raises PromptTooLongError: the question is too long.
+        :raises PromptTooLongError: the question is too long, by itself or beside the data.
         """
         tail = self._assembler(question).tail
-        return data + (self._no_data if data == self.head else ()) + tail
+        token_ids = data + (self._no_data if data == self.head else ()) + tail
+        if len(token_ids) >= self._model.max_model_len:
+            raise PromptTooLongError(
+                f"the question takes {len(tail)} tokens, and {len(data)} of system text and data leave no room for an "
+                f"answer beside it in the model's length of {self._model.max_model_len}: lower window_tokens"
+            )
+        return token_ids
 
     def _assembler(self, question: str) -> PromptAssembler:
         model = self._model
@@ -51,6 +60,13 @@ class SessionPrompts:
 
 
 def session_template(template: PromptTemplate | None, system: str | None) -> PromptTemplate:
-    """The words around a session's data."""
+    """The words around a session's data.
+
+    :raises ConfigurationError: of another type.
+    """
+    if not isinstance(template, PromptTemplate | None):
+        raise ConfigurationError(f"template={short(template)} must be a PromptTemplate")
+    if not isinstance(system, str | None):
+        raise ConfigurationError(f"system={short(system)} must be a str")
     chosen = SESSION_TEMPLATE if template is None else template
-    return chosen if system is None else replace(chosen, system=system)
+    return chosen if system is None else replace(chosen, system=plain_text(system))

@@ -2,62 +2,34 @@
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Self
 
-from streamrag.core import Append, Backend, Chunk, SamplingParams, Source, SourceEvent, Update
-from streamrag.errors import (
-    ConfigurationError,
-    DeadlineExceededError,
-    PipelineClosedError,
-    PromptTooLongError,
-)
+from streamrag.core import Backend, Chunk, SamplingParams, Source
+from streamrag.errors import ConfigurationError, PipelineClosedError, PromptTooLongError
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
-from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
+from streamrag.kinds import is_number, is_whole, plain_text, short
 from streamrag.modes import PromptTemplate
-from streamrag.retrieving import Retrieval
-from streamrag.sessions.answering import again, answered
+from streamrag.retrieving import checked_chunk
+from streamrag.sessions.answering import again, answered, exact_key
 from streamrag.sessions.buffer import Buffer
+from streamrag.sessions.following import append_all
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
 from streamrag.sessions.prompts import SessionPrompts, session_template
+from streamrag.sessions.running import Running
+from streamrag.sessions.state import SessionState
 from streamrag.sessions.window import Window
-from streamrag.tasks import cancel_regardless
+from streamrag.tasks import run_regardless
 from streamrag.telemetry import Answer, Answered, TokensGenerated
 from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
-    from streamrag.sessions.watching import Watch, Watches
-
-MAX_SEEN = 4096
-"""Chunks of a source that are remembered, so that an update does not append them again."""
+    from streamrag.sessions.watch import Watch
+    from streamrag.sessions.watching import Watches
 
 MAX_ANSWERS = 1024
 """Greedy answers that are kept, for whoever asks the same of the same data."""
-
-Asked: TypeAlias = Callable[[Emit], Awaitable[Answer]]
-
-
-@dataclass(frozen=True, slots=True)
-class SessionState:
-    """What a session holds, and what became of its data."""
-
-    version: int
-    """Of the data that questions are answered from at once."""
-    num_appended: int
-    num_waiting: int
-    """Chunks that are not in the prompt yet."""
-    num_dropped: int
-    """Chunks that never were: more came than could be taken in."""
-    num_slid: int
-    """Chunks that were, and have gone for newer ones."""
-    num_tokens: int
-    """Of head and data."""
-    num_failures: int
-    """How often the engine gave the stream up."""
 
 
 class Session:
@@ -85,8 +57,12 @@ class Session:
         name: str = "session",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for option, value in (("window_tokens", window_tokens), ("max_waiting", max_waiting)):
-            if value is not None and (not is_whole(value) or value < 1):
+        for option, value in (
+            ("window_tokens", 1 if window_tokens is None else window_tokens),
+            ("max_waiting", max_waiting),
+            ("max_waiting_characters", max_waiting_characters),
+        ):
+            if not is_whole(value) or value < 1:
                 raise ConfigurationError(f"{option}={short(value)} must be a whole number, at least 1")
         if not is_number(slide_share) or not 0 < slide_share < 1:
             raise ConfigurationError(f"slide_share={short(slide_share)} must be a share between 0 and 1")
@@ -97,8 +73,9 @@ class Session:
         self._name = name
         self._clock = clock
         self._buffer = Buffer(max_waiting, max_waiting_characters)
-        self._tasks: set[asyncio.Task[Answer]] = set()
-        self._answers: OrderedDict[tuple[int, str, str], Answer] = OrderedDict()
+        self._running = Running(name)
+        self._answers: dict[tuple[str, str], Answer] = {}
+        """To the version that stands, by question and parameters."""
         self._is_closed = False
         self._watches: Watches | None = None
         self._prompts: SessionPrompts
@@ -110,7 +87,10 @@ class Session:
         """Have the system text computed. Called by the context manager.
 
         :raises PromptTooLongError: window and system text do not fit the model's length.
+        :raises PipelineClosedError: the session was closed, also meanwhile.
+        :raises ConfigurationError: it has been started before.
         """
+        self._check_not_closed()
         model = self._backend.model
         self._prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, self._template))
         room = model.max_model_len - len(self._prompts.head)
@@ -120,6 +100,9 @@ class Session:
                 f"window_tokens={window_tokens} and {len(self._prompts.head)} tokens of system text leave no room "
                 f"for a question: the model's length is {model.max_model_len}"
             )
+        self._check_not_closed()
+        if self._ingestion is not None:
+            raise ConfigurationError("the session has been started before: open another one")
         window = Window(window_tokens, self._slide_share)
         self._ingestion = Ingestion(self._backend, self._name, self._buffer, window, self._prompts)
         self._ingestion.start(self._data_updated)
@@ -127,9 +110,12 @@ class Session:
     async def aclose(self) -> None:
         """End all questions and watches, and free the session's KV."""
         self._is_closed = True
+        await run_regardless(self._close(), "streamrag session closes")
+
+    async def _close(self) -> None:
         if self._watches is not None:
             await self._watches.aclose()
-        await cancel_regardless(self._tasks)
+        await self._running.aclose()
         if self._ingestion is not None:
             await self._ingestion.aclose()
 
@@ -163,26 +149,18 @@ class Session:
 
         :raises PipelineClosedError: the session was closed.
         """
-        self._check_open()
-        if isinstance(data, str):
-            data = Chunk(plain_text(data), "")
-        elif not isinstance(data, Chunk):
-            raise ConfigurationError(f"data must be a Chunk or a str, and not {kind_of(data)}")
-        return self._started().append(data)
+        self.check_open()
+        return self._started().append(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
 
     async def follow(self, source: Source, query: str = "") -> int:
-        """Append all that a source yields, until it ends; the last version. An update's new chunks are appended.
+        """Append all that a source yields, until it ends; the newest version. Of an update, what is new is appended.
 
         :raises SourceError: the source failed; what came before stays.
+        :raises PipelineClosedError: the session was closed.
         """
-        seen: dict[Chunk, None] = {}
-        version = self._buffer.num_appended
-        retrieval = Retrieval(source, query)
-        async with aclosing(retrieval.events()) as events:
-            async for event in events:
-                for chunk in _new_chunks(event, seen):
-                    version = await self.append(chunk)
-        return version
+        self.check_open()
+        await self._running.begin(partial(append_all, source, query, self.append), "source")
+        return self._buffer.num_appended
 
     async def versions(self) -> AsyncGenerator[int, None]:
         """The version that questions are answered from, whenever it has changed; a slow reader gets the newest.
@@ -195,6 +173,7 @@ class Session:
             yield version
 
     def _data_updated(self) -> None:
+        self._answers.clear()
         if self._watches is not None:
             self._watches.data_updated()
 
@@ -245,9 +224,15 @@ class Session:
             )
         if deadline_s is not None and (not is_number(deadline_s) or deadline_s <= 0):
             raise ConfigurationError(f"deadline_s={short(deadline_s)} must be a positive number of seconds")
-        question = plain_text(question)
-        asked = partial(self._answered, question, at_least or 0, params or SamplingParams(), deadline_s)
-        return lambda emit: self._begin(asked, emit)
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ConfigurationError(f"params={short(params)} must be a SamplingParams")
+        answered = partial(self._answered, plain_text(question), at_least or 0, params)
+
+        def start(emit: Emit) -> "asyncio.Task[Answer]":
+            self.check_open()
+            return self._running.begin(partial(answered, emit), "question", deadline_s)
+
+        return start
 
     def watch(
         self,
@@ -261,82 +246,53 @@ class Session:
     ) -> "Watch":
         """Have `question` answered ahead after each change of the data; iterate it for answers that changed.
 
-        Whoever asks the same question of the same version has the answer at once.
+        Whoever asks the same question of the same version, in the same way, has the answer at once.
 
-        answers: the only answers there may be, each with a first token of its own: one token is computed then.
+        answers: the only answers there may be, each with a first token of its own: one token is computed then. They
+            are also the answer to whoever asks this question without `params`; with any, the model's own is given.
         every_s: least seconds between two answers.
         priority: the higher are answered first; who was answered longest ago, among equals.
         with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
         """
         from streamrag.sessions.watching import Watches
 
-        self._check_open()
+        self.check_open()
         if self._watches is None:
             self._watches = Watches(self, self._backend)
         return self._watches.add(question, answers, every_s, priority, params, with_gap)
 
-    def _begin(self, asked: Asked, emit: Emit) -> "asyncio.Task[Answer]":
-        self._check_open()
-        task = asyncio.create_task(self._told(asked, emit), name=f"streamrag question to {self._name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _told(self, asked: Asked, emit: Emit) -> Answer:
-        try:
-            return await asked(emit)
-        except asyncio.CancelledError:
-            if not self._is_closed:
-                raise
-            raise PipelineClosedError(f"the question was stopped before its end: {CLOSED}") from None
-
-    async def _answered(
-        self, question: str, at_least: int, params: SamplingParams, deadline_s: float | None, emit: Emit
-    ) -> Answer:
-        try:
-            async with asyncio.timeout(deadline_s):
-                submitted_s = self._clock()
-                snapshot = await self._at_least(at_least)
-                ahead = self._watches.answer_to(question, snapshot.version, params) if self._watches else None
-                ahead = ahead or self._answers.get((snapshot.version, question, repr(params)))
-                if ahead is not None:
-                    answer = again(ahead, submitted_s, self._clock() - submitted_s)
-                    await emit(
-                        TokensGenerated(answer.timings.ttft_s, answer.text, answer.token_ids, answer.finish_reason)
-                    )
-                else:
-                    answer = await answered(
-                        self._backend, self._prompts, snapshot, question, params, submitted_s, self._clock, emit
-                    )
-                    self._keep(question, params, answer)
-                await emit(Answered(answer.timings.total_s, answer))
-                return answer
-        except TimeoutError:
-            raise DeadlineExceededError(f"the question's deadline of {deadline_s:g} s passed") from None
+    async def _answered(self, question: str, at_least: int, given: SamplingParams | None, emit: Emit) -> Answer:
+        submitted_s = self._clock()
+        params = given or SamplingParams()
+        snapshot = await self._at_least(at_least)
+        ahead = self._watches.answer_to(question, snapshot.version, given) if self._watches else None
+        key = (question, exact_key(params))
+        ahead = ahead or self._answers.get(key)
+        if ahead is not None:
+            answer = again(ahead, submitted_s, self._clock() - submitted_s)
+            await emit(TokensGenerated(answer.timings.ttft_s, answer.text, answer.token_ids, answer.finish_reason))
+        else:
+            answer = await answered(
+                self._backend, self._prompts, snapshot, question, params, submitted_s, self._clock, emit
+            )
+            if key[1] and answer.version == self._started().ready.version and len(self._answers) < MAX_ANSWERS:
+                self._answers[key] = answer
+        await emit(Answered(answer.timings.total_s, answer))
+        return answer
 
     async def _at_least(self, version: int) -> Snapshot:
         snapshot = await self._started().at_least(version)
-        self._check_open()
+        self.check_open()
         return snapshot
 
-    def _keep(self, question: str, params: SamplingParams, answer: Answer) -> None:
-        if params.temperature == 0 and answer.version is not None:
-            self._answers[answer.version, question, repr(params)] = answer
-            while len(self._answers) > MAX_ANSWERS:
-                self._answers.popitem(last=False)
-
-    def _check_open(self) -> None:
+    def _check_not_closed(self) -> None:
         if self._is_closed:
             raise PipelineClosedError(f"{CLOSED}: open another one")
+
+    def check_open(self) -> None:
+        """
+        :raises PipelineClosedError: the session was closed.
+        :raises BackendError: it has failed, and takes no data any more.
+        """
+        self._check_not_closed()
         self._started().check()
-
-
-def _new_chunks(event: SourceEvent, seen: dict[Chunk, None]) -> list[Chunk]:
-    new = event.chunks if isinstance(event, Update) else (event.chunk,) if isinstance(event, Append) else ()
-    fresh = [chunk for chunk in dict.fromkeys(new) if chunk not in seen]
-    for chunk in new:  # the newest stand last
-        seen.pop(chunk, None)
-        seen[chunk] = None
-    while len(seen) > MAX_SEEN:
-        del seen[next(iter(seen))]
-    return fresh

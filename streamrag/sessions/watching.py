@@ -1,148 +1,26 @@
-"""Questions that are kept answered: Flash Queries, after arXiv 2605.13784, section 3.9."""
+"""Questions that are kept answered, all those of a session: Flash Queries, after arXiv 2605.13784, section 3.9."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from streamrag.core import Backend, SamplingParams
-from streamrag.errors import ConfigurationError, PipelineClosedError, StreamRagError
+from streamrag.errors import BackendError, ConfigurationError, PipelineClosedError, PromptTooLongError, StreamRagError
 from streamrag.kinds import is_number, is_whole, plain_text, short
-from streamrag.tasks import cancel_regardless
+from streamrag.sessions.answering import exact_key
+from streamrag.sessions.watch import Watch, WatchedAnswer
+from streamrag.tasks import cancel_regardless, is_cancelled
 from streamrag.telemetry import Answer
 from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
     from streamrag.sessions.session import Session
 
-
-@dataclass(frozen=True, slots=True)
-class WatchedAnswer:
-    """An answer that was computed before anybody asked."""
-
-    question: str
-    text: str
-    version: int
-    """Of the data."""
-    took_s: float
-    """To compute it."""
-    gap: float | None
-    """Confidence: how much more likely the answer's first token was than the next best, or than that of the next best
-    of the answers that there may be, in log-probability. None if it was not asked for."""
-    answer: Answer
-
-
-class Watch(AsyncIterator[WatchedAnswer]):
-    """One registered question. Iterate it for its answers, each when it differs from the one before.
-
-    A reader that is slow misses answers that were overtaken, and gets the newest. `aclose` ends it.
-    """
-
-    def __init__(
-        self,
-        watches: "Watches",
-        question: str,
-        answers: tuple[str, ...],
-        every_s: float,
-        priority: int,
-        params: SamplingParams,
-        with_gap: bool,
-    ) -> None:
-        self.question = question
-        self.with_gap = with_gap
-        self.priority = priority
-        self.every_s = every_s
-        self.params = params
-        self.allowed = answers
-        self.newest: WatchedAnswer | None = None
-        """The answer to the newest version that it was computed for."""
-        self.num_answered = 0
-        self.error: StreamRagError | None = None
-        """Why the last attempt failed; it is made again with the next data."""
-        self.due_s = 0.0
-        self._watches = watches
-        self._unread: WatchedAnswer | None = None
-        self._told: str | None = None
-        self._has_news = asyncio.Event()
-        self._has_answered = asyncio.Event()
-        """Set, and replaced by another, with each answer."""
-        self._is_closed = False
-
-    @property
-    def version(self) -> int:
-        """Of `newest`; -1 before there is one."""
-        return -1 if self.newest is None else self.newest.version
-
-    def put(self, answered: WatchedAnswer) -> None:
-        """A new answer."""
-        self.newest = answered
-        self.num_answered += 1
-        self.error = None
-        self._wake()
-        if answered.text != self._told:
-            self._unread = answered
-            self._told = answered.text
-            self._has_news.set()
-
-    async def at_least(self, version: int) -> WatchedAnswer:
-        """The answer to this version of the data, or to a newer one, once it is there.
-
-        :raises PipelineClosedError: the watch ended first.
-        :raises ConfigurationError: the question cannot be answered at all.
-        """
-        while self.newest is None or self.version < version:
-            if isinstance(self.error, ConfigurationError):
-                raise self.error
-            if self._is_closed:
-                raise PipelineClosedError("the watch ended before that version was answered")
-            await self._has_answered.wait()
-        return self.newest
-
-    def _wake(self) -> None:
-        self._has_answered.set()
-        self._has_answered = asyncio.Event()
-
-    def fail(self, error: StreamRagError) -> None:
-        """It cannot be answered at all; whoever iterates is told."""
-        self.error = error
-        self._is_closed = True
-        self._has_news.set()
-        self._wake()
-        self._watches.remove(self)
-
-    async def aclose(self) -> None:
-        """The question is no longer answered ahead."""
-        self.end()
-
-    def end(self) -> None:
-        """The same, at once."""
-        self._is_closed = True
-        self._has_news.set()
-        self._wake()
-        self._watches.remove(self)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> WatchedAnswer:
-        while self._unread is None:
-            if self._is_closed:
-                if isinstance(self.error, ConfigurationError):
-                    raise self.error
-                raise StopAsyncIteration
-            self._has_news.clear()
-            await self._has_news.wait()
-        answered, self._unread = self._unread, None
-        return answered
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
+RETRY_S = 1.0
+"""After an attempt that failed."""
 
 
 class Watches:
@@ -175,12 +53,14 @@ class Watches:
             raise ConfigurationError(f"every_s={short(every_s)} must be a number of seconds, 0 or more")
         if not is_whole(priority):
             raise ConfigurationError(f"priority={short(priority)} must be a whole number")
-        if isinstance(answers, str) or not all(isinstance(each, str) and each for each in answers):
+        if not isinstance(answers, tuple | list) or not all(isinstance(each, str) and each for each in answers):
             raise ConfigurationError(f"answers={short(answers)} must be a tuple of texts, as in ('yes', 'no')")
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ConfigurationError(f"params={short(params)} must be a SamplingParams")
         watch = Watch(
             self,
             plain_text(question),
-            tuple(answers),
+            tuple(map(plain_text, answers)),
             float(every_s),
             int(priority),
             params or SamplingParams(max_tokens=64),
@@ -201,11 +81,13 @@ class Watches:
         """Another version stands."""
         self._has_work.set()
 
-    def answer_to(self, question: str, version: int, params: SamplingParams) -> Answer | None:
+    def answer_to(self, question: str, version: int, params: SamplingParams | None) -> Answer | None:
         """The answer that was computed ahead for this very question and version, if there is one."""
         for watch in self._watches:
-            if watch.question == question and watch.version == version and (watch.allowed or watch.params == params):
-                assert watch.newest is not None
+            if watch.newest is None or (watch.question, watch.version) != (question, version):
+                continue
+            is_as_asked = params is None if watch.allowed else watch.key == exact_key(params or SamplingParams()) != ""
+            if is_as_asked:
                 return watch.newest.answer
         return None
 
@@ -226,6 +108,13 @@ class Watches:
     async def _answer_due(self) -> float | None:
         """Answer whatever is due; seconds until the next is, None if that takes other data."""
         self._has_work.clear()
+        try:
+            self._session.check_open()
+        except PipelineClosedError:
+            return None
+        except BackendError as error:  # the session has failed: there will be no other version
+            for watch in list(self._watches):
+                watch.fail(error)
         while stale := [watch for watch in self._watches if watch.version < self._session.state.version]:
             now = time.monotonic()
             due = [watch for watch in stale if watch.due_s <= now]
@@ -233,15 +122,23 @@ class Watches:
                 return min(watch.due_s for watch in stale) - now
             watch = min(due, key=lambda watch: (-watch.priority, watch.version))
             watch.due_s = now + watch.every_s
+            watch.work = asyncio.create_task(self._answered(watch), name="streamrag watched question")
             try:
-                watch.put(await self._answered(watch))
+                watch.put(await watch.work)
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
             except PipelineClosedError:
                 return None
-            except ConfigurationError as error:  # of this question, and of all data
+            except (ConfigurationError, PromptTooLongError) as error:  # this question's fault
                 watch.fail(error)
-            except StreamRagError as error:
-                watch.error = error
-                watch.due_s = time.monotonic() + max(watch.every_s, 1.0)
+            except Exception as error:  # whatever the engine raises, the others are answered, and this one again
+                watch.error = (
+                    error if isinstance(error, StreamRagError) else BackendError(f"the engine failed: {error!r:.300}")
+                )
+                watch.due_s = time.monotonic() + max(watch.every_s, RETRY_S)
+            finally:
+                watch.work = None
         return None
 
     async def _answered(self, watch: Watch) -> WatchedAnswer:
@@ -260,7 +157,9 @@ class Watches:
                 pass
         answer = stream.result
         if by_token:
-            answer = replace(answer, text=by_token.get(answer.token_ids[0], answer.text), finish_reason="stop")
+            if not answer.token_ids or answer.token_ids[0] not in by_token:
+                raise BackendError("the engine gave none of the answers that there may be")
+            answer = replace(answer, text=by_token[answer.token_ids[0]], finish_reason="stop")
         assert answer.version is not None
         return WatchedAnswer(
             watch.question, answer.text, answer.version, time.monotonic() - began_s, answer.gap, answer
@@ -269,11 +168,13 @@ class Watches:
     def _first_tokens(self, answers: tuple[str, ...]) -> dict[int, str]:
         """Answers by the token that each begins with.
 
-        :raises ConfigurationError: two begin alike.
+        :raises ConfigurationError: two begin alike, or one has no tokens.
         """
         by_token: dict[int, str] = {}
         for text in answers:
-            first = self._backend.model.tokenizer.encode(text)[0]
+            first = next(iter(self._backend.model.tokenizer.encode(text)), None)
+            if first is None:
+                raise ConfigurationError(f"the answer {text!r} has no tokens: choose another")
             if first in by_token:
                 raise ConfigurationError(
                     f"the answers {by_token[first]!r} and {text!r} begin with the same token: choose others"

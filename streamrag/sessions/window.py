@@ -38,8 +38,9 @@ class Window:
         """Whether the oldest had to go for them. Of a piece that is longer than what is kept, its end goes."""
         for piece in pieces:
             cut = Piece(piece.number, piece.token_ids[: self._kept_tokens])
-            self._pieces.append(cut)
-            self._token_ids += cut.token_ids
+            if cut.token_ids:  # of those without, nothing would ever push any out
+                self._pieces.append(cut)
+                self._token_ids += cut.token_ids
         if len(self._token_ids) <= self.max_tokens:
             return False
         num_gone = 0

@@ -148,6 +148,7 @@ async def test_a_session_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) 
         ("POST", "{url}/ask", {"question": "x", "at_least": 7, "stream": True}, 400),
         ("POST", "{url}/ask", {"question": "x" * 999_999}, 400),
         ("PUT", "{url}/watches/a", {"question": " "}, 400),
+        ("PUT", "{url}/watches/a", {"question": "x", "max_tokens": 0}, 400),
         ("DELETE", "{url}/watches/a", None, 404),
         ("GET", "/v1/sessions/nobody", None, 404),
     ],
@@ -170,3 +171,54 @@ async def test_sessions_end_with_the_service() -> None:
         assert [event async for event in events] == []
         assert served.backend.num_requests == 0
         assert (await served.http.post("/v1/sessions", json={})).status_code == 503
+
+
+class Clock:
+    """Stands in for the module `time`; counts who looks at it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_looks = 0
+
+    def monotonic(self) -> float:
+        self.num_looks += 1
+        return self.now_s
+
+
+async def test_a_reader_that_leaves_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("streamrag.serve.session_store.LOOK_S", 0.01)
+    monkeypatch.setattr("streamrag.serve.session_store.time", clock)
+    async with serving(limits=Limits(session_idle_s=10)) as served:
+        url = await opened(served)
+        events = events_of(served, url)
+        await anext(events)
+        clock.now_s = 100.0
+        await events.aclose()
+        num_looks = clock.num_looks
+        async with asyncio.timeout(20):
+            while clock.num_looks < num_looks + 20:  # noqa: ASYNC110 - nobody says when
+                await asyncio.sleep(0.01)
+        assert (await served.http.get(url)).status_code == 200
+
+
+async def test_an_id_of_another_sessions_event_goes_on_from_the_first() -> None:
+    async with serving() as served:
+        url = await opened(served)
+        await served.http.post(f"{url}/data", json={"data": ["one"]})
+        async with asyncio.timeout(20):
+            names = [(await anext(events)).event for events in [events_of(served, url, "999")] for _ in range(2)]
+        assert names == ["session", "data_updated"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_asks_a_session_that_is_closed_meanwhile_is_told_so(stream: bool) -> None:
+    async with serving(backend=ScriptedBackend(answer="yes", is_endless=True)) as served:
+        url = await opened(served)
+        asks = asyncio.create_task(served.http.post(f"{url}/ask", json={"question": "x", "stream": stream}))
+        await served.watcher.has_begun.wait()
+        assert (await served.http.delete(url)).status_code == 204
+        answer = await asks
+        assert "session_not_found" in answer.text
+        assert stream or answer.status_code == 404
+        assert served.backend.num_requests == 0

@@ -1,0 +1,69 @@
+"""What a session does for those who ask it: work in tasks that end with it, or before."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from streamrag.errors import BackendError, DeadlineExceededError, PipelineClosedError
+from streamrag.sessions.ingestion import CLOSED
+from streamrag.tasks import cancel_regardless, end_or_leave
+
+T = TypeVar("T")
+
+
+class Running:
+    """All that is under way. Each piece of work is foreign code in part, and has a task of its own to be left behind.
+
+    name: the session's, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
+
+    def begin(
+        self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None = None
+    ) -> "asyncio.Task[T]":
+        """A task that does `work`, and can be cancelled.
+
+        It raises DeadlineExceededError after `deadline_s` seconds, and PipelineClosedError when the session is closed.
+        """
+        task = asyncio.create_task(self._run(work, what, deadline_s), name=f"streamrag {what} of {self._name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    async def aclose(self) -> None:
+        """End all."""
+        self._is_closed = True
+        with suppress(asyncio.CancelledError):  # what has begun says itself why it ends, once it has had its first turn
+            await asyncio.sleep(0)
+        await cancel_regardless(list(self._tasks))
+
+    def _forget(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits for it is told, unless they have left
+
+    async def _run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None) -> T:
+        self._check_open(what)
+        task = asyncio.create_task(work(), name=f"streamrag work on a {what}")
+        try:
+            await asyncio.wait([task], timeout=deadline_s)
+        except asyncio.CancelledError:
+            self._check_open(what)
+            raise
+        finally:
+            is_late = not task.done()
+            await end_or_leave(task, f"a {what} of {self._name} that was stopped")
+        if is_late:
+            raise DeadlineExceededError(f"the {what}'s deadline of {deadline_s:g} s passed")
+        if task.cancelled():
+            raise BackendError(f"a {what} of {self._name} failed: a CancelledError, though nobody has stopped it")
+        return task.result()
+
+    def _check_open(self, what: str) -> None:
+        if self._is_closed:
+            raise PipelineClosedError(f"the {what} was stopped before its end: {CLOSED}") from None

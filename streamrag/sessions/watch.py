@@ -1,0 +1,146 @@
+"""One question that is kept answered, as its owner holds it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from streamrag.core import SamplingParams
+from streamrag.errors import PipelineClosedError, StreamRagError
+from streamrag.sessions.answering import exact_key
+from streamrag.telemetry import Answer
+
+if TYPE_CHECKING:
+    from streamrag.sessions.watching import Watches
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedAnswer:
+    """An answer that was computed before anybody asked."""
+
+    question: str
+    text: str
+    version: int
+    """Of the data."""
+    took_s: float
+    """To compute it."""
+    gap: float | None
+    """Confidence: how much more likely the answer's first token was than the next best, or than that of the next best
+    of the answers that there may be, in log-probability. None if it was not asked for."""
+    answer: Answer
+
+
+class Watch(AsyncIterator[WatchedAnswer]):
+    """One registered question. Iterate it for its answers, each when it differs from the one before.
+
+    A reader that is slow misses answers that were overtaken, and gets the newest. `aclose` ends it.
+    """
+
+    def __init__(
+        self,
+        watches: "Watches",
+        question: str,
+        answers: tuple[str, ...],
+        every_s: float,
+        priority: int,
+        params: SamplingParams,
+        with_gap: bool,
+    ) -> None:
+        self.question = question
+        self.with_gap = with_gap
+        self.priority = priority
+        self.every_s = every_s
+        self.params = params
+        self.allowed = answers
+        self.key = exact_key(params)
+        self.newest: WatchedAnswer | None = None
+        """The answer to the newest version that it was computed for."""
+        self.num_answered = 0
+        self.error: StreamRagError | None = None
+        """Why the last attempt failed; it is made again with the next data."""
+        self.due_s = 0.0
+        self._watches = watches
+        self._unread: WatchedAnswer | None = None
+        self._told: str | None = None
+        """What the reader has read last."""
+        self.work: asyncio.Task[WatchedAnswer] | None = None
+        """Under way, to answer it."""
+        self._has_news = asyncio.Event()
+        self._has_answered = asyncio.Event()
+        """Set, and replaced by another, with each answer."""
+        self._is_closed = False
+
+    @property
+    def version(self) -> int:
+        """Of `newest`; -1 before there is one."""
+        return -1 if self.newest is None else self.newest.version
+
+    def put(self, answered: WatchedAnswer) -> None:
+        """A new answer."""
+        self.newest = answered
+        self.num_answered += 1
+        self.error = None
+        self._wake()
+        self._unread = answered if answered.text != self._told else None
+        self._has_news.set()
+
+    async def at_least(self, version: int) -> WatchedAnswer:
+        """The answer to this version of the data, or to a newer one, once it is there.
+
+        :raises PipelineClosedError: the watch ended first.
+        :raises StreamRagError: the question cannot be answered at all.
+        """
+        while self.newest is None or self.version < version:
+            if self._is_closed:
+                if self.error is not None:
+                    raise self.error
+                raise PipelineClosedError("the watch ended before that version was answered")
+            await self._has_answered.wait()
+        return self.newest
+
+    def _wake(self) -> None:
+        self._has_answered.set()
+        self._has_answered = asyncio.Event()
+
+    def fail(self, error: StreamRagError) -> None:
+        """It cannot be answered at all; whoever iterates is told."""
+        self._end(error)
+
+    async def aclose(self) -> None:
+        """The question is no longer answered ahead."""
+        self.end()
+
+    def end(self) -> None:
+        """The same, at once."""
+        if not self._is_closed:
+            self._end(None)
+
+    def _end(self, error: StreamRagError | None) -> None:
+        self.error = error
+        self._is_closed = True
+        self._has_news.set()
+        self._wake()
+        self._watches.remove(self)
+        if self.work is not None:
+            self.work.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> WatchedAnswer:
+        while self._unread is None:
+            if self._is_closed:
+                if self.error is not None:
+                    raise self.error
+                raise StopAsyncIteration
+            self._has_news.clear()
+            await self._has_news.wait()
+        answered, self._unread = self._unread, None
+        self._told = answered.text
+        return answered
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
