@@ -39,8 +39,8 @@ MAX_CHARACTERS = 2_000
 MIN_HIDDEN = 4
 """A question of fewer characters is not looked for: it stands in half of all words."""
 
-CHATTY = ("httpx", "httpcore", "uvicorn.access", "sse_starlette")
-"""Loggers that would log addresses and what is sent, for each request."""
+CHATTY = ("httpx", "httpcore", "uvicorn.access", "uvicorn.error", "sse_starlette", "vllm")
+"""Loggers that would log addresses and what is sent, for each request; and of vLLM, each step of its start."""
 
 STATUS_OF_LEFT = 499
 """What nginx logs of a client that has gone."""

@@ -8,6 +8,7 @@ and its output goes to a log, from which the reason of a failure is read. Whatev
 import asyncio
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import re
@@ -134,6 +135,12 @@ class _LastingThread:
         self._may_end.set()
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not so that an engine which is being stopped is dead, of which vLLM logs a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "EngineDeadError"
+
+
 class EngineProcesses:
     """One engine of a model in a folder, or of that name on the hub, from start to stop: its processes, folder and log.
 
@@ -197,9 +204,14 @@ class EngineProcesses:
     async def _stop(self, engine: Any) -> None:
         resources = engine.engine_core.resources
         tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
-        await anyio.to_thread.run_sync(lambda: engine.shutdown(timeout=SHUTDOWN_GRACE_S))
-        if tasks:
-            await asyncio.wait(tasks)
+        log = logging.getLogger("vllm.v1.engine.async_llm")
+        log.addFilter(_is_news)
+        try:
+            await anyio.to_thread.run_sync(lambda: engine.shutdown(timeout=SHUTDOWN_GRACE_S))
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            log.removeFilter(_is_news)
         await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
 
     def why_dead(self) -> str:
