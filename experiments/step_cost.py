@@ -39,7 +39,7 @@ from streamrag.files import write_whole
 MOST_MORE_US = {50: 100.0, 500: 500.0}
 """Microseconds that a step may take more, by the number of requests."""
 NUM_STEPS = 30
-POLICIES = (SchedulerOptions().policy, "srpf(0.1)", "mcps", "k_lpm(4)")
+POLICIES = (SchedulerOptions().policy, "fcfs", "mcps", "k_lpm(4)")
 
 console = Console(highlight=False, width=None if Console().is_terminal else 140)
 
