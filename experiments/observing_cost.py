@@ -11,11 +11,11 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from streamrag import Chunk
-from streamrag.serve.live import Live
-from streamrag.serve.logs import QueryLog, log_to
-from streamrag.serve.metrics import Metrics
+from streamrag.serve.observe.live import Live
+from streamrag.serve.observe.logs import QueryLog, log_to
+from streamrag.serve.observe.metrics import Metrics
+from streamrag.serve.observe.tracing import Tracing
 from streamrag.serve.observing import AllOf, Observer, ServedQuery
-from streamrag.serve.tracing import Tracing
 from streamrag.telemetry import (
     ChunkArrived,
     ContextChanged,

@@ -18,8 +18,8 @@ from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.showing import one_line
 
 if TYPE_CHECKING:
+    from streamrag.serve.config.settings import Settings
     from streamrag.serve.gate import Gate
-    from streamrag.serve.settings import Settings
 
 DESCRIPTION = """\
 Serves answers over HTTP to any OpenAI client, from a model and a place to look,
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    from streamrag.serve.configuration import SECTIONS
+    from streamrag.serve.config.configuration import SECTIONS
 
     for section, model in SECTIONS.items():
         group = parser.add_argument_group(section)
@@ -101,9 +101,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends it; what is wrong is said before anything is started."""
     _require_packages()
-    from streamrag.serve.checking import check
-    from streamrag.serve.configuration import SECTIONS, load
-    from streamrag.serve.showing import commented_defaults, effective
+    from streamrag.serve.config.checking import check
+    from streamrag.serve.config.configuration import SECTIONS, load
+    from streamrag.serve.config.showing import commented_defaults, effective
 
     if arguments.print_config:
         Output().print_plain(commented_defaults())
@@ -179,9 +179,9 @@ def _require_packages() -> None:
 
 async def _serve(settings: "Settings") -> int:
     from streamrag.serve import create_app
-    from streamrag.serve.checking import hosts_of
-    from streamrag.serve.keys import read_keys
-    from streamrag.serve.parts import make_observers, make_service
+    from streamrag.serve.config.checking import hosts_of
+    from streamrag.serve.config.keys import read_keys
+    from streamrag.serve.config.parts import make_observers, make_service
     from streamrag.serve.server import listen, serve
 
     errors = Output(stderr=True)
@@ -228,7 +228,7 @@ def _tell(errors: Output, settings: "Settings", app: "Gate", host: str, port: in
 
 
 def _read_keys_again(settings: "Settings", app: "Gate", errors: Output) -> None:
-    from streamrag.serve.keys import read_keys
+    from streamrag.serve.config.keys import read_keys
 
     try:
         keys = read_keys(settings.keys)

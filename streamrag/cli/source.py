@@ -48,8 +48,8 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_source(arguments: argparse.Namespace) -> Source:
     """The source that these options name."""
-    from streamrag.serve.parts import make_source as made_of
-    from streamrag.serve.settings import SourceSettings
+    from streamrag.serve.config.parts import make_source as made_of
+    from streamrag.serve.config.settings import SourceSettings
 
     if arguments.index is None and (arguments.hybrid or arguments.rerank is not None):
         raise ConfigurationError("--hybrid and --rerank are for --index, which was not given")

@@ -12,24 +12,24 @@ from streamrag.lazy import attributes
 if TYPE_CHECKING:
     from streamrag.serve.app import create_app as create_app
     from streamrag.serve.limits import Limits as Limits
-    from streamrag.serve.live import Live as Live
-    from streamrag.serve.logs import QueryLog as QueryLog
-    from streamrag.serve.logs import log_to as log_to
-    from streamrag.serve.metrics import Metrics as Metrics
+    from streamrag.serve.observe.live import Live as Live
+    from streamrag.serve.observe.logs import QueryLog as QueryLog
+    from streamrag.serve.observe.logs import log_to as log_to
+    from streamrag.serve.observe.metrics import Metrics as Metrics
+    from streamrag.serve.observe.tracing import Tracing as Tracing
+    from streamrag.serve.observe.tracing import to_otlp as to_otlp
     from streamrag.serve.service import Service as Service
-    from streamrag.serve.tracing import Tracing as Tracing
-    from streamrag.serve.tracing import to_otlp as to_otlp
 
 _HOMES = {
     "Limits": "streamrag.serve.limits",
-    "Live": "streamrag.serve.live",
-    "Metrics": "streamrag.serve.metrics",
-    "QueryLog": "streamrag.serve.logs",
+    "Live": "streamrag.serve.observe.live",
+    "Metrics": "streamrag.serve.observe.metrics",
+    "QueryLog": "streamrag.serve.observe.logs",
     "Service": "streamrag.serve.service",
-    "Tracing": "streamrag.serve.tracing",
+    "Tracing": "streamrag.serve.observe.tracing",
     "create_app": "streamrag.serve.app",
-    "log_to": "streamrag.serve.logs",
-    "to_otlp": "streamrag.serve.tracing",
+    "log_to": "streamrag.serve.observe.logs",
+    "to_otlp": "streamrag.serve.observe.tracing",
 }
 
 __all__ = ["Limits", "Live", "Metrics", "QueryLog", "Service", "Tracing", "create_app", "log_to", "to_otlp"]

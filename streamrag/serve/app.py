@@ -10,10 +10,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from streamrag.errors import StreamRagError
-from streamrag.serve import ask, chat, live, mcp, metrics, page, retrieve, session_routes, streams
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.gate import Gate
-from streamrag.serve.responses import http as responses
+from streamrag.serve.interfaces import ask, chat, mcp, page, retrieve, session_routes, streams
+from streamrag.serve.interfaces.responses import http as responses
+from streamrag.serve.observe import live, metrics
 from streamrag.serve.service import Service
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})

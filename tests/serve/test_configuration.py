@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from streamrag.errors import ConfigurationError
-from streamrag.serve.configuration import SECTIONS, load
-from streamrag.serve.settings import Settings
-from streamrag.serve.showing import HIDDEN, commented_defaults, effective, toml_of
+from streamrag.serve.config.configuration import SECTIONS, load
+from streamrag.serve.config.settings import Settings
+from streamrag.serve.config.showing import HIDDEN, commented_defaults, effective, toml_of
 
 
 def file_of(folder: Path, text: str) -> Path:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-from streamrag.serve.course import Phase
-from streamrag.serve.metrics import Metrics
+from streamrag.serve.observe.course import Phase
+from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.observing import Interface, Outcome, Refusal
 
 ROOT = Path(__file__).resolve().parents[2]

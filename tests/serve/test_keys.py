@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from streamrag.errors import ConfigurationError
-from streamrag.serve.keys import read_keys
-from streamrag.serve.settings import KeySettings
+from streamrag.serve.config.keys import read_keys
+from streamrag.serve.config.settings import KeySettings
 
 ALICE, BOB = "a" * 32, "b" * 32
 

@@ -16,7 +16,7 @@ from streamrag.cli.program import run
 from streamrag.cli.top import NoAnswerError, look, view, watch
 from streamrag.records import KvHeld, KvUse
 from streamrag.serve import Limits
-from streamrag.serve.live import NUM_ENDED, Live, Minute, percentiles
+from streamrag.serve.observe.live import NUM_ENDED, Live, Minute, percentiles
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import CHUNKS, PARIS, Serving, serving
 from tests.serve.test_metrics import RecordingBackend

@@ -13,7 +13,7 @@ import pytest
 
 from streamrag import Append, SourceError
 from streamrag.serve import Limits
-from streamrag.serve.logs import HIDDEN, Form, QueryLog, hide, log_to
+from streamrag.serve.observe.logs import HIDDEN, Form, QueryLog, hide, log_to
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.serving import CHUNKS, PARIS, serving
 

@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streamrag import Append, Chunk, Update
 from streamrag.backends.vllm import VllmBackend
-from streamrag.serve.live import Live
-from streamrag.serve.metrics import Metrics
+from streamrag.serve.observe.live import Live
+from streamrag.serve.observe.metrics import Metrics
 from streamrag.telemetry import PrefillProgressed
 from streamrag.testing import make_tiny_llama
 from tests.serve.serving import serving

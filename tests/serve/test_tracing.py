@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
 from streamrag import Append, Chunk, SourceError
+from streamrag.serve.observe.tracing import MAX_EVENTS, Tracing, context_of, to_otlp
 from streamrag.serve.observing import ServedQuery
-from streamrag.serve.tracing import MAX_EVENTS, Tracing, context_of, to_otlp
 from streamrag.telemetry import ChunkArrived
 from streamrag.testing import Step
 from tests.serve.serving import CHUNKS, PARIS, serving
@@ -204,7 +204,7 @@ def test_what_is_not_installed_is_named_with_the_extra_that_has_it(missing: str)
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
         "from streamrag.errors import MissingDependencyError\n"
-        "try:\n    from streamrag.serve.tracing import to_otlp; to_otlp('http://127.0.0.1:1')\n"
+        "try:\n    from streamrag.serve.observe.tracing import to_otlp; to_otlp('http://127.0.0.1:1')\n"
         "except MissingDependencyError as error: print(error)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ import pytest
 from streamrag.core import Turn
 from streamrag.serve import Limits
 from streamrag.serve.failures import RequestError
-from streamrag.serve.responses.states import State, StateStore
+from streamrag.serve.interfaces.responses.states import State, StateStore
 
 
 def state(name: str, *turns: Turn) -> State:

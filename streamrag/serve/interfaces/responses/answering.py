@@ -6,11 +6,11 @@ from contextlib import aclosing, asynccontextmanager
 from streamrag.asked import QueryOptions
 from streamrag.core import Turn
 from streamrag.serve.bodies import split_turns
+from streamrag.serve.interfaces.responses.brought import Brought
+from streamrag.serve.interfaces.responses.requests import Asked
+from streamrag.serve.interfaces.responses.states import State, StateStore
+from streamrag.serve.interfaces.responses.writing import ServerEvent, Writer
 from streamrag.serve.observing import Interface
-from streamrag.serve.responses.brought import Brought
-from streamrag.serve.responses.requests import Asked
-from streamrag.serve.responses.states import State, StateStore
-from streamrag.serve.responses.writing import ServerEvent, Writer
 from streamrag.serve.service import Caller, Service
 from streamrag.telemetry import Answered, Event
 

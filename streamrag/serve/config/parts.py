@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from streamrag.core import Backend, SamplingParams, Source
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
-from streamrag.serve.live import Live
-from streamrag.serve.logs import QueryLog, log_to
-from streamrag.serve.metrics import Metrics
+from streamrag.serve.config.settings import EngineSettings, ModelSettings, PromptSettings, Settings, SourceSettings
+from streamrag.serve.observe.live import Live
+from streamrag.serve.observe.logs import QueryLog, log_to
+from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.observing import Observer
 from streamrag.serve.service import Service
-from streamrag.serve.settings import EngineSettings, ModelSettings, PromptSettings, Settings, SourceSettings
 
 
 def make_source(told: SourceSettings) -> Source | None:
@@ -135,7 +135,7 @@ def make_observers(settings: Settings, keys: Mapping[str, str]) -> tuple[list[Ob
     ]
     if told.otel_endpoint is None:
         return observers, _nothing
-    from streamrag.serve.tracing import Tracing, to_otlp
+    from streamrag.serve.observe.tracing import Tracing, to_otlp
 
     model = settings.model.served_name or settings.model.name
     tracing = Tracing(to_otlp(told.otel_endpoint), model=model or None, with_text=told.content)

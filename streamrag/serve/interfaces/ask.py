@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
 from streamrag.serve.bodies import read_body, sampling, turn_of
-from streamrag.serve.chat import Message
 from streamrag.serve.failures import Failure
 from streamrag.serve.gate import CALLER
+from streamrag.serve.interfaces.chat import Message
 from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond
 from streamrag.serve.wire import json_of, name_of, values_of

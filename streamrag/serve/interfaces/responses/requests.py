@@ -9,9 +9,9 @@ from pydantic import BaseModel, Field
 
 from streamrag.core import SamplingParams, Turn
 from streamrag.serve.bodies import sampling, turn_of
-from streamrag.serve.chat import check_model
 from streamrag.serve.failures import RequestError
-from streamrag.serve.responses.states import State
+from streamrag.serve.interfaces.chat import check_model
+from streamrag.serve.interfaces.responses.states import State
 from streamrag.serve.service import Service
 
 INCLUDES = frozenset(

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, SecretStr
 
-from streamrag.serve.settings import Settings
+from streamrag.serve.config.settings import Settings
 
 HIDDEN = "(hidden)"
 

@@ -7,9 +7,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamrag.serve.bodies import parsed
 from streamrag.serve.failures import RequestError, failure_of
-from streamrag.serve.responses.lanes import CreateEvent, Lane
-from streamrag.serve.responses.states import StateStore
-from streamrag.serve.responses.writing import ServerEvent
+from streamrag.serve.interfaces.responses.lanes import CreateEvent, Lane
+from streamrag.serve.interfaces.responses.states import StateStore
+from streamrag.serve.interfaces.responses.writing import ServerEvent
 from streamrag.serve.service import Caller, Service
 from streamrag.serve.wire import json_of
 

@@ -20,10 +20,10 @@ from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import SourceError, StreamRagError
 from streamrag.kinds import short
 from streamrag.retrieving import Retrieval
-from streamrag.serve.ask import told, told_failure
 from streamrag.serve.bodies import read_body
 from streamrag.serve.failures import RequestError
 from streamrag.serve.gate import CALLER
+from streamrag.serve.interfaces.ask import told, told_failure
 from streamrag.serve.service import OpenQuery, Service
 from streamrag.serve.sse import Write, respond
 from streamrag.serve.wire import json_of

@@ -17,8 +17,8 @@ from starlette.types import Message, Receive
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
 from streamrag.retrieving import MAX_COUNT
-from streamrag.serve.ask import Options
 from streamrag.serve.failures import RequestError
+from streamrag.serve.interfaces.ask import Options
 from streamrag.serve.limits import Limits
 
 MAX_CHUNKS = 4096

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamrag.core import Chunk
-from streamrag.serve.chat import passages_of
 from streamrag.serve.citations import LONGEST_MARK, annotation_of, file_id, file_name, marks_in
 from streamrag.serve.failures import Failure
-from streamrag.serve.responses.requests import Asked
+from streamrag.serve.interfaces.chat import passages_of
+from streamrag.serve.interfaces.responses.requests import Asked
 from streamrag.telemetry import Answer, Answered, ContextComplete, Event, RetrievalStarted, TokensGenerated
 
 ServerEvent = dict[str, Any]

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 from streamrag.errors import ConfigurationError
-from streamrag.serve.settings import KeySettings
+from streamrag.serve.config.settings import KeySettings
 
 MIN_KEY_CHARACTERS = 16
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any, Literal, TextIO, TypeAlias
 from urllib.parse import quote, quote_plus
 
-from streamrag.serve.course import Course, Courses
 from streamrag.serve.failures import failure_of
+from streamrag.serve.observe.course import Course, Courses
 from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery, current_query
 from streamrag.showing import one_line, shown
 from streamrag.telemetry import Answer, Event

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.records import KvUse, RequestRecord
-from streamrag.serve.course import Course, Courses, Phase
+from streamrag.serve.observe.course import Course, Courses, Phase
 from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Event

@@ -20,9 +20,9 @@ import anyio.to_thread
 
 from streamrag.errors import MissingDependencyError
 from streamrag.records import RequestRecord
-from streamrag.serve.course import Course
 from streamrag.serve.failures import failure_of
-from streamrag.serve.logs import hide
+from streamrag.serve.observe.course import Course
+from streamrag.serve.observe.logs import hide
 from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
 from streamrag.telemetry import (
     Answer,

@@ -9,11 +9,10 @@ from typing import Any
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.serve.app import LOOPBACK
-from streamrag.serve.configuration import Loaded, Problem
-from streamrag.serve.keys import read_keys
-from streamrag.serve.parts import make_backend, make_source, make_template
-from streamrag.serve.server import listen
-from streamrag.serve.settings import (
+from streamrag.serve.config.configuration import Loaded, Problem
+from streamrag.serve.config.keys import read_keys
+from streamrag.serve.config.parts import make_backend, make_source, make_template
+from streamrag.serve.config.settings import (
     EngineSettings,
     KeySettings,
     ModelSettings,
@@ -23,6 +22,7 @@ from streamrag.serve.settings import (
     Settings,
     SourceSettings,
 )
+from streamrag.serve.server import listen
 from streamrag.sources.index_folder import check_index
 from streamrag.versions import installed_versions
 

@@ -26,8 +26,8 @@ from streamrag.errors import PipelineClosedError
 from streamrag.serve.bodies import read_body, sampling
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.gate import CALLER
+from streamrag.serve.interfaces.session_store import Held, SessionStore, gone
 from streamrag.serve.service import Service
-from streamrag.serve.session_store import Held, SessionStore, gone
 from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of, name_of, values_of
 from streamrag.telemetry import Answered, Event

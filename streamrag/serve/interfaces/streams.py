@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.core import SourceEvent
-from streamrag.serve.ask import told, told_failure
 from streamrag.serve.gate import CALLER
-from streamrag.serve.lines import Lines
+from streamrag.serve.interfaces.ask import told, told_failure
+from streamrag.serve.interfaces.lines import Lines
 from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond
 from streamrag.tasks import cancel_regardless

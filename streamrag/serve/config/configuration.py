@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from streamrag.errors import ConfigurationError
-from streamrag.serve.settings import Settings
+from streamrag.serve.config.settings import Settings
 
 PREFIX = "STREAMRAG__"
 """Of variables in the environment, as in STREAMRAG__LIMITS__MAX_QUERIES."""

@@ -17,15 +17,15 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from streamrag.errors import ConfigurationError, DeadlineExceededError, PromptTooLongError, StreamRagError
 from streamrag.serve.failures import RequestError, failure_of
-from streamrag.serve.responses.answering import Answering
-from streamrag.serve.responses.brought import Brought
-from streamrag.serve.responses.requests import ResponseRequest, understood
+from streamrag.serve.interfaces.responses.answering import Answering
+from streamrag.serve.interfaces.responses.brought import Brought
+from streamrag.serve.interfaces.responses.requests import ResponseRequest, understood
 from streamrag.serve.sse import MAX_UNSENT
 from streamrag.tasks import cancel_regardless
 from streamrag.telemetry import Event
 
 if TYPE_CHECKING:
-    from streamrag.serve.responses.sockets import Connection
+    from streamrag.serve.interfaces.responses.sockets import Connection
 
 MAX_WAITING = 64
 """Requests of one lane that it has not come to."""

@@ -1,0 +1,1 @@
+"""Who watches: metrics, traces, logs, the live view."""
