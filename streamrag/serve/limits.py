@@ -16,6 +16,7 @@ class Limits(BaseModel):
     max_requests_per_minute: int = Field(default=600, ge=1, description="queries that one client may begin in a minute")
     max_tokens: int = Field(default=1024, ge=1, description="tokens of one answer, also where the client asks for more")
     deadline_s: float = Field(default=120.0, gt=0, description="seconds from a query's admission to its last token")
+    stream_s: float = Field(default=900.0, gt=0, description="the same of a stream, whose client brings its context")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body")
     max_stream_bytes: int = Field(default=16 << 20, ge=1024, description="bytes that one stream may send, all in all")
     max_frame_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a frame, or of a line of a stream")

@@ -347,7 +347,8 @@ class Service:
         :raises StreamRagError: as `Pipeline.stream` does.
         """
         params = self.answering(options.get("params", self.params))
-        deadline_s = min(options.get("deadline_s", self.limits.deadline_s), self.limits.deadline_s)
+        most_s = self.limits.deadline_s if source is None else self.limits.stream_s
+        deadline_s = min(options.get("deadline_s", most_s), most_s)
         asked: Any = {**self._options, **options, "params": params, "deadline_s": deadline_s}
         async with AsyncExitStack() as ends:
             pipeline = self._pipeline

@@ -101,7 +101,7 @@ async def test_a_client_that_asks_too_much_takes_no_place_from_another() -> None
 
 @pytest.mark.parametrize("interface", ASKED)
 async def test_a_deadline_ends_a_query_with_an_error(interface: str) -> None:
-    async with serving([anyio.Event()], limits=Limits(deadline_s=0.3)) as served, raw(served.url) as client:
+    async with serving([anyio.Event()], limits=Limits(deadline_s=0.3, stream_s=0.3)) as served, raw(served.url) as client:
         await ask(client, interface)
         status = await client.status()
         text = await client.text()
@@ -211,9 +211,11 @@ async def test_a_slow_reader_holds_up_itself_only_and_not_for_ever() -> None:
         slow.writer.transport.pause_reading()
         await slow.post("/v1/retrieve", {"query": "much"})
         await until(lambda: served.source.num_streams)
+        began_s = time.monotonic()
         answers = await asyncio.gather(*(served.http.post("/v1/ask", json={"question": QUESTION}) for _ in range(20)))
         assert all("event: answered" in answer.text for answer in answers)
-        assert len(served.service.queries) == 1, "the slow one has had its answer already"
+        if time.monotonic() - began_s < limits.send_timeout_s:  # else the slow one may have been left by now
+            assert len(served.service.queries) == 1, "the slow one has had its answer already"
         await freed(served, time.monotonic())
         assert served.watcher.ended[-1] == ("retrieve", "left")
         slow.writer.transport.resume_reading()
