@@ -101,7 +101,8 @@ async def test_a_client_that_asks_too_much_takes_no_place_from_another() -> None
 
 @pytest.mark.parametrize("interface", ASKED)
 async def test_a_deadline_ends_a_query_with_an_error(interface: str) -> None:
-    async with serving([anyio.Event()], limits=Limits(deadline_s=0.3, stream_s=0.3)) as served, raw(served.url) as client:
+    limits = Limits(deadline_s=0.3, stream_s=0.3)
+    async with serving([anyio.Event()], limits=limits) as served, raw(served.url) as client:
         await ask(client, interface)
         status = await client.status()
         text = await client.text()
