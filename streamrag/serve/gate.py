@@ -55,7 +55,7 @@ class Gate:
         return bool(self._keys)
 
     def set_keys(self, keys: Mapping[str, str]) -> None:
-        """From now on these count, and no others; requests that were let in go on."""
+        """From now on these count, and no others; requests that were let in go on, and a WebSocket until it asks."""
         self._keys = [(key.encode(), client) for key, client in keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +94,27 @@ class Gate:
         except RequestError as error:
             await _refuse(error, scope, receive, send_with_id)
             return
-        await self._app(scope, receive if scope["type"] == "websocket" else body.receive, send_with_id)
+        if scope["type"] == "http":
+            await self._app(scope, body.receive, send_with_id)
+            return
+        caller: Caller = scope[CALLER]
+        is_known = True
+
+        async def receive_with_key() -> Message:
+            nonlocal is_known
+            message = await receive()
+            is_known = self._is_known(caller.client, scope["path"], headers)
+            return message if is_known else {"type": "websocket.disconnect", "code": 1008}
+
+        await self._app(scope, receive_with_key, send_with_id)
+        if not is_known:
+            await send({"type": "websocket.close", "code": 1008, "reason": "this API key is no longer valid"})
+
+    def _is_known(self, client: str, path: str, headers: Headers) -> bool:
+        try:
+            return self._client(path, headers) == client
+        except RequestError:
+            return False
 
     def _client(self, path: str, headers: Headers) -> str:
         if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
@@ -210,7 +230,7 @@ def _split(url: str) -> SplitResult:
 
 
 _PREFLIGHT = {
-    "access-control-allow-methods": "GET, POST, DELETE",
+    "access-control-allow-methods": "GET, POST, PUT, DELETE",
     "access-control-allow-headers": "authorization, content-type, x-request-id, traceparent, tracestate, last-event-id",
     "access-control-max-age": "600",
 }

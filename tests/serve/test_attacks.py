@@ -4,17 +4,22 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
+import anyio
 import pytest
+import websockets
 
 from streamrag.asked import MAX_QUERY_CHARACTERS
+from streamrag.serve import Limits, Live
 from streamrag.serve.logs import HIDDEN, QueryLog, hide, log_to
 from tests.serve.responses.talking import talking
 from tests.serve.serving import serving
 
 KEYS = {"key-of-alice-0123456789": "alice", "key-of-mallory-0123456": "mallory"}
 ALICE, MALLORY = ({"authorization": f"Bearer {key}"} for key in KEYS)
+QUESTION = {"messages": [{"role": "user", "content": "Where is it?"}]}
 
 
 @pytest.fixture
@@ -79,3 +84,62 @@ async def test_questions_of_a_session_are_bounded() -> None:
         watched = await served.http.put(f"{url}/watches/a", json={"question": long})
         chosen = await served.http.put(f"{url}/watches/a", json={"question": "?", "answers": ["x" * 2000]})
         assert [each.status_code for each in (asked, watched, chosen)] == [400, 400, 400]
+
+
+async def test_tokens_of_one_client_do_not_keep_out_another() -> None:
+    much, little = ({"question": "Where is it?", "max_tokens": num} for num in (280, 100))
+    async with serving([anyio.Event()], limits=Limits(max_queued_tokens=300), keys=KEYS) as served:
+        async with served.http.stream("POST", "/v1/ask", json=much, headers=MALLORY) as greedy:
+            assert greedy.status_code == 200
+            answer = await served.http.post("/v1/ask", json=little, headers=MALLORY)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "tokens")
+            async with served.http.stream("POST", "/v1/ask", json=little, headers=ALICE) as other:
+                assert other.status_code == 200
+            answer = await served.http.post("/v1/ask", json=much, headers=ALICE)
+            assert answer.status_code == 429, "its share is all that it is sure of"
+
+
+async def test_connections_of_one_client_do_not_push_out_what_is_stored_for_another() -> None:
+    async with serving(limits=Limits(max_states=4), keys=KEYS) as served:
+        stored = [
+            (await served.http.post("/v1/responses", json={"input": "Where?"}, headers=ALICE)).json()["id"]
+            for _ in range(2)
+        ]
+        async with AsyncExitStack() as sockets:
+            for _ in range(6):
+                talk = await sockets.enter_async_context(talking(served, MALLORY["authorization"][7:]))
+                assert (await talk.create("Where?", store=False)).status == "completed"
+            for each in stored:
+                assert (await served.http.get(f"/v1/responses/{each}", headers=ALICE)).status_code == 200
+
+
+async def test_questions_are_shown_to_those_who_asked_them_and_to_operators() -> None:
+    async with serving(keys=KEYS, observers=[Live(with_text=True)]) as served:
+        await served.http.post("/v1/chat/completions", json=QUESTION, headers=ALICE)
+        for key, shown in ((ALICE, True), (MALLORY, False)):
+            (ended,) = (await served.http.get("/v1/live", headers=key)).json()["ended"]
+            assert ("text" in ended) is shown
+    async with serving(keys=KEYS, observers=[Live(with_text=True, clients=["mallory"])]) as served:
+        await served.http.post("/v1/chat/completions", json=QUESTION, headers=ALICE)
+        (ended,) = (await served.http.get("/v1/live", headers=MALLORY)).json()["ended"]
+        assert ended["text"] == "Where is it?"
+
+
+async def test_a_key_that_is_taken_back_ends_its_websocket() -> None:
+    key, other = KEYS
+    async with serving(keys=KEYS) as served, talking(served, key) as gone, talking(served, other) as stays:
+        assert (await gone.create("Where?")).status == (await stays.create("Where?")).status == "completed"
+        served.app.set_keys({other: "mallory"})
+        assert (await stays.create("Where?")).status == "completed"
+        with pytest.raises(websockets.ConnectionClosed) as closed:
+            await gone.create("Where?")
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1008
+        assert not served.service.queries
+
+
+async def test_a_page_that_may_ask_may_put_a_watch() -> None:
+    headers = {"origin": "https://app.example", "access-control-request-method": "PUT"}
+    async with serving(app_options={"origins": frozenset({"https://app.example"})}) as served:
+        answer = await served.http.options("/v1/sessions/x/watches/y", headers=headers)
+    assert "PUT" in answer.headers["access-control-allow-methods"]
