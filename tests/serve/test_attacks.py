@@ -143,3 +143,19 @@ async def test_a_page_that_may_ask_may_put_a_watch() -> None:
     async with serving(app_options={"origins": frozenset({"https://app.example"})}) as served:
         answer = await served.http.options("/v1/sessions/x/watches/y", headers=headers)
     assert "PUT" in answer.headers["access-control-allow-methods"]
+
+
+async def test_open_requests_of_one_client_do_not_keep_out_another() -> None:
+    limits = Limits(max_connections=6, max_connections_per_client=3)
+    async with serving(limits=limits, keys=KEYS) as served, AsyncExitStack() as opened:
+        url = (await served.http.post("/v1/sessions", json={}, headers=MALLORY)).json()["id"]
+        events = f"/v1/sessions/{url}/events"
+        for _ in range(2):
+            answer = await opened.enter_async_context(served.http.stream("GET", events, headers=MALLORY))
+            assert answer.status_code == 200
+        async with talking(served, MALLORY["authorization"][7:]) as talk:
+            assert (await talk.create("Where?")).status == "completed"
+            refused = await served.http.get("/v1/models", headers=MALLORY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_connections")
+            assert (await served.http.get("/v1/models", headers=ALICE)).status_code == 200
+            assert (await served.http.get("/readyz", headers=MALLORY)).status_code == 200
