@@ -69,7 +69,9 @@ async def test_nobody_hides_from_the_log_by_asking_for_a_word_of_it(lines: io.St
 
 
 def test_a_question_of_any_length_is_hidden_without_a_pattern_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("re.compile", no_constant)  # of 100,000 characters it held up everybody for a second
+    monkeypatch.setattr(
+        "re._compile", lambda *_: pytest.fail("a pattern")
+    )  # of 100,000 characters it held up everybody for a second
     question = "Où est l'İle? " * (MAX_QUERY_CHARACTERS // 14)
     for form in (question, question.upper().replace("İ", "İ"), repr(question)):
         assert HIDDEN in hide(f"no page answers {form}", question)
