@@ -100,7 +100,7 @@ class Admission:
         self._check_rate(client)
         expected = num_prompt_tokens if num_prompt_tokens is not None else self._expected_prompt_tokens()
         place = Place(client, expected, max_tokens)
-        queued = self.num_queued_tokens
+        queued = self._queued_before(client)
         if self._places and queued + place.num_queued_tokens > limits.max_queued_tokens:
             share = (queued + place.num_queued_tokens - limits.max_queued_tokens) / max(queued, 1)
             raise RefusedError(
@@ -122,6 +122,14 @@ class Admission:
         if place.num_prompt_tokens:  # a retrieval alone has none, and says nothing of the others
             self._prompts.append(place.num_prompt_tokens)
         self._stays.append(stayed_s)
+
+    def _queued_before(self, client: str) -> int:
+        """Tokens that wait, of each other client no more than its share: nobody's prompts keep out everybody else."""
+        waiting = Counter({client: 0})
+        for place in self._places:
+            waiting[place.client] += place.num_queued_tokens
+        share = self.limits.max_queued_tokens // len(waiting)
+        return sum(num if name == client else min(num, share) for name, num in waiting.items())
 
     def _check_rate(self, client: str) -> None:
         now = self._clock()

@@ -31,7 +31,8 @@ def parsed(body: bytes | str, model: type[M]) -> M:
     :raises RequestError: it is no JSON object, or not such a one; says where.
     """
     try:
-        values = from_json(body)  # no half characters, as json.loads has them, which no answer can hold
+        # No half characters, as json.loads has them, and no NaN, which no answer can hold.
+        values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import re
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from urllib.parse import SplitResult, urlsplit
 
@@ -48,6 +49,7 @@ class Gate:
         self.set_keys(keys or {})
         self._hosts = hosts
         self._origins = origins
+        self._open: Counter[str] = Counter()
 
     @property
     def has_keys(self) -> bool:
@@ -55,7 +57,7 @@ class Gate:
         return bool(self._keys)
 
     def set_keys(self, keys: Mapping[str, str]) -> None:
-        """From now on these count, and no others; requests that were let in go on."""
+        """From now on these count, and no others; requests that were let in go on, and a WebSocket until it asks."""
         self._keys = [(key.encode(), client) for key, client in keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,10 +93,48 @@ class Gate:
                 headers.get("tracestate"),
             )
             body.check_length()
+            client = scope[CALLER].client
+            self._check_open(client)
         except RequestError as error:
             await _refuse(error, scope, receive, send_with_id)
             return
-        await self._app(scope, receive if scope["type"] == "websocket" else body.receive, send_with_id)
+        self._open[client] += 1
+        try:
+            if scope["type"] == "http":
+                await self._app(scope, body.receive, send_with_id)
+            else:
+                await self._connect(scope, receive, send_with_id, client, headers)
+        finally:
+            self._open[client] -= 1
+            if not self._open[client]:
+                del self._open[client]
+
+    async def _connect(self, scope: Scope, receive: Receive, send: Send, client: str, headers: Headers) -> None:
+        """A WebSocket, for as long as its client has a key."""
+        is_known = True
+
+        async def receive_with_key() -> Message:
+            nonlocal is_known
+            message = await receive()
+            is_known = self._is_known(client, scope["path"], headers)
+            return message if is_known else {"type": "websocket.disconnect", "code": 1008}
+
+        await self._app(scope, receive_with_key, send)
+        if not is_known:
+            await send({"type": "websocket.close", "code": 1008, "reason": "this API key is no longer valid"})
+
+    def _check_open(self, client: str) -> None:
+        most = self._limits.max_connections_per_client
+        if client != ANONYMOUS and self._open[client] >= most:
+            raise RequestError(
+                f"{most:,} requests of yours are open, which is the most", status=429, code="too_many_connections"
+            )
+
+    def _is_known(self, client: str, path: str, headers: Headers) -> bool:
+        try:
+            return self._client(path, headers) == client
+        except RequestError:
+            return False
 
     def _client(self, path: str, headers: Headers) -> str:
         if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
@@ -210,7 +250,7 @@ def _split(url: str) -> SplitResult:
 
 
 _PREFLIGHT = {
-    "access-control-allow-methods": "GET, POST, DELETE",
+    "access-control-allow-methods": "GET, POST, PUT, DELETE",
     "access-control-allow-headers": "authorization, content-type, x-request-id, traceparent, tracestate, last-event-id",
     "access-control-max-age": "600",
 }

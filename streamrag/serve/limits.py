@@ -24,6 +24,11 @@ class Limits(BaseModel):
     head_s: float = Field(default=10.0, gt=0, description="seconds for a request's line and headers to come")
     body_s: float = Field(default=60.0, gt=0, description="seconds for a request's body to come, but for a stream's")
     max_connections: int = Field(default=2048, ge=1, description="connections that are open at once")
+    max_connections_per_client: int = Field(
+        default=1024,
+        ge=1,
+        description="requests and WebSockets of one client that are open at once, where there are keys",
+    )
     max_states: int = Field(default=256, ge=0, description="responses that are kept for previous_response_id")
     max_sessions: int = Field(default=64, ge=0, description="sessions that are open at once")
     max_sessions_per_client: int = Field(default=16, ge=0, description="sessions of one client")

@@ -47,9 +47,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-    except OSError as error:
+    except (OSError, ValueError, TypeError) as error:  # the others: of a text that is no name at all
         sock.close()
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {reason}") from error
     return sock
 
 

@@ -10,6 +10,7 @@ import httpx
 
 from streamrag import Append, Chunk, SourceEvent
 from streamrag.serve import Limits, Service, create_app
+from streamrag.serve.gate import Gate
 from streamrag.serve.observing import Interface, Observer, Outcome, Refusal, ServedQuery
 from streamrag.serve.server import QuietServer, config_of, listen
 from streamrag.telemetry import Answer, Event
@@ -62,6 +63,7 @@ class Serving:
     watcher: Watcher
     url: str
     http: httpx.AsyncClient
+    app: Gate
 
 
 @asynccontextmanager
@@ -91,7 +93,7 @@ async def serving(
     headers = {"authorization": f"Bearer {next(iter(keys))}"} if keys else {}
     try:
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20.0) as http:
-            yield Serving(service, source, backend, watcher, url, http)
+            yield Serving(service, source, backend, watcher, url, http, app)
     finally:
         await service.aclose()
         server.should_exit = True

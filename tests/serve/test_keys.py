@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from streamrag.errors import ConfigurationError
+from streamrag.serve.config.checking import check
+from streamrag.serve.config.configuration import load
 from streamrag.serve.config.keys import read_keys
 from streamrag.serve.config.settings import KeySettings
+from streamrag.serve.server import listen
 
 ALICE, BOB = "a" * 32, "b" * 32
 
@@ -46,11 +49,36 @@ def test_a_file_that_cannot_be_used_is_explained_without_a_key(tmp_path: Path, t
     assert ALICE not in str(raised.value)
 
 
+@pytest.mark.parametrize("value", ["[" * 5000, "1" * 5000])
+def test_a_file_that_no_parser_bears_is_explained(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no TOML"):
+        read_keys(KeySettings(file=file_of(tmp_path, f"alice = {value}")))
+    (tmp_path / "service.toml").write_text(f"[engine]\nengine_args = {{ a = {value} }}\n")
+    environment = {"STREAMRAG__ENGINE__ENGINE_ARGS": value}
+    problems = [str(each) for each in load(tmp_path / "service.toml", environment, {}).problems]
+    assert len(problems) == 2
+    assert "is no TOML" in problems[0]
+
+
+def test_an_address_that_is_none_is_explained() -> None:
+    for host in ("\0", "x" * 300):
+        with pytest.raises(ConfigurationError, match="cannot listen on"):
+            listen(host, 0)
+
+
 def test_a_file_that_is_not_there_and_a_pair_that_is_none_are_explained(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"keys\.toml cannot be read: No such file"):
         read_keys(KeySettings(file=tmp_path / "keys.toml"))
     with pytest.raises(ConfigurationError, match=r"pair 2 of keys\.pairs is not name=key"):
         read_keys(KeySettings(pairs=f"alice={ALICE} geheim"))
+
+
+@pytest.mark.parametrize("pairs", ["", " \n"])
+def test_an_empty_list_of_keys_lets_nobody_in(pairs: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"keys\.pairs has no keys"):
+        read_keys(KeySettings(pairs=pairs))
+    environment = {"STREAMRAG__KEYS__PAIRS": pairs, "STREAMRAG__SERVER__HOST": "0.0.0.0"}
+    assert any("keys.pairs has no keys" in str(each) for each in check(load(None, environment, {})))
 
 
 def test_a_group_may_read_what_root_hands_to_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

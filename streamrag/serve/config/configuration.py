@@ -147,7 +147,7 @@ def _of_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
     except OSError as error:
         loaded.problems.append(Problem(str(file), f"cannot be read: {error.strerror or error}"))
         return
-    except ValueError as error:  # of TOML, of UTF-8
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8; of arrays in arrays
         loaded.problems.append(Problem(str(file), f"is no TOML: {error}"))
         return
     lines = _lines_of(text.decode())

@@ -25,7 +25,10 @@ def read_keys(told: KeySettings) -> dict[str, str]:
         if not pairs:
             raise ConfigurationError(f'{told.file} has no keys: write lines as name = "key"')
     if told.pairs is not None:
-        for number, pair in enumerate(told.pairs.get_secret_value().split(), 1):
+        given = told.pairs.get_secret_value().split()
+        if not given:  # as where a variable that should hold them is empty: nobody meant to let everybody in
+            raise ConfigurationError("keys.pairs has no keys: write name=key, or leave it out")
+        for number, pair in enumerate(given, 1):
             name, is_pair, key = pair.partition("=")
             if not is_pair or not name:
                 raise ConfigurationError(f"pair {number} of keys.pairs is not name=key")
@@ -52,12 +55,16 @@ def _of_file(file: Path) -> list[tuple[str, str]]:
         if len(text) > MAX_FILE_BYTES:
             raise ConfigurationError(f"{file} has more than {MAX_FILE_BYTES:,} bytes")
         values = tomllib.loads(text.decode())
+    except ConfigurationError:  # which is a ValueError
+        raise
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror or error}") from error
     except tomllib.TOMLDecodeError as error:  # says a line and a column, not what stands there
         raise ConfigurationError(f'{file} is no TOML, as name = "key": {error}') from None
     except UnicodeDecodeError:
         raise ConfigurationError(f"{file} is no UTF-8") from None
+    except (ValueError, RecursionError):  # of numbers of thousands of digits, of arrays in arrays
+        raise ConfigurationError(f'{file} is no TOML, as name = "key"') from None
     for name, key in values.items():
         if not isinstance(key, str):
             raise ConfigurationError(f'{file}: {name!r:.80} must be a text, as name = "key"')

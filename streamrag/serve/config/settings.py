@@ -27,7 +27,7 @@ def _object(value: Any) -> Any:
     """A table, of JSON too."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from None
 
 

@@ -13,7 +13,7 @@ DELETE /v1/sessions/{id}
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 from sse_starlette.event import ServerSentEvent
@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Chunk
 from streamrag.errors import PipelineClosedError
 from streamrag.serve.bodies import read_body, sampling
@@ -58,7 +59,7 @@ class Data(BaseModel):
 class Question(BaseModel):
     """A question to a session."""
 
-    question: str
+    question: str = Field(max_length=MAX_QUERY_CHARACTERS)
     at_least: int | None = Field(default=None, ge=0)
     max_tokens: int | None = None
     temperature: float | None = None
@@ -69,8 +70,8 @@ class Question(BaseModel):
 class WatchedQuestion(BaseModel):
     """A question that is to be kept answered."""
 
-    question: str
-    answers: list[str] = Field(default_factory=list, max_length=64)
+    question: str = Field(max_length=MAX_QUERY_CHARACTERS)
+    answers: list[Annotated[str, Field(max_length=1000)]] = Field(default_factory=list, max_length=64)
     every_s: float = Field(default=0.0, ge=0, le=86_400)
     priority: int = 0
     max_tokens: int | None = None

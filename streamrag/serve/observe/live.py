@@ -37,7 +37,7 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 class Live:
     """An observer that knows what every open query is doing, and how the last ones ended.
 
-    with_text: whether to show the beginnings of questions.
+    with_text: whether to show the beginnings of questions: to everybody those of their own, to `clients` all.
     clients: names of those who may look, at the queries of all; None for everybody who has a key.
     clock: seconds; of `time.monotonic` unless a test says otherwise.
     """
@@ -90,8 +90,8 @@ class Live:
         if self._clients is not None and client not in self._clients:
             raise RequestError("this key is not for looking at what others ask", status=403, code="not_an_operator")
 
-    def snapshot(self, service: Service) -> dict[str, Any]:
-        """Everything, for JSON."""
+    def snapshot(self, service: Service, client: str) -> dict[str, Any]:
+        """Everything that `client` may see, for JSON."""
         backend = service.backend
         use = backend.kv_use if isinstance(backend, TellsKvUse) else None
         return {
@@ -104,8 +104,8 @@ class Live:
             "num_queued_tokens": service.admission.num_queued_tokens,
             "max_queued_tokens": service.limits.max_queued_tokens,
             "num_open": service.admission.num_queries,
-            "open": [self._shown(course) for course in islice(self._courses, NUM_OPEN)],
-            "ended": list(self._ended),
+            "open": [self._seen(self._shown(course), client) for course in islice(self._courses, NUM_OPEN)],
+            "ended": [self._seen(each, client) for each in self._ended],
             "minute": {name: self._minute.count(name) for name in _COUNTED},
             "total": {name: self._total[name] for name in _COUNTED},
             "refused": dict(self._refused),
@@ -117,6 +117,11 @@ class Live:
     def _count(self, name: str, num: int) -> None:
         self._total[name] += num
         self._minute.add(name, num)
+
+    def _seen(self, shown: dict[str, Any], client: str) -> dict[str, Any]:
+        if self._clients is not None or shown["client"] == client:
+            return shown
+        return {name: value for name, value in shown.items() if name != "text"}
 
     def _shown(self, course: Course) -> dict[str, Any]:
         query = course.query
@@ -171,7 +176,8 @@ def routes(service: Service) -> list[Route]:
     found = [observer for observer in service.observers if isinstance(observer, Live)]
 
     async def live(request: Request) -> Response:
-        found[0].check(request.scope[CALLER].client)
-        return JSONResponse(found[0].snapshot(service), headers={"cache-control": "no-store"})
+        client = request.scope[CALLER].client
+        found[0].check(client)
+        return JSONResponse(found[0].snapshot(service, client), headers={"cache-control": "no-store"})
 
     return [Route("/v1/live", live)] if found else []

@@ -9,7 +9,6 @@ address has that was asked of a search engine, it is taken out.
 
 import json
 import logging
-import re
 import time
 from collections.abc import Iterator
 from typing import Any, Literal, TextIO, TypeAlias
@@ -23,7 +22,10 @@ from streamrag.telemetry import Answer, Event
 
 Form: TypeAlias = Literal["json", "text"]
 
-log = logging.getLogger("streamrag.serve.queries")
+OF_QUERIES = "streamrag.serve.queries"
+"""The logger of lines that say how a query ended: that is their message."""
+
+log = logging.getLogger(OF_QUERIES)
 
 FIELDS = "streamrag_fields"
 """Where a record of the log has values of its own."""
@@ -34,6 +36,8 @@ OF_ERROR = "streamrag_query"
 """Where an error has the query that it ended: the server logs it when that has long been left."""
 
 HIDDEN = "[question]"
+QUOTING = ("reason", "source_error", "cut_short")
+"""Fields that may hold a question. In others it is not looked for: nobody hides who asked by asking for that name."""
 MAX_CHARACTERS = 2_000
 """Of one value; a traceback may have ten times as many."""
 MIN_HIDDEN = 4
@@ -159,10 +163,11 @@ class _Formatter(logging.Formatter):
         yield "logger", record.name
         if request_id := getattr(record, "request_id", None):
             yield "request_id", request_id
-        yield "message", hide(record.getMessage(), question)[:MAX_CHARACTERS]
+        message = record.getMessage()
+        yield "message", message if record.name == OF_QUERIES else hide(message, question)[:MAX_CHARACTERS]
         for name, value in getattr(record, FIELDS, {}).items():
             if value is not None:
-                is_text = isinstance(value, str) and name not in ("question", "answer")
+                is_text = isinstance(value, str) and name in QUOTING
                 yield name, hide(value, question)[:MAX_CHARACTERS] if is_text else value
         if record.exc_info and record.exc_info[0] is not None:
             traceback = hide(self.formatException(record.exc_info), question)
@@ -189,12 +194,36 @@ class ForPeople(_Formatter):
 
 
 def hide(text: str, question: str) -> str:
-    """`text` without the question, as it is or as an address has it."""
-    if len(question.strip()) < MIN_HIDDEN:
-        return text
+    """`text` without the question, as it is or as an address has it, in whatever case.
+
+    In time that grows with both lengths only: a question is anybody's, and may be as long as a book.
+    """
     stripped = question.strip()
-    forms = {stripped, question, quote(stripped), quote_plus(stripped), quote(stripped, safe=""), repr(stripped)[1:-1]}
-    return re.sub("|".join(map(re.escape, sorted(forms, key=len, reverse=True))), HIDDEN, text, flags=re.IGNORECASE)
+    if len(stripped) < MIN_HIDDEN or len(stripped) > len(text):  # no form of it is shorter
+        return text
+    forms = {stripped, quote(stripped), quote_plus(stripped), quote(stripped, safe=""), repr(stripped)[1:-1]}
+    parts = [text]
+    for form in sorted(map(_small, forms), key=len, reverse=True):
+        parts = [piece for part in parts for piece in _split(part, form)]
+    return HIDDEN.join(parts)
+
+
+def _split(text: str, form: str) -> list[str]:
+    small, pieces, start = _small(text), [], 0
+    while (found := small.find(form, start)) >= 0:
+        pieces.append(text[start:found])
+        start = found + len(form)
+    return [*pieces, text[start:]]
+
+
+def _small(text: str) -> str:
+    """In small letters, each in the place of its own."""
+    small = text.lower()
+    return small if len(small) == len(text) else "".join(map(_small_letter, text))
+
+
+def _small_letter(letter: str) -> str:
+    return small if len(small := letter.lower()) == 1 else letter
 
 
 def log_to(stream: TextIO, *, form: Form = "json", level: int = logging.INFO, with_text: bool = False) -> None:

@@ -24,18 +24,18 @@ def names(store: StateStore, owner: str, *candidates: str) -> list[str]:
 
 def test_what_was_used_least_recently_goes_first() -> None:
     store = StateStore(Limits(max_states=2))
-    store.add("alice", state("a"))
-    store.add("alice", state("b"))
+    store.add("alice", state("a"), client="alice")
+    store.add("alice", state("b"), client="alice")
     store.get("a", "alice")
-    store.add("alice", state("c"))
+    store.add("alice", state("c"), client="alice")
     assert names(store, "alice", "a", "b", "c") == ["a", "c"]
 
 
 def test_who_has_most_gives_first() -> None:
     store = StateStore(Limits(max_states=3))
-    store.add("bob", state("b"))
+    store.add("bob", state("b"), client="bob")
     for name in ("a1", "a2", "a3", "a4"):
-        store.add("alice", state(name))
+        store.add("alice", state(name), client="alice")
     assert names(store, "bob", "b") == ["b"]
     assert names(store, "alice", "a1", "a2", "a3", "a4") == ["a3", "a4"]
 
@@ -44,32 +44,32 @@ def test_bytes_are_bounded_and_a_chain_counts_its_turns_once() -> None:
     turns = [Turn("user", "x" * 1000) for _ in range(4)]
     store = StateStore(Limits(max_state_bytes=10_000))
     for number in range(4):
-        store.add("alice", state(f"s{number}", *turns[: number + 1]))
+        store.add("alice", state(f"s{number}", *turns[: number + 1]), client="alice")
     assert store.num_states == 4
     assert 8000 < store.num_bytes < 9000
-    store.add("alice", state("other", Turn("user", "y" * 1000)))
+    store.add("alice", state("other", Turn("user", "y" * 1000)), client="alice")
     assert names(store, "alice", "s0", "s1", "s2", "s3", "other") == ["other"], "s3 held the turns of all before it"
-    store.add("alice", state("huge", Turn("user", "z" * 6000)))
+    store.add("alice", state("huge", Turn("user", "z" * 6000)), client="alice")
     assert (store.num_states, store.num_bytes) == (0, 0)
 
 
 def test_what_is_not_used_expires() -> None:
     now_s = 0.0
     store = StateStore(Limits(state_s=10), clock=lambda: now_s)
-    store.add("alice", state("a"))
-    store.add("alice", state("b"))
+    store.add("alice", state("a"), client="alice")
+    store.add("alice", state("b"), client="alice")
     now_s = 8.0
     store.get("a", "alice")
     now_s = 12.0
     assert names(store, "alice", "a", "b") == ["a"]
     now_s = 30.0
-    store.add("bob", state("c"))
+    store.add("bob", state("c"), client="bob")
     assert store.num_states == 1, "also of an owner who does not come back"
 
 
 def test_owners_are_apart() -> None:
     store = StateStore(Limits())
-    store.add("alice", state("a"))
+    store.add("alice", state("a"), client="alice")
     assert names(store, "bob", "a") == []
     with pytest.raises(RequestError, match="no response 'a'"):
         store.delete("a", "bob")
@@ -84,8 +84,8 @@ def test_owners_are_apart() -> None:
 def test_a_response_that_is_deleted_leaves_its_turns_to_those_that_went_on_from_it() -> None:
     turn = Turn("user", "x" * 1000)
     store = StateStore(Limits())
-    store.add("alice", state("a", turn))
-    store.add("alice", state("b", turn, turn))
+    store.add("alice", state("a", turn), client="alice")
+    store.add("alice", state("b", turn, turn), client="alice")
     store.delete("a", "alice")
     assert store.get("b", "alice").turns == (turn, turn)
     store.delete("b", "alice")
@@ -94,5 +94,5 @@ def test_a_response_that_is_deleted_leaves_its_turns_to_those_that_went_on_from_
 
 def test_none_are_kept_where_none_may_be() -> None:
     store = StateStore(Limits(max_states=0))
-    store.add("alice", state("a"))
+    store.add("alice", state("a"), client="alice")
     assert store.num_states == 0

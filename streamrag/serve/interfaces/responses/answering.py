@@ -52,16 +52,23 @@ async def unsent(event: ServerEvent) -> None:
 
 
 class Answering:
-    """Sends the events of a response, and keeps it once it is whole, for `owner` if there is one."""
+    """Sends the events of a response, and keeps it once it is whole, for `owner`, of `client`'s, if there is one."""
 
     def __init__(
-        self, asked: Asked, model: str, states: StateStore, owner: Hashable | None, send: Send = unsent
+        self,
+        asked: Asked,
+        model: str,
+        states: StateStore,
+        owner: Hashable | None,
+        client: str,
+        send: Send = unsent,
     ) -> None:
         self.asked = asked
         self.writer = Writer(asked, model)
         self._last: list[ServerEvent] = []
         self._states = states
         self._owner = owner
+        self._client = client
         self.send = send
 
     async def run(self, service: Service, caller: Caller, interface: Interface) -> None:
@@ -109,4 +116,5 @@ class Answering:
     def _keep(self, *more: Turn) -> None:
         if self._owner is not None:
             turns = (*self.asked.turns, *more)
-            self._states.add(self._owner, State(self.writer.response, turns, self.asked.brings_context))
+            state = State(self.writer.response, turns, self.asked.brings_context)
+            self._states.add(self._owner, state, client=self._client)

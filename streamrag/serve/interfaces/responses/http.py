@@ -30,7 +30,8 @@ def routes(service: Service) -> list[BaseRoute]:
         body = await read_body(request, ResponseRequest)
         previous = states.previous(body.previous_response_id, caller.client)
         asked = understood(service, body, previous, is_socket=False)
-        answering = Answering(asked, service.model_name, states, caller.client if asked.is_stored else None)
+        owner = caller.client if asked.is_stored else None
+        answering = Answering(asked, service.model_name, states, owner, caller.client)
         if not body.stream:
             await unless_gone(answering.run(service, caller, "responses"), request.receive)
             return JSONResponse(answering.writer.response)

@@ -179,7 +179,7 @@ class Lane:
         previous = states.previous(request.previous_response_id, client, connection)
         asked = understood(self._service, request, previous, is_socket=True)
         owner = client if asked.is_stored else connection
-        return Answering(asked, self._service.model_name, states, owner, connection.send)
+        return Answering(asked, self._service.model_name, states, owner, client, connection.send)
 
     async def _tell(self, error: Exception) -> None:
         """As the end of a response that was begun, as an error of one that was not, or not at all: nobody waits."""

@@ -1,5 +1,6 @@
 """What a client asks for with `response.create`, or in the body of a POST, and what of it this service does."""
 
+import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,6 +113,11 @@ class ResponseRequest(BaseModel):
         for name, is_refused in refused.items():
             if is_refused:
                 raise RequestError(f"{name}: this service does not do that", code="unsupported_value", param=name)
+        for name, given_back in (("tools", self.tools), ("tool_choice", choice)):
+            try:
+                json.dumps(given_back, allow_nan=False)
+            except ValueError:
+                raise RequestError(f"{name}: it has a number that is too large", param=name) from None
 
     def turns(self) -> tuple[Turn, ...]:
         """The messages of its input.

@@ -35,8 +35,8 @@ class State:
 class StateStore:
     """Keeps as many states as the limits allow. An owner has no way to another one's.
 
-    What was not used for longest goes first, of the owner that has most: nobody can push out everybody else's.
-    An owner is a client, by name, or a connection, for what its client does not want to be stored.
+    What was not used for longest goes first, of the client that has most: nobody can push out everybody else's.
+    An owner is a client, by name, or a connection of one, for what that does not want to be stored.
 
     clock: seconds; of `time.monotonic` unless a test says otherwise.
     """
@@ -56,16 +56,16 @@ class StateStore:
         """What they take, about."""
         return sum(shelf.num_bytes for shelf in self._shelves.values())
 
-    def add(self, owner: Hashable, state: State) -> None:
-        """Keep a state, and let others go if they are too old or too many."""
+    def add(self, owner: Hashable, state: State, *, client: Hashable) -> None:
+        """Keep a state of an owner of `client`'s, and let others go if they are too old or too many."""
         now_s = self._clock()
-        self._shelves.setdefault(owner, _Shelf()).add(state, now_s)
+        self._shelves.setdefault(owner, _Shelf(client)).add(state, now_s)
         for each in list(self._shelves):
             self._drop_old(each, now_s)
         while self.num_states > self._limits.max_states:
-            self._drop_first(max(self._shelves, key=lambda each: len(self._shelves[each].states)))
+            self._drop_first(self._greediest(lambda shelf: len(shelf.states)))
         while self.num_bytes > self._limits.max_state_bytes:
-            self._drop_first(max(self._shelves, key=lambda each: self._shelves[each].num_bytes))
+            self._drop_first(self._greediest(lambda shelf: shelf.num_bytes))
 
     def get(self, key: str, *owners: Hashable) -> State:
         """The state of this id that one of `owners` has.
@@ -105,6 +105,13 @@ class StateStore:
         """Forget all that this owner has."""
         self._shelves.pop(owner, None)
 
+    def _greediest(self, size: "Callable[[_Shelf], int]") -> Hashable:
+        """The owner that has most, of those of the client that has most: of all its connections together."""
+        of_client: Counter[Hashable] = Counter()
+        for shelf in self._shelves.values():
+            of_client[shelf.client] += size(shelf)
+        return max(self._shelves, key=lambda each: (of_client[(shelf := self._shelves[each]).client], size(shelf)))
+
     def _drop_old(self, owner: Hashable, now_s: float) -> None:
         shelf = self._shelves.get(owner)
         while shelf is not None and shelf.states and shelf.oldest_s <= now_s - self._limits.state_s:
@@ -123,7 +130,8 @@ class StateStore:
 class _Shelf:
     """The states of one owner, least recently used first, and what they take."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: Hashable) -> None:
+        self.client = client
         self.states: OrderedDict[str, State] = OrderedDict()
         self.num_bytes = 0
         self._used_s: dict[str, float] = {}

@@ -1,0 +1,163 @@
+"""What a client might try to hurt the service, or others, with."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import pytest
+import websockets
+
+from streamrag.asked import MAX_QUERY_CHARACTERS
+from streamrag.serve import Limits, Live
+from streamrag.serve.observe.logs import HIDDEN, QueryLog, hide, log_to
+from tests.serve.responses.talking import talking
+from tests.serve.serving import serving
+
+KEYS = {"key-of-alice-0123456789": "alice", "key-of-mallory-0123456": "mallory"}
+ALICE, MALLORY = ({"authorization": f"Bearer {key}"} for key in KEYS)
+QUESTION = {"messages": [{"role": "user", "content": "Where is it?"}]}
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    """What is logged, everything set back afterwards."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    stream = io.StringIO()
+    log_to(stream)
+    yield stream
+    root.handlers[:], root.level = before
+
+
+def no_constant(name: str) -> Any:
+    raise AssertionError(f"{name} is no JSON")
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "1" * 5000])
+@pytest.mark.parametrize(
+    "field", ['"tools": [{"type": "file_search", "x": %s}]', '"tool_choice": {"type": "auto", "x": %s}']
+)
+async def test_a_number_that_json_does_not_have_is_refused(field: str, number: str) -> None:
+    async with serving() as served:
+        for stream in ("false", "true"):
+            body = f'{{"input": "Where?", "stream": {stream}, {field % number}}}'
+            answer = await served.http.post("/v1/responses", content=body)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        async with talking(served) as talk:
+            await talk.connection.send_raw(f'{{"type": "response.create", "input": "Where?", {field % number}}}')
+            (told,) = await talk.events()
+            assert (told.type, told.status) == ("error", 400)
+            assert (await talk.create("Where?")).status == "completed"
+
+
+async def test_nobody_hides_from_the_log_by_asking_for_a_word_of_it(lines: io.StringIO) -> None:
+    words = ["answered", "mallory", "chat", "stop"]
+    async with serving(observers=[QueryLog()], keys=KEYS) as served:
+        for word in words:
+            body = {"messages": [{"role": "user", "content": word}]}
+            assert (await served.http.post("/v1/chat/completions", json=body, headers=MALLORY)).status_code == 200
+    found = [json.loads(line) for line in lines.getvalue().splitlines()]
+    ended = [line for line in found if line["logger"] == "streamrag.serve.queries"]
+    assert len(ended) == len(words)
+    for line in ended:
+        said = (line["message"], line["client"], line["interface"], line["finish_reason"])
+        assert said == ("answered", "mallory", "chat", "stop")
+
+
+def test_a_question_of_any_length_is_hidden_without_a_pattern_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "re._compile", lambda *_: pytest.fail("a pattern")
+    )  # of 100,000 characters it held up everybody for a second
+    question = "Où est l'İle? " * (MAX_QUERY_CHARACTERS // 14)
+    for form in (question, question.upper().replace("İ", "İ"), repr(question)):
+        assert HIDDEN in hide(f"no page answers {form}", question)
+    assert hide("no page answers", question) == "no page answers"
+
+
+async def test_questions_of_a_session_are_bounded() -> None:
+    async with serving() as served:
+        url = f"/v1/sessions/{(await served.http.post('/v1/sessions', json={})).json()['id']}"
+        long = "x" * (MAX_QUERY_CHARACTERS + 1)
+        asked = await served.http.post(f"{url}/ask", json={"question": long})
+        watched = await served.http.put(f"{url}/watches/a", json={"question": long})
+        chosen = await served.http.put(f"{url}/watches/a", json={"question": "?", "answers": ["x" * 2000]})
+        assert [each.status_code for each in (asked, watched, chosen)] == [400, 400, 400]
+
+
+async def test_tokens_of_one_client_do_not_keep_out_another() -> None:
+    much, little = ({"question": "Where is it?", "max_tokens": num} for num in (280, 100))
+    async with serving([anyio.Event()], limits=Limits(max_queued_tokens=300), keys=KEYS) as served:
+        async with served.http.stream("POST", "/v1/ask", json=much, headers=MALLORY) as greedy:
+            assert greedy.status_code == 200
+            answer = await served.http.post("/v1/ask", json=little, headers=MALLORY)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "tokens")
+            async with served.http.stream("POST", "/v1/ask", json=little, headers=ALICE) as other:
+                assert other.status_code == 200
+            answer = await served.http.post("/v1/ask", json=much, headers=ALICE)
+            assert answer.status_code == 429, "its share is all that it is sure of"
+
+
+async def test_connections_of_one_client_do_not_push_out_what_is_stored_for_another() -> None:
+    async with serving(limits=Limits(max_states=4), keys=KEYS) as served:
+        stored = [
+            (await served.http.post("/v1/responses", json={"input": "Where?"}, headers=ALICE)).json()["id"]
+            for _ in range(2)
+        ]
+        async with AsyncExitStack() as sockets:
+            for _ in range(6):
+                talk = await sockets.enter_async_context(talking(served, MALLORY["authorization"][7:]))
+                assert (await talk.create("Where?", store=False)).status == "completed"
+            for each in stored:
+                assert (await served.http.get(f"/v1/responses/{each}", headers=ALICE)).status_code == 200
+
+
+async def test_questions_are_shown_to_those_who_asked_them_and_to_operators() -> None:
+    async with serving(keys=KEYS, observers=[Live(with_text=True)]) as served:
+        await served.http.post("/v1/chat/completions", json=QUESTION, headers=ALICE)
+        for key, shown in ((ALICE, True), (MALLORY, False)):
+            (ended,) = (await served.http.get("/v1/live", headers=key)).json()["ended"]
+            assert ("text" in ended) is shown
+    async with serving(keys=KEYS, observers=[Live(with_text=True, clients=["mallory"])]) as served:
+        await served.http.post("/v1/chat/completions", json=QUESTION, headers=ALICE)
+        (ended,) = (await served.http.get("/v1/live", headers=MALLORY)).json()["ended"]
+        assert ended["text"] == "Where is it?"
+
+
+async def test_a_key_that_is_taken_back_ends_its_websocket() -> None:
+    key, other = KEYS
+    async with serving(keys=KEYS) as served, talking(served, key) as gone, talking(served, other) as stays:
+        assert (await gone.create("Where?")).status == (await stays.create("Where?")).status == "completed"
+        served.app.set_keys({other: "mallory"})
+        assert (await stays.create("Where?")).status == "completed"
+        with pytest.raises(websockets.ConnectionClosed) as closed:
+            await gone.create("Where?")
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1008
+        assert not served.service.queries
+
+
+async def test_a_page_that_may_ask_may_put_a_watch() -> None:
+    headers = {"origin": "https://app.example", "access-control-request-method": "PUT"}
+    async with serving(app_options={"origins": frozenset({"https://app.example"})}) as served:
+        answer = await served.http.options("/v1/sessions/x/watches/y", headers=headers)
+    assert "PUT" in answer.headers["access-control-allow-methods"]
+
+
+async def test_open_requests_of_one_client_do_not_keep_out_another() -> None:
+    limits = Limits(max_connections=6, max_connections_per_client=3)
+    async with serving(limits=limits, keys=KEYS) as served, AsyncExitStack() as opened:
+        url = (await served.http.post("/v1/sessions", json={}, headers=MALLORY)).json()["id"]
+        events = f"/v1/sessions/{url}/events"
+        for _ in range(2):
+            answer = await opened.enter_async_context(served.http.stream("GET", events, headers=MALLORY))
+            assert answer.status_code == 200
+        async with talking(served, MALLORY["authorization"][7:]) as talk:
+            assert (await talk.create("Where?")).status == "completed"
+            refused = await served.http.get("/v1/models", headers=MALLORY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_connections")
+            assert (await served.http.get("/v1/models", headers=ALICE)).status_code == 200
+            assert (await served.http.get("/readyz", headers=MALLORY)).status_code == 200
