@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from inspect import isawaitable, iscoroutine
+from math import isfinite
 from numbers import Real
 from types import NoneType
 from typing import TypeVar
@@ -198,8 +199,8 @@ def _chunk_fault(chunk: object) -> str:
     if not is_whole(chunk.passage) or not 0 <= chunk.passage <= MAX_COUNT:
         what = short(chunk.passage) if is_whole(chunk.passage) else kind_of(chunk.passage)
         return f"a Chunk whose passage is {what}, and must be a whole number from 0 to {MAX_COUNT:,}"
-    if chunk.score is not None and not is_number(chunk.score):
-        return f"a Chunk whose score is {kind_of(chunk.score)}, and must be a number that is not NaN, or None"
+    if chunk.score is not None and not (is_number(chunk.score) and isfinite(chunk.score)):
+        return f"a Chunk whose score is {short(chunk.score)}, and must be a finite number, or None"
     return ""
 
 

@@ -167,8 +167,9 @@ def test_a_chunk_of_each_kind_of_event_is_checked_and_a_list_of_chunks_is_as_goo
         (Append(Chunk("a", None)), "a Chunk whose uri is None"),  # type: ignore[arg-type]
         (Append(Chunk("a", "s", b"t")), "a Chunk whose title is a bytes"),  # type: ignore[arg-type]
         (Append(Chunk("a", "s", "t", "1")), "a Chunk whose passage is a str, and must be a whole number"),  # type: ignore[arg-type]
-        (Append(Chunk("a", "s", "t", 0, "0.5")), "a Chunk whose score is a str, and must be a number"),  # type: ignore[arg-type]
-        (Update((A, Chunk("a", "s", score=math.nan))), "an Update with a Chunk whose score is a float, .* not NaN"),
+        (Append(Chunk("a", "s", "t", 0, "0.5")), "a Chunk whose score is '0.5', and must be a finite number"),  # type: ignore[arg-type]
+        (Append(Chunk("a", "s", score=-math.inf)), "a Chunk whose score is -inf, and must be a finite number"),
+        (Update((A, Chunk("a", "s", score=math.nan))), "an Update with a Chunk whose score is nan, .* finite"),
         (Append(Chunk("a", "s", "t", 10**30)), "a Chunk whose passage is 10+, and must be a whole number from 0"),
         (Append(A, Hint("x")), "an Append with a Hint whose num_chunks is a str, and must be a number"),  # type: ignore[arg-type]
         (Append(A, 3), "an Append with an int in place of a Hint"),  # type: ignore[arg-type]
