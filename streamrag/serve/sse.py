@@ -45,7 +45,7 @@ async def respond(
         async with send:
             try:
                 await produce(send.send)
-            except Exception as error:
+            except Exception as error:  # whatever it is, the client is told, and it is raised on
                 if not has_begun:
                     raise
                 for event in failed(failure_of(error)):

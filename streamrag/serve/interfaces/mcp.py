@@ -113,7 +113,7 @@ def make_server(service: Service) -> "MCPServer[Any]":
                         return CallToolResult(content=[TextContent(type="text", text=text)], structured_content=values)
                     if (message := progress.of(event)) is not None:
                         await context.report_progress(progress.num_steps, message=message)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the tool says so in the words of any interface
             failure = failure_of(error)
             if failure.status == 500:
                 log.error("a tool call failed", exc_info=error)
