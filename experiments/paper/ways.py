@@ -67,7 +67,16 @@ PAPER_OPTIONS: Mapping[str, Any] = {
 }
 """What makes our scheduler the paper's: steps are full, every request may take the memory of those behind it, and who
 was evicted starts again at once. Whatever else ours does by default has to be switched off here."""
-NO_PART_OF_PAPER = {"partial_step_s", "host_kv_bytes", "num_host_blocks", "profile", "records", "policy", "eviction"}
+NO_PART_OF_PAPER = {
+    "partial_step_s",
+    "host_kv_bytes",
+    "num_host_blocks",
+    "profile",
+    "records",
+    "policy",
+    "eviction",
+    "tells_kv_use",
+}
 """Options that a way sets itself, or that mean nothing with `PAPER_OPTIONS`."""
 
 PAPER_POLICIES = {"vLLM-S": "arrival", "FCFS": "fcfs", "LCAS": "lcas", "LCAS as coded": "lcas_oldest", "MCPS": "mcps"}

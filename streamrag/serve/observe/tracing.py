@@ -148,7 +148,7 @@ class Tracing:
                     {"gen_ai.operation.name": "retrieval", "gen_ai.data_source.id": self._data_source},
                 )
             case ContextComplete():
-                self._end_retrieval(traced, event.at_s)
+                self._end_of_search(traced, event.at_s)
             case ChunkArrived(chunk=chunk):
                 texts = {"streamrag.uri": chunk.uri, "streamrag.text": chunk.text[:MAX_TEXT]}
                 self._add_event(
@@ -185,7 +185,7 @@ class Tracing:
         attach(traced.before)
         now_s = time.monotonic()
         traced.course.end(answer)
-        self._end_retrieval(traced, now_s - query.started_s)
+        self._end_of_search(traced, now_s - query.started_s)
         self._add_generation(traced, answer, now_s)
         traced.span.set_attributes(_given(self._of_end(traced.course, outcome, answer)))
         if error is not None and outcome not in ("answered", "left"):
@@ -254,7 +254,7 @@ class Tracing:
         context = set_span_in_context(parent or traced.span)
         return self._tracer.start_span(name, context=context, start_time=start_ns, attributes=_given(attributes))
 
-    def _end_retrieval(self, traced: _Traced, at_s: float) -> None:
+    def _end_of_search(self, traced: _Traced, at_s: float) -> None:
         if traced.retrieval is None:
             return
         traced.retrieval.set_attribute("streamrag.num_chunks", traced.course.num_chunks)

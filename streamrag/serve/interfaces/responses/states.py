@@ -44,28 +44,28 @@ class StateStore:
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._shelves: dict[Hashable, _Shelf] = {}
+        self._of_clients: dict[Hashable, _Kept] = {}
 
     @property
     def num_states(self) -> int:
         """Those that are kept."""
-        return sum(len(shelf.states) for shelf in self._shelves.values())
+        return sum(len(kept.states) for kept in self._of_clients.values())
 
     @property
     def num_bytes(self) -> int:
         """What they take, about."""
-        return sum(shelf.num_bytes for shelf in self._shelves.values())
+        return sum(kept.num_bytes for kept in self._of_clients.values())
 
     def add(self, owner: Hashable, state: State, *, client: Hashable) -> None:
         """Keep a state of an owner of `client`'s, and let others go if they are too old or too many."""
         now_s = self._clock()
-        self._shelves.setdefault(owner, _Shelf(client)).add(state, now_s)
-        for each in list(self._shelves):
+        self._of_clients.setdefault(owner, _Kept(client)).add(state, now_s)
+        for each in list(self._of_clients):
             self._drop_old(each, now_s)
         while self.num_states > self._limits.max_states:
-            self._drop_first(self._greediest(lambda shelf: len(shelf.states)))
+            self._drop_first(self._greediest(lambda kept: len(kept.states)))
         while self.num_bytes > self._limits.max_state_bytes:
-            self._drop_first(self._greediest(lambda shelf: shelf.num_bytes))
+            self._drop_first(self._greediest(lambda kept: kept.num_bytes))
 
     def get(self, key: str, *owners: Hashable) -> State:
         """The state of this id that one of `owners` has.
@@ -75,7 +75,7 @@ class StateStore:
         now_s = self._clock()
         for owner in owners:
             self._drop_old(owner, now_s)
-            if owner in self._shelves and (state := self._shelves[owner].use(key, now_s)) is not None:
+            if owner in self._of_clients and (state := self._of_clients[owner].use(key, now_s)) is not None:
                 return state
         raise RequestError(
             f"there is no response {key!r:.80} here, or not any more", status=404, code="response_not_found"
@@ -98,36 +98,36 @@ class StateStore:
         :raises RequestError: there is none.
         """
         self.get(key, owner)
-        self._shelves[owner].remove(key)
+        self._of_clients[owner].remove(key)
         self._tidy(owner)
 
     def forget(self, owner: Hashable) -> None:
         """Forget all that this owner has."""
-        self._shelves.pop(owner, None)
+        self._of_clients.pop(owner, None)
 
-    def _greediest(self, size: "Callable[[_Shelf], int]") -> Hashable:
+    def _greediest(self, size: "Callable[[_Kept], int]") -> Hashable:
         """The owner that has most, of those of the client that has most: of all its connections together."""
         of_client: Counter[Hashable] = Counter()
-        for shelf in self._shelves.values():
-            of_client[shelf.client] += size(shelf)
-        return max(self._shelves, key=lambda each: (of_client[(shelf := self._shelves[each]).client], size(shelf)))
+        for kept in self._of_clients.values():
+            of_client[kept.client] += size(kept)
+        return max(self._of_clients, key=lambda each: (of_client[(kept := self._of_clients[each]).client], size(kept)))
 
     def _drop_old(self, owner: Hashable, now_s: float) -> None:
-        shelf = self._shelves.get(owner)
-        while shelf is not None and shelf.states and shelf.oldest_s <= now_s - self._limits.state_s:
+        kept = self._of_clients.get(owner)
+        while kept is not None and kept.states and kept.oldest_s <= now_s - self._limits.state_s:
             self._drop_first(owner)
 
     def _drop_first(self, owner: Hashable) -> None:
-        shelf = self._shelves[owner]
-        shelf.remove(next(iter(shelf.states)))
+        kept = self._of_clients[owner]
+        kept.remove(next(iter(kept.states)))
         self._tidy(owner)
 
     def _tidy(self, owner: Hashable) -> None:
-        if not self._shelves[owner].states:
-            del self._shelves[owner]
+        if not self._of_clients[owner].states:
+            del self._of_clients[owner]
 
 
-class _Shelf:
+class _Kept:
     """The states of one owner, least recently used first, and what they take."""
 
     def __init__(self, client: Hashable) -> None:
