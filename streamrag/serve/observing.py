@@ -1,7 +1,7 @@
 """Who watches the queries that a service answers: metrics, traces, logs, the live view."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
@@ -73,39 +73,27 @@ class AllOf:
         self._has_failed: set[tuple[int, str]] = set()
 
     def query_started(self, query: ServedQuery) -> None:
-        for observer in self._observers:
-            try:
-                observer.query_started(query)
-            except Exception:  # whatever goes wrong in watching a query, the query is worth more; so below
-                self._on_failure(observer, "query_started")
+        self._tell("query_started", lambda observer: observer.query_started(query))
 
     def query_event(self, query: ServedQuery, event: Event) -> None:
-        for observer in self._observers:
-            try:
-                observer.query_event(query, event)
-            except Exception:
-                self._on_failure(observer, "query_event")
+        self._tell("query_event", lambda observer: observer.query_event(query, event))
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        for observer in self._observers:
-            try:
-                observer.query_ended(query, outcome, answer, error)
-            except Exception:
-                self._on_failure(observer, "query_ended")
+        self._tell("query_ended", lambda observer: observer.query_ended(query, outcome, answer, error))
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
+        self._tell("query_refused", lambda observer: observer.query_refused(client, interface, why))
+
+    def _tell(self, what: str, tell: Callable[[Observer], None]) -> None:
         for observer in self._observers:
             try:
-                observer.query_refused(client, interface, why)
-            except Exception:
-                self._on_failure(observer, "query_refused")
-
-    def _on_failure(self, observer: Observer, what: str) -> None:
-        if (id(observer), what) not in self._has_failed:
-            self._has_failed.add((id(observer), what))
-            log.exception("%s.%s failed; this is logged once", type(observer).__name__, what)
+                tell(observer)
+            except Exception:  # whatever goes wrong in watching a query, the query is worth more
+                if (id(observer), what) not in self._has_failed:
+                    self._has_failed.add((id(observer), what))
+                    log.exception("%s.%s failed; this is logged once", type(observer).__name__, what)
 
 
 current_query: ContextVar[ServedQuery | None] = ContextVar("streamrag_current_query", default=None)
