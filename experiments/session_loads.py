@@ -8,11 +8,10 @@ from typing import Any, TypeAlias
 
 from session_arms import ask
 from session_load import QUESTIONS, samples
-from session_simulation import Site, simulated
+from session_simulation import Device, Site, simulated
 
 from streamrag.bench.summary import percentile
 from streamrag.core import SamplingParams
-from streamrag.engine.costs import StepProfile
 from streamrag.sessions import Session
 from streamrag.tasks import cancel_regardless
 
@@ -79,9 +78,9 @@ async def filled(session: Session, num: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- ingestion
 
 
-async def ingestion(profile: StepProfile, rate: float, for_s: float) -> Row:
+async def ingestion(device: Device, rate: float, for_s: float) -> Row:
     """Data stream into a window that is nearly full."""
-    async with simulated(profile) as site, opened(site, window_tokens=WINDOW) as session:
+    async with simulated(device) as site, opened(site, window_tokens=WINDOW) as session:
         await filled(session, SAMPLES_IN_WINDOW * 9 // 10)
         return await asked_while(session, rate, for_s, PARAMS)
 
@@ -113,10 +112,10 @@ async def asked_while(session: Session, rate: float, for_s: float, params: Sampl
 # ------------------------------------------------------------------------------------------------------------- window
 
 
-async def window(profile: StepProfile, rate: float, share: float, num_windows: float, num_asked: int) -> Row:
+async def window(device: Device, rate: float, share: float, num_windows: float, num_asked: int) -> Row:
     """Data for so many windows stream into a full one."""
     for_s = num_windows * SAMPLES_IN_WINDOW / rate
-    async with simulated(profile) as site, opened(site, window_tokens=WINDOW, slide_share=share) as session:
+    async with simulated(device) as site, opened(site, window_tokens=WINDOW, slide_share=share) as session:
         await filled(session, SAMPLES_IN_WINDOW - 20)
         site.meter.reset()
         row = await asked_evenly(session, rate, for_s, num_asked, PARAMS)
@@ -163,9 +162,9 @@ async def asked_evenly(session: Session, rate: float, for_s: float, num_asked: i
 # -------------------------------------------------------------------------------------------------------------- flash
 
 
-async def flash(profile: StepProfile, interval_s: float, num_cycles: int) -> Row:
+async def flash(device: Device, interval_s: float, num_cycles: int) -> Row:
     """Five of six questions are watched; 55 samples come at intervals, and in the middle of each a question."""
-    async with simulated(profile) as site, opened(site, window_tokens=WINDOW) as session:
+    async with simulated(device) as site, opened(site, window_tokens=WINDOW) as session:
         lines = samples(num_cycles * 55)
         watches = [session.watch(question, params=PARAMS) for question in QUESTIONS[:5]]
         hits: list[float] = []
@@ -188,9 +187,9 @@ async def flash(profile: StepProfile, interval_s: float, num_cycles: int) -> Row
     }
 
 
-async def most_flash(profile: StepProfile, interval_s: float, num_watched: int = 256) -> Row:
+async def most_flash(device: Device, interval_s: float, num_watched: int = 256) -> Row:
     """More questions are watched than can be answered between two batches of 55 samples: how many are?"""
-    async with simulated(profile) as site, opened(site, window_tokens=WINDOW) as session:
+    async with simulated(device) as site, opened(site, window_tokens=WINDOW) as session:
         watches = [session.watch(f"Question {i}?", params=PARAMS) for i in range(num_watched)]
         counts = []
         for number in range(6):
@@ -205,10 +204,10 @@ async def most_flash(profile: StepProfile, interval_s: float, num_watched: int =
 # --------------------------------------------------------------------------------------------------------------- many
 
 
-async def many(profile: StepProfile, num_sessions: int, for_s: float = 20.0) -> Row:
+async def many(device: Device, num_sessions: int, for_s: float = 20.0) -> Row:
     """Sessions of 100 samples, to each of which one more comes every second, and a question a second to each tenth."""
     firsts: list[float] = []
-    async with simulated(profile) as site, AsyncExitStack() as stack:
+    async with simulated(device) as site, AsyncExitStack() as stack:
         sessions = [
             await stack.enter_async_context(opened(site, window_tokens=4_000, name=f"session {i}"))
             for i in range(num_sessions)

@@ -1,8 +1,8 @@
 """Engines for sessions in virtual time: vLLM's own scheduler and KV cache manager, or ours, and a device's profile."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from session_load import ShortPieces
@@ -43,6 +43,15 @@ class Meter:
 
 
 @dataclass(frozen=True)
+class Device:
+    """What an engine is simulated on, and how its scheduler is set."""
+
+    profile: StepProfile
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """Options of our scheduler, as in `streamrag.backends.vllm.options`."""
+
+
+@dataclass(frozen=True)
 class Site:
     """A running engine."""
 
@@ -58,10 +67,9 @@ class Site:
 
 
 @asynccontextmanager
-async def simulated(
-    profile: StepProfile, *, is_stock: bool = False, has_prefix_cache: bool = True
-) -> AsyncIterator[Site]:
+async def simulated(device: Device, *, is_stock: bool = False, has_prefix_cache: bool = True) -> AsyncIterator[Site]:
     """An engine, with our scheduler or with vLLM's own."""
+    profile = device.profile
     shape = EngineShape(
         num_blocks=profile.kv_tokens // profile.block_size,
         block_size=profile.block_size,
@@ -69,6 +77,7 @@ async def simulated(
         max_num_seqs=256,
         is_async=profile.is_async,
         has_prefix_cache=has_prefix_cache,
+        streamrag={} if is_stock else dict(device.scheduler),
     )
     meter = Meter(profile)
     engine = simulated_engine(shape, meter, is_stock=is_stock)

@@ -5,9 +5,10 @@
 Tables, after the evaluation of arXiv 2605.13784, on a real engine (`sessions_simulated.py` has the same on GPUs):
 
 growing    100 samples of prices, then cycles of 55 more and one of six questions. The same questions of the same text,
-           token for token, asked of a session; as a plain request, on an engine with vLLM's prefix caching; as one that
-           finds nothing cached; and of vLLM's own streaming sessions, on vLLM's own scheduler (see session_arms.py).
-           The data come before the question does; how long taking them in took is told below.
+           token for token, asked of a session; as a plain request, on an engine with vLLM's prefix caching; and as one
+           that finds nothing cached. The data come before the question does; how long taking them in took is told
+           below.
+stock      the same on vLLM's own scheduler: a plain request, and vLLM's own streaming sessions (see session_arms.py)
 ingestion  questions one after the other while data stream in, at several rates, up to more than can be taken in
 window     share of the window that goes at a time
 flash      watched questions: how often the answer is there when it is asked for, and in what time
@@ -23,9 +24,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,13 +33,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from session_arms import BESIDE, CACHED, INSIDE, SESSION, UNCACHED, Asked, StockSession, Text, ask, ask_plain
-from session_load import NUM_FIRST, NUM_MORE, QUESTIONS, samples
-from session_loads import Row, asked_evenly, asked_while, filled
+from session_arms import ask
+from session_growing import Done, Row, growing, growing_stock
+from session_load import QUESTIONS, samples
+from session_loads import asked_evenly, asked_while, filled
 
-from streamrag import AnswerChunk, Pipeline, Prompt, SamplingParams, VllmBackend, from_passages
+from streamrag import Pipeline, SamplingParams, VllmBackend, from_passages
+from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.backends.vllm.client.measured import running_engine
 from streamrag.bench.summary import percentile
+from streamrag.core import ModelInfo
 from streamrag.files import write_whole
 from streamrag.testing import make_tiny_llama
 
@@ -60,118 +63,6 @@ MODEL: dict[str, Any] = {
 }
 
 console = Console(highlight=False, width=None if Console().is_terminal else 120)
-Done = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """What comes, and what is asked, as tokens."""
-
-    new: tuple[int, ...]
-    tail: tuple[int, ...]
-    prompt: tuple[int, ...]
-
-
-def of_cycle(number: int) -> list[str]:
-    """Its samples; the first has the hundred before it as well."""
-    lines = samples(NUM_FIRST + (number + 1) * NUM_MORE)
-    return lines[NUM_FIRST + number * NUM_MORE if number else 0 :]
-
-
-async def plain(backend: VllmBackend, token_ids: tuple[int, ...]) -> Asked:
-    """A request of its own, with a record of what was computed for it."""
-
-    async def prompts() -> AsyncIterator[Prompt]:
-        yield Prompt(token_ids, 0, is_complete=True)
-
-    began_s, first_s, cached = time.monotonic(), 0.0, 0
-    ids: list[int] = []
-    async for event in backend.generate(prompts(), PARAMS):
-        if isinstance(event, AnswerChunk):
-            first_s = first_s or time.monotonic() - began_s
-            ids += event.token_ids
-            cached = event.record.num_from_cache if event.record else cached
-    return Asked(first_s, time.monotonic() - began_s, len(token_ids), cached, tuple(ids))
-
-
-async def growing(pipeline: Pipeline, backend: VllmBackend, num_cycles: int, done: Done) -> tuple[Row, list[Cycle]]:
-    """The arms on our scheduler."""
-    arms: dict[str, list[Asked]] = {SESSION: [], CACHED: [], UNCACHED: []}
-    cycles: list[Cycle] = []
-    took_in: list[float] = []
-    text = Text(backend.model)
-    async with pipeline.session(window_tokens=28_000) as session:
-        for number in range(num_cycles):
-            new, began_s = text.add(of_cycle(number)), time.monotonic()
-            for line in of_cycle(number):
-                version = await session.append(line)
-            await ask(session, f"Warm {number}?", PARAMS, at_least=version)
-            took_in.append(time.monotonic() - began_s)
-            question = QUESTIONS[number % len(QUESTIONS)]
-            arms[SESSION].append(await ask(session, question, PARAMS))
-            cycles.append(Cycle(new, text.tail(question), text.complete(question)))
-            done()
-    for name in (CACHED, UNCACHED):
-        await forgotten(backend)
-        for cycle in cycles:
-            if name == UNCACHED:
-                await forgotten(backend)
-            arms[name].append(await plain(backend, cycle.prompt))
-            done()
-    return {"arms": arms, "took_in_s": took_in}, cycles
-
-
-async def growing_stock(model: Path, cycles: Sequence[Cycle], done: Done) -> dict[str, list[Asked]]:
-    """The arms on vLLM's own scheduler, an engine of its own; of the first, contexts have all questions and answers."""
-    args = {
-        "max_model_len": MODEL["max_model_len"],
-        "block_size": BLOCK_SIZE,
-        "kv_cache_memory_bytes": KV_BYTES,
-        "enable_logging_iteration_details": False,
-    }
-    arms: dict[str, list[Asked]] = {INSIDE: [], BESIDE: []}
-    async with running_engine(str(model), args, policy=None) as client:
-        for name, asked in arms.items():
-            await client.reset_prefix_cache()
-            async with StockSession(client) as stock:
-                for cycle in cycles:
-                    stock.put(cycle.new)
-                    await stock.settled()
-                    if name == INSIDE:
-                        asked.append(await stock.ask(cycle.tail, NUM_OUTPUT_TOKENS))
-                    else:
-                        asked.append(await ask_plain(client, name, cycle.prompt, NUM_OUTPUT_TOKENS))
-                    done()
-    return arms
-
-
-def show_growing(arms: dict[str, list[Asked]], took_in_s: Sequence[float]) -> None:
-    table = Table(title="A question while the context grows (milliseconds)")
-    for column in ("", "P50 first", "P95 first", "P50 last", "P95 last", "longest/shortest", "computed, P50", "same"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, asked in arms.items():
-        firsts, lasts = [a.first_s for a in asked], [a.last_s for a in asked]
-        third = max(len(asked) // 3, 1)
-        computed = [a.num_tokens - a.num_cached for a in asked if a.num_cached is not None]
-        table.add_row(
-            name,
-            *(f"{1e3 * percentile(v, q):.1f}" for v in (firsts, lasts) for q in (0.5, 0.95)),
-            f"{median(firsts[-third:]) / median(firsts[:third]):.2f}",
-            f"{median(computed):,.0f}" if computed else "",
-            f"{num_same(asked, arms[SESSION])} of {len(asked)}",
-        )
-    console.print(table)
-    sizes = [a.num_tokens for a in arms[SESSION]]
-    console.print(
-        f"   {len(sizes)} questions, {sizes[0]:,} to {sizes[-1]:,} tokens; same: answers with the session's tokens; "
-        f"taking in {NUM_MORE} samples: {1e3 * median(took_in_s[1:] or took_in_s):.1f} ms\n"
-    )
-    for name in set(arms) - {INSIDE}:
-        assert num_same(arms[name], arms[SESSION]) == len(sizes), f"{name}: not the same answers"
-
-
-def num_same(one: Sequence[Asked], other: Sequence[Asked]) -> int:
-    return sum(a.token_ids == b.token_ids for a, b in zip(one, other, strict=True))
 
 
 async def ingestion(pipeline: Pipeline, done: Done) -> list[Row]:
@@ -269,12 +160,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def forgotten(backend: VllmBackend) -> None:
-    while not await backend.reset_prefix_cache():  # noqa: ASYNC110 - nobody says when a stream is gone
-        await asyncio.sleep(0.01)
-
-
-TABLES = ("growing", "ingestion", "window", "flash", "many")
+TABLES = ("growing", "stock", "ingestion", "window", "flash", "many")
 
 
 async def measure(model: Path, chosen: Sequence[str], num_cycles: int, num_sessions: int) -> Row:
@@ -285,36 +171,32 @@ async def measure(model: Path, chosen: Sequence[str], num_cycles: int, num_sessi
         kv_cache_bytes=KV_BYTES,
         engine_args={"block_size": BLOCK_SIZE},
     )
-    totals = {"growing": 5 * num_cycles, "ingestion": len(RATES), "window": len(SHARES), "flash": 1, "many": 1}
+    totals = {"growing": 3 * num_cycles, "stock": 3 * num_cycles, "ingestion": len(RATES), "window": len(SHARES)}
     results: Row = {}
-    cycles: list[Cycle] = []
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=sum(totals[name] for name in chosen))
+        task = progress.add_task("measuring", total=sum(totals.get(name, 1) for name in chosen))
 
         def done() -> None:
             progress.advance(task)
 
-        async with Pipeline(from_passages(lambda query: []), backend) as pipeline:
-            if "growing" in chosen:
-                results["growing"], cycles = await growing(pipeline, backend, num_cycles, done)
-            if "ingestion" in chosen:
-                results["ingestion"] = await ingestion(pipeline, done)
-            if "window" in chosen:
-                results["window"] = await window(pipeline, backend, done)
-            if "flash" in chosen:
-                results["flash"] = await flash(pipeline, done)
-            if "many" in chosen:
-                results["many"] = await many(pipeline, num_sessions, done)
-        if cycles:
-            found = results["growing"]
-            found["arms"] |= await growing_stock(model, cycles, done)
-            show_growing(found["arms"], found["took_in_s"])
-            found["arms"] = {name: [_plain(a) for a in asked] for name, asked in found["arms"].items()}
+        if set(chosen) != {"stock"}:
+            async with Pipeline(from_passages(lambda query: []), backend) as pipeline:
+                if "growing" in chosen:
+                    results["growing"] = await growing(pipeline, backend, num_cycles, PARAMS, done)
+                if "ingestion" in chosen:
+                    results["ingestion"] = await ingestion(pipeline, done)
+                if "window" in chosen:
+                    results["window"] = await window(pipeline, backend, done)
+                if "flash" in chosen:
+                    results["flash"] = await flash(pipeline, done)
+                if "many" in chosen:
+                    results["many"] = await many(pipeline, num_sessions, done)
+        if "stock" in chosen:
+            info = ModelInfo(str(model), HuggingFaceTokenizer(model), MODEL["max_model_len"])
+            args = {"block_size": BLOCK_SIZE, "kv_cache_memory_bytes": KV_BYTES, "max_model_len": info.max_model_len}
+            async with running_engine(str(model), args, policy=None) as client:
+                results["stock"] = await growing_stock(client, info, num_cycles, NUM_OUTPUT_TOKENS, done)
     return results
-
-
-def _plain(asked: Asked) -> Row:
-    return {name: value for name, value in asdict(asked).items() if name != "token_ids"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -332,10 +214,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or make_tiny_llama(Path(folder) / "model", **MODEL)
         results = asyncio.run(measure(model, chosen, arguments.cycles, arguments.sessions))
+    if arguments.json and arguments.json.exists():
+        before = json.loads(arguments.json.read_text())
+        results = {**{name: figures for name, figures in before.items() if name in TABLES}, **results}
     if arguments.json:
-        before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        kept = {name: figures for name, figures in before.items() if name in TABLES}
-        write_whole(arguments.json, json.dumps({**kept, **results}, indent=1) + "\n")
+        write_whole(arguments.json, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a session's questions take on GPUs, in virtual time: vLLM's own scheduler and KV cache manager, no model.
 
-    python experiments/sessions_simulated.py [--tables NAMES] [--json FILE] [--plot FILE]
+    python experiments/sessions_simulated.py [--tables NAMES] [--devices NAMES] [--policy NAME] [--json FILE]
+        [--plot FILE]
 
 The sessions are those of streamrag, on a simulated engine: two H200 (`h200-llama8b-tp2`), and one L40S (`l40s-llama8b`,
 derived from its data sheet and measured nowhere). Tables:
@@ -12,6 +13,8 @@ ingestion  questions one after the other while data stream in, up to more than t
 window     share of the window that goes at a time: what it costs, what it keeps, what questions take
 flash      watched questions: how many are answered before they are asked
 many       a hundred sessions on one engine
+
+What `--tables` and `--devices` leave out stays in the file as it was.
 """
 
 import argparse
@@ -33,13 +36,12 @@ from rich.table import Table
 from session_arms import ARMS, BESIDE, INSIDE, SESSION, UNCACHED, Asked, StockSession, Text, ask, ask_plain
 from session_load import NUM_FIRST, NUM_MORE, QUESTIONS, samples
 from session_loads import NUM_OUTPUT_TOKENS, PARAMS, Row, flash, ingestion, many, most_flash, opened, window
-from session_simulation import simulated
+from session_simulation import Device, simulated
 
 from streamrag.bench.provenance import versions
 from streamrag.bench.report_canvas import make_panels, plain_log_ticks
 from streamrag.bench.summary import percentile
 from streamrag.bench.virtual_time import run_virtual
-from streamrag.engine.costs import StepProfile
 from streamrag.engine.profile_files import load_profile
 from streamrag.files import write_whole
 
@@ -57,7 +59,9 @@ COLOURS = ("#d55e00", "#e69f00", "#009e73", "#0072b2", "#000000")
 STYLES = ("-", (0, (5, 3)), (0, (1, 2)), "-", "-")
 WIDTHS = (3.5, 2.0, 2.0, 1.5, 1.5)
 """Where curves lie upon each other, all can be seen."""
-Work: TypeAlias = Callable[[StepProfile], Coroutine[Any, Any, Row]]
+Results: TypeAlias = dict[str, dict[str, list[Row]]]
+"""Rows by device and table."""
+Work: TypeAlias = Callable[[Device], Coroutine[Any, Any, Row]]
 
 console = Console(highlight=False, width=None if Console().is_terminal else 140)
 
@@ -65,14 +69,12 @@ console = Console(highlight=False, width=None if Console().is_terminal else 140)
 # ------------------------------------------------------------------------------------------------------------ growing
 
 
-async def growing(
-    profile: StepProfile, arm: str, num_questions: int, gap_s: float, num_cycles: int = NUM_CYCLES
-) -> Row:
+async def growing(device: Device, arm: str, num_questions: int, gap_s: float, num_cycles: int = NUM_CYCLES) -> Row:
     """Questions come `gap_s` after the data that they are about, and one after the other."""
     asked: list[Asked] = []
     async with AsyncExitStack() as stack:
         site = await stack.enter_async_context(
-            simulated(profile, is_stock=arm != SESSION, has_prefix_cache=arm != UNCACHED)
+            simulated(device, is_stock=arm != SESSION, has_prefix_cache=arm != UNCACHED)
         )
         text, lines = Text(site.backend.model), samples(NUM_FIRST + num_cycles * NUM_MORE)
         session = stock = None
@@ -130,10 +132,10 @@ def works(device: str) -> Iterator[tuple[str, Work]]:
         for arm in ARMS:
             yield "growing", partial(growing, arm=arm, num_questions=num_questions, gap_s=gap_s)
     for rate in RATES:
-        yield "ingestion", partial(ingestion, rate=rate, for_s=30.0)
+        yield "ingestion", partial(ingestion, rate=rate, for_s=15.0)
     for rate in WINDOW_RATES[device]:
         for share in SHARES:
-            yield "window", partial(window, rate=rate, share=share, num_windows=2, num_asked=400)
+            yield "window", partial(window, rate=rate, share=share, num_windows=1.5, num_asked=300)
     for interval_s in INTERVALS_S:
         yield "flash", partial(flash, interval_s=interval_s, num_cycles=60)
         yield "most_flash", partial(most_flash, interval_s=interval_s)
@@ -258,18 +260,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tables", default=every, metavar="NAMES", help="which; default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the growing context there, a PNG")
+    parser.add_argument("--devices", nargs="+", default=list(DEVICES), choices=DEVICES, help="which; default: all")
+    parser.add_argument("--policy", metavar="NAME", help="of our scheduler; its figures stand beside the default's")
     arguments = parser.parse_args(argv)
     chosen = arguments.tables.split(",")
     if unknown := set(chosen) - set(COLUMNS):
         parser.error(f"--tables: there is no {', '.join(sorted(unknown))}; choose from {every}")
-    todo = [(device, name, work) for device in DEVICES for name, work in works(device) if name in chosen]
-    found: dict[str, dict[str, list[Row]]] = {device: {} for device in DEVICES}
+    scheduler = {"policy": arguments.policy} if arguments.policy else {}
+    todo = [(device, name, work) for device in arguments.devices for name, work in works(device) if name in chosen]
+    measured: Results = {}
     with Progress(console=Console(stderr=True)) as progress:
         for device, name, work in progress.track(todo, description="simulating"):
-            found[device].setdefault(name, []).append(run_virtual(work(load_profile(DEVICES[device]))))
-    for device, tables in found.items():
+            rows = measured.setdefault(", ".join([device, *scheduler.values()]), {}).setdefault(name, [])
+            rows.append(run_virtual(work(Device(load_profile(DEVICES[device]), scheduler))))
+    for device, tables in measured.items():
         for name, rows in tables.items():
             show(device, name, rows)
+    before: Results = {}
+    if arguments.json and arguments.json.exists():
+        before = json.loads(arguments.json.read_text())["results"]
+    found = before | {device: before.get(device, {}) | tables for device, tables in measured.items()}
     if arguments.json:
         made = {
             "command": "make bench-sessions",
@@ -281,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
     if arguments.plot:
-        draw(arguments.plot, {device: tables["growing"] for device, tables in found.items()})
+        draw(arguments.plot, {device: tables["growing"] for device, tables in found.items() if "growing" in tables})
 
 
 if __name__ == "__main__":
