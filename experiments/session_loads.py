@@ -122,7 +122,7 @@ async def window(device: Device, rate: float, share: float, num_windows: float, 
     num_computed = site.meter.num_computed - row["num_for_questions"]
     return {
         "slide_share": share,
-        "busy_share": site.meter.busy_s / for_s,
+        "busy_share": site.meter.busy_s / row["took_s"],
         "computed_per_token": num_computed / (16 * row["num_taken_in"]),
         "most_kv_of_window": site.most_kv_tokens / WINDOW,
         "mean_kept_of_window": row.pop("mean_tokens") / WINDOW,
@@ -144,10 +144,11 @@ async def asked_evenly(session: Session, rate: float, for_s: float, num_asked: i
         num_for_questions += asked.num_tokens - (asked.num_cached or 0) + params.max_tokens - 1
     await asyncio.sleep(max(began_s + for_s - now_s(), 0))
     await feed.aclose()
-    state = session.state
+    state, took_s = session.state, now_s() - began_s
     num_dropped = state.num_dropped - before.num_dropped
     return {
         "rate": rate,
+        "took_s": took_s,
         "mean_tokens": mean(num_tokens),
         **{f"p{r}_first_s": percentile(firsts, r / 100) for r in (50, 99)},
         **{f"p{r}_behind_s": percentile(behind_s, r / 100) for r in (50, 99)},

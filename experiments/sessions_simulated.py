@@ -152,15 +152,15 @@ def number(key: str, form: str = ",.0f") -> Callable[[Row], str]:
 
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "growing": (
-        ("questions", number("num_questions")),
-        ("s after data", number("gap_s", "g")),
+        ("asked", number("num_questions")),
+        ("s later", number("gap_s", "g")),
         ("", lambda row: str(row["arm"])),
         ("first P50, ms", ms("p50_first_s")),
         ("P95", ms("p95_first_s")),
         ("last P50", ms("p50_last_s")),
         ("P95", ms("p95_last_s")),
         ("mean", ms("mean_last_s")),
-        ("longest/shortest", number("longest_over_shortest", ".2f")),
+        ("long/short", number("longest_over_shortest", ".2f")),
         ("computed, P50", number("num_computed_p50")),
     ),
     "ingestion": (
@@ -219,7 +219,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 def show(device: str, name: str, rows: Sequence[Row]) -> None:
     table = Table(title=f"{device}: {name}", title_justify="left")
     for title, _ in COLUMNS[name]:
-        table.add_column(title, justify="right" if title else "left")
+        table.add_column(title, justify="right" if title else "left", no_wrap=not title)
     for row in rows:
         table.add_row(*(write(row) for _, write in COLUMNS[name]))
     console.print(table)
@@ -240,7 +240,7 @@ def draw(path: Path, by_device: dict[str, list[Row]]) -> None:
         if device == "L40S":
             for whose, value in PUBLISHED_MS.items():
                 panel.axhline(value, color="#8a8a8a", linewidth=1.0, linestyle=(0, (4, 2)))
-                panel.annotate(f"published: {whose}, {value:g}", (2_700, 1.04 * value), fontsize=7, color="#5a5a5a")
+                panel.annotate(f"published: {whose}, {value:g}", (4_600, 1.06 * value), fontsize=7, color="#5a5a5a")
         panel.set_yscale("log")
         plain_log_ticks(panel.yaxis)
         panel.grid(color="#e4e4e4", linewidth=0.6)
