@@ -5,7 +5,7 @@
 
 MODEL is SmolLM2-135M-Instruct as it comes, a folder that transformers load: what `streamrag demo-model` writes has been
 taught already, unless the adapter is not there when it is made. DOCS are folders of documentation, as Debian's packages
-python3-doc and postgresql-doc have. Prompts are those of the default template. Every 24th page is held out, for the
+python3-doc and postgresql-doc have. Prompts are those of the demo. Every 24th page is held out, for the
 curve in FOLDER/curve.jsonl. Stopped and started again with the same arguments it goes on where it was. `--lessons 0
 --go-on-from ADAPTER --strength S` weakens an adapter that is there.
 """
@@ -31,8 +31,8 @@ from transformers import LlamaForCausalLM
 
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import common_prefix_len
+from streamrag.demo import TEMPLATE
 from streamrag.files import replacing
-from streamrag.modes import PromptTemplate
 from streamrag.modes.prompt import PromptAssembler
 
 RANK, SCALE = 8, 2.0
@@ -40,7 +40,7 @@ TAUGHT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 BATCH, LEARNING_RATE, WARM_UP = 2, 8e-4, 10
 """In lessons, and in steps of so many."""
 
-PASSAGE_WORDS, MAX_QUESTIONS, MAX_TOKENS = (45, 60, 75), 6, 800
+MAX_QUESTIONS, MAX_TOKENS = 4, 500
 HELD_OUT_EVERY, NUM_HELD_OUT = 24, 8
 CHECK_EVERY, SAVE_EVERY = 100, 10
 """In steps of `BATCH` lessons."""
@@ -99,7 +99,7 @@ def make_lesson(examples: Sequence[Example], tokenizer: Any) -> Lesson:
     end = tokenizer.encode(END, allow_special=True)
     prompts, answers = [], []
     for example in examples:
-        assembler = PromptAssembler(tokenizer, PromptTemplate(), example.question, max_model_len=8192, max_tokens=256)
+        assembler = PromptAssembler(tokenizer, TEMPLATE, example.question, max_model_len=8192, max_tokens=256)
         prompts.append(tuple(assembler.assemble(example.chunks, is_complete=True).prompt.token_ids))
         answers.append((*tokenizer.encode(example.answer), *end))
     first, *others = prompts
@@ -265,7 +265,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = HuggingFaceTokenizer(arguments.model)
     rng = random.Random(0)
-    pages = [page for docs in arguments.docs for page in read_pages(docs, PASSAGE_WORDS, rng, arguments.pages)]
+    pages = [page for docs in arguments.docs for page in read_pages(docs, rng, arguments.pages)]
     rng.shuffle(pages)
     console.print(f"{len(pages)} pages, {sum(len(page.passages) for page in pages)} passages")
     model = LlamaForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
