@@ -111,7 +111,7 @@ async def test_what_cannot_be_scored_is_given_whole_from_then_on() -> None:
     assert failures.missing == ["finding the best sentences failed: no scores today"]
 
 
-async def test_a_passage_without_text_has_no_sentences() -> None:
+async def test_a_passage_without_words_has_no_sentences() -> None:
     scorer = Scorer()
-    assert await Narrowing(2, scorer).narrow([Chunk(" ", "a")]) == ()
+    assert await Narrowing(2, scorer).narrow([Chunk(" ", "a"), Chunk("|<------- a drawing ------->|", "b")]) == ()
     assert not scorer.asked

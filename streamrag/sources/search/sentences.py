@@ -18,6 +18,9 @@ ITEMS = ("- ", "* ", "• ")
 MAX_SENTENCES = 64
 """Of one passage; what comes behind them stays one."""
 
+MIN_WORDS_SHARE = 0.5
+"""Letters, digits and spaces among a sentence's characters; a line with fewer is a drawing."""
+
 Score = Callable[[list[str]], Awaitable[Sequence[float]]]
 """One number for each text, larger for better."""
 
@@ -56,7 +59,7 @@ class Narrowing:
         """
         for passage in passages:
             if passage not in self._scored:
-                texts = sentences(passage.text)
+                texts = [text for text in sentences(passage.text) if _has_words(text)]
                 scores = await self._score([with_title(passage.title, text) for text in texts]) if texts else ()
                 chunks = (replace(passage, text=text) for text in texts)
                 self._scored[passage] = list(zip(scores, chunks, strict=True))
@@ -85,3 +88,7 @@ class Narrowing:
                         continue
                     sent, event = chunks, replace(event, chunks=chunks)
                 yield event
+
+
+def _has_words(text: str) -> bool:
+    return sum(c.isalnum() or c == " " for c in text) >= MIN_WORDS_SHARE * len(text)
