@@ -5,9 +5,9 @@
 
 MODEL is SmolLM2-135M-Instruct as it comes, a folder that transformers load: what `streamrag demo-model` writes has been
 taught already, unless the adapter is not there when it is made. DOCS are folders of documentation, as Debian's packages
-python3-doc and postgresql-doc have. Prompts are those of the demo. Every 24th page is held out, for the
-curve in FOLDER/curve.jsonl. Stopped and started again with the same arguments it goes on where it was. `--lessons 0
---go-on-from ADAPTER --strength S` weakens an adapter that is there.
+python3-doc and postgresql-doc have. Prompts are those of the demo, and of the default template. Every 24th page is held
+out, for the curve in FOLDER/curve.jsonl. Stopped and started again with the same arguments it goes on where it was.
+`--lessons 0 --go-on-from ADAPTER --strength S` weakens an adapter that is there.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import common_prefix_len
 from streamrag.demo import TEMPLATE
 from streamrag.files import replacing
+from streamrag.modes import PromptTemplate
 from streamrag.modes.prompt import PromptAssembler
 
 RANK, SCALE = 8, 2.0
@@ -40,7 +41,10 @@ TAUGHT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 BATCH, LEARNING_RATE, WARM_UP = 2, 8e-4, 10
 """In lessons, and in steps of so many."""
 
-MAX_QUESTIONS, MAX_TOKENS = 4, 500
+MAX_QUESTIONS, MAX_TOKENS = 4, 600
+DEFAULT_SHARE = 0.3
+"""Of lessons with the default template, and not the demo's."""
+
 HELD_OUT_EVERY, NUM_HELD_OUT = 24, 8
 CHECK_EVERY, SAVE_EVERY = 100, 10
 """In steps of `BATCH` lessons."""
@@ -94,12 +98,12 @@ def with_loras(model: Any) -> dict[str, Lora]:
     return loras
 
 
-def make_lesson(examples: Sequence[Example], tokenizer: Any) -> Lesson:
+def make_lesson(examples: Sequence[Example], tokenizer: Any, template: PromptTemplate = TEMPLATE) -> Lesson:
     """Of examples that have the same passages."""
     end = tokenizer.encode(END, allow_special=True)
     prompts, answers = [], []
     for example in examples:
-        assembler = PromptAssembler(tokenizer, TEMPLATE, example.question, max_model_len=8192, max_tokens=256)
+        assembler = PromptAssembler(tokenizer, template, example.question, max_model_len=8192, max_tokens=256)
         prompts.append(tuple(assembler.assemble(example.chunks, is_complete=True).prompt.token_ids))
         answers.append((*tokenizer.encode(example.answer), *end))
     first, *others = prompts
@@ -114,7 +118,8 @@ def lessons(pages: Sequence[Page], tokenizer: Any, seed: str, first: int = 0) ->
     while True:
         rng = random.Random(f"{seed} {number}")
         while True:
-            lesson = make_lesson(make_examples(pages, rng, MAX_QUESTIONS), tokenizer)
+            template = PromptTemplate() if rng.random() < DEFAULT_SHARE else TEMPLATE
+            lesson = make_lesson(make_examples(pages, rng, MAX_QUESTIONS), tokenizer, template)
             if lesson.num_tokens <= MAX_TOKENS:
                 break
         yield lesson

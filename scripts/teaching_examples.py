@@ -1,10 +1,10 @@
 """Questions, passages and answers to teach the demo's model with, made from any folder of documentation.
 
-Passages are single sentences, as `HybridSource(sentences=...)` gives them. A sentence becomes a question by one of a
-few rules of English, or by leaving a part of it out; the answer is that sentence, with its number in brackets. The
-others share rare words with the question, as those do that a search finds, and several questions are asked over the
-same ones: what differs is the sentence that answers. A question is used if it shares more rare words with its sentence
-than with any other.
+Most passages are single sentences, as `HybridSource(sentences=...)` gives them, others whole. A sentence becomes a
+question by one of a few rules of English, or by leaving a part of it out; the answer is that sentence, with the number
+of its passage in brackets. The other passages share rare words with the question, as those do that a search finds, and
+several questions are asked over the same ones: what differs is the sentence that answers. A question is used if it
+shares more rare words with its sentence than with any other.
 """
 
 import math
@@ -32,11 +32,14 @@ ITEM_SHARE = 0.6
 FIRST_SHARE = 0.7
 """Of examples whose right passage stands first, as a search that ranks has it; in the others it is anywhere."""
 
-NUM_PASSAGES = (2, 3, 3, 3, 3, 4)
+NUM_PASSAGES, NUM_WHOLE = (2, 3, 3, 3, 3, 4), (1, 2, 2, 2, 3)
+WHOLE_SHARE = 0.4
+"""Of pages whose passages are whole."""
+
 NUM_LOOKED_THROUGH = 40
 """Passages that those beside the right one are found in: of its page, and as many of others."""
 
-PASSAGE_WORDS = 60
+PASSAGE_WORDS = (45, 60, 75)
 MIN_WORDS, MAX_WORDS = 3, 45
 """Of a sentence, and of one that is an answer."""
 NUM_TRIES = 6
@@ -61,6 +64,8 @@ class Page:
     """A document's passages, of which at least one has a sentence that a question can be made of."""
 
     passages: tuple[Chunk, ...]
+    is_whole: bool
+    """Whether passages have several sentences."""
 
 
 def read_pages(folder: Path, rng: random.Random, num_pages: int) -> Iterator[Page]:
@@ -76,9 +81,12 @@ def read_pages(folder: Path, rng: random.Random, num_pages: int) -> Iterator[Pag
             document = read_document(path, folder)
         except UnusableDocumentError:
             continue
-        texts = (with_items(text, rng) for text in split_document(document, PASSAGE_WORDS))
-        every = dict.fromkeys(s for text in texts for s in sentences(text) if len(s.split()) >= MIN_WORDS)
-        page = Page(tuple(Chunk(text, document.uri, document.title, number) for number, text in enumerate(every)))
+        texts = [with_items(text, rng) for text in split_document(document, rng.choice(PASSAGE_WORDS))]
+        if not (is_whole := rng.random() < WHOLE_SHARE):
+            found = (sentence for text in texts for sentence in sentences(text))
+            texts = [*dict.fromkeys(sentence for sentence in found if len(sentence.split()) >= MIN_WORDS)]
+        chunks = (Chunk(text, document.uri, document.title, number) for number, text in enumerate(texts))
+        page = Page(tuple(chunks), is_whole)
         if any(usable_sentences(chunk.text) for chunk in page.passages):
             yield page
 
@@ -135,17 +143,19 @@ def make_examples(pages: Sequence[Page], rng: random.Random, max_questions: int)
     """Up to so many questions over the same passages, most of them about one; a few have no answer there."""
     while True:
         page = rng.choice(pages)
+        alike = [other for other in pages if other.is_whole == page.is_whole]
+        num_passages = NUM_WHOLE if page.is_whole else NUM_PASSAGES
         right = rng.choice(page.passages)
         usable = usable_sentences(right.text)
         if not usable:
             continue
         question = make_question(rng.choice(usable), rng)
         beside = dict.fromkeys(rng.sample(page.passages, min(NUM_LOOKED_THROUGH, len(page.passages))))
-        beside |= {rng.choice(rng.choice(pages).passages): None for _ in range(NUM_LOOKED_THROUGH)}
+        beside |= {rng.choice(rng.choice(alike).passages): None for _ in range(NUM_LOOKED_THROUGH)}
         known = {*usable}
-        wrong = [c for c in beside if c != right and c.text not in known]
-        near = nearest(question, wrong, 2 * max(NUM_PASSAGES))
-        others = near[: rng.choice(NUM_PASSAGES) - 1]
+        wrong = [c for c in beside if c != right and known.isdisjoint(sentences(c.text))]
+        near = nearest(question, wrong, 2 * max(num_passages))
+        others = near[: rng.choice(num_passages) - 1]
         place = 0 if rng.random() < FIRST_SHARE else rng.randrange(len(others) + 1)
         chunks = (*others[:place], right, *others[place:])
         targets = [(place, s) for s in rng.sample(usable, len(usable))][: max(2, max_questions * 2 // 3)]
