@@ -214,9 +214,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or make_tiny_llama(Path(folder) / "model", **MODEL)
         results = asyncio.run(measure(model, chosen, arguments.cycles, arguments.sessions))
+    load_average = dict.fromkeys(chosen, os.getloadavg()[1])  # of five minutes: times are upper bounds where it is high
     if arguments.json and arguments.json.exists():
         before = json.loads(arguments.json.read_text())
-        results = {**{name: figures for name, figures in before.items() if name in TABLES}, **results}
+        load_average = before.get("load_average", {}) | load_average
+        results = before | results
+    results["load_average"] = load_average
     if arguments.json:
         write_whole(arguments.json, json.dumps(results, indent=1) + "\n")
 
