@@ -17,7 +17,7 @@ async def opened(seen: Browsing, **fields: str) -> str:
     for label, text in fields.items():
         await seen.page.locator(f"#{label}").fill(text)
     await seen.page.get_by_role("button", name="Open a session").click()
-    await expect(seen.page.locator("#regions .size")).to_contain_text("tokens")
+    await expect(seen.page.locator("#regions .stands")).to_contain_text("tokens")
     return str(await seen.page.evaluate("sessionStorage.getItem('streamrag.session')"))
 
 
@@ -49,7 +49,7 @@ async def test_data_are_appended_and_several_questions_asked() -> None:
         await expect(page.locator(".lines li")).to_have_text(["three", "two", "one"])
         numbers = await page.locator(".lines li").evaluate_all("all => all.map(each => each.dataset.version)")
         assert numbers == ["3", "2", "1"]
-        await expect(page.locator("#regions .size")).to_contain_text("version 3")
+        await expect(page.locator("#regions .stands")).to_contain_text("version 3")
         await ask(seen, "Rising?")
         await ask(seen, "Falling?")
         texts = page.locator("#asks .text")
@@ -199,14 +199,14 @@ async def test_a_connection_that_breaks_is_made_again_and_a_session_that_ends_is
         await page.route_web_socket(re.compile("/socket"), connect)
         session = await opened(seen)
         await append(seen, "one")
-        await expect(page.locator("#regions .size")).to_contain_text("version 1")
+        await expect(page.locator("#regions .stands")).to_contain_text("version 1")
         served.backend._is_endless = True
         await ask(seen, "Rising?")
         await expect(page.locator("#asks .text")).to_have_text("no")
         await routes[0].close(code=1012)
         await expect(page.locator("#asks .about")).to_have_text("The connection broke before the answer.")
         await served.http.post(f"/v1/sessions/{session}/data", json={"data": ["two"]})
-        await expect(page.locator("#regions .size")).to_contain_text("version 2")
+        await expect(page.locator("#regions .stands")).to_contain_text("version 2")
         await expect(page.locator("#notice")).to_have_text("")
         assert [route.url.partition("?")[2] for route in routes] == ["last_event_id=0", "last_event_id=1"]
         await served.http.delete(f"/v1/sessions/{session}")

@@ -31,6 +31,7 @@ class SessionEvent:
     """"flash_ready": a watched answer changed; "flash_failed"; "data_updated": another version stands."""
     values: dict[str, Any]
     at_s: float = field(default_factory=time.monotonic)
+    """Of the monotonic clock."""
 
     @property
     def age_s(self) -> float:

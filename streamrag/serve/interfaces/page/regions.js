@@ -10,7 +10,7 @@ export class Regions {
       ["frozen", "sliding", "free"].map((name) => [name, section.querySelector(`.picture .${name}`)]),
     );
     this._questions = section.querySelector(".picture .ephemeral");
-    this._size = section.querySelector(".size");
+    this._stands = section.querySelector(".stands");
     this._said = Object.fromEntries(
       [...section.querySelectorAll("dl div")].map((each) => [each.className, each.querySelector("dd")]),
     );
@@ -26,7 +26,7 @@ export class Regions {
       this._parts[name].hidden = num === 0;
       this._said[name].textContent = count(num);
     }
-    this._size.textContent = `${count(state.num_tokens)} tokens, version ${count(state.version)}`;
+    this._stands.textContent = `${count(state.num_tokens)} tokens, version ${count(state.version)}`;
     this._said.waiting.textContent = count(state.num_waiting);
     this._said.slid.textContent = count(state.num_slid);
     this._said.dropped.textContent = count(state.num_dropped);

@@ -75,7 +75,7 @@ export class SessionSocket {
     if (frame.type === "session") this._pauseMs = 500;
     const hears = this._open.get(frame.id);
     if (frame.type === "session" || !hears) {
-      this._heard(frame);
+      if (frame.error?.code !== "ask_not_found") this._heard(frame); // its answer and `cancel` have crossed
     } else if (frame.type === "error") {
       this._open.delete(frame.id);
       hears.failed(new Refused(frame.status, frame.error, null));
