@@ -52,7 +52,9 @@ def create_app(
         return PlainTextResponse("dead\n", 503) if service.dead.is_set() else PlainTextResponse("ok\n")
 
     async def readyz(request: Request) -> Response:
-        return PlainTextResponse("ready\n") if service.is_ready else PlainTextResponse("not ready\n", 503)
+        if service.is_ready:
+            return PlainTextResponse("ready\n")
+        return PlainTextResponse(f"not ready: {service.not_ready}\n", 503, {"retry-after": "5"})
 
     all_routes: list[BaseRoute] = [
         Route("/healthz", healthz),

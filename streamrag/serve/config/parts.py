@@ -118,6 +118,8 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
         observers=observers,
         model_name=settings.model.served_name,
         on_engine_death=settings.server.on_engine_death,
+        max_restarts=settings.server.max_restarts,
+        restart_window_s=settings.server.restart_window_s,
     )
 
 

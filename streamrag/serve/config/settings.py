@@ -164,6 +164,10 @@ class ServerSettings(Section):
     )
     origins: Words = Field(default=(), description="origins of pages that may ask it beside its own; * for any")
     on_engine_death: Literal["exit", "restart"] = Field(default="exit", description="what to do when the engine dies")
+    max_restarts: int = Field(
+        default=5, ge=1, description="restarts of the engine within `restart_window_s`; when it dies again, it is exit"
+    )
+    restart_window_s: float = Field(default=3600.0, gt=0, description="seconds in which `max_restarts` are too many")
 
 
 class ObserveSettings(Section):
