@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from textwrap import indent
 from typing import Any, Literal, TextIO, TypeAlias
 from urllib.parse import quote, quote_plus
 
@@ -182,7 +183,7 @@ class JsonLines(_Formatter):
 
 
 class ForPeople(_Formatter):
-    """A line for a terminal; a traceback follows in lines of its own."""
+    """A line for a terminal; a traceback follows, indented, so that nothing in it looks like a line of the log."""
 
     def format(self, record: logging.LogRecord) -> str:
         values = dict(self.values(record))
@@ -190,7 +191,7 @@ class ForPeople(_Formatter):
         first = f"{values.pop('time')[11:23]} {values.pop('level'):7} {values.pop('logger').removeprefix('streamrag.')}"
         message = one_line(str(values.pop("message")))
         line = f"{first}: {message} " + " ".join(f"{name}={one_line(str(value))}" for name, value in values.items())
-        return line.rstrip() + (f"\n{shown(traceback)}" if traceback else "")
+        return line.rstrip() + (f"\n{indent(shown(traceback), '  ')}" if traceback else "")
 
 
 def hide(text: str, question: str) -> str:
