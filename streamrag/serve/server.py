@@ -63,7 +63,6 @@ def config_of(app: ASGIApp, limits: Limits, *, is_h11: bool = False) -> uvicorn.
         log_config=None,
         access_log=False,
         http=bounded_protocol(limits, is_h11=is_h11),
-        limit_concurrency=limits.max_connections,
         timeout_graceful_shutdown=CLOSE_S,
         h11_max_incomplete_event_size=limits.max_head_bytes,
         ws_max_size=2 * limits.max_frame_bytes,  # up to here the client is told; beyond, the socket is closed
