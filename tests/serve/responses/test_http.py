@@ -169,8 +169,9 @@ async def test_what_is_not_stored_is_not_there_and_what_is_deleted_is_gone() -> 
             await client.responses.retrieve(unkept.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(model="scripted", input=QUESTION, previous_response_id=unkept.id)
-        with pytest.raises(openai.BadRequestError, match="nothing to cancel"):
+        with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response") as cancelled:
             await client.responses.cancel(kept.id)
+        assert (cancelled.value.type, cancelled.value.param) == ("invalid_request_error", "response_id")
         await client.responses.delete(kept.id)
         for asking in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
             with pytest.raises(openai.NotFoundError):
