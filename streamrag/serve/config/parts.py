@@ -52,6 +52,7 @@ def make_source(told: SourceSettings) -> Source | None:
         obey_robots=told.obey_robots,
         cache_folder=told.cache_folder,
         sitemaps=told.sitemaps,
+        send_traceparent=told.send_traceparent,
         cdp_url=told.cdp_url,
     )
 

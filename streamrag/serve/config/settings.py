@@ -58,6 +58,9 @@ class SourceSettings(Section):
     allow_private: bool = Field(default=False, description="crawl private and loopback addresses too")
     obey_robots: bool = Field(default=True, description="fetch only what robots.txt allows")
     sitemaps: bool = Field(default=False, description="look for pages in sitemaps too")
+    send_traceparent: bool = Field(
+        default=False, description="tell crawled sites the trace of a query, as where they are one's own"
+    )
     cache_folder: Path | None = Field(default=None, description="keep pages there for later questions")
     cdp_url: str | None = Field(default=None, description="render pages in the browser at this CDP address")
     table: str = Field(default="passages", description="the table of `postgres`")

@@ -19,6 +19,7 @@ from typing import Any
 import anyio.to_thread
 
 from streamrag.errors import MissingDependencyError
+from streamrag.propagation import trace_headers
 from streamrag.records import RequestRecord
 from streamrag.serve.failures import failure_of
 from streamrag.serve.observe.course import Course
@@ -134,7 +135,10 @@ class Tracing:
             ),
         )
         self._traced[id(query)] = _Traced(Course(query), span, get_current(), wall_ns)
-        attach(set_span_in_context(span))  # for this task, and those that it starts
+        attach(current := set_span_in_context(span))  # for this task, and those that it starts
+        headers: dict[str, str] = {}
+        _PROPAGATOR.inject(headers, current)
+        trace_headers.set(headers)
 
     def query_event(self, query: ServedQuery, event: Event) -> None:
         traced = self._traced[id(query)]
@@ -183,6 +187,7 @@ class Tracing:
     ) -> None:
         traced = self._traced.pop(id(query))
         attach(traced.before)
+        trace_headers.set({})
         now_s = time.monotonic()
         traced.course.end(answer)
         self._end_of_search(traced, now_s - query.started_s)
