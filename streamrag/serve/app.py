@@ -15,6 +15,7 @@ from streamrag.serve.gate import Gate
 from streamrag.serve.interfaces import ask, chat, mcp, page, retrieve, session_routes, streams
 from streamrag.serve.interfaces.responses import http as responses
 from streamrag.serve.observe import live, metrics
+from streamrag.serve.observe.logs import OF_ERROR
 from streamrag.serve.service import Service
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -86,7 +87,7 @@ def create_app(
 
 async def _explain(request: Request, error: Exception) -> Response:
     failure = failure_of(error)
-    if failure.status == 500:
+    if failure.status == 500 or (failure.message != str(error) and not hasattr(error, OF_ERROR)):  # nobody logged it
         log.error("a request failed", exc_info=error)
     return JSONResponse(failure.body(), failure.status, failure.headers())
 

@@ -3,7 +3,7 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -12,10 +12,13 @@ import pytest
 import websockets
 
 from streamrag.asked import MAX_QUERY_CHARACTERS
+from streamrag.errors import BackendError, EngineDeadError, SourceError
 from streamrag.serve import Limits, Live
+from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED
 from streamrag.serve.observe.logs import HIDDEN, QueryLog, hide, log_to
+from streamrag.testing import ScriptedBackend, Step
 from tests.serve.responses.talking import talking
-from tests.serve.serving import serving
+from tests.serve.serving import CHUNKS, serving
 
 KEYS = {"key-of-alice-0123456789": "alice", "key-of-mallory-0123456": "mallory"}
 ALICE, MALLORY = ({"authorization": f"Bearer {key}"} for key in KEYS)
@@ -161,3 +164,37 @@ async def test_open_requests_of_one_client_do_not_keep_out_another() -> None:
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_connections")
             assert (await served.http.get("/v1/models", headers=ALICE)).status_code == 200
             assert (await served.http.get("/readyz", headers=MALLORY)).status_code == 200
+
+
+INSIDE = "postgresql://db.internal:5432/rag: /var/lib/model.bin is gone"
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"),
+    [([SourceError(INSIDE)], None), (CHUNKS, BackendError(INSIDE)), (CHUNKS, EngineDeadError(INSIDE))],
+)
+async def test_what_sources_and_engines_say_of_the_inside_is_for_the_log(
+    lines: io.StringIO, steps: Sequence[Step], error: Exception | None
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "What?"}]}
+    async with serving(steps, backend=ScriptedBackend(error=error), observers=[QueryLog()]) as served:
+        for path, body in (
+            ("/v1/ask", {"question": "What?"}),
+            ("/v1/chat/completions", asked),
+            ("/v1/chat/completions", {**asked, "stream": True}),
+            ("/v1/responses", {"input": "What?"}),
+            ("/v1/responses", {"input": "What?", "stream": True}),
+        ):
+            before = lines.getvalue().count("db.internal")
+            answer = await served.http.post(path, json=body)
+            assert "internal" not in answer.text
+            assert "/var" not in answer.text
+            assert any(why in answer.text for why in (RETRIEVAL_FAILED, ENGINE_FAILED, ENGINE_DIED))
+            assert lines.getvalue().count("db.internal") == before + 1, "the log says it, once"
+
+
+async def test_an_answer_in_spite_of_a_source_says_no_more_of_it() -> None:
+    async with serving([*CHUNKS, SourceError(INSIDE)], on_source_error="answer") as served:
+        answer = await served.http.post("/v1/ask", json={"question": "What?"})
+    assert answer.text.count(RETRIEVAL_FAILED) == 2, "when it failed, and in the answer"
+    assert "internal" not in answer.text

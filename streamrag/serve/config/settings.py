@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr
 
 from streamrag.engine.eviction import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.modes import PromptTemplate
-from streamrag.serve.limits import Limits
+from streamrag.serve.limits import Checked, Limits
 
 _PROMPT = PromptTemplate()
 
@@ -35,10 +35,8 @@ Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 Table = Annotated[dict[str, Any], BeforeValidator(_object)]
 
 
-class Section(BaseModel):
+class Section(Checked):
     """A section; what it does not know is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class SourceSettings(Section):
