@@ -142,7 +142,8 @@ def test_paths_in_a_file_are_relative_to_it_and_names_stay_names(tmp_path: Path)
     file = file_of(
         tmp_path,
         "[source]\nindex = 'idx'\nembedder = './mine'\nrerank = 'late-interaction'\n"
-        "[model]\nname = '../models/a'\ntokenizer = 'org/b'\n[engine]\nlog_path = '/var/log/x'\n[keys]\nfile = '~/keys'\n",
+        "[model]\nname = '../models/a'\ntokenizer = 'org/b'\n[engine]\nlog_path = '/var/log/x'\n"
+        "[keys]\nfile = '~/keys'\n",
     )
     settings = load(file, {"STREAMRAG__SOURCE__CACHE_FOLDER": "cache"}, {"source.trace": "t.jsonl"}).settings
     source, model = settings.source, settings.model
