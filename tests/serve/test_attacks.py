@@ -14,7 +14,8 @@ import websockets
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.errors import BackendError, EngineDeadError, SourceError
 from streamrag.serve import Limits, Live
-from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED
+from streamrag.serve.admission import Admission, Place
+from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED, RefusedError
 from streamrag.serve.observe.logs import HIDDEN, QueryLog, hide, log_to
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.responses.talking import talking
@@ -102,6 +103,30 @@ async def test_tokens_of_one_client_do_not_keep_out_another() -> None:
                 assert other.status_code == 200
             answer = await served.http.post("/v1/ask", json=much, headers=ALICE)
             assert answer.status_code == 429, "its share is all that it is sure of"
+
+
+def test_clients_that_fill_all_places_do_not_keep_out_another() -> None:
+    now_s = 0.0
+    admission = Admission(Limits(max_queries=8, max_queries_per_client=4), clock=lambda: now_s)
+
+    def come(client: str) -> Place | str:
+        try:
+            return admission.enter(client, max_tokens=1)
+        except RefusedError as refused:
+            return refused.why
+
+    places = {client: [come(client) for _ in range(4)] for client in ("ada", "bob")}
+    assert come("ada") == "client_queries"
+    assert come("cleo") == "queries"
+    for client in ("ada", "bob", "ada", "bob"):  # each time one of theirs ends, they come again at once
+        ended = places[client].pop()
+        assert isinstance(ended, Place)
+        admission.leave(ended, stayed_s=1.0)
+        assert come(client) == "client_queries", "it has two, and there are three clients for eight places"
+    assert [isinstance(come("cleo"), Place) for _ in range(3)] == [True, True, False]
+    assert isinstance(come("dora"), Place), "a fourth one finds its place at once"
+    now_s = 31.0
+    assert isinstance(come("ada"), Place), "nobody has been refused for long"
 
 
 async def test_connections_of_one_client_do_not_push_out_what_is_stored_for_another() -> None:
