@@ -94,13 +94,11 @@ class Admission:
             raise RefusedError("the service is stopping: ask another one, or later", "draining", 5.0)
         if not self.is_ready:
             raise RefusedError("the engine is starting: try again", "not_ready", 5.0)
-        share = self._share_of(client)
-        if self._of_client[client] >= share:
-            why = "the most" if share == limits.max_queries_per_client else "your share while others find no place"
+        most, num_open = self._share_of(client), self._of_client[client]
+        if num_open >= most:
+            why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"
             raise RefusedError(
-                f"{self._of_client[client]} queries of yours are open, which is {why}",
-                "client_queries",
-                self._wait_s(1),
+                f"{num_open} queries of yours are open, which is {why}", "client_queries", self._wait_s(1)
             )
         if len(self._places) >= limits.max_queries:
             self._wanted_s[client] = self._clock()
