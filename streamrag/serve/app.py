@@ -87,7 +87,7 @@ def create_app(
 
 async def _explain(request: Request, error: Exception) -> Response:
     failure = failure_of(error)
-    if failure.status == 500 or (failure.message != str(error) and not hasattr(error, OF_ERROR)):  # nobody logged it
+    if failure.status == 500 or (failure.status == 502 and not hasattr(error, OF_ERROR)):  # which no query's line has
         log.error("a request failed", exc_info=error)
     return JSONResponse(failure.body(), failure.status, failure.headers())
 

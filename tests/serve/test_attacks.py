@@ -1,5 +1,6 @@
 """What a client might try to hurt the service, or others, with."""
 
+import asyncio
 import io
 import json
 import logging
@@ -18,6 +19,7 @@ from streamrag.serve.admission import Admission, Place
 from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED, RefusedError
 from streamrag.serve.observe.logs import HIDDEN, QueryLog, hide, log_to
 from streamrag.testing import ScriptedBackend, Step
+from tests.serve.raw import Raw, raw
 from tests.serve.responses.talking import talking
 from tests.serve.serving import CHUNKS, serving
 
@@ -105,7 +107,32 @@ async def test_tokens_of_one_client_do_not_keep_out_another() -> None:
             assert answer.status_code == 429, "its share is all that it is sure of"
 
 
-def test_clients_that_fill_all_places_do_not_keep_out_another() -> None:
+async def test_clients_that_fill_all_places_do_not_keep_out_another() -> None:
+    keys = {name * 16: name for name in "abc"}
+    async with (
+        serving([anyio.Event()], limits=Limits(max_queries=2), keys=keys) as served,
+        raw(served.url) as first,
+        raw(served.url) as second,
+        raw(served.url) as third,
+        raw(served.url) as again,
+    ):
+
+        async def status(client: Raw, name: str) -> tuple[int, str]:
+            await client.post("/v1/ask", {"question": "What?"}, {"authorization": f"Bearer {name * 16}"})
+            code = await client.status()
+            return code, "" if code == 200 else json.loads(await client.text())["error"]["code"]
+
+        for client, name in ((first, "a"), (second, "a")):
+            assert await status(client, name) == (200, "")
+        assert await status(third, "b") == (429, "queries")
+        first.writer.close()
+        while served.service.admission.num_queries == 2:  # noqa: ASYNC110 -- has no event
+            await asyncio.sleep(0)
+        assert await status(again, "a") == (429, "client_queries")
+        assert await status(third, "b") == (200, "")
+
+
+def test_places_are_shared_evenly_while_a_client_finds_none() -> None:
     now_s = 0.0
     admission = Admission(Limits(max_queries=8, max_queries_per_client=4), clock=lambda: now_s)
 
