@@ -101,13 +101,13 @@ class _Bounded(_Base):
         self._time_head()
 
     def _notice_death(self, sock: socket.socket) -> None:
-        """Of a peer that acknowledges nothing: it was switched off, or its network is gone."""
+        """Of a peer that acknowledges nothing: it, or its network, is gone. A slow reader is left before."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # not outside of Linux
             for option, value in (
                 (socket.TCP_KEEPIDLE, KEEPALIVE_S),
                 (socket.TCP_KEEPINTVL, KEEPALIVE_S),
-                (socket.TCP_USER_TIMEOUT, int(self.limits.send_timeout_s * 1000)),
+                (socket.TCP_USER_TIMEOUT, int(self.limits.send_timeout_s * 2000)),
             ):
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
 

@@ -215,7 +215,7 @@ async def test_an_event_is_not_held_back_until_the_one_before_was_acknowledged(i
             assert await client.status() == 200
             assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert kept.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+            assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
 
 
 @BOTH
