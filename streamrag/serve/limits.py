@@ -1,12 +1,26 @@
 """What a service lets its clients do at once."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 
-class Limits(BaseModel):
-    """Bounds of a service. What is beyond them is refused with 429 or 413, and nobody else notices."""
+class Checked(BaseModel):
+    """Values that are taken for what they are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and bool not in (wanted, *get_args(wanted)):
+            raise ValueError("must not be true or false")
+        return value
+
+
+class Limits(Checked):
+    """Bounds of a service. What is beyond them is refused with 429 or 413, and nobody else notices."""
 
     max_queries: int = Field(default=64, ge=1, description="queries that are open at once")
     max_queued_tokens: int = Field(

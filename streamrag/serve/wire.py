@@ -11,6 +11,7 @@ import re
 from dataclasses import asdict, replace
 from typing import Any
 
+from streamrag.serve.failures import failure_of
 from streamrag.telemetry import Answered, ContextChanged, Event, SourceFailed
 
 _INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
@@ -27,7 +28,7 @@ def values_of(event: Event) -> dict[str, Any]:
     The chunks of a changed context have been told of when they arrived: `uri` and `passage` say which they are.
     """
     if isinstance(event, SourceFailed):
-        return {"at_s": event.at_s, "error": str(event.error)}
+        return {"at_s": event.at_s, "error": failure_of(event.error).message}
     if isinstance(event, ContextChanged):
         chunks = [{"uri": chunk.uri, "passage": chunk.passage} for chunk in event.chunks]
         return {**asdict(replace(event, chunks=())), "chunks": chunks}
@@ -39,7 +40,7 @@ def values_of(event: Event) -> dict[str, Any]:
             for name, value in asdict(answer).items()
             if name not in ("token_ids", "record", "source_error", "submitted_s")
         }
-        values["source_error"] = None if answer.source_error is None else str(answer.source_error)
+        values["source_error"] = answer.source_error and failure_of(answer.source_error).message
         values["num_output_tokens"] = len(answer.token_ids)
         values["num_cached_tokens"] = None if record is None else record.num_from_cache
         return {"at_s": event.at_s, "answer": values}

@@ -54,6 +54,7 @@ def make_source(told: SourceSettings) -> Source | None:
         obey_robots=told.obey_robots,
         cache_folder=told.cache_folder,
         sitemaps=told.sitemaps,
+        send_traceparent=told.send_traceparent,
         cdp_url=told.cdp_url,
     )
 
@@ -120,6 +121,8 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
         observers=observers,
         model_name=settings.model.served_name,
         on_engine_death=settings.server.on_engine_death,
+        max_restarts=settings.server.max_restarts,
+        restart_window_s=settings.server.restart_window_s,
     )
 
 
