@@ -103,7 +103,7 @@ class Session:
         self._check_not_closed()
         if self._ingestion is not None:
             raise ConfigurationError("the session has been started before: open another one")
-        window = Window(window_tokens, self._slide_share)
+        window = Window(window_tokens, self._slide_share, self._prompts.passage_end)
         self._ingestion = Ingestion(self._backend, self._name, self._buffer, window, self._prompts)
         self._ingestion.start(self._data_updated)
 
