@@ -1,13 +1,15 @@
 """A session: data that streams in, and whoever asks about it."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
-from streamrag.errors import ConfigurationError, PipelineClosedError, PromptTooLongError
+from streamrag.errors import ConfigurationError, PipelineClosedError, PromptTooLongError, SessionLogError
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
 from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import PromptTemplate
@@ -17,10 +19,12 @@ from streamrag.sessions.asking import Asked, asked
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.following import append_all
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
+from streamrag.sessions.log import SessionLog, session_log
+from streamrag.sessions.log_file import Logged
 from streamrag.sessions.prompts import SessionPrompts, session_template
 from streamrag.sessions.running import Running
 from streamrag.sessions.state import SessionState
-from streamrag.sessions.window import Window
+from streamrag.sessions.window import Piece, Window
 from streamrag.tasks import run_regardless
 from streamrag.telemetry import Answer, Answered, TokensGenerated
 from streamrag.tokenizing import in_thread
@@ -43,6 +47,7 @@ class Session:
     slide_share: share of the window that goes at a time. The rest is then computed anew, in the background, while
         questions are answered from the version before.
     max_waiting, max_waiting_characters: data that waits while the engine computes; beyond it the oldest is dropped.
+    log: a file that the session's text is kept in; if it is there, the session goes on where it ended.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Session:
         slide_share: float = 0.5,
         max_waiting: int = 4096,
         max_waiting_characters: int = 4_000_000,
+        log: SessionLog | str | os.PathLike[str] | None = None,
         name: str = "session",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,11 +79,13 @@ class Session:
         self._slide_share = float(slide_share)
         self._name = name
         self._clock = clock
-        self._buffer = Buffer(max_waiting, max_waiting_characters)
+        self._log = session_log(log)
+        self._is_text_given = system is not None or template is not None
+        self._buffer = Buffer(max_waiting, max_waiting_characters, self._log.dropped if self._log else lambda _: None)
         self._running = Running(name)
         self._answers: dict[tuple[Any, bool], Answer] = {}
         """To the version that stands, by what was asked and whether it has a gap."""
-        self._is_closed = False
+        self._is_closed = self._is_forgotten = self._has_begun = False
         self._watches: Watches | None = None
         self._prompts: SessionPrompts
         self._ingestion: Ingestion | None = None
@@ -90,27 +98,58 @@ class Session:
         :raises PromptTooLongError: window and system text do not fit the model's length.
         :raises PipelineClosedError: the session was closed, also meanwhile.
         :raises ConfigurationError: it has been started before.
+        :raises SessionLogError: the log cannot be opened, or is of another session.
         """
         self._check_not_closed()
+        if self._has_begun:
+            raise ConfigurationError("the session has been started before: open another one")
+        self._has_begun = True
+        try:
+            await self._start(await self._log.open() if self._log else None)
+        except BaseException:
+            self._has_begun = False
+            if self._log is not None:
+                await self._log.aclose()
+            raise
+
+    async def _start(self, logged: Logged | None) -> None:
+        self._check_not_closed()
         model = self._backend.model
-        self._prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, self._template))
+        template, window_tokens = self._template, self._window_tokens
+        if logged is not None:
+            if self._is_text_given and template.system != logged.header.system:
+                raise SessionLogError(
+                    f"{self._log and self._log.path} is of a session with another system text: give none, or that one, "
+                    "or choose another file"
+                )
+            template = replace(template, system=logged.header.system)
+            window_tokens = window_tokens or logged.header.window_tokens
+        self._prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, template))
         room = model.max_model_len - len(self._prompts.head)
-        window_tokens = self._window_tokens or max(room * 3 // 4, 1)
+        window_tokens = window_tokens or max(room * 3 // 4, 1)
         if window_tokens >= room:
             raise PromptTooLongError(
                 f"window_tokens={window_tokens} and {len(self._prompts.head)} tokens of system text leave no room "
                 f"for a question: the model's length is {model.max_model_len}"
             )
-        self._check_not_closed()
-        if self._ingestion is not None:
-            raise ConfigurationError("the session has been started before: open another one")
         window = Window(window_tokens, self._slide_share, self._prompts.passage_end)
-        self._ingestion = Ingestion(self._backend, self._name, self._buffer, window, self._prompts)
-        self._ingestion.start(self._data_updated)
+        ingestion = Ingestion(self._backend, self._name, self._buffer, window, self._prompts, self._log)
+        pieces: list[Piece] = []
+        if logged is not None:
+            pieces = await in_thread(model.tokenizer, partial(self._prompts.pieces, logged.chunks))
+            window.num_slid = logged.header.num_slid
+            self._buffer.num_appended, self._buffer.num_dropped = logged.num_appended, logged.num_dropped
+        self._check_not_closed()
+        if self._log is not None:
+            self._log.start(template.system, window_tokens, self._slide_share, logged)
+        ingestion.resume(pieces)
+        ingestion.start(self._data_updated)
+        self._ingestion = ingestion
 
-    async def aclose(self) -> None:
-        """End all questions and watches, and free the session's KV."""
+    async def aclose(self, *, forgets: bool = False) -> None:
+        """End all questions and watches, and free the session's KV; with `forgets`, remove its log too."""
         self._is_closed = True
+        self._is_forgotten = forgets
         await run_regardless(self._close(), "streamrag session closes")
 
     async def _close(self) -> None:
@@ -119,6 +158,8 @@ class Session:
         await self._running.aclose()
         if self._ingestion is not None:
             await self._ingestion.aclose()
+            if self._log is not None:
+                await self._log.aclose(removes=self._is_forgotten)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -139,6 +180,7 @@ class Session:
             num_slid=ingestion.window.num_slid,
             num_tokens=len(ingestion.ready.token_ids),
             num_failures=ingestion.num_failures,
+            log=self._log.state if self._log else None,
         )
 
     # ------------------------------------------------------------------------------------------------------------ data
@@ -148,10 +190,27 @@ class Session:
 
         If more comes than the engine can take in, the oldest that waits is dropped: see `state`.
 
+        :raises SessionLogError: a session with a log takes no chunk of more than a million characters.
         :raises PipelineClosedError: the session was closed.
         """
         self.check_open()
-        return self._started().append(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
+        chunk = checked_chunk(Chunk(data, "") if isinstance(data, str) else data)
+        if self._log is not None:
+            self._log.check(chunk)
+        return self._started().append(chunk)
+
+    async def flush(self) -> int:
+        """Wait until all that has been appended is in the log, and on the disk as far as the system knows (`fsync`).
+
+        Returns the version that is. Without it, what a killed process had appended in its last moments may be missing.
+
+        :raises SessionLogError: the disk does not take it; the session goes on, and so does trying.
+        :raises ConfigurationError: the session has no log.
+        """
+        self.check_open()
+        if self._log is None:
+            raise ConfigurationError("the session has no log: open it with log=PATH")
+        return await self._log.flush()
 
     async def follow(self, source: Source, query: str = "") -> int:
         """Append all that a source yields, until it ends; the newest version. Of an update, what is new is appended.
