@@ -120,7 +120,7 @@ class SessionLog:
             if not self._task.done():
                 log.warning("%s: the disk has not answered for %g s, and the log is left as it is", self.path, LET_GO_S)
                 return
-        end()
+        await _in_thread(end)
 
     # ------------------------------------------------------------------------------------------------------------ data
 
@@ -168,9 +168,9 @@ class SessionLog:
             await self._has_news.wait()
         return self.state.flushed
 
-    def touch(self) -> None:
-        """The session is in use, though nothing is appended: the file's time tells."""
-        self._file.touch()
+    async def touch(self, at_s: float) -> None:
+        """The session was last used then, on the wall clock, though nothing was appended: the file's time tells."""
+        await _in_thread(partial(self._file.touch, at_s))
 
     # --------------------------------------------------------------------------------------------------------- writing
 

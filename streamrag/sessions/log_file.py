@@ -157,15 +157,17 @@ class LogFile:
         with suppress(OSError):  # a file system that cannot do that for folders does it by itself
             sync(self.path.parent)
 
-    def touch(self) -> None:
-        """The session is in use: the file's time says when it was last."""
+    def touch(self, at_s: float) -> None:
+        """The session was last used then, on the wall clock: so says the file's time."""
         with suppress(OSError):
-            os.utime(self.path)
+            os.utime(self.path, (at_s, at_s))
 
     def remove(self) -> None:
-        """Take the file away, and close it."""
-        if self._file is not None and _is_same(self._file, self.path):
-            self.path.unlink(missing_ok=True)
+        """Take the file away, also one that is not open, unless another process has it; and close it."""
+        with suppress(OSError, SessionLogError):
+            self._file = self._locked() if self._file is None else self._file
+            if _is_same(self._file, self.path):
+                self.path.unlink()
         self.close()
 
     def close(self) -> None:

@@ -158,8 +158,8 @@ class Session:
         await self._running.aclose()
         if self._ingestion is not None:
             await self._ingestion.aclose()
-            if self._log is not None:
-                await self._log.aclose(removes=self._is_forgotten)
+        if self._log is not None and (self._ingestion is not None or self._is_forgotten):
+            await self._log.aclose(removes=self._is_forgotten)
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -117,6 +117,7 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
         ),
         observers=observers,
         model_name=settings.model.served_name,
+        session_log_dir=settings.server.session_log_dir,
         on_engine_death=settings.server.on_engine_death,
     )
 

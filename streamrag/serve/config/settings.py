@@ -163,6 +163,9 @@ class ServerSettings(Section):
         default=(), description="names that it is asked by beside loopback's; * for any, the default with keys"
     )
     origins: Words = Field(default=(), description="origins of pages that may ask it beside its own; * for any")
+    session_log_dir: Path | None = Field(
+        default=None, description="keep the text of sessions in this folder, and resume them after a restart"
+    )
     on_engine_death: Literal["exit", "restart"] = Field(default="exit", description="what to do when the engine dies")
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Chunk
-from streamrag.errors import PipelineClosedError
+from streamrag.errors import PipelineClosedError, SessionLogError
 from streamrag.serve.bodies import sampling
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_store import Held, gone
@@ -39,6 +39,8 @@ class Data(BaseModel):
     """Data to append, oldest first."""
 
     data: list[str | Datum] = Field(min_length=1, max_length=10_000)
+    flush: bool = False
+    """Whether to answer once they are on the disk."""
 
 
 class Question(BaseModel):
@@ -68,16 +70,27 @@ class WatchedQuestion(BaseModel):
 async def appended(held: Held, given: Data) -> dict[str, Any]:
     """Append data, and say which version that makes, and how many chunks were dropped so far.
 
-    :raises RequestError: the session was closed.
+    :raises RequestError: the session was closed; they are to be flushed, and the service keeps no text; or the disk
+        does not take them, and they are in the session all the same.
     """
+    if given.flush and held.log is None:
+        raise RequestError("this service keeps no text of sessions: it has no session_log_dir", param="flush")
     version = 0
+    flushed: dict[str, int] = {}
     try:
         for each in given.data:
             chunk = each if isinstance(each, str) else Chunk(each.text, each.uri, each.title)
             version = await held.session.append(chunk)
+        if given.flush:
+            flushed = {"flushed": await held.session.flush()}
     except PipelineClosedError:
         raise gone("the session was closed") from None
-    return {"version": version, "num_dropped": held.session.state.num_dropped}
+    except SessionLogError:
+        if (kept := held.session.state.log) is None or kept.error is None:
+            raise
+        what = f"version {version} is in the session, and not on the disk: {kept.error}"
+        raise RequestError(what, status=503, code="session_log_failed") from None
+    return {"version": version, "num_dropped": held.session.state.num_dropped, **flushed}
 
 
 async def answering(service: Service, caller: Caller, held: Held, asked: Question) -> AsyncGenerator[Event, None]:
