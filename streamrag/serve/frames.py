@@ -49,20 +49,13 @@ class Frames:
             yield tasks
             tasks.cancel_scope.cancel()
         if self._close is not None:
-            await self._end(*self._close)
+            await self._send_close(*self._close)
 
     async def refuse(self, error: Exception) -> None:
         """Say why there is no socket, in one frame: a browser would not be told of a status."""
         await self._accept()
         await self.tell(error)
-        await self._end(1008, "refused")
-
-    async def _end(self, code: int, reason: str) -> None:
-        with anyio.move_on_after(CLOSE_S), suppress(RuntimeError, WebSocketDisconnect):  # it has gone meanwhile
-            await self._socket.close(code, reason)
-
-    async def _accept(self) -> None:
-        await self._socket.accept(SUBPROTOCOL if SUBPROTOCOL in self._socket.scope["subprotocols"] else None)
+        await self._send_close(1008, "refused")
 
     def end(self, code: int, reason: str) -> None:
         """Close it: the block of `open` is cancelled."""
@@ -72,6 +65,7 @@ class Frames:
     async def next(self, model: type[M]) -> tuple[M, int] | None:
         """The next good frame and its size, None once the client has gone. Of bad ones the client is told."""
         while True:
+            await anyio.lowlevel.checkpoint()  # many small frames may have come at once
             message = await self._socket.receive()
             if message["type"] == "websocket.disconnect":
                 return None
@@ -110,6 +104,13 @@ class Frames:
             except TimeoutError:
                 self.end(1013, "what was sent is not read")
                 await anyio.lowlevel.checkpoint()
+
+    async def _send_close(self, code: int, reason: str) -> None:
+        with anyio.move_on_after(CLOSE_S), suppress(RuntimeError, WebSocketDisconnect):  # it has gone meanwhile
+            await self._socket.close(code, reason)
+
+    async def _accept(self) -> None:
+        await self._socket.accept(SUBPROTOCOL if SUBPROTOCOL in self._socket.scope["subprotocols"] else None)
 
     def _id_of(self, frame: str | bytes) -> str | None:
         """What a bad frame belongs to, as far as it can be read."""

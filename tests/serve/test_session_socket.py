@@ -214,7 +214,7 @@ async def test_a_client_of_a_socket_that_leaves_frees_its_questions(moment: str)
         url = await opened(served)
         async with talking(served, url) as talk:
             if moment == "waiting for data":
-                served.backend.hold = anyio.Event()
+                served.backend._hold = anyio.Event()
                 await talk.send("append", data=["x"])
                 version = (await talk.next("appended"))["version"]
                 await talk.send("ask", id="q", question="Rising?", at_least=version)

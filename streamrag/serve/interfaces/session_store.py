@@ -45,6 +45,7 @@ class SessionEvent:
     the session's text cannot be written at the moment."""
     values: dict[str, Any]
     at_s: float = field(default_factory=time.monotonic)
+    """Of the monotonic clock."""
 
     @property
     def age_s(self) -> float:
