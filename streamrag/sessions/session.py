@@ -4,12 +4,11 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
-from streamrag.errors import ConfigurationError, PipelineClosedError, PromptTooLongError, SessionLogError
+from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
 from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import PromptTemplate
@@ -20,14 +19,12 @@ from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.following import append_all
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
 from streamrag.sessions.log import SessionLog, session_log
-from streamrag.sessions.log_file import Logged
+from streamrag.sessions.opening import Opening
 from streamrag.sessions.prompts import SessionPrompts, session_template
 from streamrag.sessions.running import Running
 from streamrag.sessions.state import SessionState
-from streamrag.sessions.window import Piece, Window
 from streamrag.tasks import run_regardless
 from streamrag.telemetry import Answer, Answered, TokensGenerated
-from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
     from streamrag.sessions.watch import Watch
@@ -74,13 +71,11 @@ class Session:
         if not is_number(slide_share) or not 0 < slide_share < 1:
             raise ConfigurationError(f"slide_share={short(slide_share)} must be a share between 0 and 1")
         self._backend = backend
-        self._template = session_template(template, system)
-        self._window_tokens = window_tokens
-        self._slide_share = float(slide_share)
-        self._name = name
         self._clock = clock
         self._log = session_log(log)
-        self._is_text_given = system is not None or template is not None
+        is_text_given = system is not None or template is not None
+        words = session_template(template, system)
+        self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log)
         self._buffer = Buffer(max_waiting, max_waiting_characters, self._log.dropped if self._log else lambda _: None)
         self._running = Running(name)
         self._answers: dict[tuple[Any, bool], Answer] = {}
@@ -105,44 +100,13 @@ class Session:
             raise ConfigurationError("the session has been started before: open another one")
         self._has_begun = True
         try:
-            await self._start(await self._log.open() if self._log else None)
+            self._prompts, ingestion = await self._opening.begin(self._backend, self._buffer)
         except BaseException:
             self._has_begun = False
-            if self._log is not None:
-                await self._log.aclose()
             raise
-
-    async def _start(self, logged: Logged | None) -> None:
+        if self._is_closed and self._log is not None:
+            await self._log.aclose()
         self._check_not_closed()
-        model = self._backend.model
-        template, window_tokens = self._template, self._window_tokens
-        if logged is not None:
-            if self._is_text_given and template.system != logged.header.system:
-                raise SessionLogError(
-                    f"{self._log and self._log.path} is of a session with another system text: give none, or that one, "
-                    "or choose another file"
-                )
-            template = replace(template, system=logged.header.system)
-            window_tokens = window_tokens or logged.header.window_tokens
-        self._prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, template))
-        room = model.max_model_len - len(self._prompts.head)
-        window_tokens = window_tokens or max(room * 3 // 4, 1)
-        if window_tokens >= room:
-            raise PromptTooLongError(
-                f"window_tokens={window_tokens} and {len(self._prompts.head)} tokens of system text leave no room "
-                f"for a question: the model's length is {model.max_model_len}"
-            )
-        window = Window(window_tokens, self._slide_share, self._prompts.passage_end)
-        ingestion = Ingestion(self._backend, self._name, self._buffer, window, self._prompts, self._log)
-        pieces: list[Piece] = []
-        if logged is not None:
-            pieces = await in_thread(model.tokenizer, partial(self._prompts.pieces, logged.chunks))
-            window.num_slid = logged.header.num_slid
-            self._buffer.num_appended, self._buffer.num_dropped = logged.num_appended, logged.num_dropped
-        self._check_not_closed()
-        if self._log is not None:
-            self._log.start(template.system, window_tokens, self._slide_share, logged)
-        ingestion.resume(pieces)
         ingestion.start(self._data_updated)
         self._ingestion = ingestion
 

@@ -12,8 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from websockets.asyncio.client import connect
 
+from streamrag.errors import ConfigurationError
 from streamrag.serve import Limits
+from streamrag.serve.config.configuration import load
+from streamrag.serve.config.parts import make_service
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import Serving, serving
 from tests.serve.test_sessions import Clock, events_of, opened
@@ -272,12 +276,26 @@ async def test_readers_alone_do_not_keep_a_session_for_ever(tmp_path: Path, monk
         await until_gone(served, url, tmp_path)
 
 
+async def test_a_folder_that_cannot_be_had_is_said_before_an_engine_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        settings = load(None, {}, {"server.session_log_dir": str(folder), "model.name": "none"}).settings
+        with pytest.raises(ConfigurationError, match="session_log_dir"):
+            make_service(settings)
+
+
 async def test_a_reader_whose_key_no_longer_counts_is_told_and_left(tmp_path: Path) -> None:
     async with kept(tmp_path) as (served, bob):
         url = await opened(served)
         events = events_of(served, url)
         await anext(events)
-        served.app.set_keys({"b" * 16: "bob"})
+        address = f"{served.url.replace('http', 'ws')}{url}/socket"
+        async with connect(address, additional_headers={"authorization": f"Bearer {'a' * 16}"}) as socket:
+            await socket.recv()
+            served.app.set_keys({"b" * 16: "bob"})
+            async with asyncio.timeout(20):
+                await socket.wait_closed()
+            assert socket.close_code == 1008
         async with asyncio.timeout(20):
             (last,) = [each async for each in events]
         assert (last.event, json.loads(last.data)["error"]["code"]) == ("error", "invalid_api_key")

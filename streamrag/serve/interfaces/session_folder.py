@@ -1,6 +1,7 @@
 """The folder where a service keeps the logs of its sessions, each under the session's id."""
 
 import logging
+import os
 import re
 import stat
 import time
@@ -27,6 +28,8 @@ class SessionFolder:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(f"session_log_dir={path} cannot be made: {error.strerror or error}") from error
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigurationError(f"session_log_dir={path} cannot be written: let this user, or choose another")
 
     def path_of(self, id: str) -> Path:
         """Where the log of this session is."""
@@ -39,9 +42,12 @@ class SessionFolder:
         """
         for path in sorted(self._path.iterdir()):
             named = _NAME.fullmatch(path.name)
-            if named is None or not stat.S_ISREG((status := path.lstat()).st_mode):
+            if named is None:
                 continue
             try:
+                status = path.lstat()
+                if not stat.S_ISREG(status.st_mode):
+                    raise SessionLogError(f"{path} is no regular file")
                 yield named[1], read_header(path), max(time.time() - status.st_mtime, 0.0)
-            except SessionLogError as error:
+            except (OSError, SessionLogError) as error:
                 log.error("a session is not resumed: %s", error)

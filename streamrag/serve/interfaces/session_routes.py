@@ -20,8 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
+from streamrag.errors import StreamRagError
 from streamrag.serve.bodies import read_body, sampling
-from streamrag.serve.failures import Failure, RequestError
+from streamrag.serve.failures import Failure
 from streamrag.serve.frames import Frames
 from streamrag.serve.gate import CALLER
 from streamrag.serve.interfaces.session_requests import (
@@ -123,7 +124,7 @@ def routes(service: Service) -> list[BaseRoute]:
         try:
             held = await store.find(socket.path_params["id"], caller.client)
             last = event_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
-        except RequestError as error:
+        except StreamRagError as error:
             await Frames(socket, service.limits, "id").refuse(error)
             return
         await SessionSocket(service, socket, caller, held).run(last)
