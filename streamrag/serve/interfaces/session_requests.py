@@ -86,6 +86,8 @@ async def appended(held: Held, given: Data) -> dict[str, Any]:
     except PipelineClosedError:
         raise gone("the session was closed") from None
     except SessionLogError:
+        if held.is_closed:
+            raise gone("the session was closed") from None
         if (kept := held.session.state.log) is None or kept.error is None:
             raise
         what = f"version {version} is in the session, and not on the disk: {kept.error}"
