@@ -82,7 +82,7 @@ export class Feed {
     }
   }
 
-  // One after the other, and no faster than the session takes them in: nothing of a file is dropped for its own end.
+  // No faster than the session takes it in: a file's beginning is not dropped for its end.
   async appendFile(file) {
     if (this._isReading) return;
     this._isReading = true;
