@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, Unpack
 
 import anyio
@@ -46,6 +47,8 @@ class Caller:
     client: str
     traceparent: str | None = None
     tracestate: str | None = None
+    has_key: Callable[[], bool] = lambda: True
+    """Whether its key still counts, for what lasts long: keys may be read anew meanwhile."""
 
 
 class NoSource:
@@ -102,6 +105,7 @@ class Service:
     max_context_tokens: most tokens of context where a client does not say.
     observers: told of every query.
     model_name: as clients name it; by default the last part of the backend's name.
+    session_log_dir: keeps the text of sessions there, so that a service that is started again resumes them.
     on_engine_death: "restart" starts the engine again, "exit" leaves it: `dead` is set then.
     max_restarts, restart_window_s: how often it is started again within so many seconds, each time after a longer wait;
         then `dead` is set too.
@@ -123,11 +127,13 @@ class Service:
         max_context_tokens: int | None = None,
         observers: Sequence[Observer] = (),
         model_name: str | None = None,
+        session_log_dir: Path | None = None,
         on_engine_death: OnEngineDeath = "exit",
         max_restarts: int = 5,
         restart_window_s: float = 3600.0,
     ) -> None:
         self.backend = backend
+        self.session_log_dir = session_log_dir
         self.source = source
         self.limits = limits or Limits()
         self.params = params or SamplingParams()

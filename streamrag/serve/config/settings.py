@@ -167,6 +167,9 @@ class ServerSettings(Section):
         default=(), description="names that it is asked by beside loopback's; * for any, the default with keys"
     )
     origins: Words = Field(default=(), description="origins of pages that may ask it beside its own; * for any")
+    session_log_dir: Path | None = Field(
+        default=None, description="keep the text of sessions in this folder, and resume them after a restart"
+    )
     on_engine_death: Literal["exit", "restart"] = Field(default="exit", description="what to do when the engine dies")
     max_restarts: int = Field(
         default=5, ge=1, description="restarts of the engine within `restart_window_s`; when it dies again, it is exit"
