@@ -4,15 +4,16 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
 from streamrag.errors import ConfigurationError, PipelineClosedError, PromptTooLongError
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
-from streamrag.kinds import is_number, is_whole, plain_text, short
+from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import PromptTemplate
 from streamrag.retrieving import checked_chunk
-from streamrag.sessions.answering import again, answered, exact_key
+from streamrag.sessions.answering import again, answered
+from streamrag.sessions.asking import Asked, asked
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.following import append_all
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
@@ -74,8 +75,8 @@ class Session:
         self._clock = clock
         self._buffer = Buffer(max_waiting, max_waiting_characters)
         self._running = Running(name)
-        self._answers: dict[tuple[str, str], Answer] = {}
-        """To the version that stands, by question and parameters."""
+        self._answers: dict[tuple[Any, bool], Answer] = {}
+        """To the version that stands, by what was asked and whether it has a gap."""
         self._is_closed = False
         self._watches: Watches | None = None
         self._prompts: SessionPrompts
@@ -103,7 +104,7 @@ class Session:
         self._check_not_closed()
         if self._ingestion is not None:
             raise ConfigurationError("the session has been started before: open another one")
-        window = Window(window_tokens, self._slide_share)
+        window = Window(window_tokens, self._slide_share, self._prompts.passage_end)
         self._ingestion = Ingestion(self._backend, self._name, self._buffer, window, self._prompts)
         self._ingestion.start(self._data_updated)
 
@@ -188,35 +189,47 @@ class Session:
         self,
         question: str,
         *,
+        answers: tuple[str, ...] = (),
         at_least: int | None = None,
         params: SamplingParams | None = None,
         deadline_s: float | None = None,
+        with_gap: bool = False,
     ) -> AnswerStream:
         """The answer to `question`, chunk by chunk, from the newest version that is computed.
 
+        answers: the only answers there may be, each with a first token of its own: one token is computed then.
         at_least: wait until that holds the data of this version, as `append` returned it.
         deadline_s: most seconds until the last token.
+        with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
 
-        Raises, when iterated, DeadlineExceededError, PromptTooLongError, BackendError and PipelineClosedError.
+        Raises, when iterated, DeadlineExceededError, PromptTooLongError, BackendError and PipelineClosedError; and
+        ConfigurationError for answers that cannot be told from each other.
         """
-        return AnswerStream(self._asked(question, at_least, params, deadline_s))
+        return AnswerStream(self._asked(question, answers, at_least, params, deadline_s, with_gap))
 
     def ask_events(
         self,
         question: str,
         *,
+        answers: tuple[str, ...] = (),
         at_least: int | None = None,
         params: SamplingParams | None = None,
         deadline_s: float | None = None,
+        with_gap: bool = False,
     ) -> EventStream:
         """The same as events: each piece of the answer, then the whole with its version and timings."""
-        return EventStream(self._asked(question, at_least, params, deadline_s))
+        return EventStream(self._asked(question, answers, at_least, params, deadline_s, with_gap))
 
     def _asked(
-        self, question: str, at_least: int | None, params: SamplingParams | None, deadline_s: float | None
+        self,
+        question: str,
+        answers: tuple[str, ...],
+        at_least: int | None,
+        params: SamplingParams | None,
+        deadline_s: float | None,
+        with_gap: bool,
     ) -> StartQuery:
-        if not isinstance(question, str) or not question.strip():
-            raise ConfigurationError("the question is empty: ask something")
+        what = asked(question, answers, SamplingParams() if params is None else params, with_gap)
         if at_least is not None and (not is_whole(at_least) or at_least > self._buffer.num_appended):
             raise ConfigurationError(
                 f"at_least={short(at_least)} must be a version that append returned: "
@@ -224,9 +237,7 @@ class Session:
             )
         if deadline_s is not None and (not is_number(deadline_s) or deadline_s <= 0):
             raise ConfigurationError(f"deadline_s={short(deadline_s)} must be a positive number of seconds")
-        if params is not None and not isinstance(params, SamplingParams):
-            raise ConfigurationError(f"params={short(params)} must be a SamplingParams")
-        answered = partial(self._answered, plain_text(question), at_least or 0, params)
+        answered = partial(self._answered, what, at_least or 0)
 
         def start(emit: Emit) -> "asyncio.Task[Answer]":
             self.check_open()
@@ -246,36 +257,32 @@ class Session:
     ) -> "Watch":
         """Have `question` answered ahead after each change of the data; iterate it for answers that changed.
 
-        Whoever asks the same question of the same version, in the same way, has the answer at once.
+        Whoever asks the same question of the same version, in the same way, has the answer at once: with the same
+        `answers`, or else the same `params`.
 
-        answers: the only answers there may be, each with a first token of its own: one token is computed then. They
-            are also the answer to whoever asks this question without `params`; with any, the model's own is given.
+        answers, with_gap: as of `ask`.
         every_s: least seconds between two answers.
         priority: the higher are answered first; who was answered longest ago, among equals.
-        with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
         """
         from streamrag.sessions.watching import Watches
 
         self.check_open()
         if self._watches is None:
-            self._watches = Watches(self, self._backend)
+            self._watches = Watches(self)
         return self._watches.add(question, answers, every_s, priority, params, with_gap)
 
-    async def _answered(self, question: str, at_least: int, given: SamplingParams | None, emit: Emit) -> Answer:
+    async def _answered(self, asked: Asked, at_least: int, emit: Emit) -> Answer:
         submitted_s = self._clock()
-        params = given or SamplingParams()
         snapshot = await self._at_least(at_least)
-        ahead = self._watches.answer_to(question, snapshot.version, given) if self._watches else None
-        key = (question, exact_key(params))
+        ahead = self._watches.answer_to(asked, snapshot.version) if self._watches else None
+        key = (asked.key, asked.with_gap)
         ahead = ahead or self._answers.get(key)
         if ahead is not None:
             answer = again(ahead, submitted_s, self._clock() - submitted_s)
             await emit(TokensGenerated(answer.timings.ttft_s, answer.text, answer.token_ids, answer.finish_reason))
         else:
-            answer = await answered(
-                self._backend, self._prompts, snapshot, question, params, submitted_s, self._clock, emit
-            )
-            if key[1] and answer.version == self._started().ready.version and len(self._answers) < MAX_ANSWERS:
+            answer = await answered(self._backend, self._prompts, snapshot, asked, submitted_s, self._clock, emit)
+            if asked.key[-1] and answer.version == self._started().ready.version and len(self._answers) < MAX_ANSWERS:
                 self._answers[key] = answer
         await emit(Answered(answer.timings.total_s, answer))
         return answer

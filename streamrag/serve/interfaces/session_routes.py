@@ -3,7 +3,7 @@
 POST   /v1/sessions                        {"system"?, "window_tokens"?, "slide_share"?} -> {"id", ...}
 GET    /v1/sessions/{id}                   its state
 POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...]} -> {"version"}
-POST   /v1/sessions/{id}/ask               {"question", "at_least"?, "max_tokens"?, "stream"?} -> an answer, or SSE
+POST   /v1/sessions/{id}/ask               {"question", "answers"?, "at_least"?, "stream"?, ...} -> an answer, or SSE
 PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?}
 DELETE /v1/sessions/{id}/watches/{name}
 GET    /v1/sessions/{id}/events            SSE: flash_ready, flash_failed, data_updated; Last-Event-ID goes on
@@ -13,7 +13,7 @@ DELETE /v1/sessions/{id}
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, Field
 from sse_starlette.event import ServerSentEvent
@@ -32,6 +32,9 @@ from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of, name_of, values_of
 from streamrag.telemetry import Answered, Event
+
+Answers: TypeAlias = list[Annotated[str, Field(max_length=1000)]]
+"""The only answers there may be; any, if there are none."""
 
 
 class OpenSession(BaseModel):
@@ -60,6 +63,8 @@ class Question(BaseModel):
     """A question to a session."""
 
     question: str = Field(max_length=MAX_QUERY_CHARACTERS)
+    answers: Answers = Field(default_factory=list, max_length=64)
+    with_gap: bool = False
     at_least: int | None = Field(default=None, ge=0)
     max_tokens: int | None = None
     temperature: float | None = None
@@ -71,7 +76,7 @@ class WatchedQuestion(BaseModel):
     """A question that is to be kept answered."""
 
     question: str = Field(max_length=MAX_QUERY_CHARACTERS)
-    answers: list[Annotated[str, Field(max_length=1000)]] = Field(default_factory=list, max_length=64)
+    answers: Answers = Field(default_factory=list, max_length=64)
     every_s: float = Field(default=0.0, ge=0, le=86_400)
     priority: int = 0
     max_tokens: int | None = None
@@ -183,7 +188,12 @@ async def _asked(service: Service, request: Request, held: Held, asked: Question
         sampling(service.params, max_tokens=asked.max_tokens, temperature=asked.temperature, seed=asked.seed)
     )
     stream = held.session.ask_events(
-        asked.question, at_least=asked.at_least, params=params, deadline_s=service.limits.deadline_s
+        asked.question,
+        answers=tuple(asked.answers),
+        at_least=asked.at_least,
+        params=params,
+        deadline_s=service.limits.deadline_s,
+        with_gap=asked.with_gap,
     )
     with held.in_use():
         async with (
