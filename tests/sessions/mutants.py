@@ -17,6 +17,7 @@ def mutant(name: str, module: str, old: str, new: str, within: int) -> Mutant:
 SESSION, INGESTION = "streamrag.sessions.session", "streamrag.sessions.ingestion"
 WINDOW, BUFFER = "streamrag.sessions.window", "streamrag.sessions.buffer"
 PROMPTS, ANSWERING = "streamrag.sessions.prompts", "streamrag.sessions.answering"
+ASKING, CHOOSING = "streamrag.sessions.asking", "streamrag.sessions.choosing"
 WATCH, WATCHING = "streamrag.sessions.watch", "streamrag.sessions.watching"
 RUNNING, LANE = "streamrag.sessions.running", "streamrag.sessions.lane"
 STREAMS = "streamrag.backends.vllm.client.token_streams"
@@ -32,7 +33,9 @@ MUTANTS = (
         10,
     ),
     mutant("a slide keeps too much", WINDOW, "- num_gone > self._kept_tokens", "- num_gone > self.max_tokens", 10),
-    mutant("data that are too long are not cut", WINDOW, "piece.token_ids[: self._kept_tokens]", "piece.token_ids", 10),
+    mutant(
+        "data that are too long are not cut", WINDOW, "Piece(piece.number, self._cut(piece.token_ids))", "piece", 10
+    ),
     mutant(
         "a batch is labelled with the version of its first chunk",
         INGESTION,
@@ -69,8 +72,8 @@ MUTANTS = (
         "",
         100,
     ),
-    mutant("answers are kept for other parameters", SESSION, "exact_key(params))", "exact_key(SamplingParams()))", 20),
-    mutant("answers are kept for other questions", SESSION, "key = (question, ", 'key = ("", ', 20),
+    mutant("answers are kept for other parameters", ASKING, "_exact(params)))", '"x"))', 20),
+    mutant("answers are kept for other questions", ASKING, "bool(with_gap), (question,", 'bool(with_gap), ("",', 20),
     mutant(
         "the model is not told that there are no data", PROMPTS, "self._no_data if data == self.head else ()", "()", 10
     ),
@@ -84,17 +87,15 @@ MUTANTS = (
     mutant(
         "a watched answer to older data is given",
         WATCHING,
-        "(watch.question, watch.version) != (question, version)",
-        "watch.question != question",
+        "watch.newest is None or watch.version != version or",
+        "watch.newest is None or",
         50,
     ),
     mutant(
-        "a restricted answer is given to whoever asks",
-        WATCHING,
-        "params is None if watch.allowed else ",
-        "watch.allowed or ",
-        100,
+        "a restricted answer is given to whoever asks", ASKING, "frozenset(answers), _exact", "frozenset(), _exact", 50
     ),
+    mutant("answers that begin alike are not told apart", CHOOSING, "len(left) == 1 and ", "", 50),
+    mutant("a further pass forgets what was begun", ANSWERING, "token_ids + begun", "token_ids", 50),
     mutant(
         "a watch is answered once", WATCHING, "watch.version < self._session.state.version", "watch.version < 0", 20
     ),

@@ -7,10 +7,10 @@ from tests.engine.fuzz.scenarios import Scenario, make_load
 
 from .engine import LONGEST
 
-__all__ = ["Load", "SessionLoad", "WatchLoad", "make_session_load"]
+__all__ = ["ANSWERS", "Load", "SessionLoad", "WatchLoad", "make_session_load"]
 
 SYSTEMS = ("Watch.", "Watch.", "You watch a long list of prices.", "")
-ANSWERS = (("yes", "no"), ("high", "low", "as before"))
+ANSWERS = (("yes", "no"), ("high", "low", "as before"), ("very high", "very low", "as before", "as never"))
 
 
 @dataclass(frozen=True, slots=True)

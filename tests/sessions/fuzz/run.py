@@ -21,7 +21,7 @@ from tests.engine.fuzz.run import make_runner, make_shape
 from tests.engine.sizes import container_sizes, what_has_grown
 
 from .engine import LONGEST, CheckedEngine, OracleBackend, SimulatedCore, V1Runner, V2Runner, answer_to
-from .load import Load, SessionLoad, WatchLoad
+from .load import ANSWERS, Load, SessionLoad, WatchLoad
 from .truth import Asked, Truth
 
 __all__ = ["Run", "instantly"]
@@ -258,6 +258,7 @@ class _Desk:
         rng, truth = self.rng, self.truth
         question = rng.choice(QUESTIONS)
         params = rng.choice([_params(1), _params(3), _params(12), SamplingParams(max_tokens=4), None])
+        answers = rng.choice([(), (), *ANSWERS])
         appended = len(truth.texts)
         at_least = rng.choice([None, appended, rng.randint(0, appended)])
         deadline_s = rng.choice([None, None, None, self.run.load.step_s * 5])
@@ -265,7 +266,7 @@ class _Desk:
         with self._closing():
             try:
                 async with self.session.ask(
-                    question, at_least=at_least, params=params, deadline_s=deadline_s
+                    question, answers=answers, at_least=at_least, params=params, deadline_s=deadline_s
                 ) as stream:
                     async for _ in stream:
                         if leaves_after == 1:
@@ -282,13 +283,8 @@ class _Desk:
                 self.met["questions too long"] += 1
                 return
             check((answer.version or 0) >= (at_least or 0), f"{truth.name}: {answer.version} for at least {at_least}")
-            restricted = tuple(
-                watch.answers for watch in self.load.watches if watch.question == question and watch.answers
-            )
-            self.asked.append(Asked(question, answer, params or SamplingParams(), () if params else restricted))
-            self.met["answers of few, that were there already"] += (
-                params is None and bool(restricted) and answer.record is None
-            )
+            self.asked.append(Asked(question, answer, params or SamplingParams(), answers))
+            self.met["answers of few, that were there already"] += bool(answers) and answer.record is None
 
     async def _watch(self, load: WatchLoad) -> None:
         await asyncio.sleep(load.from_s)
@@ -307,8 +303,7 @@ class _Desk:
                         newest, text = answered.version, answered.text
                         check(answered.text == answered.answer.text, "another text than its answer's")
                         check(answered.version == answered.answer.version, "another version than its answer's")
-                        answers = (load.answers,) if load.answers else ()
-                        self.asked.append(Asked(load.question, answered.answer, params, answers, not answers))
+                        self.asked.append(Asked(load.question, answered.answer, params, load.answers))
                         self.met["watched answers"] += 1
                         self.met["watched answers of few"] += bool(load.answers)
             except TimeoutError:
