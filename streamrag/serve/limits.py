@@ -32,8 +32,18 @@ class Limits(BaseModel):
     max_states: int = Field(default=256, ge=0, description="responses that are kept for previous_response_id")
     max_sessions: int = Field(default=64, ge=0, description="sessions that are open at once")
     max_sessions_per_client: int = Field(default=16, ge=0, description="sessions of one client")
+    max_session_tokens: int = Field(
+        default=1 << 23, ge=0, description="tokens that the windows of all sessions may hold together"
+    )
+    max_session_tokens_per_client: int = Field(default=1 << 21, ge=0, description="the same of one client's sessions")
     max_watches: int = Field(default=32, ge=0, description="watched questions of one session")
     session_idle_s: float = Field(default=3600.0, gt=0, description="seconds that a session stays without use")
+    session_unused_s: float = Field(
+        default=300.0, gt=0, description="the same of one that was opened and not used yet: perhaps nobody knows of it"
+    )
+    session_read_s: float = Field(
+        default=86_400.0, gt=0, description="seconds that those who only read its events keep a session"
+    )
     max_state_bytes: int = Field(default=64 << 20, ge=0, description="bytes of text in those that are kept")
     state_s: float = Field(default=3600.0, gt=0, description="seconds that such a response is kept without being used")
     idle_s: float = Field(default=300.0, gt=0, description="seconds that a stream waits for a word of its client")

@@ -23,7 +23,18 @@ Outcome: TypeAlias = Literal[
     "internal_error",
 ]
 
-Refusal: TypeAlias = Literal["queries", "tokens", "client_queries", "client_rate", "draining", "not_ready"]
+Refusal: TypeAlias = Literal[
+    "queries",
+    "tokens",
+    "client_queries",
+    "client_rate",
+    "sessions",
+    "client_sessions",
+    "session_tokens",
+    "client_session_tokens",
+    "draining",
+    "not_ready",
+]
 
 log = logging.getLogger("streamrag.serve")
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, Unpack, runtime_checkable
 
 import anyio
@@ -56,6 +57,8 @@ class Caller:
     client: str
     traceparent: str | None = None
     tracestate: str | None = None
+    has_key: Callable[[], bool] = lambda: True
+    """Whether its key still counts, for what lasts long: keys may be read anew meanwhile."""
 
 
 class NoSource:
@@ -112,6 +115,7 @@ class Service:
     max_context_tokens: most tokens of context where a client does not say.
     observers: told of every query.
     model_name: as clients name it; by default the last part of the backend's name.
+    session_log_dir: keeps the text of sessions there, so that a service that is started again resumes them.
     on_engine_death: "restart" starts the engine again, "exit" leaves it: `dead` is set then.
 
     :raises ConfigurationError: values that cannot work.
@@ -131,9 +135,11 @@ class Service:
         max_context_tokens: int | None = None,
         observers: Sequence[Observer] = (),
         model_name: str | None = None,
+        session_log_dir: Path | None = None,
         on_engine_death: OnEngineDeath = "exit",
     ) -> None:
         self.backend = backend
+        self.session_log_dir = session_log_dir
         self.source = source
         self.limits = limits or Limits()
         self.params = params or SamplingParams()

@@ -1,13 +1,14 @@
 """A session: data that streams in, and whoever asks about it."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
-from streamrag.errors import ConfigurationError, PipelineClosedError, PromptTooLongError
+from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
 from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import PromptTemplate
@@ -17,13 +18,13 @@ from streamrag.sessions.asking import Asked, asked
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.following import append_all
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
+from streamrag.sessions.log import SessionLog, session_log
+from streamrag.sessions.opening import Opening
 from streamrag.sessions.prompts import SessionPrompts, session_template
 from streamrag.sessions.running import Running
 from streamrag.sessions.state import SessionState
-from streamrag.sessions.window import Window
 from streamrag.tasks import run_regardless
 from streamrag.telemetry import Answer, Answered, TokensGenerated
-from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
     from streamrag.sessions.watch import Watch
@@ -43,6 +44,7 @@ class Session:
     slide_share: share of the window that goes at a time. The rest is then computed anew, in the background, while
         questions are answered from the version before.
     max_waiting, max_waiting_characters: data that waits while the engine computes; beyond it the oldest is dropped.
+    log: a file that the session's text is kept in; if it is there, the session goes on where it ended.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Session:
         slide_share: float = 0.5,
         max_waiting: int = 4096,
         max_waiting_characters: int = 4_000_000,
+        log: SessionLog | str | os.PathLike[str] | None = None,
         name: str = "session",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,16 +71,16 @@ class Session:
         if not is_number(slide_share) or not 0 < slide_share < 1:
             raise ConfigurationError(f"slide_share={short(slide_share)} must be a share between 0 and 1")
         self._backend = backend
-        self._template = session_template(template, system)
-        self._window_tokens = window_tokens
-        self._slide_share = float(slide_share)
-        self._name = name
         self._clock = clock
-        self._buffer = Buffer(max_waiting, max_waiting_characters)
+        self._log = session_log(log)
+        is_text_given = system is not None or template is not None
+        words = session_template(template, system)
+        self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log)
+        self._buffer = Buffer(max_waiting, max_waiting_characters, self._log.dropped if self._log else lambda _: None)
         self._running = Running(name)
         self._answers: dict[tuple[Any, bool], Answer] = {}
         """To the version that stands, by what was asked and whether it has a gap."""
-        self._is_closed = False
+        self._is_closed = self._is_forgotten = self._has_begun = False
         self._watches: Watches | None = None
         self._prompts: SessionPrompts
         self._ingestion: Ingestion | None = None
@@ -90,27 +93,27 @@ class Session:
         :raises PromptTooLongError: window and system text do not fit the model's length.
         :raises PipelineClosedError: the session was closed, also meanwhile.
         :raises ConfigurationError: it has been started before.
+        :raises SessionLogError: the log cannot be opened, or is of another session.
         """
         self._check_not_closed()
-        model = self._backend.model
-        self._prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, self._template))
-        room = model.max_model_len - len(self._prompts.head)
-        window_tokens = self._window_tokens or max(room * 3 // 4, 1)
-        if window_tokens >= room:
-            raise PromptTooLongError(
-                f"window_tokens={window_tokens} and {len(self._prompts.head)} tokens of system text leave no room "
-                f"for a question: the model's length is {model.max_model_len}"
-            )
-        self._check_not_closed()
-        if self._ingestion is not None:
+        if self._has_begun:
             raise ConfigurationError("the session has been started before: open another one")
-        window = Window(window_tokens, self._slide_share, self._prompts.passage_end)
-        self._ingestion = Ingestion(self._backend, self._name, self._buffer, window, self._prompts)
-        self._ingestion.start(self._data_updated)
+        self._has_begun = True
+        try:
+            self._prompts, ingestion = await self._opening.begin(self._backend, self._buffer)
+        except BaseException:
+            self._has_begun = False
+            raise
+        if self._is_closed and self._log is not None:
+            await self._log.aclose()
+        self._check_not_closed()
+        ingestion.start(self._data_updated)
+        self._ingestion = ingestion
 
-    async def aclose(self) -> None:
-        """End all questions and watches, and free the session's KV."""
+    async def aclose(self, *, forgets: bool = False) -> None:
+        """End all questions and watches, and free the session's KV; with `forgets`, remove its log too."""
         self._is_closed = True
+        self._is_forgotten = forgets
         await run_regardless(self._close(), "streamrag session closes")
 
     async def _close(self) -> None:
@@ -119,6 +122,8 @@ class Session:
         await self._running.aclose()
         if self._ingestion is not None:
             await self._ingestion.aclose()
+        if self._log is not None and (self._ingestion is not None or self._is_forgotten):
+            await self._log.aclose(removes=self._is_forgotten)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -138,7 +143,10 @@ class Session:
             num_dropped=self._buffer.num_dropped,
             num_slid=ingestion.window.num_slid,
             num_tokens=len(ingestion.ready.token_ids),
+            num_frozen_tokens=len(self._prompts.head),
+            window_tokens=ingestion.window.max_tokens,
             num_failures=ingestion.num_failures,
+            log=self._log.state if self._log else None,
         )
 
     # ------------------------------------------------------------------------------------------------------------ data
@@ -148,10 +156,27 @@ class Session:
 
         If more comes than the engine can take in, the oldest that waits is dropped: see `state`.
 
+        :raises SessionLogError: a session with a log takes no chunk of more than a million characters.
         :raises PipelineClosedError: the session was closed.
         """
         self.check_open()
-        return self._started().append(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
+        chunk = checked_chunk(Chunk(data, "") if isinstance(data, str) else data)
+        if self._log is not None:
+            self._log.check(chunk)
+        return self._started().append(chunk)
+
+    async def flush(self) -> int:
+        """Wait until all that has been appended is in the log, and on the disk as far as the system knows (`fsync`).
+
+        Returns the version that is. Without it, what a killed process had appended in its last moments may be missing.
+
+        :raises SessionLogError: the disk does not take it; the session goes on, and so does trying.
+        :raises ConfigurationError: the session has no log.
+        """
+        self.check_open()
+        if self._log is None:
+            raise ConfigurationError("the session has no log: open it with log=PATH")
+        return await self._log.flush()
 
     async def follow(self, source: Source, query: str = "") -> int:
         """Append all that a source yields, until it ends; the newest version. Of an update, what is new is appended.

@@ -8,6 +8,7 @@ from streamrag.core import Backend, SamplingParams, Source
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
 from streamrag.serve.config.settings import EngineSettings, ModelSettings, PromptSettings, Settings, SourceSettings
+from streamrag.serve.interfaces.session_folder import SessionFolder
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
@@ -21,10 +22,12 @@ def make_source(told: SourceSettings) -> Source | None:
     :raises ConfigurationError: values that cannot work.
     """
     if told.index is not None:
-        if told.hybrid or told.rerank is not None:
+        if told.hybrid or told.rerank is not None or told.sentences is not None:
             from streamrag.sources.search.hybrid import HybridSource
 
-            return HybridSource(told.index, k=told.k, reranker=told.rerank, embedder=told.embedder)
+            return HybridSource(
+                told.index, k=told.k, reranker=told.rerank, sentences=told.sentences, embedder=told.embedder
+            )
         from streamrag.sources.search.ivf import index_source
 
         return index_source(told.index, k=told.k, embedder=told.embedder)
@@ -103,7 +106,9 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
 
     :raises ConfigurationError: values that cannot work.
     """
-    answers = settings.answers
+    answers, session_log_dir = settings.answers, settings.server.session_log_dir
+    if session_log_dir is not None:
+        SessionFolder(session_log_dir)  # whether it can be had, before an engine is started
     return Service(
         make_backend(settings.model, settings.engine),
         make_source(settings.source),
@@ -117,6 +122,7 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
         ),
         observers=observers,
         model_name=settings.model.served_name,
+        session_log_dir=session_log_dir,
         on_engine_death=settings.server.on_engine_death,
     )
 

@@ -69,6 +69,9 @@ class SourceSettings(Section):
         default=None,
         description="as hybrid, then rerank: late-interaction, or a cross-encoder; it is loaded, so trust it",
     )
+    sentences: int | None = Field(
+        default=None, ge=1, le=4096, description="with `rerank`: the best so many sentences in place of whole passages"
+    )
     k: int = Field(default=5, ge=1, le=1000, description="passages in the context")
 
 
@@ -163,6 +166,9 @@ class ServerSettings(Section):
         default=(), description="names that it is asked by beside loopback's; * for any, the default with keys"
     )
     origins: Words = Field(default=(), description="origins of pages that may ask it beside its own; * for any")
+    session_log_dir: Path | None = Field(
+        default=None, description="keep the text of sessions in this folder, and resume them after a restart"
+    )
     on_engine_death: Literal["exit", "restart"] = Field(default="exit", description="what to do when the engine dies")
 
 
