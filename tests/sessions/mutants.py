@@ -60,8 +60,8 @@ MUTANTS = (
     mutant(
         "the newest is dropped for what is new",
         BUFFER,
-        "self._waiting.popleft().chunk",
-        "self._waiting.pop().chunk",
+        "dropped = self._waiting.popleft()",
+        "dropped = self._waiting.pop()",
         20,
     ),
     mutant("answers outlive their version", SESSION, "        self._answers.clear()\n", "        pass\n", 20),
