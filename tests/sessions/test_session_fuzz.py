@@ -18,7 +18,6 @@ SITUATIONS = [
     "forced preemptions",
     "host blocks loaded",
     "prefix cache resets",
-    "questions too long",
     "requests of others",
     "sessions closed early",
     "slides",
