@@ -1,10 +1,11 @@
 """A question to a session, and the answers that there may be."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from streamrag.core import SamplingParams, Tokenizer
+from streamrag.core import SamplingParams
 from streamrag.errors import ConfigurationError
 from streamrag.kinds import plain_text, short
 
@@ -21,13 +22,13 @@ class Asked:
     key: tuple[str, frozenset[str], str]
     """Equal for those with the same answer. Its last part is empty where each time may have another."""
 
-    def for_engine(self, by_token: dict[int, str]) -> SamplingParams:
-        """What the engine is asked; `by_token` as of `first_tokens`."""
+    def for_engine(self, allowed: Sequence[int] = (), *, with_logprobs: bool = False) -> SamplingParams:
+        """What the engine is asked, if only these tokens may come."""
         extra: dict[str, Any] = {}
-        if by_token:
-            extra["allowed_token_ids"] = sorted(by_token)
-            if self.with_gap:
-                extra["logprob_token_ids"] = sorted(by_token)
+        if allowed:
+            extra["allowed_token_ids"] = sorted(allowed)
+            if with_logprobs:
+                extra["logprob_token_ids"] = sorted(allowed)
         elif self.with_gap:
             extra["logprobs"] = 2
         return replace(self.params, extra={**self.params.extra, **extra})
@@ -48,24 +49,6 @@ def asked(question: str, answers: tuple[str, ...], params: SamplingParams, with_
     if answers:
         params = replace(params, max_tokens=1, temperature=0.0)
     return Asked(question, answers, params, bool(with_gap), (question, frozenset(answers), _exact(params)))
-
-
-def first_tokens(tokenizer: Tokenizer, answers: tuple[str, ...]) -> dict[int, str]:
-    """Answers by the token that each begins with. Blocking.
-
-    :raises ConfigurationError: two begin alike, or one has no tokens.
-    """
-    by_token: dict[int, str] = {}
-    for text in answers:
-        first = next(iter(tokenizer.encode(text)), None)
-        if first is None:
-            raise ConfigurationError(f"the answer {text!r} has no tokens: choose another")
-        if first in by_token:
-            raise ConfigurationError(
-                f"the answers {by_token[first]!r} and {text!r} begin with the same token: choose others"
-            )
-        by_token[first] = text
-    return by_token
 
 
 def _exact(params: SamplingParams) -> str:

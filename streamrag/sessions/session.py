@@ -222,7 +222,8 @@ class Session:
     ) -> AnswerStream:
         """The answer to `question`, chunk by chunk, from the newest version that is computed.
 
-        answers: the only answers there may be, each with a first token of its own: one token is computed then.
+        answers: the only answers there may be, none another's beginning. As few tokens are computed as tell them apart:
+            most often one.
         at_least: wait until that holds the data of this version, as `append` returned it.
         deadline_s: most seconds until the last token.
         with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.

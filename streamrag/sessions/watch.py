@@ -24,8 +24,8 @@ class WatchedAnswer:
     took_s: float
     """To compute it."""
     gap: float | None
-    """Confidence: how much more likely the answer's first token was than the next best, or than that of the next best
-    of the answers that there may be, in log-probability. None if it was not asked for."""
+    """Confidence: how much more likely the answer's first token was than the next best, in log-probability; of a few
+    answers, the chosen one than the next best, as far as they were computed. None if it was not asked for."""
     answer: Answer
 
 

@@ -98,7 +98,7 @@ class Watches:
             for watch in list(self._watches):
                 watch.fail(error)
         while stale := [watch for watch in self._watches if watch.version < self._session.state.version]:
-            now = time.monotonic()
+            now = asyncio.get_running_loop().time()
             due = [watch for watch in stale if watch.due_s <= now]
             if not due:
                 return min(watch.due_s for watch in stale) - now
@@ -118,7 +118,7 @@ class Watches:
                 watch.error = (
                     error if isinstance(error, StreamRagError) else BackendError(f"the engine failed: {error!r:.300}")
                 )
-                watch.due_s = time.monotonic() + max(watch.every_s, RETRY_S)
+                watch.due_s = asyncio.get_running_loop().time() + max(watch.every_s, RETRY_S)
             finally:
                 watch.work = None
         return None
