@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from streamrag.core import AnswerChunk, Backend, Prompt, SamplingParams
+from streamrag.core import AnswerChunk, Backend, Prompt, RequestClass, SamplingParams
 from streamrag.errors import BackendError
 from streamrag.handle import Emit
 from streamrag.retrieving import closing
@@ -26,6 +26,7 @@ async def answered(
     submitted_s: float,
     clock: Callable[[], float],
     emit: Emit,
+    request_class: RequestClass,
 ) -> Answer:
     """The answer to `question`, asked of the engine in a request of its own; its pieces go to `emit`.
 
@@ -36,7 +37,7 @@ async def answered(
     first_s: float | None = None
     chunks: list[AnswerChunk] = []
     async with (
-        aclosing(_one_prompt(token_ids)) as whole,
+        aclosing(_one_prompt(token_ids, request_class)) as whole,
         closing(backend.generate(whole, params)) as events,
     ):
         async for event in events:
@@ -88,8 +89,8 @@ def exact_key(params: SamplingParams) -> str:
         return ""
 
 
-async def _one_prompt(token_ids: tuple[int, ...]) -> AsyncGenerator[Prompt, None]:
-    yield Prompt(token_ids, 0, is_complete=True)
+async def _one_prompt(token_ids: tuple[int, ...], request_class: RequestClass) -> AsyncGenerator[Prompt, None]:
+    yield Prompt(token_ids, 0, is_complete=True, request_class=request_class)
 
 
 def _gap(logprobs: Any) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
-from streamrag.core import Backend, Chunk, SamplingParams, Source
+from streamrag.core import Backend, Chunk, RequestClass, SamplingParams, Source
 from streamrag.errors import ConfigurationError, PipelineClosedError, PromptTooLongError
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
 from streamrag.kinds import is_number, is_whole, plain_text, short
@@ -201,6 +201,10 @@ class Session:
         """
         return AnswerStream(self._asked(question, at_least, params, deadline_s))
 
+    def ask_ahead(self, question: str, params: SamplingParams) -> AnswerStream:
+        """The same for a watch: nobody has asked yet, and who does is to have the answer at once."""
+        return AnswerStream(self._asked(question, None, params, None, "flash"))
+
     def ask_events(
         self,
         question: str,
@@ -213,7 +217,12 @@ class Session:
         return EventStream(self._asked(question, at_least, params, deadline_s))
 
     def _asked(
-        self, question: str, at_least: int | None, params: SamplingParams | None, deadline_s: float | None
+        self,
+        question: str,
+        at_least: int | None,
+        params: SamplingParams | None,
+        deadline_s: float | None,
+        request_class: RequestClass = "session",
     ) -> StartQuery:
         if not isinstance(question, str) or not question.strip():
             raise ConfigurationError("the question is empty: ask something")
@@ -226,7 +235,7 @@ class Session:
             raise ConfigurationError(f"deadline_s={short(deadline_s)} must be a positive number of seconds")
         if params is not None and not isinstance(params, SamplingParams):
             raise ConfigurationError(f"params={short(params)} must be a SamplingParams")
-        answered = partial(self._answered, plain_text(question), at_least or 0, params)
+        answered = partial(self._answered, plain_text(question), at_least or 0, params, request_class)
 
         def start(emit: Emit) -> "asyncio.Task[Answer]":
             self.check_open()
@@ -261,7 +270,9 @@ class Session:
             self._watches = Watches(self, self._backend)
         return self._watches.add(question, answers, every_s, priority, params, with_gap)
 
-    async def _answered(self, question: str, at_least: int, given: SamplingParams | None, emit: Emit) -> Answer:
+    async def _answered(
+        self, question: str, at_least: int, given: SamplingParams | None, request_class: RequestClass, emit: Emit
+    ) -> Answer:
         submitted_s = self._clock()
         params = given or SamplingParams()
         snapshot = await self._at_least(at_least)
@@ -273,7 +284,7 @@ class Session:
             await emit(TokensGenerated(answer.timings.ttft_s, answer.text, answer.token_ids, answer.finish_reason))
         else:
             answer = await answered(
-                self._backend, self._prompts, snapshot, question, params, submitted_s, self._clock, emit
+                self._backend, self._prompts, snapshot, question, params, submitted_s, self._clock, emit, request_class
             )
             if key[1] and answer.version == self._started().ready.version and len(self._answers) < MAX_ANSWERS:
                 self._answers[key] = answer

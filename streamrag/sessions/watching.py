@@ -152,7 +152,7 @@ class Watches:
             params = replace(params, max_tokens=1, temperature=0.0, extra={**params.extra, **allowed})
         elif watch.with_gap:
             params = replace(params, extra={**params.extra, "logprobs": 2})
-        async with self._session.ask(watch.question, params=params) as stream:
+        async with self._session.ask_ahead(watch.question, params) as stream:
             async for _ in stream:
                 pass
         answer = stream.result

@@ -45,6 +45,7 @@ HOST_LOADS, CONNECTOR = "streamrag.backends.vllm.scheduler.host_loads", "streamr
 WIRE = "streamrag.backends.vllm.chunk_wire"
 KV_MEMORY = "streamrag.backends.vllm.scheduler.kv_memory"
 REQUEST, PLANNING = "streamrag.backends.vllm.scheduler.request", "streamrag.engine.planning"
+CLASSES = "streamrag.engine.classes"
 
 MUTANTS = (
     Mutant(
@@ -364,6 +365,23 @@ MUTANTS = (
         "",
         0,
         "tests/engine/test_planning.py::test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first",
+    ),
+    Mutant(
+        "classes do not age",
+        CLASSES,
+        "since_s + rank * self._ageing_s",
+        "rank",
+        0,
+        "tests/engine/test_policies.py::test_a_request_of_a_class_is_overtaken_only_by_what_comes_within_its_bound",
+    ),
+    Mutant(
+        "each batch of a session's data waits anew",
+        INTAKE,
+        "        if stream.request_id in self.idle:\n            stream.since_s",
+        "        if True:\n            stream.since_s",
+        0,
+        "tests/backends/vllm/scheduler/test_classes.py"
+        "::test_data_of_a_session_are_served_within_their_bound_however_many_questions_come",
     ),
     Mutant(
         "acknowledged while still computing",

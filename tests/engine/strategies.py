@@ -1,11 +1,15 @@
 """Requests for property tests."""
 
+from typing import get_args
+
 from hypothesis import strategies as st
 
+from streamrag.core import RequestClass
 from streamrag.engine.request import RequestView
 
 BLOCK_SIZE = 16
 SPECS = ["arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(1)", "k_lpm(3)", "k_lpm(inf)", "srpf", "srpf(0.25)"]
+SPECS += ["classes", "classes('fcfs', 2)", "classes('k_lpm(3)')"]
 
 
 @st.composite
@@ -26,6 +30,8 @@ def views(draw: st.DrawFn, name: str = "r0", *, is_idle: bool = False) -> Reques
         has_output=is_complete and draw(st.integers(0, 3)) == 0,
         is_idle=is_idle,
         is_running=not is_idle and draw(st.booleans()),
+        request_class=draw(st.sampled_from(get_args(RequestClass))),
+        since_s=arrival_s + draw(st.integers(0, 5)),
     )
 
 

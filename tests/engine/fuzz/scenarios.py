@@ -3,12 +3,17 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from streamrag.core import RequestClass
 
 from .events import Abort, Chunk, Event, Evict, Plain, Reset
 
 __all__ = ["POLICIES", "Scenario", "make_load"]
 
 POLICIES = ["arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(1)", "k_lpm(2)", "k_lpm(inf)", "srpf", "srpf(0.1)"]
+
+CLASS_POLICIES = ["classes", "classes('fcfs', 3)", "classes('k_lpm(2)', 0.5)"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,10 @@ class Scenario:
     """How many there are, if fewer than the scheduler was promised."""
     reused_ids: Mapping[str, str] = field(default_factory=dict)
     """From a request to the one whose id it takes, if that one has ended by then."""
+    request_classes: Mapping[str, RequestClass] = field(default_factory=dict)
+    """Of streams; pool, if not here."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further ones of the scheduler."""
 
 
 def make_load(seed: int) -> Scenario:
@@ -91,8 +100,15 @@ def make_load(seed: int) -> Scenario:
         scales = [1, 1, 1.3, 1.6, 2]
         num_evictions = swap.choice([0, 10, 40])
         events += [(swap.uniform(0, last_s + 5), Evict(swap.randrange(100))) for _ in range(num_evictions)]
+    classing = random.Random(-7 * seed - 17)
+    request_classes: dict[str, RequestClass] = {}
+    if classing.random() < 0.3:
+        policy = classing.choice(CLASS_POLICIES)
+        names = sorted({event.request_id for _, event in events if isinstance(event, Chunk)})
+        request_classes = {name: classing.choice(get_args(RequestClass)) for name in names}
     return Scenario(
         seed=seed,
+        request_classes=request_classes,
         sliding_window=window,
         eviction=eviction,
         num_host_blocks=swap.choice([3, 10, 40, 400]),
