@@ -7,6 +7,7 @@ The vLLM scheduler and any simulator call the same functions; nothing here impor
 
 from streamrag.engine.eviction import Fate as Fate
 from streamrag.engine.pace import Pace as Pace
+from streamrag.engine.planning import Budget as Budget
 from streamrag.engine.planning import Eviction as Eviction
 from streamrag.engine.planning import Grant as Grant
 from streamrag.engine.planning import Limits as Limits

@@ -45,6 +45,10 @@ class RequestView(NamedTuple):
     """Who waits for it."""
     since_s: float = 0.0
     """Since when it has had something to compute; chunks that come before the last one is computed change nothing."""
+    num_answer_tokens: int = 0
+    """Tokens that may still be sampled."""
+    has_claim: bool = False
+    """Whether it has been taken into the budget; see `planning.Budget`."""
 
     @property
     def num_remaining_tokens(self) -> int:

@@ -106,9 +106,18 @@ def make_load(seed: int) -> Scenario:
         policy = classing.choice(CLASS_POLICIES)
         names = sorted({event.request_id for _, event in events if isinstance(event, Chunk)})
         request_classes = {name: classing.choice(get_args(RequestClass)) for name in names}
+    options: dict[str, Any] = {}
+    if classing.random() < 0.4:
+        options = {
+            "data_high_water": classing.choice([None, 0.5, 0.9]),
+            "max_data_tokens": classing.choice([None, 3]),
+            "kv_budget": classing.choice([None, 0.1, 0.5, 1.0]),
+            "groups_prefills": classing.random() < 0.7,
+        }
     return Scenario(
         seed=seed,
         request_classes=request_classes,
+        options=options,
         sliding_window=window,
         eviction=eviction,
         num_host_blocks=swap.choice([3, 10, 40, 400]),

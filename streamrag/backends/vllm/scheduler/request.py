@@ -52,6 +52,8 @@ class StreamRequest(Request):
     """Device blocks that it had to give up and wants back; some may hold something else by now."""
     was_evicted: bool
     """Whether it has lost KV to others."""
+    num_blocks_claimed: int | None
+    """Of the budget; None while it has no part in that."""
     comparison: Comparison | None
     """What is to become of its KV, while it is about to be evicted."""
     view: RequestView | None
@@ -86,6 +88,7 @@ class StreamRequest(Request):
         request.num_loaded_tokens = 0
         request.released_blocks = set()
         request.was_evicted = False
+        request.num_blocks_claimed = None
         request.comparison = None
         request.view = None
         request.log = RequestLog(request.request_id, request.is_stream, arrival_s, now_s)
@@ -143,4 +146,6 @@ class StreamRequest(Request):
             is_speculative=not self.is_complete and self.is_replaced,
             request_class=self.request_class,
             since_s=self.since_s,
+            num_answer_tokens=max(self.max_tokens - self.num_output_tokens, 0),
+            has_claim=self.num_blocks_claimed is not None,
         )
