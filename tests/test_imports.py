@@ -18,7 +18,7 @@ LINES = [
     {"pipeline"},
     {"backends"},
     {"sources"},
-    {"modes", "engine"},
+    {"modes", "engine", "routing"},
     {"clock", "telemetry", "trace"},
     {"retrieving", "tokenizing"},
     {
