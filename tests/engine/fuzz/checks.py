@@ -108,6 +108,9 @@ class Checks:
         check(not grown, f"all are gone, and something of them is remembered: {grown}")
         self.met[f"runs: {scenario.policy}"] += 1
         self.met[f"runs: eviction={scenario.eviction}"] += 1
+        self.met["runs: with classes"] += bool(scenario.request_classes)
+        for option, value in scenario.options.items():
+            self.met[f"runs: with {option}"] += bool(value)
         self.met["runs: with a sliding window"] += scenario.sliding_window is not None
         self.met["runs: asynchronous" if scenario.is_async else "runs: synchronous"] += 1
         self.met["runs: runner V2" if scenario.has_v2_runner else "runs: runner V1"] += 1
