@@ -76,6 +76,7 @@ NO_PART_OF_PAPER = {
     "policy",
     "eviction",
     "tells_kv_use",
+    "class_ageing_s",
     "data_high_water",
     "max_data_tokens",
     "kv_budget",

@@ -5,6 +5,7 @@
 The vLLM scheduler and any simulator call the same functions; nothing here imports vLLM.
 """
 
+from streamrag.engine.classes import ClassPolicy as ClassPolicy
 from streamrag.engine.eviction import Fate as Fate
 from streamrag.engine.pace import Pace as Pace
 from streamrag.engine.planning import Budget as Budget

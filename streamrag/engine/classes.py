@@ -9,11 +9,13 @@ Source: arXiv 2605.13784, section 3.6, which has no ageing.
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from streamrag.core import RequestClass
 from streamrag.engine.request import RequestView
 from streamrag.errors import ConfigurationError
+from streamrag.kinds import is_number, short
 
 if TYPE_CHECKING:
     from streamrag.engine.policies import Policy
@@ -27,20 +29,20 @@ class ClassPolicy:
     """Serves each class before the next, and orders the pool as `within` does. Without other classes it is `within`.
 
     A request is overtaken only by those that came less than its rank times `ageing_s` after it, where flash has rank 0
-    and stream 3; `inf` can starve. The wait of a stream counts from the first of its tokens that are not computed,
+    and stream 3. The wait of a stream counts from the first of its tokens that are not computed,
     that of others from their newest chunk. Partial prompts of the pool take places as if they came now: nobody waits
     for them yet, and when they are complete they age.
     """
 
     def __init__(self, within: "Policy", ageing_s: float) -> None:
-        if not ageing_s > 0:
-            raise ConfigurationError(f"classes(ageing_s={ageing_s}): must be over 0")
+        if not is_number(ageing_s) or not 0 < ageing_s < inf:
+            raise ConfigurationError(f"class_ageing_s={short(ageing_s)} must be a number of seconds over 0, or None")
         self.within = within
         self.needs_prefix_hits = within.needs_prefix_hits
         self._ageing_s = ageing_s
 
     def __repr__(self) -> str:
-        return f"<policy classes({self.within!r}, {self._ageing_s:g})>"
+        return f"<{self.within!r} in classes, {self._ageing_s:g} s apart>"
 
     def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
         classed = [r for r in requests if r.request_class != "pool"]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Protocol, TypeAlias
 
-from streamrag.engine.classes import ClassPolicy
 from streamrag.engine.request import RequestView
 from streamrag.errors import ConfigurationError
 
@@ -223,11 +222,6 @@ def _num_present(r: RequestView) -> int:
     return max(r.num_computed_tokens, r.num_cached_tokens)
 
 
-def classes(within: str = "srpf", ageing_s: float = 1.0) -> Policy:
-    """Flash, session, pool, stream; the pool as `within` orders it. See `streamrag.engine.classes`."""
-    return ClassPolicy(make_policy(within), ageing_s)
-
-
 DEFAULT_POLICY = "srpf"
 """Of these orders the one that serves our simulated loads best or nearly so: see the report of `make paper`."""
 POLICIES: dict[str, Callable[..., Policy]] = {
@@ -238,7 +232,6 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "mcps": mcps,
     "k_lpm": LongestPrefixPolicy,
     "srpf": ShortestRemainingPolicy,
-    "classes": classes,
 }
 """The policies that are selected by name."""
 

@@ -5,11 +5,17 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from streamrag.core import RequestClass
-from streamrag.engine.request import RequestView
+from streamrag.engine import ClassPolicy, Policy, RequestView, make_policy
 
 BLOCK_SIZE = 16
 SPECS = ["arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(1)", "k_lpm(3)", "k_lpm(inf)", "srpf", "srpf(0.25)"]
-SPECS += ["classes", "classes('fcfs', 2)", "classes('k_lpm(3)')"]
+SPECS += ["fcfs in classes", "k_lpm(3) in classes", "srpf in classes"]
+
+
+def policy_of(spec: str) -> Policy:
+    """The policy of one of `SPECS`."""
+    name, in_classes, _ = spec.partition(" in classes")
+    return ClassPolicy(make_policy(name), 2.0) if in_classes else make_policy(name)
 
 
 @st.composite

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import BLOCK_SIZE, SPECS, view_lists, views
+from strategies import BLOCK_SIZE, SPECS, policy_of, view_lists, views
 
 from streamrag.engine import Budget, Limits, Plan, RequestView, make_policy, plan
 from streamrag.engine.planning import BACKLOG_SHARE, MOST_TRIES, NUM_IN_TURN
@@ -44,7 +44,7 @@ LIMITS = st.builds(
 
 
 def make(spec: str, requests: list[RequestView], idle: list[RequestView], limits: Limits, memory: Blocks) -> Plan:
-    policy = make_policy(spec)
+    policy = policy_of(spec)
     return plan(policy.order(requests, 10.0), lambda: policy.order(idle, 10.0), limits, memory)
 
 

@@ -22,7 +22,9 @@ class SchedulerOptions:
     """
 
     policy: str = DEFAULT_POLICY
-    """See `streamrag.engine.make_policy`."""
+    """See `streamrag.engine.make_policy`. It orders those of a class, and there is but one where no sessions are."""
+    class_ageing_s: float | None = 4.0
+    """See `streamrag.engine.classes`; None serves data and questions of sessions as `policy` does all."""
     can_partial_evict: bool | None = None
     """See `streamrag.engine.Limits`; None where host memory holds the KV of all, and for prompts that only grow."""
     num_partial_tokens: int | None = 2_048

@@ -13,8 +13,6 @@ __all__ = ["POLICIES", "Scenario", "make_load"]
 
 POLICIES = ["arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(1)", "k_lpm(2)", "k_lpm(inf)", "srpf", "srpf(0.1)"]
 
-CLASS_POLICIES = ["classes", "classes('fcfs', 3)", "classes('k_lpm(2)', 0.5)"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -102,13 +100,13 @@ def make_load(seed: int) -> Scenario:
         events += [(swap.uniform(0, last_s + 5), Evict(swap.randrange(100))) for _ in range(num_evictions)]
     classing = random.Random(-7 * seed - 17)
     request_classes: dict[str, RequestClass] = {}
-    if classing.random() < 0.3:
-        policy = classing.choice(CLASS_POLICIES)
-        names = sorted({event.request_id for _, event in events if isinstance(event, Chunk)})
-        request_classes = {name: classing.choice(get_args(RequestClass)) for name in names}
     options: dict[str, Any] = {}
     if classing.random() < 0.4:
-        options = {
+        options = {"class_ageing_s": classing.choice([None, 0.5, 3.0, 4.0])}
+        names = sorted({event.request_id for _, event in events if isinstance(event, Chunk)})
+        request_classes = {name: classing.choice(get_args(RequestClass)) for name in names}
+    if classing.random() < 0.4:
+        options |= {
             "data_high_water": classing.choice([None, 0.5, 0.9]),
             "max_data_tokens": classing.choice([None, 3]),
             "kv_budget": classing.choice([None, 0.1, 0.5, 1.0]),

@@ -41,9 +41,8 @@ class VllmBackend:
 
     model: a folder, or a name on the Hugging Face hub.
     strategy: how partial prompts are prefilled.
-    policy: who is served first: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.1)",
-        "classes(ageing_s=1)", or "package.module.function" of a function from a `RequestView` and the time to something
-        to sort by.
+    policy: who is served first: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.1)", or
+        "package.module.function" of a function from a `RequestView` and the time to something to sort by.
     can_partial_evict: whether a prompt that is not complete may take memory from another one. By default only one that
         grows may, and only where host memory has room for the KV of all: others would compute it in vain, in turn.
     eviction: what becomes of the KV of those that must make room: it is computed again, copied to host memory and back

@@ -33,7 +33,7 @@ from streamrag.backends.vllm.scheduler.replacement import release_kv
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.vllm.scheduler.supported import check_supported
 from streamrag.backends.vllm.version import check_version
-from streamrag.engine import Fate, Limits, Pace, Plan, RequestView, make_policy, plan
+from streamrag.engine import ClassPolicy, Fate, Limits, Pace, Plan, Policy, RequestView, make_policy, plan
 from streamrag.engine.swapping import DROPPED, Comparison
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.options = SchedulerOptions.of(vllm_config)
         self.record_file = RecordFile(Path(self.options.records)) if self.options.records else None
-        self.streaming_policy = make_policy(self.options.policy)
+        policy, ageing_s = make_policy(self.options.policy), self.options.class_ageing_s
+        self.streaming_policy: Policy = policy if ageing_s is None else ClassPolicy(policy, ageing_s)
         self.kv_memory = KvMemory(self, self.host_memory)
         self.is_lean = self.options.num_partial_tokens is not None
         self.pace = Pace(self.options.num_partial_tokens or 0, self.options.partial_step_s)

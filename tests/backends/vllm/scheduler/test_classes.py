@@ -12,7 +12,7 @@ def own_tokens(index: int, num: int = 16) -> list[int]:
 
 
 def test_who_is_of_a_higher_class_is_served_first_and_the_pool_as_its_policy_says(bench: Make) -> None:
-    b = bench(streamrag={"policy": "classes('fcfs', 100)"})
+    b = bench(streamrag={"policy": "fcfs", "class_ageing_s": 100})
     b.plain("pool", 16, max_tokens=1)
     b.chunk("asked", own_tokens(1), is_complete=True, max_tokens=1, request_class="session")
     b.chunk("data", own_tokens(2), request_class="stream")
@@ -23,7 +23,7 @@ def test_who_is_of_a_higher_class_is_served_first_and_the_pool_as_its_policy_say
 
 def test_data_of_a_session_are_served_within_their_bound_however_many_questions_come(bench: Make) -> None:
     ageing_s = 5
-    b = bench(streamrag={"policy": f"classes('fcfs', {ageing_s})"})
+    b = bench(streamrag={"policy": "fcfs", "class_ageing_s": ageing_s})
     data = own_tokens(99, 60)
     b.chunk("data", data[:4], request_class="stream")
     b.run()
