@@ -216,6 +216,7 @@ def _select(
     num_most_of_data = _num_data_tokens(order, limits)
     budget, is_over_budget = limits.budget, False
     num_kept_from_data = limits.num_blocks_kept_from_data
+    deferred: list[RequestView] = []
     num_needed, last, is_blocked, num_tries_left = 0, -1, False, num_tries
     for position, request in enumerate(order):
         if num_tokens_left <= 0 or len(grants) >= num_seqs_left:
@@ -260,7 +261,8 @@ def _select(
             continue
         if is_data and num_kept_from_data is not None:
             if -num_kept_from_data < num_missing <= 0:
-                continue  # nobody is told that it lacks memory: it has it as soon as a little is free
+                deferred.append(request)  # it has memory as soon as a little is free
+                continue
             may_evict = False
         if num_missing > 0:
             if not may_evict:
@@ -284,6 +286,8 @@ def _select(
             num_lean_left -= num_tokens
         elif not request.has_output:
             num_lean_left = 0
+    if not grants and limits.num_ahead == 0:
+        waiting += deferred  # nobody will free any
     return grants, num_needed - memory.num_free_blocks, last, waiting
 
 

@@ -303,10 +303,14 @@ def test_data_of_sessions_leave_so_many_blocks_free_and_questions_do_not() -> No
     assert granted(order[::-1], limits, num_free=34).keys() == {"partial", "asked"}
 
 
-def test_data_that_lack_no_memory_but_for_what_is_kept_are_not_said_to_wait() -> None:
-    limits = Limits(1_000, 8, num_blocks_kept_from_data=5)
-    assert plan([data("data")], list, limits, Blocks(12)).waiting == ()
-    assert [r.request_id for r in plan([data("data")], list, limits, Blocks(9)).waiting] == ["data"]
+def test_data_that_lack_only_what_is_kept_are_said_to_wait_if_nobody_else_goes_on() -> None:
+    def waiting(order: list[RequestView], num_free: int) -> list[str]:
+        made = plan(order, list, Limits(1_000, 8, num_blocks_kept_from_data=5), Blocks(num_free))
+        return [request.request_id for request in made.waiting]
+
+    assert waiting([data("data"), made_view("asked", num_tokens=16)], 12) == []
+    assert waiting([data("data")], 12) == ["data"]
+    assert waiting([data("data"), made_view("asked", num_tokens=16)], 9) == ["data"]
 
 
 def test_data_of_one_session_have_an_equal_share_of_a_step_within_their_bounds() -> None:
