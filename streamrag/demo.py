@@ -22,7 +22,7 @@ from streamrag.sources.index.build import build_index
 DOCS = (Path(__file__).parent.parent / "docs", Path(__file__).parent / "docs")
 """In a checkout, and in a wheel."""
 
-PASSAGE_WORDS, NUM_PASSAGES, NUM_SENTENCES = 60, 2, 3
+PASSAGE_WORDS, NUM_PASSAGES, NUM_SENTENCES = 60, 2, 2
 """Of the search: a few single sentences are what the small model answers best from; see docs/demo-model.md."""
 
 TEMPLATE = PromptTemplate(system="Quote the sentence that answers the question, with its number in brackets, like [1].")
