@@ -111,7 +111,8 @@ bench-hybrid: .venv/installed ## keywords, vectors and reranking: what each find
 bench-index: .venv/installed ## DiskANN and IVF with 100,000 vectors, DOCUMENTS=FOLDER embedded first; SLOW=--slow as root: minutes to an hour
 	$(RUN) experiments/index_size.py $(DOCUMENTS) $(SLOW) --json experiments/results/index_size.json
 
-bench-sessions: .venv/installed ## a session's questions while its context grows, data streams in, questions are watched: real engine, minutes
+bench-sessions: .venv/installed ## a session's questions while its context grows, data stream in, windows slide: H200 and L40S simulated, then a real engine, minutes
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/sessions_simulated.py --json experiments/results/sessions_simulated.json --plot docs/session-latency.png
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/sessions.py --json experiments/results/sessions.json
 
 bench-classes: .venv/installed ## what request classes, a budget and grouped prefill do to sessions; five minutes, simulated
