@@ -312,7 +312,7 @@ async def test_a_socket_ends_with_its_session_and_with_the_service() -> None:
 
 def offering(key: str) -> list[str]:
     """As a browser gives its key."""
-    return ["streamrag", "streamrag.key." + base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")]
+    return ["streamrag", "streamrag-key." + base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")]
 
 
 async def test_who_may_not_ask_may_not_connect() -> None:
@@ -323,7 +323,7 @@ async def test_who_may_not_ask_may_not_connect() -> None:
             {},
             {"additional_headers": {"authorization": "Bearer wrong"}},
             {"subprotocols": offering("wrong")},
-            {"subprotocols": ["streamrag", "streamrag.key.a"]},
+            {"subprotocols": ["streamrag", "streamrag-key.a"]},
             {"additional_headers": {**alice, "origin": "https://evil.example"}},
         ]
         for options in refused:
