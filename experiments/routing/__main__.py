@@ -12,6 +12,7 @@ import json
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -53,7 +54,7 @@ def main() -> None:
         draw(arguments.plot, made["results"])
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, object]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     paths = {name: path for name in ("mooncake", "azure") if (path := getattr(arguments, name))}
     decisions, held = list(microseconds()), held_bytes()
     todo = sorted(cells(arguments.scale), key=lambda cell: -cell.num_queries)

@@ -151,7 +151,10 @@ def azure(rate: float, num: int, seed: int, path: Path | None = None) -> list[Qu
 
 
 def conversations(rate: float, num: int, seed: int) -> list[Query]:
-    """Five turns on average, one every 20 s or so, each with all before it. They name their session."""
+    """Five turns on average, one every 20 s or so, each with all before it. They name their session.
+
+    The first begin at zero, so that the rate is reached after a minute or so.
+    """
     rng, named = random.Random(f"conversations {seed}"), Pieces()
     queries: list[Query] = []
     for n, start_s in enumerate(poisson(rate / 5, num, rng)):
