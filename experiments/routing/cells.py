@@ -31,6 +31,9 @@ RATES = {
 }
 """Queries a second and replica: half to nine tenths of what replicas can do that find nothing in their caches."""
 
+Q_MAX = 16
+"""The paper does not say what a queue is a share of. Else it is what an engine runs at once, 256 here."""
+
 
 def index() -> PrefixIndex:
     """A block of a load is what routers take for a token."""
@@ -68,6 +71,8 @@ ROUTERS: Mapping[str, Callable[[], Router]] = {
     "prefix affinity, 10": lambda: PrefixAffinity(imbalance=10, index=index()),
     "FlowGuard": FlowGuard,
     "FlowGuard, mended": lambda: MendedFlowGuard(index=index()),
+    "FlowGuard, Qmax 16": lambda: Blind(FlowGuard(), max_open=Q_MAX),
+    "mended, Qmax 16": lambda: Blind(MendedFlowGuard(index=index()), max_open=Q_MAX),
     "soonest": soonest,
 }
 FLOWGUARD_WITHOUT: Mapping[str, Callable[[], Router]] = {
@@ -141,7 +146,7 @@ def cells(scale: float) -> list[Cell]:
         for load in LOADS:
             found.append(Cell(load, 2, "routers", router, num(500)))
             found.append(Cell(load, 8, "routers", router, num(1_500)))
-        found += [Cell(load, 64, "routers", router, num(6_000)) for load in ("mooncake", "conversations", "rag")]
+        found += [Cell(load, 64, "routers", router, num(5_000)) for load in ("mooncake", "conversations", "rag")]
         found += [Cell("conversations", 8, "routers", router, num(1_500), fault) for fault in FAULTS]
         found += [Cell("azure", 2, "routers", router, num(800), rate=rate) for rate in (1.0, 3.0)]
         found += [Cell("rag", 2, "routers", router, num(300), engine=engine) for engine in ("lean", "whole")]

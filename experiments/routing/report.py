@@ -15,7 +15,19 @@ from .cells import FLOWGUARD_WITHOUT, ROUTERS, SOONEST_WITHOUT
 from .loads import LOADS
 
 Rows = Sequence[dict[str, Any]]
-COLOURS = ("#8a8a8a", "#56b4e9", "#0072b2", "#cc79a7", "#e69f00", "#d55e00", "#b8a000", "#5b3a8c", "#009e73")
+COLOURS = (
+    "#8a8a8a",
+    "#222222",
+    "#56b4e9",
+    "#0072b2",
+    "#cc79a7",
+    "#e69f00",
+    "#d55e00",
+    "#b8a000",
+    "#d0a8f0",
+    "#5b3a8c",
+    "#009e73",
+)
 
 
 def chosen(rows: Rows, **wanted: Any) -> Rows:
