@@ -84,7 +84,7 @@ FLOWGUARD_WITHOUT: Mapping[str, Callable[[], Router]] = {
     "without exclusion": lambda: FlowGuard(threshold=inf),
     "without staleness": lambda: FlowGuard(stale_s=inf),
     "C of the prompt": lambda: MendedFlowGuard(index=index(), memory_divisor=100),
-    "M not divided": lambda: MendedFlowGuard(index=PrefixIndex(max_blocks=0)),
+    "M not divided": lambda: FlowGuard(memory_divisor=1),
     "both: mended": lambda: MendedFlowGuard(index=index()),
 }
 SOONEST_WITHOUT: Mapping[str, Callable[[], Router]] = {
@@ -148,6 +148,7 @@ def cells(scale: float) -> list[Cell]:
             found.append(Cell(load, 8, "routers", router, num(1_500)))
         found += [Cell(load, 64, "routers", router, num(5_000)) for load in ("mooncake", "conversations", "rag")]
         found += [Cell("conversations", 8, "routers", router, num(1_500), fault) for fault in FAULTS]
+        found.append(Cell("trees", 8, "routers", router, num(1_500), "killed"))
         found += [Cell("azure", 2, "routers", router, num(800), rate=rate) for rate in (1.0, 3.0)]
         found += [Cell("rag", 2, "routers", router, num(300), engine=engine) for engine in ("lean", "whole")]
         if router in ("round robin", "prefix affinity, 10", "soonest"):
