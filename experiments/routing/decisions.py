@@ -60,6 +60,7 @@ def held_bytes() -> dict[str, float]:
     before = tracemalloc.get_traced_memory()[0]
     for n in range(num):
         books.routed(f"query-{n}", f"replica-{n}", 1_000 + n)
+    books.states(f"replica-{n}" for n in range(num))
     query = (tracemalloc.get_traced_memory()[0] - before) / num
     router = make_router("soonest")
     openings = prompts(200, random.Random("bytes"))
