@@ -137,6 +137,8 @@ class Session:
             num_dropped=self._buffer.num_dropped,
             num_slid=ingestion.window.num_slid,
             num_tokens=len(ingestion.ready.token_ids),
+            num_frozen_tokens=len(self._prompts.head),
+            window_tokens=ingestion.window.max_tokens,
             num_failures=ingestion.num_failures,
         )
 

@@ -18,5 +18,9 @@ class SessionState:
     """Chunks that were, and have gone for newer ones."""
     num_tokens: int
     """Of head and data."""
+    num_frozen_tokens: int
+    """Of the head."""
+    window_tokens: int
+    """Most that the data may take."""
     num_failures: int
     """How often the engine gave the stream up."""

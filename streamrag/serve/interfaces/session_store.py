@@ -6,7 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from streamrag.errors import StreamRagError
@@ -30,6 +30,13 @@ class SessionEvent:
     name: str
     """"flash_ready": a watched answer changed; "flash_failed"; "data_updated": another version stands."""
     values: dict[str, Any]
+    at_s: float = field(default_factory=time.monotonic)
+    """Of the monotonic clock."""
+
+    @property
+    def age_s(self) -> float:
+        """Since it happened."""
+        return time.monotonic() - self.at_s
 
 
 @dataclass(eq=False)
@@ -197,5 +204,5 @@ async def _tell(held: Held, name: str, watch: Watch) -> None:
 
 async def _tell_versions(held: Held) -> None:
     with suppress(StreamRagError):  # the session was closed
-        async for version in held.session.versions():
-            held.note("data_updated", {"version": version})
+        async for _ in held.session.versions():
+            held.note("data_updated", asdict(held.session.state))

@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { Flow } from "./flow.js";
-import { key } from "./key.js";
+import { askForKey } from "./key.js";
 import { Passages } from "./passages.js";
 import { inWords } from "./stream.js";
 import { element, plain } from "./text.js";
@@ -142,31 +142,7 @@ export class Turn {
 
   askForKey(wasRefused) {
     this.end();
-    const form = element("form", "failure key");
-    const label = element("label", "", "API key");
-    const input = element("input");
-    input.type = "password";
-    input.autocomplete = "off";
-    input.required = true;
-    input.id = label.htmlFor = `${this.id}-key`;
-    const why = wasRefused ? "The service does not accept this key." : "The service wants an API key.";
-    const words = element("p", "", why);
-    words.setAttribute("role", "alert");
-    form.append(words, label, input, element("button", "", "Use this key"));
-    input.addEventListener("input", () => input.setCustomValidity(""));
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      const given = input.value.trim();
-      if (!/^[\x21-\x7e]+$/.test(given)) {
-        input.setCustomValidity("A key has only letters, digits and signs of ASCII.");
-        input.reportValidity();
-        return;
-      }
-      key.set(given);
-      this._again(this);
-    });
-    this._after.append(form);
-    input.focus();
+    askForKey(this._after, `${this.id}-key`, wasRefused, () => this._again(this));
   }
 }
 
