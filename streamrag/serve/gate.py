@@ -93,14 +93,15 @@ class Gate:
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and cors:
                 await JSONResponse({}, headers=_PREFLIGHT)(scope, receive, send_with_id)
                 return
+            client = self._client(scope["path"], headers)
             scope[CALLER] = Caller(
                 request_id,
-                self._client(scope["path"], headers),
+                client,
                 headers.get("traceparent"),
                 headers.get("tracestate"),
+                lambda: self._is_known(client, scope["path"], headers),
             )
             body.check_length()
-            client = scope[CALLER].client
             self._check_open(client)
         except RequestError as error:
             await _refuse(error, scope, receive, send_with_id)

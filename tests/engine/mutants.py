@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = ["MUTANTS", "Mutant", "seeds_to_catch"]
+__all__ = ["MUTANTS", "Mutant", "main", "seeds_to_catch"]
 
-OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.oracle")
+OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.oracle", "tests.sessions.fuzz")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Mutant:
     """Seeds within which it must be caught."""
     test: str = ""
     """The directed test that must catch it, where the fuzz cannot."""
+    fuzz: str = "tests.engine.fuzz"
 
 
 LOG = "streamrag.backends.vllm.scheduler.request_log"
@@ -463,7 +464,7 @@ def _freshly_imported(mutant: Mutant) -> Iterator[ModuleType]:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
     try:
-        yield importlib.import_module("tests.engine.fuzz")
+        yield importlib.import_module(mutant.fuzz)
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.startswith(OURS)]:
@@ -499,7 +500,7 @@ def run_test_of(name: str) -> int:
     return int(pytest.main([mutant.test, "-q", "-p", "no:cacheprovider"]))
 
 
-def main() -> int:
+def main(mutants: Sequence[Mutant] = MUTANTS) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of the name of those to run")
     parser.add_argument("--run-test-of", help=argparse.SUPPRESS)
@@ -507,7 +508,7 @@ def main() -> int:
     if arguments.run_test_of:
         return run_test_of(arguments.run_test_of)
     num_alive = 0
-    for mutant in MUTANTS:
+    for mutant in mutants:
         if arguments.only not in mutant.name:
             continue
         if mutant.test:

@@ -3,12 +3,14 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import TypeAlias
 
 from vllm.v1.engine import EngineCoreOutput
 
-from streamrag.backends.vllm.chunk_wire import PromptMessage
-from streamrag.core import Hint, common_prefix_len
+from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
+from streamrag.backends.vllm.client.token_streams import record_of
+from streamrag.core import AnswerChunk, Hint, Prefilled, common_prefix_len
 
 Send: TypeAlias = Callable[[str, Sequence[int], int, PromptMessage], None]
 """Puts a chunk on its way: the request's id, new tokens, length of the answer, and what else there is to say."""
@@ -64,9 +66,19 @@ class SimulatedStream:
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
         """The answer as it comes."""
-        while True:
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                if isinstance(event, AnswerChunk) and event.token_ids:
+                    yield event.token_ids
+
+    async def events(self) -> AsyncGenerator[Prefilled | AnswerChunk, None]:
+        """How far the newest prompt is prefilled, then the answer, which has no text."""
+        finish_reason = None
+        while finish_reason is None:
             output = await self._answer.get()
-            if output.new_token_ids:
-                yield tuple(output.new_token_ids)
-            if output.finish_reason is not None:
-                return
+            ours = (output.kv_transfer_params or {}).get(KEY, {})
+            if "chunk" not in ours:
+                finish_reason = None if output.finish_reason is None else str(output.finish_reason)
+                yield AnswerChunk("", tuple(output.new_token_ids), finish_reason, record_of(output))
+            elif ours["chunk"] == self._num_messages - 1:  # of an older prompt it says nothing
+                yield Prefilled(ours["num_computed"])

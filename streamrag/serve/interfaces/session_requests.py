@@ -2,18 +2,21 @@
 
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, Field
 
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Chunk
-from streamrag.errors import PipelineClosedError
+from streamrag.errors import PipelineClosedError, SessionLogError
 from streamrag.serve.bodies import sampling
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_store import Held, gone
 from streamrag.serve.service import Caller, Service
 from streamrag.telemetry import Event
+
+Answers: TypeAlias = list[Annotated[str, Field(max_length=1000)]]
+"""The only answers there may be; any, if there are none."""
 
 
 class OpenSession(BaseModel):
@@ -36,12 +39,16 @@ class Data(BaseModel):
     """Data to append, oldest first."""
 
     data: list[str | Datum] = Field(min_length=1, max_length=10_000)
+    flush: bool = False
+    """Whether to answer once they are on the disk."""
 
 
 class Question(BaseModel):
     """A question to a session."""
 
     question: str = Field(max_length=MAX_QUERY_CHARACTERS)
+    answers: Answers = Field(default_factory=list, max_length=64)
+    with_gap: bool = False
     at_least: int | None = Field(default=None, ge=0)
     max_tokens: int | None = None
     temperature: float | None = None
@@ -53,7 +60,7 @@ class WatchedQuestion(BaseModel):
     """A question that is to be kept answered."""
 
     question: str = Field(max_length=MAX_QUERY_CHARACTERS)
-    answers: list[Annotated[str, Field(max_length=1000)]] = Field(default_factory=list, max_length=64)
+    answers: Answers = Field(default_factory=list, max_length=64)
     every_s: float = Field(default=0.0, ge=0, le=86_400)
     priority: int = 0
     max_tokens: int | None = None
@@ -63,16 +70,29 @@ class WatchedQuestion(BaseModel):
 async def appended(held: Held, given: Data) -> dict[str, Any]:
     """Append data, and say which version that makes, and how many chunks were dropped so far.
 
-    :raises RequestError: the session was closed.
+    :raises RequestError: the session was closed; they are to be flushed, and the service keeps no text; or the disk
+        does not take them, and they are in the session all the same.
     """
+    if given.flush and held.log is None:
+        raise RequestError("this service keeps no text of sessions: it has no session_log_dir", param="flush")
     version = 0
+    flushed: dict[str, int] = {}
     try:
         for each in given.data:
             chunk = each if isinstance(each, str) else Chunk(each.text, each.uri, each.title)
             version = await held.session.append(chunk)
+        if given.flush:
+            flushed = {"flushed": await held.session.flush()}
     except PipelineClosedError:
         raise gone("the session was closed") from None
-    return {"version": version, "num_dropped": held.session.state.num_dropped}
+    except SessionLogError:
+        if held.is_closed:
+            raise gone("the session was closed") from None
+        if (kept := held.session.state.log) is None or kept.error is None:
+            raise
+        what = f"version {version} is in the session, and not on the disk: {kept.error}"
+        raise RequestError(what, status=503, code="session_log_failed") from None
+    return {"version": version, "num_dropped": held.session.state.num_dropped, **flushed}
 
 
 async def answering(service: Service, caller: Caller, held: Held, asked: Question) -> AsyncGenerator[Event, None]:
@@ -86,7 +106,12 @@ async def answering(service: Service, caller: Caller, held: Held, asked: Questio
         sampling(service.params, max_tokens=asked.max_tokens, temperature=asked.temperature, seed=asked.seed)
     )
     stream = held.session.ask_events(
-        asked.question, at_least=asked.at_least, params=params, deadline_s=service.limits.deadline_s
+        asked.question,
+        answers=tuple(asked.answers),
+        at_least=asked.at_least,
+        params=params,
+        deadline_s=service.limits.deadline_s,
+        with_gap=asked.with_gap,
     )
     with held.in_use():
         async with (

@@ -3,7 +3,7 @@
 POST   /v1/sessions                        {"system"?, "window_tokens"?, "slide_share"?} -> {"id", ...}
 GET    /v1/sessions/{id}                   its state
 POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...]} -> {"version"}
-POST   /v1/sessions/{id}/ask               {"question", "at_least"?, "max_tokens"?, "stream"?} -> an answer, or SSE
+POST   /v1/sessions/{id}/ask               {"question", "answers"?, "at_least"?, "stream"?, ...} -> an answer, or SSE
 PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?}
 DELETE /v1/sessions/{id}/watches/{name}
 GET    /v1/sessions/{id}/events            SSE: flash_ready, flash_failed, data_updated; Last-Event-ID goes on
@@ -20,8 +20,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
+from streamrag.errors import StreamRagError
 from streamrag.serve.bodies import read_body, sampling
-from streamrag.serve.failures import Failure, RequestError
+from streamrag.serve.failures import Failure
 from streamrag.serve.frames import Frames
 from streamrag.serve.gate import CALLER
 from streamrag.serve.interfaces.session_requests import (
@@ -46,24 +47,25 @@ def routes(service: Service) -> list[BaseRoute]:
     """The interface's routes."""
     store = SessionStore(service)
 
-    def found(request: Request) -> Held:
-        return store.find(request.path_params["id"], request.scope[CALLER].client)
+    async def found(request: Request) -> Held:
+        return await store.find(request.path_params["id"], request.scope[CALLER].client)
 
     async def open_session(request: Request) -> Response:
         options = await read_body(request, OpenSession)
-        held = await store.open(request.scope[CALLER].client, **options.model_dump())
+        opens = store.open(request.scope[CALLER].client, **options.model_dump())
+        held = await unless_gone(opens, request.receive)
         return JSONResponse(state_of(held), 201)
 
     async def state(request: Request) -> Response:
-        return JSONResponse(state_of(found(request)))
+        return JSONResponse(state_of(await found(request)))
 
     async def append(request: Request) -> Response:
         given = await read_body(request, Data)
-        return JSONResponse(await appended(found(request), given), 202)
+        return JSONResponse(await appended(await found(request), given), 202)
 
     async def ask(request: Request) -> Response:
         asked = await read_body(request, Question)
-        held = found(request)
+        held = await found(request)
         if asked.stream:
 
             async def produce(write: Write) -> None:
@@ -89,7 +91,7 @@ def routes(service: Service) -> list[BaseRoute]:
             sampling(service.params, max_tokens=64 if given.max_tokens is None else given.max_tokens, temperature=0.0)
         )
         store.watch(
-            found(request),
+            await found(request),
             request.path_params["name"],
             given.question,
             answers=tuple(given.answers),
@@ -101,17 +103,17 @@ def routes(service: Service) -> list[BaseRoute]:
         return JSONResponse({"name": request.path_params["name"]}, 201)
 
     async def unwatch(request: Request) -> Response:
-        store.unwatch(found(request), request.path_params["name"])
+        store.unwatch(await found(request), request.path_params["name"])
         return Response(status_code=204)
 
     async def events(request: Request) -> Response:
-        held = found(request)
+        held = await found(request)
         last = event_id(request.headers.get("last-event-id", "0"), "Last-Event-ID")
 
         async def produce(write: Write) -> None:
-            with held.in_use():
+            with held.being_read():
                 await write(ServerSentEvent(json_of(state_of(held)), event="session"))
-                async with aclosing(held.read(last)) as events:
+                async with aclosing(held.read(last, request.scope[CALLER])) as events:
                     async for event in events:
                         await write(ServerSentEvent(json_of(event.values), event=event.name, id=str(event.id)))
 
@@ -120,15 +122,15 @@ def routes(service: Service) -> list[BaseRoute]:
     async def connect(socket: WebSocket) -> None:
         caller = socket.scope[CALLER]
         try:
-            held = store.find(socket.path_params["id"], caller.client)
+            held = await store.find(socket.path_params["id"], caller.client)
             last = event_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
-        except RequestError as error:
+        except StreamRagError as error:
             await Frames(socket, service.limits, "id").refuse(error)
             return
         await SessionSocket(service, socket, caller, held).run(last)
 
     async def close(request: Request) -> Response:
-        await store.close(found(request))
+        await store.close(await store.find(request.path_params["id"], request.scope[CALLER].client, starts=False))
         return Response(status_code=204)
 
     one = "/v1/sessions/{id}"

@@ -71,11 +71,12 @@ class SessionSocket(Frames):
 
     async def run(self, last_event_id: int) -> None:
         """Until the client goes away, reads so slowly that it might as well, or the session ends."""
-        with self._held.in_use():
+        with self._held.being_read():
             async with self.open() as tasks:
                 tasks.start_soon(self._tell_events, last_event_id)
                 while (frame := await self.next(Frame)) is not None:
                     asked = frame[0].root
+                    self._held.use()
                     try:
                         await self._do(asked, tasks)
                     except StreamRagError as error:
@@ -126,10 +127,15 @@ class SessionSocket(Frames):
     async def _tell_events(self, last_event_id: int) -> None:
         await self.send({"type": "session", **state_of(self._held)})
         num_before = self._held.num_events
-        async with aclosing(self._held.read(last_event_id)) as events:
-            async for event in events:
-                if event.id <= num_before or not self._is_overtaken(event):
-                    await self.send({"type": event.name, "event_id": event.id, "age_s": event.age_s, **event.values})
+        try:
+            async with aclosing(self._held.read(last_event_id, self._caller)) as events:
+                async for event in events:
+                    if event.id <= num_before or not self._is_overtaken(event):
+                        of = {"type": event.name, "event_id": event.id, "age_s": event.age_s}
+                        await self.send({**of, **event.values})
+        except RequestError as error:  # the key no longer counts
+            self.end(1008, str(error))
+            return
         for _, has_ended in list(self._asks.values()):  # the session has ended them
             await has_ended.wait()
         if self._service.admission.is_draining:

@@ -19,6 +19,7 @@ export class Turn {
     this.aborter = new AbortController();
     this.isOver = false; // the service has said its last word
     this.isAnswered = false;
+    this._context = []; // the passages of the newest prompt, in its order
     this.hasBegun = false; // there is something to be seen of it
     this.node = document.getElementById("turn").content.firstElementChild.cloneNode(true);
     this._state = this.node.querySelector(".state");
@@ -80,7 +81,8 @@ export class Turn {
         this.passages.arrived(values.chunk);
         break;
       case "context_changed":
-        if (values.chunks) this.passages.order(values.chunks);
+        this._context.splice(values.splice.at, values.splice.num_removed, ...values.splice.chunks);
+        this.passages.order(this._context);
         break;
       case "document_skipped":
         this.passages.note(`Skipped ${values.uri}: ${values.reason}`);
