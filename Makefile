@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-routing bench-routing-full paper paper-full clean
+.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-classes bench-routing bench-routing-full paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -124,6 +124,9 @@ bench-routing: .venv/installed ## eleven routers on 2, 8 and 64 simulated replic
 
 bench-routing-full: .venv/installed ## the same with ten times the queries: an hour or so
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 4 --output bench-results/routing-full.jsonl $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json bench-results/routing-full.json
+
+bench-classes: .venv/installed ## what request classes, a budget and grouped prefill do to sessions; five minutes, simulated
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/session_classes.py --json experiments/results/session_classes.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from streamrag.core import SamplingParams
+from streamrag.core import RequestClass, SamplingParams
 from streamrag.errors import ConfigurationError
 from streamrag.kinds import plain_text, short
 
@@ -21,6 +21,7 @@ class Asked:
     with_gap: bool
     key: tuple[str, frozenset[str], str]
     """Equal for those with the same answer. Its last part is empty where each time may have another."""
+    request_class: RequestClass = "session"
 
     def for_engine(self, allowed: Sequence[int] = (), *, with_logprobs: bool = False) -> SamplingParams:
         """What the engine is asked, if only these tokens may come."""

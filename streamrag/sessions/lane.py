@@ -72,7 +72,8 @@ class Lane:
             await self._has_prompt.wait()
             self._has_prompt.clear()
             before, given = given, self._token_ids  # the newest: an engine that is slow to ask misses those between
-            yield Prompt(given, common_prefix_len(before, given), is_complete=False, source_name=self._name)
+            num_shared = common_prefix_len(before, given)
+            yield Prompt(given, num_shared, is_complete=False, source_name=self._name, request_class="stream")
 
     @staticmethod
     def _fault(task: "asyncio.Task[None]") -> StreamRagError:

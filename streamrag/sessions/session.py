@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -233,6 +234,10 @@ class Session:
         """
         return AnswerStream(self._asked(question, answers, at_least, params, deadline_s, with_gap))
 
+    def ask_ahead(self, asked: Asked) -> AnswerStream:
+        """The same for a watch: nobody has asked yet, and who does is to have the answer at once."""
+        return AnswerStream(self._starting(replace(asked, request_class="flash"), 0, None))
+
     def ask_events(
         self,
         question: str,
@@ -263,7 +268,10 @@ class Session:
             )
         if deadline_s is not None and (not is_number(deadline_s) or deadline_s <= 0):
             raise ConfigurationError(f"deadline_s={short(deadline_s)} must be a positive number of seconds")
-        answered = partial(self._answered, what, at_least or 0)
+        return self._starting(what, at_least or 0, deadline_s)
+
+    def _starting(self, asked: Asked, at_least: int, deadline_s: float | None) -> StartQuery:
+        answered = partial(self._answered, asked, at_least)
 
         def start(emit: Emit) -> "asyncio.Task[Answer]":
             self.check_open()

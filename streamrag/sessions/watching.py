@@ -125,9 +125,7 @@ class Watches:
 
     async def _answered(self, watch: Watch) -> WatchedAnswer:
         began_s = time.monotonic()
-        asked = watch.asked
-        stream = self._session.ask(asked.question, answers=asked.answers, params=asked.params, with_gap=asked.with_gap)
-        async with stream:
+        async with self._session.ask_ahead(watch.asked) as stream:
             async for _ in stream:
                 pass
         answer = stream.result

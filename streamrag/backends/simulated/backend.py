@@ -23,7 +23,11 @@ class SimulatedBackend:
         """Prefill each prompt as it comes; sample the answer to the complete one, which is the last."""
         first = await anext(prompts)
         async with self._client.stream(
-            "prompt", first.token_ids, params.max_tokens, is_complete=first.is_complete
+            "prompt",
+            first.token_ids,
+            params.max_tokens,
+            is_complete=first.is_complete,
+            request_class=first.request_class,
         ) as stream:
             pushing = asyncio.create_task(self._push(prompts, stream), name="push prompts")
             try:

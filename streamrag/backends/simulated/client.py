@@ -29,6 +29,7 @@ from streamrag.backends.simulated.watch import Watch
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
 from streamrag.backends.vllm.scheduler.step_parts import parts_of
+from streamrag.core import RequestClass
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import Part
 from streamrag.errors import BackendError
@@ -141,11 +142,17 @@ class SimulatedClient:
 
     @asynccontextmanager
     async def stream(
-        self, query_id: str, token_ids: Sequence[int], num_output_tokens: int, *, is_complete: bool = False
+        self,
+        query_id: str,
+        token_ids: Sequence[int],
+        num_output_tokens: int,
+        *,
+        is_complete: bool = False,
+        request_class: RequestClass = "pool",
     ) -> AsyncIterator["SimulatedStream"]:
         """A prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
         with self._opened(query_id) as (request_id, answer):
-            stream = SimulatedStream(self.send, request_id, answer, num_output_tokens)
+            stream = SimulatedStream(self.send, request_id, answer, num_output_tokens, request_class)
             await stream.update(token_ids, is_complete=is_complete)
             yield stream
 

@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.client.token_streams import record_of
-from streamrag.core import AnswerChunk, Hint, Prefilled, common_prefix_len
+from streamrag.core import AnswerChunk, Hint, Prefilled, RequestClass, common_prefix_len
 
 Send: TypeAlias = Callable[[str, Sequence[int], int, PromptMessage], None]
 """Puts a chunk on its way: the request's id, new tokens, length of the answer, and what else there is to say."""
@@ -40,11 +40,14 @@ class Answer:
 class SimulatedStream:
     """A prompt that is still growing, and its answer. Made by `SimulatedClient.stream`."""
 
-    def __init__(self, send: Send, request_id: str, answer: Answer, num_output_tokens: int) -> None:
+    def __init__(
+        self, send: Send, request_id: str, answer: Answer, num_output_tokens: int, request_class: RequestClass
+    ) -> None:
         self._send_chunk = send
         self._request_id = request_id
         self._answer = answer
         self._num_output_tokens = num_output_tokens
+        self._request_class = request_class
         self._token_ids: list[int] = []
         self._num_messages = 0
 
@@ -59,7 +62,9 @@ class SimulatedStream:
 
     def _send(self, new: list[int], num_shared: int, is_complete: bool, hint: Hint | None) -> None:
         now_s = asyncio.get_running_loop().time()
-        message = PromptMessage.of(self._num_messages, len(new), num_shared, is_complete, now_s, hint)
+        message = PromptMessage.of(
+            self._num_messages, len(new), num_shared, is_complete, now_s, hint, request_class=self._request_class
+        )
         self._send_chunk(self._request_id, new[message.num_kept :], self._num_output_tokens, message)
         self._token_ids = new
         self._num_messages += 1

@@ -74,7 +74,10 @@ class Checks:
     def _lacks_memory(self, client: Client) -> None:
         name, scheduler = client.name, self.scheduler
         check(not client.must_fail, f"{name} was not told of its end")
-        check(not client.is_complete and not self.scenario.can_partial_evict, f"{name} was forgotten")
+        request_class, options = self.scenario.request_classes.get(name), self.scenario.options
+        is_data = request_class == "stream" and options.get("data_high_water") is not None
+        may_wait = not client.is_complete and (is_data or not self.scenario.can_partial_evict)
+        check(may_wait, f"{name} was forgotten")
         check(client.num_acknowledged == client.num_chunks, f"{name} does not hear that it waits for memory")
         request = scheduler.requests[client.request_id]
         memory = scheduler.kv_memory
@@ -83,6 +86,8 @@ class Checks:
         num_missing = memory.num_blocks_needed(memory.view(request), num_tokens) - memory.num_free_blocks
         memory.end_step()
         num_kept_free = scheduler._num_kept_free if request.was_evicted else 0
+        if is_data:
+            num_kept_free = max(num_kept_free, scheduler._num_kept_from_data)
         check(num_missing > -num_kept_free, f"{name} waits for nothing")
         self.met["partial prompts asleep for want of memory"] += 1
 
@@ -109,6 +114,9 @@ class Checks:
         check(not grown, f"all are gone, and something of them is remembered: {grown}")
         self.met[f"runs: {scenario.policy}"] += 1
         self.met[f"runs: eviction={scenario.eviction}"] += 1
+        self.met["runs: with classes"] += bool(scenario.request_classes)
+        for option, value in scenario.options.items():
+            self.met[f"runs: with {option}"] += bool(value)
         self.met["runs: with a sliding window"] += scenario.sliding_window is not None
         self.met["runs: asynchronous" if scenario.is_async else "runs: synchronous"] += 1
         self.met["runs: runner V2" if scenario.has_v2_runner else "runs: runner V1"] += 1

@@ -254,7 +254,10 @@ class Run:
             self.met["streams without a first chunk"] += client.lacks_start
         if self.current[client.request_id] is not client:
             return  # its id is somebody else's now: vLLM's client would not send it
-        message = PromptMessage(event.index, event.num_kept, event.is_complete, self.engine.now_s)
+        request_class = self.scenario.request_classes.get(event.request_id, "pool")
+        message = PromptMessage(
+            event.index, event.num_kept, event.is_complete, self.engine.now_s, request_class=request_class
+        )
         self.engine.add(client.request_id, event.prompt[event.num_kept :], self._params(event), message)
 
     def _add_malformed(self, event: Malformed) -> None:
@@ -391,5 +394,6 @@ def make_shape(scenario: Scenario, records: Path) -> EngineShape:
             "num_host_blocks": scenario.num_host_blocks,
             "profile": str(profile),
             "records": str(records),
+            **scenario.options,
         },
     )
