@@ -188,7 +188,7 @@ async def test_log_probabilities_are_those_of_fresh_requests_after_appends_slide
         for _ in range(4):
             for session in sessions:
                 version = 0
-                for _ in range(20):
+                for _ in range(60):
                     version = await session.append(f"reading {rng.randrange(10_000)}")
                 stream = session.ask("Is it rising?", at_least=version, params=params)
                 _ = [chunk async for chunk in stream]
