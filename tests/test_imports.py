@@ -93,6 +93,7 @@ HEAVY = {
     "numpy",
     "psycopg",
     "psycopg_pool",
+    "ray",
     "sentence_transformers",
     "torch",
     "transformers",
