@@ -1,0 +1,115 @@
+"""A Ray cluster, this machine's own or one that is there already, and the engines deployed on it."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import anyio.to_thread
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from streamrag.backends.ray.deployment import deployment_of
+from streamrag.backends.ray.options import ReplicaOptions
+from streamrag.backends.ray.replica import MakeBackend
+from streamrag.core import Progress
+from streamrag.errors import BackendError, ConfigurationError
+from streamrag.kinds import message_of
+from streamrag.tasks import run_regardless
+
+OBJECT_STORE_BYTES = 100 << 20
+"""For a cluster of this machine's own: what travels is small. Ray would take a third of the memory."""
+
+
+class Cluster:
+    """Engines in replicas on a cluster; `start` deploys them, `aclose` removes them.
+
+    make_backend: makes a replica's engine, in that replica's process.
+    address: of the cluster, as "auto" or "ray-head:6379"; None starts one on this machine, and ends it.
+    app_name: what the application is called there.
+    num_cpus: that a cluster of this machine's own may give away; None for all.
+    """
+
+    def __init__(
+        self,
+        make_backend: MakeBackend,
+        options: ReplicaOptions,
+        *,
+        address: str | None = None,
+        app_name: str = "streamrag",
+        num_cpus: int | None = None,
+    ) -> None:
+        self._make_backend = make_backend
+        self._options = options
+        self._address = address
+        self._app_name = app_name
+        self._num_cpus = num_cpus
+        self._has_connected = False
+        self._has_deployed = False
+
+    async def start(self, progress: Progress) -> DeploymentHandle:
+        """A handle of the replicas, once all that there are at first can answer.
+
+        :raises ConfigurationError: there is no such cluster.
+        :raises BackendError: no engine can be started.
+        """
+        where = "on this machine" if self._address is None else f"at {self._address}"
+        try:
+            progress(f"starting Ray {where}" if self._address is None else f"connecting to Ray {where}")
+            await self._in_thread(self._connect)
+            progress(f"starting {self._options.number} engines {where}")
+            return await self._in_thread(self._deploy)
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def redeploy(self) -> None:
+        """Start all replicas anew, a few at a time, while the others answer.
+
+        :raises BackendError: no engine can be started.
+        """
+        await self._in_thread(self._deploy)
+
+    async def aclose(self) -> None:
+        """Remove the engines; and Ray, if it was started here."""
+        await run_regardless(self._in_thread(self._close), "streamrag leaves Ray")
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        return await anyio.to_thread.run_sync(function)
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            return  # by the program, which ends it too
+        own: dict[str, Any] = {"address": self._address}
+        if self._address is None:
+            own = {
+                "address": "local",
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "num_cpus": self._num_cpus,
+                "_node_ip_address": "127.0.0.1",
+            }
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **own)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigurationError(f"cannot reach Ray at {self._address}: {message_of(error)}") from error
+        self._has_connected = True
+
+    def _deploy(self) -> DeploymentHandle:
+        serve.start(proxy_location="Disabled")
+        app = deployment_of(self._make_backend, self._options)
+        self._has_deployed = True
+        try:
+            return serve.run(app, name=self._app_name, route_prefix=None, _local_testing_mode=False)
+        except RuntimeError as error:
+            raise BackendError(f"the engines cannot be started: {message_of(error)}") from error
+
+    def _close(self) -> None:
+        if self._has_deployed:
+            self._has_deployed = False
+            serve.delete(self._app_name)
+        if self._has_connected:
+            self._has_connected = False
+            if self._address is None:
+                serve.shutdown()
+            ray.shutdown()

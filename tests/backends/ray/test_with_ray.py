@@ -1,0 +1,208 @@
+"""Replicas of Ray Serve itself, with engines that answer at once."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from in_process import Fewest, after, growing
+
+pytest.importorskip("ray")
+
+from streamrag.backends.ray import RayBackend
+from streamrag.backends.ray.cluster import Cluster
+from streamrag.backends.ray.options import ReplicaOptions
+from streamrag.backends.tokenizer import CodePointTokenizer
+from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
+from streamrag.errors import BackendError, EngineDeadError
+from streamrag.scripted import ScriptedBackend
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Engine(ScriptedBackend):
+    """Does what the question says: "hold" is never prefilled, "endless" never ends, "die" kills the engine."""
+
+    def __init__(self) -> None:
+        super().__init__("An answer.")
+        self.model = self.model.__class__(f"engine {os.getpid()}", self.model.tokenizer, 100_000)
+        self.is_dead = False
+
+    def check_health(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError("it was told to die")
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        self.num_requests += 1
+        try:
+            text = ""
+            async for prompt in prompts:
+                text = "".join(map(chr, prompt.token_ids))
+                if text.startswith("hold"):
+                    await anyio.sleep_forever()
+                yield Prefilled(len(prompt.token_ids))
+            if text == "die":
+                self.is_dead = True
+                raise EngineDeadError("it was told to die")
+            if text.startswith("how many"):
+                yield AnswerChunk(f"{self.num_requests - 1} {os.getpid()}", (1,), "stop")
+                return
+            for character in "An answer":
+                yield AnswerChunk(character, (ord(character),))
+                if text.startswith("slow"):
+                    await anyio.sleep(0.05)
+            if text.startswith("endless"):
+                await anyio.sleep_forever()
+            yield AnswerChunk(".", (1,), "stop")
+        finally:
+            self.num_requests -= 1
+
+
+def processes() -> set[int]:
+    """That were started with this test's mark in their environment, but this one."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                environment = (folder / "environ").read_bytes()
+            except OSError:  # it has just ended, or is another user's
+                continue
+            if f"STREAMRAG_TEST_RAY={os.getpid()}".encode() in environment:
+                found.add(int(folder.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("STREAMRAG_TEST_RAY", str(os.getpid()))
+        yield
+
+
+OPTIONS = ReplicaOptions(number=2, num_cpus=0.5, health_s=0.5, max_open=8, drain_s=20)
+CLUSTER = Cluster(Engine, OPTIONS, num_cpus=2)
+
+
+@pytest.fixture(scope="module")
+async def backend(environment: None) -> AsyncIterator[RayBackend]:
+    backend = RayBackend(CLUSTER, make_tokenizer=CodePointTokenizer, router=Fewest())
+    await backend.start(lambda line: None)
+    yield backend
+    await backend.aclose()
+    assert processes() == set()
+
+
+async def ask(backend: RayBackend, *texts: str, waits: tuple[asyncio.Event, ...] = ()) -> str:
+    text = ""
+    async with aclosing(backend.generate(after(growing(*texts), *waits), SamplingParams())) as events:
+        async for event in events:
+            text += event.text if isinstance(event, AnswerChunk) else ""
+    return text
+
+
+async def who(backend: RayBackend) -> dict[int, int]:
+    """By process id of each replica: queries that are open in its engine."""
+    found: dict[int, int] = {}
+    while len(found) < 2:
+        told = await asyncio.gather(*[ask(backend, f"how many {number}") for number in range(4)])
+        found |= {int(line.split()[1]): 0 for line in told}
+    alone = [(await ask(backend, "how many")).split() for _ in range(4)]
+    return found | {int(pid): int(num) for num, pid in alone}
+
+
+async def test_answers_come_from_both_replicas_and_prompts_reach_the_one_that_has_the_stream(
+    backend: RayBackend,
+) -> None:
+    assert backend.model.name.startswith("engine ")
+    assert backend.model.max_model_len == 100_000
+    assert await asyncio.gather(*[ask(backend, "W", "Why", "Why?") for _ in range(12)]) == ["An answer."] * 12
+    assert len(await who(backend)) == 2
+
+
+@pytest.mark.parametrize("question", ["hold", "endless", "slow"])
+async def test_who_walks_away_leaves_nothing_in_the_replica(backend: RayBackend, question: str) -> None:
+    asking = [asyncio.create_task(ask(backend, question)) for _ in range(4)]
+    begun = time.monotonic()
+    while sum((await who(backend)).values()) == 0 and time.monotonic() < begun + 20:
+        pass
+    for task in asking:
+        task.cancel()
+    await asyncio.wait(asking)
+    walked_s = time.monotonic()
+    while sum((await who(backend)).values()):
+        assert time.monotonic() < walked_s + 20
+    print(question, "gone after", time.monotonic() - walked_s)
+    assert {task.cancelled() for task in asking} == {True}
+
+
+async def test_a_query_whose_prompts_are_still_to_come_is_replayed_when_its_replica_is_killed(
+    backend: RayBackend,
+) -> None:
+    last = asyncio.Event()
+    asking = [asyncio.create_task(ask(backend, "Wh", "Why?", waits=(last,))) for _ in range(6)]
+    killed = min(await who(backend))
+    os.kill(killed, signal.SIGKILL)
+    replayed = backend.counts.num_replayed
+    last.set()
+    assert await asyncio.gather(*asking) == ["An answer."] * 6
+    assert backend.counts.num_replayed > replayed
+    assert backend.counts.num_lost == 0
+    assert killed not in await who(backend)
+
+
+async def test_a_query_that_has_shown_tokens_ends_with_an_error_when_its_replica_is_killed(backend: RayBackend) -> None:
+    shown: list[str] = []
+
+    async def ask_one() -> None:
+        async with aclosing(backend.generate(after(growing("endless")), SamplingParams())) as events:
+            async for event in events:
+                shown.append(event.text if isinstance(event, AnswerChunk) else "")
+
+    asking = [asyncio.create_task(ask_one()) for _ in range(2)]
+    while "".join(shown).count("r") < 2:
+        await asyncio.sleep(0.01)
+    replicas = await who(backend)
+    os.kill(min(replicas), signal.SIGKILL)
+    done, still = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(BackendError, match="lost after 9 tokens of the answer were shown: ask again"):
+        raise done.pop().exception() or AssertionError
+    for task in still:
+        task.cancel()
+    await asyncio.wait(still)
+
+
+async def test_a_replica_whose_engine_has_died_is_started_again(backend: RayBackend) -> None:
+    before = await who(backend)
+    with pytest.raises(BackendError, match="replicas were lost, one after another: it was told to die"):
+        await ask(backend, "die")
+    while set(before) & set(await who(backend)):
+        await asyncio.sleep(0.05)
+
+
+async def test_a_rolling_restart_under_load_fails_no_query(backend: RayBackend) -> None:
+    before = set(await who(backend))
+    is_done = asyncio.Event()
+    num_answered = 0
+
+    async def keep_asking(number: int) -> None:
+        nonlocal num_answered
+        while not is_done.is_set():
+            assert await ask(backend, "W", "Why", "slow" if number % 2 else "Why?") == "An answer."
+            num_answered += 1
+
+    asking = [asyncio.create_task(keep_asking(number)) for number in range(6)]
+    await CLUSTER.redeploy()
+    is_done.set()
+    await asyncio.gather(*asking)
+    assert num_answered > 6
+    assert not before & set(await who(backend))
