@@ -1,10 +1,11 @@
 """A Ray cluster, this machine's own or one that is there already, and the engines deployed on it."""
 
+import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import anyio.to_thread
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -44,6 +45,8 @@ class Cluster:
         self._address = address
         self._app_name = app_name
         self._num_cpus = num_cpus
+        self._thread: ThreadPoolExecutor | None = None
+        """Lives as long as the cluster: the kernel ends Ray's processes with the thread that started them."""
         self._has_connected = False
         self._has_deployed = False
 
@@ -53,6 +56,8 @@ class Cluster:
         :raises ConfigurationError: there is no such cluster.
         :raises BackendError: no engine can be started.
         """
+        assert self._thread is None, "started already"
+        self._thread = ThreadPoolExecutor(1, "streamrag-ray")
         where = "on this machine" if self._address is None else f"at {self._address}"
         try:
             progress(f"starting Ray {where}" if self._address is None else f"connecting to Ray {where}")
@@ -71,11 +76,21 @@ class Cluster:
         await self._in_thread(self._deploy)
 
     async def aclose(self) -> None:
-        """Remove the engines; and Ray, if it was started here."""
-        await run_regardless(self._in_thread(self._close), "streamrag leaves Ray")
+        """Remove the engines; and Ray, if it was started here. Does nothing when not started."""
+        if self._thread is not None:
+            await run_regardless(self._leave(), "streamrag leaves Ray")
+
+    async def _leave(self) -> None:
+        thread = self._thread
+        assert thread is not None
+        try:
+            await self._in_thread(self._close)
+        finally:
+            self._thread = None
+            thread.shutdown(wait=False)
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        return await anyio.to_thread.run_sync(function)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def _connect(self) -> None:
         if ray.is_initialized():
@@ -102,7 +117,9 @@ class Cluster:
         try:
             return serve.run(app, name=self._app_name, route_prefix=None, _local_testing_mode=False)
         except RuntimeError as error:
-            raise BackendError(f"the engines cannot be started: {message_of(error)}") from error
+            told = serve.status().applications.get(self._app_name)
+            whys = [each.message for each in told.deployments.values() if each.message] if told else []
+            raise BackendError(f"the engines cannot be started: {message_of(error)} {' '.join(whys)}") from error
 
     def _close(self) -> None:
         if self._has_deployed:
