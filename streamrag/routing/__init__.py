@@ -2,5 +2,6 @@
 
 from streamrag.routing.books import Books, Report
 from streamrag.routing.router import Opening, ReplicaState, Router
+from streamrag.routing.routers import ROUTERS, make_router
 
-__all__ = ["Books", "Opening", "ReplicaState", "Report", "Router"]
+__all__ = ["ROUTERS", "Books", "Opening", "ReplicaState", "Report", "Router", "make_router"]
