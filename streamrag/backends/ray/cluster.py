@@ -1,4 +1,4 @@
-"""A Ray cluster, this machine's own or one that is there already, and the engines deployed on it."""
+"""A Ray cluster, this machine's own or one that is there already, and what is deployed on it."""
 
 import asyncio
 import logging
@@ -10,9 +10,6 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.ray.deployment import deployment_of
-from streamrag.backends.ray.options import ReplicaOptions
-from streamrag.backends.ray.replica import MakeBackend
 from streamrag.core import Progress
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.kinds import message_of
@@ -21,11 +18,13 @@ from streamrag.tasks import run_regardless
 OBJECT_STORE_BYTES = 100 << 20
 """For a cluster of this machine's own: what travels is small. Ray would take a third of the memory."""
 
+LOOPBACK = "127.0.0.1"
+
 
 class Cluster:
-    """Engines in replicas on a cluster; `start` deploys them, `aclose` removes them.
+    """An application on a cluster; `start` deploys it, `aclose` removes it.
 
-    make_backend: makes a replica's engine, in that replica's process.
+    make_app: makes it, as `deployment.engines`.
     address: of the cluster, as "auto" or "ray-head:6379"; None starts one on this machine, and ends it.
     app_name: what the application is called there.
     num_cpus: that a cluster of this machine's own may give away; None for all.
@@ -33,15 +32,13 @@ class Cluster:
 
     def __init__(
         self,
-        make_backend: MakeBackend,
-        options: ReplicaOptions,
+        make_app: Callable[[], Any],
         *,
         address: str | None = None,
         app_name: str = "streamrag",
         num_cpus: int | None = None,
     ) -> None:
-        self._make_backend = make_backend
-        self._options = options
+        self._make_app = make_app
         self._address = address
         self._app_name = app_name
         self._num_cpus = num_cpus
@@ -54,7 +51,7 @@ class Cluster:
         """A handle of the replicas, once all that there are at first can answer.
 
         :raises ConfigurationError: there is no such cluster.
-        :raises BackendError: no engine can be started.
+        :raises BackendError: Ray, or what the replicas hold, cannot be started.
         """
         assert self._thread is None, "started already"
         self._thread = ThreadPoolExecutor(1, "streamrag-ray")
@@ -62,21 +59,21 @@ class Cluster:
         try:
             progress(f"starting Ray {where}" if self._address is None else f"connecting to Ray {where}")
             await self._in_thread(self._connect)
-            progress(f"starting {self._options.number} engines {where}")
+            progress(f"starting {self._app_name} on Ray {where}")
             return await self._in_thread(self._deploy)
         except BaseException:
             await self.aclose()
             raise
 
     async def redeploy(self) -> None:
-        """Start all replicas anew, a few at a time, while the others answer.
+        """Start all replicas anew, one at a time or a fifth of them, while the others answer.
 
-        :raises BackendError: no engine can be started.
+        :raises BackendError: what they hold cannot be started.
         """
         await self._in_thread(self._deploy)
 
     async def aclose(self) -> None:
-        """Remove the engines; and Ray, if it was started here. Does nothing when not started."""
+        """Remove the application; and Ray, if it was started here. Does nothing when not started."""
         if self._thread is not None:
             await run_regardless(self._leave(), "streamrag leaves Ray")
 
@@ -102,24 +99,26 @@ class Cluster:
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "num_cpus": self._num_cpus,
-                "_node_ip_address": "127.0.0.1",
+                "_node_ip_address": LOOPBACK,
             }
         try:
             ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **own)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigurationError(f"cannot reach Ray at {self._address}: {message_of(error)}") from error
+        except Exception as error:  # bare, where a node takes longer than half a minute to start
+            raise BackendError(f"Ray cannot be started: {message_of(error)}") from error
         self._has_connected = True
 
     def _deploy(self) -> DeploymentHandle:
         serve.start(proxy_location="Disabled")
-        app = deployment_of(self._make_backend, self._options)
+        app = self._make_app()
         self._has_deployed = True
         try:
             return serve.run(app, name=self._app_name, route_prefix=None, _local_testing_mode=False)
         except RuntimeError as error:
             told = serve.status().applications.get(self._app_name)
             whys = [each.message for each in told.deployments.values() if each.message] if told else []
-            raise BackendError(f"the engines cannot be started: {message_of(error)} {' '.join(whys)}") from error
+            raise BackendError(f"{self._app_name} cannot be started: {message_of(error)} {' '.join(whys)}") from error
 
     def _close(self) -> None:
         if self._has_deployed:

@@ -28,13 +28,13 @@ class RayReplicas:
 
         :raises BackendError: none can.
         """
-        with _translated():
+        with translated():
             facts: Facts = await self._asking.remote()
             return facts
 
     async def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
         """See `replaying.Replicas`."""
-        with _translated():
+        with translated():
             response: Any = self._opening.remote(call)
             try:
                 async for batch in response:
@@ -44,12 +44,15 @@ class RayReplicas:
 
     async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
         """See `replaying.Replicas`."""
-        with _translated():
+        with translated():
             return bool(await self._delivering.remote(replica_id, stream_id, delta))
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def translated() -> Iterator[None]:
+    """:raises ReplicaLostError: the replica has died, or is being stopped.
+    :raises BackendError: what Ray raised is something else.
+    """
     try:
         yield
     except (RayActorError, TaskCancelledError) as error:  # it died, is out of reach, or is being stopped

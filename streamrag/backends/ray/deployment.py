@@ -1,6 +1,7 @@
-"""The deployment that Ray Serve makes replicas of."""
+"""What Ray Serve makes replicas of: engines, and sources in a pool of their own."""
 
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeAlias
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -9,14 +10,20 @@ from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica, MakeBackend
 from streamrag.backends.ray.request_router import CALLS_PER_STREAM
 from streamrag.backends.ray.scaling import QUEUED_TOKENS
+from streamrag.backends.ray.wire import Failed
+from streamrag.core import Source, SourceEvent, Startable, part_name
+from streamrag.errors import StreamRagError
+from streamrag.retrieving import closing
 
-ENGINES = "engines"
-"""The deployment's name."""
+ENGINES, SOURCES = "engines", "sources"
+"""The deployments' names."""
 
 PACKAGE = "streamrag.backends.ray"
 
-START_S = 1_200.0
-"""Longest that an engine may take to start: a large model is loaded, or even downloaded first."""
+MakeSource: TypeAlias = Callable[[], Source | None]
+
+QUERIES_PER_SOURCE = 16
+"""That a source's replica retrieves for at once; more of them wait."""
 
 
 class DeployedReplica(EngineReplica):
@@ -39,11 +46,12 @@ class DeployedReplica(EngineReplica):
         return {QUEUED_TOKENS: float(self.num_queued_tokens)}
 
     async def __del__(self) -> None:
+        """Called once by Ray Serve, when the replica has no queries any more."""
         await self.aclose()
 
 
-def deployment_of(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
-    """The application, for `serve.run`, or to be bound into a larger one."""
+def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
+    """The application of engines, for `serve.run`, or to be bound into a larger one."""
     number: dict[str, Any] = {"num_replicas": options.number}
     if options.max_number is not None:
         policy = AutoscalingPolicy(
@@ -71,3 +79,45 @@ def deployment_of(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
         **number,
     )(DeployedReplica)
     return deployed.bind(make_backend, options.max_open)
+
+
+class DeployedSource:
+    """A source in a replica; it retrieves for whoever asks, and needs no accelerator."""
+
+    async def __init__(self, make_source: MakeSource) -> None:  # type: ignore[misc]
+        source = make_source()
+        assert source is not None, "no source is set"
+        self._source = source
+        if isinstance(self._source, Startable):
+            await self._source.start(lambda line: None)
+
+    def name(self) -> str:
+        """Of the source."""
+        return part_name(self._source)
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent | Failed, None]:
+        """The source's events; its failure as the last of them."""
+        try:
+            async with closing(self._source.stream(query)) as events:
+                async for event in events:
+                    yield event
+        except StreamRagError as error:
+            yield Failed.of(error)
+
+    async def __del__(self) -> None:
+        """Called once by Ray Serve, when the replica has no queries any more."""
+        if isinstance(self._source, Startable):
+            await self._source.aclose()
+
+
+def sources(make_source: MakeSource, number: int, max_number: int | None = None) -> Any:
+    """The application of sources: `number` of them, up to `max_number` when many queries are open."""
+    many: dict[str, Any] = {"num_replicas": number}
+    if max_number is not None:
+        many = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=number, max_replicas=max_number, target_ongoing_requests=QUERIES_PER_SOURCE / 2
+            )
+        }
+    deployed = serve.deployment(name=SOURCES, max_ongoing_requests=QUERIES_PER_SOURCE, **many)(DeployedSource)
+    return deployed.bind(make_source)

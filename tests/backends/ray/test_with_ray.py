@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("ray")
 
 from streamrag.backends.ray import RayBackend
 from streamrag.backends.ray.cluster import Cluster
+from streamrag.backends.ray.deployment import engines
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import AnswerChunk, SamplingParams
@@ -49,7 +51,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 OPTIONS = ReplicaOptions(number=2, num_cpus=0.5, health_s=0.5, max_open=8, drain_s=20)
-CLUSTER = Cluster(Engine, OPTIONS, num_cpus=2)
+CLUSTER = Cluster(partial(engines, Engine, OPTIONS), num_cpus=2)
 
 
 @pytest.fixture(scope="module")
