@@ -110,6 +110,7 @@ class Cluster:
         self._has_connected = True
 
     def _deploy(self) -> DeploymentHandle:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it tells of each call to a replica that has died
         serve.start(proxy_location="Disabled")
         app = self._make_app()
         self._has_deployed = True

@@ -18,8 +18,6 @@ from streamrag.retrieving import closing
 ENGINES, SOURCES = "engines", "sources"
 """The deployments' names."""
 
-PACKAGE = "streamrag.backends.ray"
-
 MakeSource: TypeAlias = Callable[[], Source | None]
 
 QUERIES_PER_SOURCE = 16
@@ -55,7 +53,8 @@ def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
     number: dict[str, Any] = {"num_replicas": options.number}
     if options.max_number is not None:
         policy = AutoscalingPolicy(
-            policy_function=f"{PACKAGE}.scaling:QueuedTokensPolicy", policy_kwargs={"target": options.queued_tokens}
+            policy_function="streamrag.backends.ray.scaling:QueuedTokensPolicy",
+            policy_kwargs={"target": options.queued_tokens},
         )
         number = {
             "autoscaling_config": AutoscalingConfig(
@@ -73,7 +72,7 @@ def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
         graceful_shutdown_timeout_s=options.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=RequestRouterConfig(
-            request_router_class=f"{PACKAGE}.request_router.StreamRouter",
+            request_router_class=options.request_router,
             request_routing_stats_period_s=options.stats_s,
         ),
         **number,

@@ -38,6 +38,8 @@ class ReplicaOptions:
     """Between looks at whether its engine lives, seconds. Three that fail in a row restart it."""
     stats_s: float = 0.5
     """Between what it tells routers of itself, seconds."""
+    request_router: str = "streamrag.backends.ray.request_router.StreamRouter"
+    """The class that Ray Serve asks. Another one knows nothing of streams: it suits queries of one prompt only."""
 
     def __post_init__(self) -> None:
         low, high = self.min_number, self.max_number

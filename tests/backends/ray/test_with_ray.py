@@ -8,11 +8,14 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 from in_process import Fewest, after, growing
 from obedient_engine import Engine
 
 pytest.importorskip("ray")
+
+from ray import serve
 
 from streamrag.backends.ray import RayBackend
 from streamrag.backends.ray.cluster import Cluster
@@ -21,6 +24,9 @@ from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import AnswerChunk, SamplingParams
 from streamrag.errors import BackendError
+from streamrag.serve.config.configuration import load
+from streamrag.serve.server import listen
+from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write_trace
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,18 +46,27 @@ def processes() -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def port() -> int:
+    with listen("127.0.0.1", 0) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def environment(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("STREAMRAG_TEST_FOLDER", str(tmp_path_factory.mktemp("ray")))
         patch.setenv("RAY_raylet_start_wait_time_s", "120")
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         patch.setenv("STREAMRAG_TEST_RAY", str(os.getpid()))
+        start = serve.start  # the application is asked over HTTP
+        at = {"host": "127.0.0.1", "port": port}
+        patch.setattr(serve, "start", lambda **_: start(proxy_location="HeadOnly", http_options=at))
         yield
 
 
 OPTIONS = ReplicaOptions(number=2, num_cpus=0.5, health_s=0.5, max_open=8, drain_s=20)
-CLUSTER = Cluster(partial(engines, Engine, OPTIONS), num_cpus=2)
+CLUSTER = Cluster(partial(engines, Engine, OPTIONS), num_cpus=4)
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +175,33 @@ async def test_a_rolling_restart_under_load_fails_no_query(backend: RayBackend) 
     await asyncio.gather(*asking)
     assert num_answered > 6
     assert not before & set(await who(backend))
+
+
+async def test_the_whole_service_as_an_application_with_a_pool_of_sources(
+    backend: RayBackend, port: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    from streamrag.serve.ray_app import application
+
+    page = TracedAppend(0.0, TracedChunk("a", 4, "The printer jams.", "printer.md", title="Printers"))
+    write_trace(Trace((TracedQuery("1", 0.0, "Why?", (page,), 0.0),)), tmp_path / "search.jsonl")
+    options = {
+        "model.name": str(tiny_model),
+        "source.trace": str(tmp_path / "search.jsonl"),
+        "replicas.number": "1",
+        "replicas.num_cpus": "0.5",
+        "replicas.sources": "1",
+        "limits.drain_s": "5",
+    }
+    app = application(load(None, {}, options).settings, make_engine=Engine)
+    serve.run(app, name="service", route_prefix="/")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        assert (await client.get("/readyz")).text == "ready\n"
+        asked = {"messages": [{"role": "user", "content": "Why?"}]}
+        answer = (await client.post("/v1/chat/completions", json=asked)).json()
+        assert answer["choices"][0]["message"]["content"] == "An answer."
+        assert "printer.md" in str(answer)
+        async with client.stream("POST", "/v1/chat/completions", json={**asked, "stream": True}) as response:
+            lines = [line async for line in response.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert len(lines) > 3
+    serve.delete("service")
