@@ -7,10 +7,10 @@ from typing import Protocol
 import anyio.to_thread
 from ray.serve.handle import DeploymentHandle
 
-from streamrag import clock
 from streamrag.backends.ray.choosing import Choosing
 from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.replaying import Counts, Replaying
+from streamrag.clock import monotonic
 from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError
 from streamrag.routing import Router
@@ -47,7 +47,7 @@ class RayBackend:
     ) -> None:
         self._cluster = cluster
         self._make_tokenizer = make_tokenizer
-        self._choosing = Choosing(router, clock=clock.monotonic, get_session=get_session)
+        self._choosing = Choosing(router, clock=monotonic, get_session=get_session)
         self._max_replays = max_replays
         self._replaying: Replaying | None = None
         self._info: ModelInfo | None = None

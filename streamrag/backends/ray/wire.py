@@ -9,12 +9,12 @@ Each prompt goes as what it shares with the last one sent and a tail of new toke
 """
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from streamrag import errors
 from streamrag.core import BackendEvent, Hint, Prompt, SamplingParams
-from streamrag.errors import BackendError, StreamRagError
+from streamrag.errors import BackendError, MissingDependencyError, StreamRagError
 from streamrag.kinds import message_of
 
 
@@ -84,8 +84,17 @@ class Failed:
 
     def error(self) -> StreamRagError:
         """The error again. One that is made of other values than a message becomes a BackendError."""
-        kind = getattr(errors, self.kind, BackendError)
-        return BackendError(self.message) if kind is errors.MissingDependencyError else kind(self.message)
+        kind = KINDS.get(self.kind, BackendError)
+        return BackendError(self.message) if kind is MissingDependencyError else kind(self.message)
+
+
+def _kinds(kind: type[StreamRagError]) -> Iterator[type[StreamRagError]]:
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from _kinds(narrower)
+
+
+KINDS = {kind.__name__: kind for kind in _kinds(StreamRagError) if kind.__module__ == StreamRagError.__module__}
 
 
 WireEvent: TypeAlias = Opened | Refused | Failed | BackendEvent
