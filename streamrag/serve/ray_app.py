@@ -1,10 +1,12 @@
 """The service as an application of Ray Serve's, for `serve run` and `serve deploy`.
 
-serve run streamrag.serve.ray_app:build config=service.toml
-serve deploy deploy/ray/serve.yaml
+    serve run streamrag.serve.ray_app:build config=service.toml
+    serve deploy FILE, such as the one in deploy/ray
 
-proxy ──▶ Front: gate, interfaces, sessions, pipeline ──▶ engines      each a deployment that scales on its own
-                                                      └─▶ sources
+    proxy ──▶ Front: gate, interfaces, sessions, pipeline ──▶ engines      each a deployment that scales on its own
+                                                          └─▶ sources
+
+The front may have several replicas, each with books and a router of its own.
 """
 
 import logging

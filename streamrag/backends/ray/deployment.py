@@ -20,6 +20,9 @@ ENGINES, SOURCES = "engines", "sources"
 
 MakeSource: TypeAlias = Callable[[], Source | None]
 
+UPSCALE_S = 10.0
+"""That too much must have waited before there is another engine, which takes longer itself."""
+
 QUERIES_PER_SOURCE = 16
 """That a source's replica retrieves for at once; more of them wait."""
 
@@ -61,6 +64,7 @@ def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
                 min_replicas=options.min_number or options.number,
                 initial_replicas=options.number,
                 max_replicas=options.max_number,
+                upscale_delay_s=UPSCALE_S,
                 policy=policy,
             )
         }
