@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentHandle
 
 from streamrag.backends.ray.choosing import Choosing
 from streamrag.backends.ray.connection import RayReplicas
-from streamrag.backends.ray.replaying import Counts, Replaying
+from streamrag.backends.ray.replaying import Counts, Replaying, ReplicaLostError
 from streamrag.clock import monotonic
 from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError
@@ -74,8 +74,10 @@ class RayBackend:
         try:
             facts = await replicas.facts()
             tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer)
-        except BaseException:
+        except BaseException as error:
             await self._cluster.aclose()
+            if isinstance(error, ReplicaLostError):
+                raise BackendError(f"a replica was lost while it started: {error}") from None
             raise
         self._info = ModelInfo(
             facts.model_name,

@@ -132,6 +132,7 @@ class Replaying:
         """
         self.counts.num_asked += 1
         num_replays = num_shown = 0
+        is_finished = False
         async with aclosing(Newest(prompts)) as newest:
             await newest.after(0)
             while True:
@@ -139,12 +140,15 @@ class Replaying:
                     async with aclosing(self._attempt(newest, params)) as events:
                         async for event in events:
                             if isinstance(event, AnswerChunk):
-                                num_shown += len(event.token_ids)
+                                num_shown += max(len(event.token_ids), bool(event.text))
                                 if event.finish_reason is not None:
+                                    is_finished = True
                                     self.counts.num_answered += 1
                             yield event
                     return
                 except ReplicaLostError as error:
+                    if is_finished:
+                        return
                     if num_shown:
                         self.counts.num_lost += 1
                         raise BackendError(
@@ -233,9 +237,9 @@ class _Stream:
     async def _push(self, sent: Prompt, number: int) -> None:
         """Send each prompt that comes; those that come while one is on its way are joined into the next."""
         while not sent.is_complete:
+            replica_id = await asyncio.shield(self._replica_id)
             prompt = await self._newest.after(number)
             number = self._newest.number
-            replica_id = await asyncio.shield(self._replica_id)
             num_shared = common_prefix_len(sent.token_ids, prompt.token_ids)
             delta = Delta.of(prompt, number=number, num_shared=num_shared)
             if not await self._replicas.update(replica_id, self._id, delta):

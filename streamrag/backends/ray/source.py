@@ -34,8 +34,10 @@ class RaySource:
         try:
             with translated():
                 self.name = await handle.name.remote()
-        except BaseException:
+        except BaseException as error:
             await self._cluster.aclose()
+            if isinstance(error, ReplicaLostError):
+                raise BackendError(f"a replica was lost while it started: {error}") from None
             raise
         self._handle = handle.options(method_name="stream", stream=True)
 
