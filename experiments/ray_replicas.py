@@ -38,7 +38,8 @@ from streamrag.backends.ray.replaying import Replaying
 from streamrag.backends.ray.wire import Open
 from streamrag.bench.summary import percentile
 from streamrag.files import write_whole
-from streamrag.routing import make_router
+from streamrag.routing import Opening, ReplicaState, make_router
+from streamrag.routing.simple import RoundRobin
 from streamrag.scripted import ScriptedBackend
 from streamrag.testing import make_tiny_llama
 
@@ -56,7 +57,6 @@ KV_BYTES = 8 * (NUM_SYSTEM + NUM_DOCUMENT + 128) * 5 * 2 * 2 * 64 * 4
 PARAMS = SamplingParams(max_tokens=NUM_ANSWER, ignore_eos=True)
 MARK = "STREAMRAG_RAY_RUN"
 
-OWN = "streamrag.backends.ray.request_router.StreamRouter"
 RAYS = {
     "Ray, power of two": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
     "Ray, prefix affinity": (
@@ -65,7 +65,6 @@ RAYS = {
 }
 OURS = ("round_robin", "consistent_hash", "flowguard", "flowguard_mended", "soonest")
 UNDER_STRESS = ("round_robin", "flowguard", "soonest")
-ROUTED_BY_RAY = Choosing(make_router("round_robin"), clock=clock.monotonic)
 
 console = Console(highlight=False, width=None if Console().is_terminal else 150)
 
@@ -176,6 +175,17 @@ async def replicas(make_engine: Callable[[], Any], options: ReplicaOptions) -> A
         await cluster.aclose()
 
 
+@asynccontextmanager
+async def reaching(handle: Any, choosing: Choosing) -> AsyncIterator[Replaying]:
+    streams = Replaying(RayReplicas(handle), choosing)
+    touching = asyncio.create_task(streams.touch_forever())
+    try:
+        yield streams
+    finally:
+        touching.cancel()
+        await asyncio.wait([touching])
+
+
 def processes_of_replicas() -> list[int]:
     """Process ids of the replicas that this program has started."""
     mark = f"{MARK}={os.getpid()}".encode()
@@ -231,15 +241,22 @@ async def slowed(process_id: int, share: float) -> AsyncIterator[None]:
 # ----------------------------------------------------------------------------------------------------------------- demo
 
 
+class OneOnly(RoundRobin):
+    """All queries go to one replica, as if there were no other."""
+
+    def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
+        return sorted(replica.id for replica in replicas)[:1]
+
+
 async def demo(folder: str) -> None:
     """Asks two replicas, kills one of them under load, and compares the answers with those of one engine."""
     given = queries(48, 4.0, seed=1, parts=4, gap_s=0.15)
-    alone = engine(folder)()
-    await alone.start(lambda line: None)
-    expected = await load(alone.generate, given)
-    await alone.aclose()
-    async with replicas(engine(folder), OPTIONS) as (_, (handle, _told)):
-        streams = Replaying(RayReplicas(handle), Choosing(make_router("soonest"), clock=clock.monotonic))
+    async with replicas(engine(folder), OPTIONS) as (_, (handle, _told)), AsyncExitStack() as stack:
+        async with reaching(handle, Choosing(OneOnly(), clock=clock.monotonic)) as alone:
+            expected = await load(alone.generate, given)
+        console.print("one engine alone has answered all queries")
+        choosing = Choosing(make_router("soonest"), clock=clock.monotonic)
+        streams = await stack.enter_async_context(reaching(handle, choosing))
         asking = asyncio.create_task(load(streams.generate, given))
         await asyncio.sleep(given[len(given) // 3].at_s)
         killed = processes_of_replicas()[0]
@@ -298,9 +315,9 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
         await asyncio.sleep(0.2)
     given = queries(num, rate, seed=100 + seed, hot=scenario == "hot")
     choosing = ByReplica("round_robin" if router in RAYS else router)
-    streams = Replaying(RayReplicas(handle), choosing)
     began_s = time.monotonic()
     async with AsyncExitStack() as stack:
+        streams = await stack.enter_async_context(reaching(handle, choosing))
         if scenario == "slowed":
             await stack.enter_async_context(slowed(processes_of_replicas()[0], 1 / 3))
         asking = asyncio.create_task(load(streams.generate, given))
@@ -361,8 +378,7 @@ async def costs(num: int) -> dict[str, Any]:
     """Milliseconds of Ray's own, where engines answer at once."""
     async with replicas(partial(ScriptedBackend, "x" * 64), replace(OPTIONS, num_cpus=0.5)) as (_, (handle, _told)):
         choosing = Ages()
-        reached = RayReplicas(handle)
-        streams = Replaying(reached, choosing)
+        streams = Replaying(RayReplicas(handle), choosing)
         opened_s, update_s, event_s = [], [], []
         for number in range(num):
             first, done = asyncio.Event(), asyncio.Event()

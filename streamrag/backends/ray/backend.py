@@ -1,5 +1,6 @@
 """Engines in replicas of Ray Serve's, as one backend."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Protocol
@@ -14,6 +15,7 @@ from streamrag.clock import monotonic
 from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError
 from streamrag.routing import Router
+from streamrag.tasks import cancel_regardless
 
 
 class Connects(Protocol):
@@ -50,6 +52,7 @@ class RayBackend:
         self._choosing = Choosing(router, clock=monotonic, get_session=get_session)
         self._max_replays = max_replays
         self._replaying: Replaying | None = None
+        self._touching: asyncio.Task[None] | None = None
         self._info: ModelInfo | None = None
 
     @property
@@ -87,11 +90,13 @@ class RayBackend:
             breaks_look_alikes=facts.breaks_look_alikes,
         )
         self._replaying = Replaying(replicas, self._choosing, max_replays=self._max_replays)
+        self._touching = asyncio.create_task(self._replaying.touch_forever(), name="streamrag tells replicas it lives")
 
     async def aclose(self) -> None:
         """End the replicas, or let go of them. Does nothing when not started."""
-        if self._replaying is not None:
-            self._replaying = None
+        touching, self._touching, self._replaying = self._touching, None, None
+        if touching is not None:
+            await cancel_regardless([touching])
             await self._cluster.aclose()
 
     async def generate(

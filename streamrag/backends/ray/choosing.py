@@ -74,6 +74,11 @@ class Choosing:
             if replica_id in self._told_s:
                 self._router.completed(token_ids, replica_id)
 
+    def in_use(self) -> set[str]:
+        """Replicas that have streams of ours."""
+        with self._lock:
+            return set(self._where.values())
+
     def ended(self, stream_id: str) -> None:
         """It has its answer, failed, or was given up."""
         with self._lock:

@@ -21,6 +21,7 @@ class RayReplicas:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._opening = handle.options(method_name="generate", stream=True)
         self._delivering = handle.options(method_name="deliver")
+        self._touching = handle.options(method_name="hear")
         self._asking = handle.options(method_name="facts")
 
     async def facts(self) -> Facts:
@@ -46,6 +47,11 @@ class RayReplicas:
         """See `replaying.Replicas`."""
         with translated():
             return bool(await self._delivering.remote(replica_id, stream_id, delta))
+
+    async def touch(self, replica_id: str, caller_id: str) -> None:
+        """See `replaying.Replicas`."""
+        with translated():
+            await self._touching.remote(replica_id, caller_id)
 
 
 @contextmanager

@@ -38,8 +38,13 @@ class DeployedReplica(EngineReplica):
         """As `update`; of another replica than this, no stream is here."""
         return self.update(stream_id, delta)
 
+    async def hear(self, replica_id: str, caller_id: str) -> None:
+        """As `touch`."""
+        self.touch(caller_id)
+
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What Ray Serve's controller passes on to all routers."""
+        """What Ray Serve's controller passes on to all routers. Asked every half second or so."""
+        self.end_abandoned()
         return self.stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -26,6 +26,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.025, 0.5
 """Before a stream that every replica had no room for is offered again: twice as long each time."""
 
 
+TOUCH_S = 2.0
+"""Between calls that tell each replica in use that this caller lives: it ends the streams of one that is gone."""
+
+
 class ReplicaLostError(Exception):
     """The replica has died, or has let go of the stream. Never leaves this package."""
 
@@ -41,6 +45,12 @@ class Replicas(Protocol):
 
     async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
         """Send a stream's next prompt; whether the stream is still there.
+
+        :raises ReplicaLostError: the replica has died.
+        """
+
+    async def touch(self, replica_id: str, caller_id: str) -> None:
+        """Tell a replica that the caller of streams there lives.
 
         :raises ReplicaLostError: the replica has died.
         """
@@ -122,6 +132,18 @@ class Replaying:
         self._choosing = choosing
         self._max_replays = max_replays
         self.counts = Counts()
+        self._caller_id = uuid.uuid4().hex
+
+    async def touch(self) -> None:
+        """Tell the replicas in use that this caller lives."""
+        told = [self._replicas.touch(each, self._caller_id) for each in self._choosing.in_use()]
+        await asyncio.gather(*told, return_exceptions=True)  # who reads a stream there hears of one that is lost
+
+    async def touch_forever(self) -> None:
+        """Run beside the streams, as long as there may be any."""
+        while True:
+            await asyncio.sleep(TOUCH_S)
+            await self.touch()
 
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
@@ -164,7 +186,7 @@ class Replaying:
     async def _attempt(self, newest: Newest, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         pause_s = FIRST_PAUSE_S
         while True:
-            stream = _Stream(self._replicas, self._choosing, newest, params)
+            stream = _Stream(self._replicas, self._choosing, newest, params, self._caller_id)
             async with aclosing(stream.events()) as events:
                 async for event in events:
                     yield event
@@ -177,11 +199,14 @@ class Replaying:
 class _Stream:
     """One stream in one replica."""
 
-    def __init__(self, replicas: Replicas, choosing: Choosing, newest: Newest, params: SamplingParams) -> None:
+    def __init__(
+        self, replicas: Replicas, choosing: Choosing, newest: Newest, params: SamplingParams, caller_id: str
+    ) -> None:
         self._replicas = replicas
         self._choosing = choosing
         self._newest = newest
         self._params = params
+        self._caller_id = caller_id
         self._id = uuid.uuid4().hex
         self._replica_id: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.is_refused = False
@@ -190,7 +215,7 @@ class _Stream:
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
         first, number = await self._newest.after(0), self._newest.number
         ticket = self._choosing.ticket(self._id, first)
-        call = Open(self._id, Delta.of(first, number=number, num_shared=0), self._params, ticket)
+        call = Open(self._id, Delta.of(first, number=number, num_shared=0), self._params, self._caller_id, ticket)
         pushing = asyncio.create_task(self._push(first, number), name="push prompts")
         others: set[asyncio.Task[Any]] = {pushing, self._newest.pulling}
         reading: asyncio.Task[tuple[WireEvent, ...] | None] | None = None

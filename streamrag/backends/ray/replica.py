@@ -1,19 +1,22 @@
 """A replica: an engine, the streams that are open in it, and what it says of itself."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
+from streamrag.clock import Clock, monotonic
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Prefilled, Prompt, Startable
 from streamrag.errors import EngineDeadError, StreamRagError
 from streamrag.routing import Report
 from streamrag.tasks import cancel_regardless
 
 MakeBackend: TypeAlias = Callable[[], Backend]
+
+SILENT_S = 10.0
+"""From a caller that has not been heard of for so long, streams are ended: it was killed, or is out of reach."""
 
 KEPT = 0.9
 """What a query before weighs in an average beside the next one."""
@@ -69,7 +72,14 @@ class PromptFeed:
 @dataclass(slots=True, eq=False)
 class _Stream:
     feed: PromptFeed
+    caller_id: str
     num_prefilled: int = 0
+    is_abandoned: bool = False
+    has_more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+        self.has_more.set()
 
 
 class EngineReplica:
@@ -79,11 +89,14 @@ class EngineReplica:
     max_open: most streams at once; it refuses more.
     """
 
-    def __init__(self, make_backend: MakeBackend, *, max_open: int, replica_id: str) -> None:
+    def __init__(self, make_backend: MakeBackend, *, max_open: int, replica_id: str, clock: Clock = monotonic) -> None:
         self._backend = make_backend()
         self._max_open = max_open
         self._replica_id = replica_id
+        self._clock = clock
         self._streams: dict[str, _Stream] = {}
+        self._heard_s: dict[str, float] = {}
+        """When callers that have streams here were heard of last."""
         self._hit_rate = 0.0
         self._tokens_per_s = 0.0
         self._why_dead: str | None = None
@@ -115,14 +128,15 @@ class EngineReplica:
         if len(self._streams) >= self._max_open:
             yield (Refused(),)
             return
-        stream = _Stream(PromptFeed(call.first))
+        stream = _Stream(PromptFeed(call.first), call.caller_id)
         self._streams[call.stream_id] = stream
+        self.touch(call.caller_id)
         try:
             yield (Opened(self._replica_id),)
             async with (
                 aclosing(stream.feed.prompts()) as prompts,
                 aclosing(self._backend.generate(prompts, call.params)) as events,  # type: ignore[type-var]
-                aclosing(together(self._noted(stream, events))) as batches,
+                aclosing(together(self._noted(stream, events), stream)) as batches,
             ):
                 async for batch in batches:
                     yield batch
@@ -142,6 +156,19 @@ class EngineReplica:
         stream.feed.take(delta)
         stream.num_prefilled = min(stream.num_prefilled, delta.num_shared)
         return True
+
+    def touch(self, caller_id: str) -> None:
+        """That caller lives."""
+        self._heard_s[caller_id] = self._clock()
+
+    def end_abandoned(self) -> None:
+        """End the streams of callers that have not been heard of for `SILENT_S`."""
+        before_s = self._clock() - SILENT_S
+        for stream in self._streams.values():
+            if self._heard_s[stream.caller_id] < before_s:
+                stream.abandon()
+        there = {stream.caller_id for stream in self._streams.values()}
+        self._heard_s = {name: at_s for name, at_s in self._heard_s.items() if name in there}
 
     async def _noted(self, stream: _Stream, events: AsyncIterator[BackendEvent]) -> AsyncGenerator[BackendEvent, None]:
         async for event in events:
@@ -195,28 +222,31 @@ class EngineReplica:
 
     def stats(self) -> dict[str, Any]:
         """`report` in plain values; `told_s` is new each time."""
-        return {**asdict(self.report()), "told_s": time.monotonic()}
+        return {**asdict(self.report()), "told_s": self._clock()}
 
 
-async def together(events: AsyncIterator[BackendEvent]) -> AsyncGenerator[tuple[BackendEvent, ...], None]:
+async def together(
+    events: AsyncIterator[BackendEvent], stream: _Stream
+) -> AsyncGenerator[tuple[BackendEvent, ...], None]:
     """All events that have come since the last were taken; of several Prefilled in a row only the last."""
     waiting: list[BackendEvent] = []
-    has_more = asyncio.Event()
 
     async def pull() -> None:
         async for event in events:
             if waiting and isinstance(event, Prefilled) and isinstance(waiting[-1], Prefilled):
                 waiting.pop()
             waiting.append(event)
-            has_more.set()
+            stream.has_more.set()
 
     pulling = asyncio.create_task(pull(), name="pull events")
-    pulling.add_done_callback(lambda task: has_more.set())
+    pulling.add_done_callback(lambda task: stream.has_more.set())
     try:
         is_last = False
         while not is_last:
-            await has_more.wait()
-            has_more.clear()
+            await stream.has_more.wait()
+            stream.has_more.clear()
+            if stream.is_abandoned:
+                return
             is_last = pulling.done()
             if waiting:
                 batch = tuple(waiting)

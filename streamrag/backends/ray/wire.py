@@ -52,11 +52,12 @@ class Open:
     stream_id: str
     first: Delta
     params: SamplingParams
+    caller_id: str
     ticket: Any = None
     """Who chooses the replica. Stays in the caller's process: the router there finds it in the call's arguments."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Open, (self.stream_id, self.first, self.params)
+        return Open, (self.stream_id, self.first, self.params, self.caller_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,11 @@ class InProcess:
             raise ReplicaLostError(f"{replica_id} was killed")
         return self.replicas[replica_id].update(stream_id, pickle.loads(pickle.dumps(delta)))
 
+    async def touch(self, replica_id: str, caller_id: str) -> None:
+        if replica_id not in self.replicas:
+            raise ReplicaLostError(f"{replica_id} was killed")
+        self.replicas[replica_id].touch(caller_id)
+
 
 def replaying(replicas: InProcess, router: Fewest | None = None, *, max_replays: int = 3) -> Replaying:
     return Replaying(replicas, Choosing(router or Fewest(), clock=clock.monotonic), max_replays=max_replays)

@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingContext
 
 from streamrag.backends.ray.choosing import Candidate, Choosing
 from streamrag.backends.ray.options import ReplicaOptions
-from streamrag.backends.ray.replica import EngineReplica, together
+from streamrag.backends.ray.replica import EngineReplica
 from streamrag.backends.ray.scaling import QUEUED_TOKENS, QueuedTokensPolicy
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
@@ -90,7 +90,7 @@ async def test_a_replica_tells_what_waits_in_it_and_refuses_what_it_has_no_room_
     hold = anyio.Event()
     replica = EngineReplica(lambda: ScriptedBackend(hold=hold), max_open=1, replica_id="a")
     await replica.start()
-    call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams())
+    call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me")
     async with aclosing(replica.generate(call)) as batches:
         assert await anext(batches) == (Opened("a"),)
         assert (replica.num_open, replica.num_queued_tokens) == (1, 3)
@@ -113,7 +113,7 @@ async def test_a_replica_tells_what_waits_in_it_and_refuses_what_it_has_no_room_
 async def test_an_engine_s_error_is_the_last_thing_that_a_replica_says_of_a_stream() -> None:
     backend = ScriptedBackend(error=PromptTooLongError("no"))
     replica = EngineReplica(lambda: backend, max_open=1, replica_id="a")
-    call = Open("1", Delta.of(replace(FIRST, is_complete=True), number=1, num_shared=0), SamplingParams())
+    call = Open("1", Delta.of(replace(FIRST, is_complete=True), number=1, num_shared=0), SamplingParams(), "me")
     async with aclosing(replica.generate(call)) as batches:
         *_, last = [event async for batch in batches for event in batch]
     assert last == Failed("PromptTooLongError", "no")
@@ -121,18 +121,50 @@ async def test_an_engine_s_error_is_the_last_thing_that_a_replica_says_of_a_stre
 
 
 async def test_events_that_come_while_nobody_takes_them_are_taken_together() -> None:
-    async def events():  # type: ignore[no-untyped-def]
-        for number in range(1, 4):
-            yield Prefilled(number)
-        yield AnswerChunk("a", (1,))
-        yield AnswerChunk("b", (2,), "stop")
-        raise PromptTooLongError("behind the last")
+    class Quick(ScriptedBackend):
+        async def generate(self, prompts, params):  # type: ignore[no-untyped-def, override]
+            for number in range(1, 4):
+                yield Prefilled(number)
+            yield AnswerChunk("a", (1,))
+            yield AnswerChunk("b", (2,), "stop")
 
-    async with aclosing(together(events())) as batches:
-        await asyncio.sleep(0)
-        assert await anext(batches) == (Prefilled(3), AnswerChunk("a", (1,)), AnswerChunk("b", (2,), "stop"))
-        with pytest.raises(PromptTooLongError):
-            await anext(batches)
+    replica = EngineReplica(Quick, max_open=1, replica_id="a")
+    call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me")
+    async with aclosing(replica.generate(call)) as batches:
+        assert [batch async for batch in batches] == [
+            (Opened("a"),),
+            (Prefilled(3), AnswerChunk("a", (1,)), AnswerChunk("b", (2,), "stop")),
+        ]
+
+
+async def test_streams_of_a_caller_that_is_not_heard_of_any_more_are_ended() -> None:
+    now_s = 0.0
+    backend = ScriptedBackend(is_endless=True)
+    replica = EngineReplica(lambda: backend, max_open=9, replica_id="a", clock=lambda: now_s)
+
+    async def read(name: str, *, is_complete: bool) -> None:
+        first = Delta.of(replace(FIRST, is_complete=is_complete), number=1, num_shared=0)
+        async with aclosing(replica.generate(Open(f"{name} {is_complete}", first, SamplingParams(), name))) as batches:
+            async for _ in batches:
+                pass
+
+    reading = {
+        name: [asyncio.create_task(read(name, is_complete=is_complete)) for is_complete in (True, False)]
+        for name in ("gone", "here")
+    }
+    await anyio.wait_all_tasks_blocked()
+    assert replica.num_open == backend.num_requests == 4
+    now_s = 9.0
+    replica.touch("here")
+    replica.end_abandoned()
+    now_s = 11.0
+    replica.end_abandoned()
+    await asyncio.gather(*reading["gone"])
+    assert replica.num_open == backend.num_requests == 2
+    now_s = 20.0
+    replica.end_abandoned()
+    await asyncio.gather(*reading["here"])
+    assert replica.num_open == backend.num_requests == 0
 
 
 def test_the_autoscaler_s_policy_reads_what_replicas_told_it() -> None:

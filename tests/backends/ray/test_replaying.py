@@ -201,3 +201,20 @@ async def test_prompts_that_come_while_one_is_on_its_way_are_joined() -> None:
     assert await asking == "An answer."
     assert sent == [2, 5]
     assert a.prompts[0] == [prompts[0], Prompt(prompts[-1].token_ids, 1, is_complete=True)]
+
+
+async def test_replicas_in_use_are_told_that_their_caller_lives() -> None:
+    replicas = InProcess({name: ScriptedBackend(hold=anyio.Event()) for name in "abc"})
+    streams = replaying(replicas)
+    asking = [asyncio.create_task(answer(streams, after(growing("Why?")))) for _ in range(2)]
+    await settled()
+    heard: list[str] = []
+    for name, replica in replicas.replicas.items():
+        replica.touch = lambda caller_id, name=name: heard.append(name)  # type: ignore[method-assign, misc]
+    await streams.touch()
+    assert sorted(heard) == ["a", "b"]
+    for task in asking:
+        task.cancel()
+    await asyncio.wait(asking)
+    await streams.touch()
+    assert sorted(heard) == ["a", "b"]

@@ -59,8 +59,8 @@ def test_a_delta_costs_four_bytes_a_new_token_and_a_hundred_or_so_for_itself() -
 
 def test_a_ticket_stays_with_the_caller() -> None:
     first = Delta.of(Prompt((1, 2), 0, True), number=1, num_shared=0)
-    sent = pickle.loads(pickle.dumps(Open("x", first, SamplingParams(max_tokens=3), ticket=lambda: None)))
-    assert sent == Open("x", first, SamplingParams(max_tokens=3))
+    sent = pickle.loads(pickle.dumps(Open("x", first, SamplingParams(max_tokens=3), "me", ticket=lambda: None)))
+    assert sent == Open("x", first, SamplingParams(max_tokens=3), "me")
 
 
 def test_every_error_of_ours_can_be_told_and_is_one_of_ours_again() -> None:
