@@ -26,13 +26,14 @@ from rich.table import Table
 from streamrag import (
     HybridSource,
     Pipeline,
+    PromptTemplate,
     SamplingParams,
     Source,
     StreamRagError,
     VllmBackend,
     WebSource,
 )
-from streamrag.demo import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, NUM_PASSAGES, prepare_demo
+from streamrag.demo import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, NUM_PASSAGES, NUM_SENTENCES, TEMPLATE, prepare_demo
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -121,11 +122,11 @@ async def serve(site: Path) -> AsyncIterator[str]:
 
 
 async def ask_both_ways(
-    source: Source, backend: VllmBackend, questions: list[str], params: SamplingParams
+    source: Source, backend: VllmBackend, questions: list[str], params: SamplingParams, template: PromptTemplate
 ) -> list[Pair]:
     """Each question streaming and not, on an empty prefix cache; who goes first alternates. Shows the first one."""
     pairs = []
-    async with Pipeline(source, backend, owns_source=False, owns_backend=False) as pipeline:
+    async with Pipeline(source, backend, owns_source=False, owns_backend=False, template=template) as pipeline:
         for number, question in enumerate(questions):
             events: dict[bool, list[Event]] = {}
             for overlap in (True, False) if number % 2 == 0 else (False, True):
@@ -265,6 +266,7 @@ async def run(arguments: argparse.Namespace) -> None:
     questions = (questions * arguments.queries)[: arguments.queries]
     params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.tiny)
     index = arguments.index or out / "index"
+    template = PromptTemplate() if arguments.model else TEMPLATE
     groups: dict[str, list[Pair]] = {}
     async with AsyncExitStack() as stack:
         url = arguments.url
@@ -279,7 +281,7 @@ async def run(arguments: argparse.Namespace) -> None:
             dtype="auto" if arguments.model else "float32",
         )
         crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
-        search = HybridSource(index, k=NUM_PASSAGES, reranker="late-interaction", candidates=20)
+        search = HybridSource(index, k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES)
         with console.status("starting") as status:
             for part in (backend, crawl, search):
                 stack.push_async_callback(part.aclose)
@@ -294,7 +296,7 @@ async def run(arguments: argparse.Namespace) -> None:
         ):
             console.rule(f"[bold]{name}", align="left")
             console.print(what)
-            groups[name] = await ask_both_ways(source, backend, questions, params)
+            groups[name] = await ask_both_ways(source, backend, questions, params, template)
     console.rule("[bold]what came of it", align="left")
     print_table(groups)
     save(out, groups)

@@ -7,7 +7,7 @@ The questions are about streamrag's own documentation, which the model was not t
 what an index of it gives, by keywords, vectors and late interaction as in `make demo`, or by vectors alone. An answer
 is right if it has the words that it must contain, and cites rightly if the first number in it is that of a passage with
 these words. Every setting answers all questions, not streaming. The best by one half of the questions is then asked in
-both ways, one after another: tokens must be equal. The other half is the test. With `--only "2 short passages"` nothing
+both ways, one after another: tokens must be equal. The other half is the test. With `--only "2 sentences"` nothing
 is chosen, and that setting is asked in both ways: minutes instead of most of an hour. `--keep` uses what an earlier
 run made, also if the documentation has changed since.
 """
@@ -42,7 +42,7 @@ from streamrag import (
     build_index,
 )
 from streamrag.bench.provenance import versions
-from streamrag.demo import build_site
+from streamrag.demo import TEMPLATE, build_site
 from streamrag.files import write_whole
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedSource, Step, make_demo_model
@@ -66,6 +66,9 @@ GAP_S = 0.2
 console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
 
+Search = tuple[int, bool, int | None]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the model is given."""
@@ -77,14 +80,22 @@ class Setting:
     best_last: bool = False
     by_vectors: bool = False
     """Alone, and not by keywords, vectors and late interaction."""
+    sentences: int | None = None
+    """The best so many of the `k` passages, in place of these."""
 
     @property
-    def search(self) -> tuple[int, bool]:
-        """Settings that share it retrieve the same."""
-        return self.passage_words, self.by_vectors
+    def search(self) -> "Search":
+        """Settings that share it retrieve the same, but for how many."""
+        return self.passage_words, self.by_vectors, self.k if self.sentences else None
 
 
 SETTINGS = (
+    Setting("2 sentences", 2, 60, TEMPLATE, sentences=2),
+    Setting("3 sentences", 2, 60, TEMPLATE, sentences=3),
+    Setting("4 sentences", 2, 60, TEMPLATE, sentences=4),
+    Setting("3 sentences of 3 passages", 3, 60, TEMPLATE, sentences=3),
+    Setting("2 sentences, default template", 2, 60, sentences=2),
+    Setting("2 short passages, as sentences are asked", 2, 60, TEMPLATE),
     Setting("5 long passages", 5, 180),
     Setting("3 long passages", 3, 180),
     Setting("5 short passages", 5, 60),
@@ -151,25 +162,30 @@ def steps(chunks: tuple[Chunk, ...]) -> Iterator[Step]:
 Found = dict[str, tuple[Chunk, ...]]
 
 
-async def retrieve(folder: Path, settings: Sequence[Setting], asked: Sequence[str]) -> dict[tuple[int, bool], Found]:
+async def retrieve(folder: Path, settings: Sequence[Setting], asked: Sequence[str]) -> dict[Search, Found]:
     """For each search and each question, what the index gives at last."""
     build_site(DOCS, folder / "site")
-    k = max(setting.k for setting in settings)
-    found: dict[tuple[int, bool], Found] = {}
-    for words, by_vectors in {setting.search: None for setting in settings}:
+    most = max(setting.k for setting in settings)
+    found: dict[Search, Found] = {}
+    for search in {setting.search: None for setting in settings}:
+        words, by_vectors, k_narrowed = search
         index = folder / str(words)
         if not index.exists():
             with console.status(f"indexing passages of {words} words"):
                 await asyncio.to_thread(build_index, folder / "site", index, passage_words=words)
-        source = VectorSource(index, k=k) if by_vectors else HybridSource(index, k=k, reranker="late-interaction")
-        found[words, by_vectors] = {}
+        found[search] = {}
+        if by_vectors:
+            source: VectorSource | HybridSource = VectorSource(index, k=most)
+        else:
+            sentences = most if k_narrowed else None
+            source = HybridSource(index, k=k_narrowed or most, reranker="late-interaction", sentences=sentences)
         async with aclosing(source):
             await source.start(lambda line: None)
             for question in asked:
                 async with aclosing(source.stream(question)) as events:
                     async for event in events:
                         if isinstance(event, Update):
-                            found[words, by_vectors][question] = event.chunks
+                            found[search][question] = event.chunks
     return found
 
 
@@ -185,7 +201,7 @@ async def ask(
     """All questions in one setting."""
 
     def plan(question: str) -> Iterator[Step]:
-        chunks = found[question][: setting.k]
+        chunks = found[question][: setting.sentences or setting.k]
         return steps(chunks[::-1] if setting.best_last else chunks)
 
     params = SamplingParams(max_tokens=MAX_TOKENS)

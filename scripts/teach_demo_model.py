@@ -5,9 +5,9 @@
 
 MODEL is SmolLM2-135M-Instruct as it comes, a folder that transformers load: what `streamrag demo-model` writes has been
 taught already, unless the adapter is not there when it is made. DOCS are folders of documentation, as Debian's packages
-python3-doc and postgresql-doc have. Prompts are those of the default template. Every 24th page is held out, for the
-curve in FOLDER/curve.jsonl. Stopped and started again with the same arguments it goes on where it was. `--lessons 0
---go-on-from ADAPTER --strength S` weakens an adapter that is there.
+python3-doc and postgresql-doc have. Prompts are those of the demo, and of the default template. Every 24th page is held
+out, for the curve in FOLDER/curve.jsonl. Stopped and started again with the same arguments it goes on where it was.
+`--lessons 0 --go-on-from ADAPTER --strength S` weakens an adapter that is there.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from transformers import LlamaForCausalLM
 
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import common_prefix_len
+from streamrag.demo import TEMPLATE
 from streamrag.files import replacing
 from streamrag.modes import PromptTemplate
 from streamrag.modes.prompt import PromptAssembler
@@ -40,7 +41,10 @@ TAUGHT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 BATCH, LEARNING_RATE, WARM_UP = 2, 8e-4, 10
 """In lessons, and in steps of so many."""
 
-PASSAGE_WORDS, MAX_QUESTIONS, MAX_TOKENS = (45, 60, 75), 6, 800
+MAX_QUESTIONS, MAX_TOKENS = 4, 600
+DEFAULT_SHARE = 0.3
+"""Of lessons with the default template, and not the demo's."""
+
 HELD_OUT_EVERY, NUM_HELD_OUT = 24, 8
 CHECK_EVERY, SAVE_EVERY = 100, 10
 """In steps of `BATCH` lessons."""
@@ -94,12 +98,12 @@ def with_loras(model: Any) -> dict[str, Lora]:
     return loras
 
 
-def make_lesson(examples: Sequence[Example], tokenizer: Any) -> Lesson:
+def make_lesson(examples: Sequence[Example], tokenizer: Any, template: PromptTemplate = TEMPLATE) -> Lesson:
     """Of examples that have the same passages."""
     end = tokenizer.encode(END, allow_special=True)
     prompts, answers = [], []
     for example in examples:
-        assembler = PromptAssembler(tokenizer, PromptTemplate(), example.question, max_model_len=8192, max_tokens=256)
+        assembler = PromptAssembler(tokenizer, template, example.question, max_model_len=8192, max_tokens=256)
         prompts.append(tuple(assembler.assemble(example.chunks, is_complete=True).prompt.token_ids))
         answers.append((*tokenizer.encode(example.answer), *end))
     first, *others = prompts
@@ -114,7 +118,8 @@ def lessons(pages: Sequence[Page], tokenizer: Any, seed: str, first: int = 0) ->
     while True:
         rng = random.Random(f"{seed} {number}")
         while True:
-            lesson = make_lesson(make_examples(pages, rng, MAX_QUESTIONS), tokenizer)
+            template = PromptTemplate() if rng.random() < DEFAULT_SHARE else TEMPLATE
+            lesson = make_lesson(make_examples(pages, rng, MAX_QUESTIONS), tokenizer, template)
             if lesson.num_tokens <= MAX_TOKENS:
                 break
         yield lesson
@@ -265,7 +270,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = HuggingFaceTokenizer(arguments.model)
     rng = random.Random(0)
-    pages = [page for docs in arguments.docs for page in read_pages(docs, PASSAGE_WORDS, rng, arguments.pages)]
+    pages = [page for docs in arguments.docs for page in read_pages(docs, rng, arguments.pages)]
     rng.shuffle(pages)
     console.print(f"{len(pages)} pages, {sum(len(page.passages) for page in pages)} passages")
     model = LlamaForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)

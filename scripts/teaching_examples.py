@@ -1,9 +1,10 @@
 """Questions, passages and answers to teach the demo's model with, made from any folder of documentation.
 
-A sentence of a passage becomes a question by one of a few rules of English, or by leaving a part of it out; the answer
-is that sentence, with the number of its passage in brackets. The other passages share rare words with the question, as
-those do that a search finds, and several questions are asked over the same passages: what differs is the sentence that
-answers. A question is used if it shares more rare words with its sentence than with any other.
+Most passages are single sentences, as `HybridSource(sentences=...)` gives them, others whole. A sentence becomes a
+question by one of a few rules of English, or by leaving a part of it out; the answer is that sentence, with the number
+of its passage in brackets. The other passages share rare words with the question, as those do that a search finds, and
+several questions are asked over the same ones: what differs is the sentence that answers. A question is used if it
+shares more rare words with its sentence than with any other.
 """
 
 import math
@@ -21,25 +22,29 @@ from streamrag.core import Chunk
 from streamrag.sources.passages import UnusableDocumentError, find_documents, read_document, split_document
 from streamrag.sources.relevance import relevant_terms, terms
 from streamrag.sources.search.keywords import new_stem
+from streamrag.sources.search.sentences import sentences
 
 NO_ANSWER = "The documents do not say."
 NO_ANSWER_SHARE = 0.02
 ITEM_SHARE = 0.6
 """Of sentences that say what something is, which become an item of a list: `- Term: what it is.`"""
 
-FIRST_SHARE = 0.6
+FIRST_SHARE = 0.7
 """Of examples whose right passage stands first, as a search that ranks has it; in the others it is anywhere."""
 
-NUM_PASSAGES = (1, 2, 2, 2, 2, 3, 3, 4)
+NUM_PASSAGES, NUM_WHOLE = (2, 3, 3, 3, 3, 4), (1, 2, 2, 2, 3)
+WHOLE_SHARE = 0.4
+"""Of pages whose passages are whole."""
+
 NUM_LOOKED_THROUGH = 40
 """Passages that those beside the right one are found in: of its page, and as many of others."""
 
-MAX_WORDS = 45
+PASSAGE_WORDS = (45, 60, 75)
+MIN_WORDS, MAX_WORDS = 3, 45
+"""Of a sentence, and of one that is an answer."""
 NUM_TRIES = 6
 MAX_FILE_BYTES = 400_000
 
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z]|[a-z]\w*[_=(.]\w)")
-"""Before a capital, or a name as code has them."""
 DEFINED = re.compile(
     r"^(?:An? |The )?(?P<term>[^,;:()]{3,32}?) (?:is|are|means) (?P<what>(?:an?|the|used|what|any|all) .+)$"
 )
@@ -59,10 +64,12 @@ class Page:
     """A document's passages, of which at least one has a sentence that a question can be made of."""
 
     passages: tuple[Chunk, ...]
+    is_whole: bool
+    """Whether passages have several sentences."""
 
 
-def read_pages(folder: Path, passage_words: Sequence[int], rng: random.Random, num_pages: int) -> Iterator[Page]:
-    """Pages of `folder`, at most so many, in random order; passages of each have one of these lengths.
+def read_pages(folder: Path, rng: random.Random, num_pages: int) -> Iterator[Page]:
+    """Pages of `folder`, at most so many, in random order.
 
     Text files are left out: they are what pages were made of.
     """
@@ -74,19 +81,14 @@ def read_pages(folder: Path, passage_words: Sequence[int], rng: random.Random, n
             document = read_document(path, folder)
         except UnusableDocumentError:
             continue
-        page = Page(
-            tuple(
-                Chunk(with_items(text, rng), document.uri, document.title, number)
-                for number, text in enumerate(split_document(document, rng.choice(passage_words)))
-            )
-        )
+        texts = [with_items(text, rng) for text in split_document(document, rng.choice(PASSAGE_WORDS))]
+        if not (is_whole := rng.random() < WHOLE_SHARE):
+            found = (sentence for text in texts for sentence in sentences(text))
+            texts = [*dict.fromkeys(sentence for sentence in found if len(sentence.split()) >= MIN_WORDS)]
+        chunks = (Chunk(text, document.uri, document.title, number) for number, text in enumerate(texts))
+        page = Page(tuple(chunks), is_whole)
         if any(usable_sentences(chunk.text) for chunk in page.passages):
             yield page
-
-
-def sentences(text: str) -> list[str]:
-    """All of a passage, and what stands between them."""
-    return [part for line in text.split("\n") for part in SENTENCE_END.split(line.strip().removeprefix("- "))]
 
 
 def usable_sentences(text: str) -> list[str]:
@@ -141,17 +143,19 @@ def make_examples(pages: Sequence[Page], rng: random.Random, max_questions: int)
     """Up to so many questions over the same passages, most of them about one; a few have no answer there."""
     while True:
         page = rng.choice(pages)
+        alike = [other for other in pages if other.is_whole == page.is_whole]
+        num_passages = NUM_WHOLE if page.is_whole else NUM_PASSAGES
         right = rng.choice(page.passages)
         usable = usable_sentences(right.text)
         if not usable:
             continue
         question = make_question(rng.choice(usable), rng)
         beside = dict.fromkeys(rng.sample(page.passages, min(NUM_LOOKED_THROUGH, len(page.passages))))
-        beside |= {rng.choice(rng.choice(pages).passages): None for _ in range(NUM_LOOKED_THROUGH)}
+        beside |= {rng.choice(rng.choice(alike).passages): None for _ in range(NUM_LOOKED_THROUGH)}
         known = {*usable}
-        wrong = [c for c in beside if c != right and len(c.text) > 80 and known.isdisjoint(sentences(c.text))]
-        near = nearest(question, wrong, 2 * max(NUM_PASSAGES))
-        others = near[: rng.choice(NUM_PASSAGES) - 1]
+        wrong = [c for c in beside if c != right and known.isdisjoint(sentences(c.text))]
+        near = nearest(question, wrong, 2 * max(num_passages))
+        others = near[: rng.choice(num_passages) - 1]
         place = 0 if rng.random() < FIRST_SHARE else rng.randrange(len(others) + 1)
         chunks = (*others[:place], right, *others[place:])
         targets = [(place, s) for s in rng.sample(usable, len(usable))][: max(2, max_questions * 2 // 3)]

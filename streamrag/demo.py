@@ -16,13 +16,17 @@ from typing import Any, Literal, TypeAlias
 
 from streamrag.demo_model import INSTALL, PACKAGE, make_demo_model
 from streamrag.errors import MissingDependencyError
+from streamrag.modes import PromptTemplate
 from streamrag.sources.index.build import build_index
 
 DOCS = (Path(__file__).parent.parent / "docs", Path(__file__).parent / "docs")
 """In a checkout, and in a wheel."""
 
-PASSAGE_WORDS, NUM_PASSAGES = 60, 2
-"""Of the search: few and short passages are what the small model answers best from; see docs/demo-model.md."""
+PASSAGE_WORDS, NUM_PASSAGES, NUM_SENTENCES = 60, 2, 2
+"""Of the search: a few single sentences are what the small model answers best from; see docs/demo-model.md."""
+
+TEMPLATE = PromptTemplate(system="Quote the sentence that answers the question, with its number in brackets, like [1].")
+"""What the small model was taught with."""
 
 MAX_CONTEXT_TOKENS = 900
 """As much as a small model can attend to."""

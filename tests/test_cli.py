@@ -147,8 +147,11 @@ def test_only_the_command_that_is_named_is_imported() -> None:
         (["--url", "ftp://example.org", "--model", "/tmp"], "UnsafeUrlError"),
         (["--index", "/nowhere", "--model", "/nowhere"], "ModelError"),
         (["--url", "http://example.org", "--model", "/tmp", "--api-key", "x"], "--api-key is for --server"),
-        (["--url", "http://example.org", "--model", "/tmp", "--hybrid"], "--rerank are for --index"),
-        (["--url", "http://example.org", "--model", "/tmp", "--rerank", "x"], "--rerank are for --index"),
+        (["--url", "http://example.org", "--model", "/tmp", "--hybrid"], "--rerank and --sentences are for --index"),
+        (
+            ["--url", "http://example.org", "--model", "/tmp", "--rerank", "x"],
+            "--rerank and --sentences are for --index",
+        ),
         (["--url", "http://example.org", "--model", "/tmp", "--max-tokens", "0"], "max_tokens=0"),
     ],
 )
@@ -185,7 +188,7 @@ def test_building_from_a_missing_folder_is_explained(tmp_path: Path, capsys: pyt
     [
         ([], (VectorSource, None)),
         (["--hybrid"], (HybridSource, None)),
-        (["--rerank", "late-interaction"], (HybridSource, "late-interaction")),
+        (["--rerank", "late-interaction", "--sentences", "3"], (HybridSource, "late-interaction")),
     ],
 )
 def test_an_index_is_searched_as_its_options_say(options: list[str], expected: tuple[type, str | None]) -> None:

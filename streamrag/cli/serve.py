@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
     """Make what the demo serves, but a model if another one is named; the settings that name it."""
-    from streamrag.demo import MAX_CONTEXT_TOKENS, NUM_PASSAGES, missing_for_demo, prepare_demo
+    from streamrag.demo import MAX_CONTEXT_TOKENS, NUM_PASSAGES, NUM_SENTENCES, TEMPLATE, missing_for_demo, prepare_demo
 
     with_model = "model.name" not in options
     missing = missing_for_demo(with_model=with_model)
@@ -168,6 +168,8 @@ def _demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str
         "source.index": folder / "index",
         "source.rerank": "late-interaction",
         "source.k": NUM_PASSAGES,
+        "source.sentences": NUM_SENTENCES,
+        "prompt.system": TEMPLATE.system,
         "prompt.max_context_tokens": MAX_CONTEXT_TOKENS,
         **(of_model if with_model else {}),
     }

@@ -43,6 +43,9 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="as --hybrid, then rerank: late-interaction, or a cross-encoder's name or path; it is loaded, so trust it",
     )
+    search.add_argument(
+        "--sentences", type=int, metavar="N", help="with --rerank: the best N sentences in place of whole passages"
+    )
     search.add_argument("-k", type=int, default=5, metavar="N", help="passages in the context (%(default)s)")
 
 
@@ -51,8 +54,8 @@ def make_source(arguments: argparse.Namespace) -> Source:
     from streamrag.serve.config.parts import make_source as made_of
     from streamrag.serve.config.settings import SourceSettings
 
-    if arguments.index is None and (arguments.hybrid or arguments.rerank is not None):
-        raise ConfigurationError("--hybrid and --rerank are for --index, which was not given")
+    if arguments.index is None and (arguments.hybrid or arguments.rerank is not None or arguments.sentences):
+        raise ConfigurationError("--hybrid, --rerank and --sentences are for --index, which was not given")
     told = SourceSettings.model_construct(  # unchecked: the sources check, in the words of these options
         urls=arguments.url or (),
         index=arguments.index,
@@ -70,6 +73,7 @@ def make_source(arguments: argparse.Namespace) -> Source:
         embedder=arguments.embedder,
         hybrid=arguments.hybrid,
         rerank=arguments.rerank,
+        sentences=arguments.sentences,
         k=arguments.k,
     )
     source = made_of(told)

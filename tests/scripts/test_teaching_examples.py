@@ -43,7 +43,7 @@ Paper is made of wood, of rags, or of whatever else has fibres that can be press
 @pytest.fixture
 def pages(tmp_path: Path) -> Sequence[Page]:
     (tmp_path / "queues.md").write_text(PAGE)
-    return [*read_pages(tmp_path, (20,), random.Random(0), 5)]
+    return [*read_pages(tmp_path, random.Random(0), 5)]
 
 
 def test_an_answer_is_a_sentence_of_the_passage_that_it_cites(pages: Sequence[Page]) -> None:

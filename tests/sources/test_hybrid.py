@@ -181,6 +181,8 @@ async def test_a_pipeline_starts_it_and_cites_what_it_found(built: Path) -> None
         ({"rerank_timeout_s": 0}, "rerank_timeout_s=0"),
         ({"rerank_timeout_s": float("inf")}, "rerank_timeout_s=inf"),
         ({"reranker": 5}, "are names"),
+        ({"sentences": 0, "reranker": BACKWARDS}, "sentences=0"),
+        ({"sentences": 3}, "name one"),
         ({"rerank_device": None}, "are names"),
         ({"vectors": "VectorSource"}, "is no source"),
         ({"vectors": ScriptedSource}, "is no source"),
@@ -248,6 +250,20 @@ async def test_a_reranker_that_fails_leaves_what_was_found(built: Path, what: st
         assert last.reason.startswith("reranking, after 1 of 5 batches, failed: ")
         assert expected in last.reason
         assert len((await updates(source, QUERIES[1]))[-1].chunks) == 4
+
+
+async def test_updates_may_be_narrowed_to_sentences(built: Path) -> None:
+    """A document here is one line, so what is best of its sentences is the document."""
+    async with started(built, reranker=BACKWARDS, k=4, sentences=2) as source:
+        *_, whole = await updates(source, QUERIES[0])
+        assert len(whole.chunks) == 2
+        by_score = sorted(whole.chunks, key=lambda chunk: -text_score(f"{chunk.title}\n{chunk.text}"))
+        assert list(whole.chunks) == by_score
+        *found, last = await events_of(source, f"{QUERIES[0]} at once rerank dies")
+        assert found
+        assert isinstance(last, CutShort)
+        assert last.reason.startswith("finding the best sentences failed: reranking worker")
+        assert len((await updates(source, QUERIES[1]))[-1].chunks) == 2
 
 
 async def test_reranking_that_takes_too_long_is_cut_short_and_its_worker_freed(built: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ CRAWL_ONLY = (
     "cache_folder", "cdp_url",
 )  # fmt: skip
 SEARCH_ONLY = ("embedder", "k")
-INDEX_ONLY = ("hybrid", "rerank")
+INDEX_ONLY = ("hybrid", "rerank", "sentences")
 PACKAGES: Mapping[str, Sequence[tuple[str, str]]] = {
     "urls": [("crawl4ai", "crawl")],
     "index": [("numpy", "embed")],

@@ -38,10 +38,12 @@ def make_source(told: SourceSettings) -> Source | None:
     :raises ConfigurationError: values that cannot work.
     """
     if told.index is not None:
-        if told.hybrid or told.rerank is not None:
+        if told.hybrid or told.rerank is not None or told.sentences is not None:
             from streamrag.sources.search.hybrid import HybridSource
 
-            return HybridSource(told.index, k=told.k, reranker=told.rerank, embedder=told.embedder)
+            return HybridSource(
+                told.index, k=told.k, reranker=told.rerank, sentences=told.sentences, embedder=told.embedder
+            )
         from streamrag.sources.search.ivf import index_source
 
         return index_source(told.index, k=told.k, embedder=told.embedder)

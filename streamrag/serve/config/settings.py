@@ -69,6 +69,9 @@ class SourceSettings(Section):
         default=None,
         description="as hybrid, then rerank: late-interaction, or a cross-encoder; it is loaded, so trust it",
     )
+    sentences: int | None = Field(
+        default=None, ge=1, le=4096, description="with `rerank`: the best so many sentences in place of whole passages"
+    )
     k: int = Field(default=5, ge=1, le=1000, description="passages in the context")
 
 

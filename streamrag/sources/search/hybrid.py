@@ -20,6 +20,7 @@ from streamrag.sources.search.ivf import NUM_STAGES, IvfSource
 from streamrag.sources.search.keywords import require_stemmer
 from streamrag.sources.search.refining import Failures, Pace, Refinement
 from streamrag.sources.search.rerank import RerankerPlace, find_reranker
+from streamrag.sources.search.sentences import Narrowing
 from streamrag.sources.search.vector import VectorSource
 from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
 from streamrag.tasks import cancel_regardless
@@ -67,6 +68,9 @@ class HybridSource:
     reranker: "late-interaction", which compares the token embeddings of the index's embedder and needs nothing else; a
         path or name of a sentence-transformers `CrossEncoder`; or `module:function`, a function from the query and a
         list of texts to a list of numbers, larger for better. None stops after the fusion. It is imported or loaded.
+    sentences: give the best so many sentences of the `k` best passages, as the reranker scores them, and not whole
+        passages: for small models. Every update is narrowed so, the first as well, which takes it some tens of
+        milliseconds; a passage's sentences are scored once.
     candidates: passages that each search contributes, and that are reranked. By default four times `k`, at least 20.
     batch_size: passages that are scored at once.
     rerank_timeout_s: how long reranking may take for a query, waiting for a worker included.
@@ -90,6 +94,7 @@ class HybridSource:
         *,
         k: int = 5,
         reranker: str | None = None,
+        sentences: int | None = None,
         candidates: int | None = None,
         batch_size: int = 4,
         rerank_timeout_s: float = 60.0,
@@ -107,12 +112,17 @@ class HybridSource:
             raise ConfigurationError(f"HybridSource: rerank_timeout_s={short(rerank_timeout_s)} must be over 0 seconds")
         if not isinstance(reranker, str | None) or not isinstance(rerank_device, str):
             raise ConfigurationError("HybridSource: reranker and rerank_device are names")
+        if sentences is not None:
+            check_whole(self.name, "sentences", sentences, 1, 1 << 12)
+            if reranker is None:
+                raise ConfigurationError("HybridSource: sentences are scored by a reranker: name one")
         if vectors is not None and (isinstance(vectors, type) or not callable(getattr(vectors, "stream", None))):
             raise ConfigurationError(f"HybridSource: vectors={short(vectors)} is no source")
         self._folder = Path(index).absolute()
         self._k = k
         self._candidates = candidates
         self._reranker = reranker
+        self._sentences = sentences
         self._batch_size = batch_size
         self._rerank_timeout_s = rerank_timeout_s
         self._device = rerank_device
@@ -239,8 +249,31 @@ class HybridSource:
         """
         if not self._opened:
             raise ConfigurationError("HybridSource is not started: use it in a Pipeline, or await its start() first")
-        opened, refinement = self._opened, Refinement(self._k)
+        opened = self._opened
         failures = Failures(lambda: self._opened is opened)
+        async with aclosing(self._passages(opened, query, failures)) as events:
+            if self._sentences and opened.reranker:
+                events = self._narrowing(opened.reranker, self._sentences, query).narrowed(events, failures)
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        if failures.missing:
+            yield CutShort("; ".join(failures.missing))
+
+    def _narrowing(self, workers: WorkerPool, num_sentences: int, query: str) -> Narrowing:
+        share = Share()
+
+        async def score(texts: list[str]) -> list[float]:
+            try:
+                return await self._score(workers, query, texts, share, _now() + self._rerank_timeout_s)
+            except SourceError:
+                self._load_again(workers)
+                raise
+
+        return Narrowing(num_sentences, score)
+
+    async def _passages(self, opened: _Opened, query: str, failures: Failures) -> AsyncGenerator[SourceEvent, None]:
+        refinement = Refinement(self._k)
         num_batches = ceil(min(self._candidates, opened.num_passages) / self._batch_size) if opened.reranker else 0
         coming: _Coming = asyncio.Queue(MAX_COMING)
         began_s = _now()
@@ -274,8 +307,6 @@ class HybridSource:
             await cancel_regardless([pulling])
         if failures.errors and not refinement.best:
             raise failures.errors[0]
-        if failures.missing:
-            yield CutShort("; ".join(failures.missing))
 
     async def _by_keywords(self, workers: WorkerPool, query: str) -> tuple[Chunk, ...]:
         job = {"do": "search", "query": query, "k": self._candidates}
@@ -303,20 +334,27 @@ class HybridSource:
         share, end_s = Share(), _now() + self._rerank_timeout_s
         for number, batch in enumerate(batches):
             began_s = _now()
-            job = {"do": "score", "query": query, "texts": [with_title(chunk.title, chunk.text) for chunk in batch]}
+            texts = [with_title(chunk.title, chunk.text) for chunk in batch]
             scores = None
             with failures.noted(f"reranking, after {number} of {len(batches)} batches,"):
-                try:
-                    async with asyncio.timeout_at(end_s):
-                        scores = (await _run(workers, job, share=share))["scores"]
-                except TimeoutError:
-                    raise SourceError(f"it took longer than {self._rerank_timeout_s:g} s") from None
+                scores = await self._score(workers, query, texts, share, end_s)
             if scores is None:
                 self._load_again(workers)
                 return
             self._batch_pace.note(_now() - began_s)
             if refinement.score(batch, scores):
                 yield Update(refinement.best, self._hint(0, began_s, len(batches) - number - 1))
+
+    async def _score(
+        self, workers: WorkerPool, query: str, texts: list[str], share: Share, end_s: float
+    ) -> list[float]:
+        try:
+            async with asyncio.timeout_at(end_s):
+                result = await _run(workers, {"do": "score", "query": query, "texts": texts}, share=share)
+        except TimeoutError:
+            raise SourceError(f"it took longer than {self._rerank_timeout_s:g} s") from None
+        scores: list[float] = result["scores"]
+        return scores
 
     def _hint(self, num_stages: int | None, began_s: float, num_batches: int) -> Hint:
         num_chunks = None if num_stages is None else num_stages + num_batches

@@ -1,0 +1,117 @@
+import time
+from collections.abc import AsyncGenerator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrag.core import Append, Chunk, Skipped, SourceEvent, Update
+from streamrag.errors import SourceError
+from streamrag.sources.search.refining import Failures
+from streamrag.sources.search.sentences import MAX_SENTENCES, Narrowing, sentences
+
+DOGS = Chunk("Dogs bark. They eat meat!\n- Cats: see there.", "dogs.txt", "Dogs", 3)
+CATS = Chunk("Cats purr. Dogs bark.", "cats.txt", "Cats")
+
+
+class Scorer:
+    """Scores by length, and keeps what it was given."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.asked: list[list[str]] = []
+        self.fails_at = fails_at
+
+    async def __call__(self, texts: list[str]) -> list[float]:
+        self.asked.append(texts)
+        if len(self.asked) - 1 == self.fails_at:
+            raise SourceError("no scores today")
+        return [float(len(text)) for text in texts]
+
+
+def noted() -> Failures:
+    return Failures(lambda: True)
+
+
+async def played(*events: SourceEvent) -> AsyncGenerator[SourceEvent, None]:
+    for event in events:
+        yield event
+
+
+async def narrowed(narrowing: Narrowing, failures: Failures, *events: SourceEvent) -> list[SourceEvent]:
+    return [event async for event in narrowing.narrowed(played(*events), failures)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One. Two? Three! Four", ["One.", "Two?", "Three!", "Four"]),
+        ("- Item: one.\n\n* Item: two", ["Item: one.", "Item: two"]),
+        ("See e.g. this, i.e. that. num_workers=4 helps.", ["See e.g. this, i.e. that.", "num_workers=4 helps."]),
+        ("Version 3.11 works. Élan too. Да. Нет.", ["Version 3.11 works.", "Élan too.", "Да.", "Нет."]),
+        ("これは文です。次の文。", ["これは文です。", "次の文。"]),
+        (" \n\n", []),
+        ("- ", ["-"]),
+        ("a - b * c", ["a - b * c"]),
+    ],
+)
+def test_a_text_has_sentences_items_and_lines(text: str, expected: list[str]) -> None:
+    assert sentences(text) == expected
+
+
+@given(st.text(st.sampled_from("aB .!?\n-*。=("), max_size=200))
+def test_nothing_but_space_and_signs_of_items_is_lost(text: str) -> None:
+    def letters(text: str) -> str:
+        return "".join(c for c in text if c not in " \n-*")
+
+    assert letters("".join(sentences(text))) == letters(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a. " * 300_000, "A. " * 300_000, "-" * 900_000, " " * 900_000, "。" * 900_000, "." + " " * 900_000 + "b"]
+)
+def test_a_strangers_text_takes_time_in_proportion_and_gives_few(text: str) -> None:
+    began_s = time.process_time()
+    assert len(sentences(text)) <= MAX_SENTENCES
+    assert time.process_time() - began_s < 10
+
+
+async def test_the_best_sentences_of_all_passages_come_best_first_with_their_places() -> None:
+    scorer = Scorer()
+    best = await Narrowing(3, scorer).narrow([DOGS, CATS])
+    assert [chunk.text for chunk in best] == ["Cats: see there.", "They eat meat!", "Dogs bark."]
+    assert [(chunk.uri, chunk.title, chunk.passage) for chunk in best[:2]] == [("dogs.txt", "Dogs", 3)] * 2
+    assert scorer.asked == [
+        ["Dogs bark.", "Dogs\nThey eat meat!", "Dogs\nCats: see there."],
+        ["Cats purr.", "Cats\nDogs bark."],
+    ]
+
+
+async def test_a_passage_is_scored_once_and_what_did_not_change_is_not_sent_again() -> None:
+    scorer, failures = Scorer(), noted()
+    skipped = Skipped("a", "too large")
+    events = await narrowed(
+        Narrowing(1, scorer), failures, Update((DOGS,)), skipped, Update((CATS, DOGS)), Update((CATS,)), Append(CATS)
+    )
+    updates = [event for event in events if isinstance(event, Update)]
+    assert [[chunk.text for chunk in update.chunks] for update in updates] == [["Cats: see there."], ["Dogs bark."]]
+    assert events[1] == skipped
+    assert len(scorer.asked) == 2
+    assert not failures.missing
+
+
+async def test_what_cannot_be_scored_is_given_whole_from_then_on() -> None:
+    failures = noted()
+    narrowing = Narrowing(1, Scorer(fails_at=1))
+    events = await narrowed(narrowing, failures, Update((DOGS,)), Update((CATS,)), Update((DOGS, CATS)))
+    assert [event.chunks[0].text for event in events if isinstance(event, Update)] == [
+        "Cats: see there.",
+        CATS.text,
+        DOGS.text,
+    ]
+    assert failures.missing == ["finding the best sentences failed: no scores today"]
+
+
+async def test_a_passage_without_words_has_no_sentences() -> None:
+    scorer = Scorer()
+    assert await Narrowing(2, scorer).narrow([Chunk(" ", "a"), Chunk("|<------- a drawing ------->|", "b")]) == ()
+    assert not scorer.asked
