@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions demo-ray bench-ray paper paper-full clean
+.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions demo-ray bench-ray bench-routing bench-routing-full paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -120,6 +120,12 @@ bench-sessions: .venv/installed ## a session's questions while its context grows
 bench-ray: .venv/installed ## what Ray costs, then routers on two replicas of a tiny engine: hits, time to the first token; minutes
 	$(RUN) experiments/ray_replicas.py costs --json experiments/results/ray_costs.json
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py bench --json experiments/results/ray_replicas.json
+
+bench-routing: .venv/installed ## eleven routers on 2, 8 and 64 simulated replicas; MOONCAKE=FILE AZURE=FILE replay traces; minutes, resumable
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 0.4 $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json experiments/results/routing.json --plot docs/routing.png
+
+bench-routing-full: .venv/installed ## the same with ten times the queries: an hour or so
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 4 --output bench-results/routing-full.jsonl $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json bench-results/routing-full.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

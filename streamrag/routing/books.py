@@ -57,13 +57,6 @@ class Books:
         replica.num_queued += 1
         replica.num_new_tokens += num_new_tokens
 
-    def left(self, query_id: str, num_new_tokens: int) -> None:
-        """So many tokens are left to compute for it: its prompt has grown, or its engine says how far it is."""
-        query = self._queries.get(query_id)
-        if query is not None and query.is_queued:
-            self._replicas[query.replica_id].num_new_tokens += num_new_tokens - query.num_new_tokens
-            query.num_new_tokens = num_new_tokens
-
     def first_token(self, query_id: str) -> None:
         """The query has shown a token: its prompt is computed. Further calls do nothing."""
         query = self._queries.get(query_id)

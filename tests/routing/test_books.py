@@ -10,11 +10,8 @@ def test_a_query_counts_as_queued_until_its_first_token_and_as_open_until_it_end
     books = Books()
     books.routed("q", "a", 100)
     assert books.states(["a"]) == [ReplicaState("a", num_queued=1, num_open=1, num_new_tokens=100)]
-    books.left("q", 30)  # the engine is so far
-    assert books.states(["a"]) == [ReplicaState("a", num_queued=1, num_open=1, num_new_tokens=30)]
     books.first_token("q")
     books.first_token("q")
-    books.left("q", 0)
     assert books.states(["a"]) == [ReplicaState("a", num_open=1)]
     books.ended("q")
     books.ended("q")
@@ -64,12 +61,6 @@ class BooksBesideAList(RuleBasedStateMachine):
     def routed(self, name, replica_id, num):
         self.books.routed(name, replica_id, num)
         self.queries[name] = Known(replica_id, num)
-
-    @rule(name=NAMES, num=st.integers(0, 9))
-    def left(self, name, num):
-        self.books.left(name, num)
-        if name in self.queries:
-            self.queries[name].num_new_tokens = num
 
     @rule(name=NAMES)
     def first_token(self, name):

@@ -51,7 +51,7 @@ def test_whatever_it_is_told_a_router_names_each_replica_once(name, rounds):
         names = router.rank(opening, states, 0.0)
         assert sorted(names) == sorted(state.id for state in states)
         if names:
-            assert 0 <= router.routed(opening, names[0]) <= len(opening.token_ids)
+            assert router.routed(opening, names[0]) >= 0
             router.completed(opening.token_ids, names[0])
             router.lost(names[-1])
 
@@ -176,16 +176,38 @@ def test_the_soonest_is_where_waiting_and_computing_take_least():
     router, (a, b) = Soonest(), replicas("a", "b", tokens_per_s=1_000.0)
     assert router.routed(LONG, "a") == 640
     assert router.routed(LONG, "a") == 0, "all of it lies there"
-    assert router.rank(LONG, [replace(a, num_new_tokens=639), b], 0.0)[0] == "a"
-    assert router.rank(LONG, [replace(a, num_new_tokens=641), b], 0.0)[0] == "b", "so it is replicated"
+    assert router.rank(LONG, [replace(a, num_new_tokens=1_279), b], 0.0)[0] == "a"
+    assert router.rank(LONG, [replace(a, num_new_tokens=1_281), b], 0.0)[0] == "b", "so it is replicated"
+
+
+def test_open_queries_count_as_if_tokens_waited():
+    router, (a, b) = Soonest(), replicas("a", "b")
+    assert router.rank(LONG, [replace(a, num_open=1), replace(b, num_new_tokens=383)], 0.0)[0] == "b"
+    assert router.rank(LONG, [replace(a, num_open=1), replace(b, num_new_tokens=385)], 0.0)[0] == "a"
+
+
+def test_a_query_is_expected_to_grow_as_the_last_ones_did():
+    router = Soonest()
+    assert router.routed(LONG, "a") == 640, "nothing is known of growth"
+    router.completed((*LONG.token_ids, *range(100)), "a")
+    assert router.routed(LONG, "a") == 100
+    for _ in range(500):
+        router.completed(LONG.token_ids[:600], "a")
+    assert router.routed(OTHER, "a") == 640, "prompts do not shrink"
+
+
+def test_of_equals_the_replica_that_holds_less_is_taken():
+    router, states = Soonest(), replicas("a", "b")
+    router.routed(OTHER, "a")
+    assert router.rank(LONG, states, 0.0) == ["b", "a"]
 
 
 def test_a_replica_a_third_as_fast_gets_a_query_when_the_other_has_three_times_the_work():
     router = Soonest()
     slow, fast = replicas("slow", "fast", tokens_per_s=3_000.0)
     slow = replace(slow, tokens_per_s=1_000.0)
-    assert router.rank(LONG, [slow, replace(fast, num_new_tokens=1_279)], 0.0)[0] == "fast"
-    assert router.rank(LONG, [slow, replace(fast, num_new_tokens=1_281)], 0.0)[0] == "slow"
+    assert router.rank(LONG, [slow, replace(fast, num_new_tokens=2_559)], 0.0)[0] == "fast"
+    assert router.rank(LONG, [slow, replace(fast, num_new_tokens=2_561)], 0.0)[0] == "slow"
 
 
 def test_a_replica_of_unknown_speed_is_as_fast_as_the_others_are_on_average():
