@@ -1,6 +1,6 @@
 """The service as an application of Ray Serve's, for `serve run` and `serve deploy`.
 
-    serve run streamrag.serve.ray_app:build config=service.toml
+    serve run streamrag.serve:ray_application config=service.toml
     serve deploy FILE, such as the one in deploy/ray
 
     proxy ──▶ Front: gate, interfaces, sessions, pipeline ──▶ engines      each a deployment that scales on its own
@@ -84,8 +84,10 @@ class Front:
         await self._close_observers()
 
 
-def build(told: dict[str, str]) -> Any:
-    """The application. `told` has `config`, the path of a TOML file, and any setting by name, as "replicas.number".
+def ray_application(told: dict[str, str]) -> Any:
+    """The service as an application of Ray Serve's, for `serve run` and `serve deploy`.
+
+    told: `config`, the path of a TOML file, and any setting by name, as "replicas.number".
 
     :raises ConfigurationError: something is wrong with them; says all of it.
     """

@@ -1,5 +1,6 @@
 """The dashboard, the rules and the documentation name only metrics, labels and values that there are."""
 
+import importlib
 import importlib.util
 import json
 import re
@@ -160,6 +161,8 @@ def test_settings_in_the_files_for_ray_are_settings_and_both_name_the_same_appli
     (app,) = alone["applications"]
     (of_kuberay,) = yaml.safe_load(kuberay["spec"]["serveConfigV2"])["applications"]
     assert app | of_kuberay == app
+    module, _, name = app["import_path"].partition(":")
+    assert name in importlib.import_module(module).__all__
     config = app["args"].pop("config")
     assert load(None, {}, app["args"]).problems == []
     mounts = [
