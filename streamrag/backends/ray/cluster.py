@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
 from ray import serve
+from ray._private import ray_constants
 from ray.serve.handle import DeploymentHandle
 
 from streamrag.core import Progress
@@ -19,6 +22,23 @@ OBJECT_STORE_BYTES = 100 << 20
 """For a cluster of this machine's own: what travels is small. Ray would take a third of the memory."""
 
 LOOPBACK = "127.0.0.1"
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Without clusters Ray listens on loopback; where it may make one, it takes that for the machine's own address."""
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    was, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    before = os.environ.get(CLUSTERS)
+    os.environ[CLUSTERS] = "0"  # for the processes that are started meanwhile, and their children
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = was
+        if before is None:
+            del os.environ[CLUSTERS]
+        else:
+            os.environ[CLUSTERS] = before
 
 
 class Cluster:
@@ -102,7 +122,8 @@ class Cluster:
                 "_node_ip_address": LOOPBACK,
             }
         try:
-            ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **own)
+            with _on_loopback() if self._address is None else nullcontext():
+                ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **own)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigurationError(f"cannot reach Ray at {self._address}: {message_of(error)}") from error
         except Exception as error:  # bare, where a node takes longer than half a minute to start

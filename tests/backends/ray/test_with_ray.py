@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +43,20 @@ def processes() -> set[int]:
             if f"STREAMRAG_TEST_RAY={os.getpid()}".encode() in environment:
                 found.add(int(folder.name))
     return found
+
+
+def listening(process_ids: set[int]) -> set[str]:
+    """Addresses that these processes listen on, as the kernel writes them."""
+    address_of = {}
+    for name in ("tcp", "tcp6"):
+        rows = [line.split() for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+        address_of |= {f"socket:[{row[9]}]": row[1].partition(":")[0] for row in rows if row[3] == "0A"}
+    found = set()
+    for process_id in process_ids:
+        for descriptor in Path(f"/proc/{process_id}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                found.add(address_of.get(os.readlink(descriptor)))
+    return {address for address in found if address is not None}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +116,12 @@ async def test_answers_come_from_both_replicas_and_prompts_reach_the_one_that_ha
     assert backend.model.max_model_len == 100_000
     assert await asyncio.gather(*[ask(backend, "W", "Why", "Why?") for _ in range(12)]) == ["An answer."] * 12
     assert len(await who(backend)) == 2
+
+
+async def test_ray_listens_on_loopback(backend: RayBackend) -> None:
+    """All but replicas themselves, to which nobody talks without the cluster's token."""
+    of_ray = processes() - set(await who(backend))
+    assert listening(of_ray) <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
 @pytest.mark.parametrize("question", ["hold", "endless", "slower"])
