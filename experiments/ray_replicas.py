@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ray import serve
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +33,7 @@ from streamrag import AnswerChunk, BackendError, Prompt, SamplingParams, VllmBac
 from streamrag.backends.ray.choosing import Choosing
 from streamrag.backends.ray.cluster import Cluster
 from streamrag.backends.ray.connection import RayReplicas
-from streamrag.backends.ray.deployment import engines
+from streamrag.backends.ray.deployment import ENGINES, engines
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replaying import Replaying
 from streamrag.backends.ray.wire import Open
@@ -55,6 +56,7 @@ NUM_DOCUMENTS = 12
 KV_BYTES = 8 * (NUM_SYSTEM + NUM_DOCUMENT + 128) * 5 * 2 * 2 * 64 * 4
 """For eight documents: each replica holds some of them, and none all."""
 PARAMS = SamplingParams(max_tokens=NUM_ANSWER, ignore_eos=True)
+APP = "streamrag"
 MARK = "STREAMRAG_RAY_RUN"
 
 RAYS = {
@@ -164,7 +166,7 @@ OPTIONS = ReplicaOptions(number=2, num_cpus=1, max_open=16, health_s=1.0, drain_
 @asynccontextmanager
 async def replicas(make_engine: Callable[[], Any], options: ReplicaOptions) -> AsyncIterator[tuple[Cluster, Any]]:
     told = {"options": options}
-    cluster = Cluster(lambda: engines(make_engine, told["options"]), num_cpus=4)
+    cluster = Cluster(lambda: engines(make_engine, told["options"]), app_name=APP, num_cpus=4)
     began_s = time.monotonic()
     handle = await cluster.start(lambda line: console.print(line))
     try:
@@ -297,21 +299,20 @@ async def bench(folder: str, num: int, rate: float) -> list[dict[str, Any]]:
     Open.prompt = property(lambda call: "".join(map(chr, call.ticket.opening.token_ids)))  # type: ignore[attr-defined]
     rows: list[dict[str, Any]] = []
     async with replicas(engine(folder), OPTIONS) as (cluster, (handle, told)):
-        for seed, (scenario, router) in enumerate(
-            [*[("plain", name) for name in OURS], *[(s, n) for s in ("hot", "slowed", "killed") for n in UNDER_STRESS]]
-        ):
-            rows.append(await turn(handle, scenario, router, num, rate, seed=seed))
-            print_row(rows[-1])
+        for name in OURS:
+            rows.append(await turn(handle, "plain", name, num, rate, seed=len(rows)))
+        for scenario in ("hot", "slowed", "killed"):
+            for name in UNDER_STRESS:
+                rows.append(await turn(handle, scenario, name, num, rate, seed=len(rows)))
         for name, path in RAYS.items():
             told["options"] = replace(OPTIONS, request_router=path)
             await cluster.redeploy()
             rows.append(await turn(handle, "plain", name, num, rate, seed=len(rows)))
-            print_row(rows[-1])
     return rows
 
 
 async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *, seed: int) -> dict[str, Any]:
-    while len(processes_of_replicas()) < 2:  # noqa: ASYNC110
+    while serve.status().applications[APP].deployments[ENGINES].replica_states != {"RUNNING": 2}:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
     given = queries(num, rate, seed=100 + seed, hot=scenario == "hot")
     choosing = ByReplica("round_robin" if router in RAYS else router)
@@ -329,7 +330,7 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
     firsts = [each.first_s for each in asked if each.first_s is not None]
     answered = [each for each in asked if not each.error]
     prompt_tokens = sum(len(each.query.prompts[-1].token_ids) for each in answered)
-    return {
+    row: dict[str, Any] = {
         "scenario": scenario,
         "router": router,
         "num_asked": len(asked),
@@ -343,6 +344,8 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
         "queries_per_s": len(answered) / took_s,
         "imbalance": max(choosing.sent.values()) * 2 / max(sum(choosing.sent.values()), 1),
     }
+    print_row(row)
+    return row
 
 
 def print_row(row: dict[str, Any]) -> None:
