@@ -95,11 +95,14 @@ class Asked:
 
 
 def queries(num: int, rate: float, *, seed: int, hot: bool = False, parts: int = 1, gap_s: float = 0.0) -> list[Query]:
-    """Poisson arrivals; each asks one of the documents, the first ones more often. Hot: most ask one, in the middle."""
-    rng = random.Random(seed)
+    """Poisson arrivals; each asks one of the documents, the first ones more often. Hot: most ask one, in the middle.
+
+    seed: of the texts only, so that all turns are alike and none finds what another has left.
+    """
+    rng, of_texts = random.Random(0), random.Random(seed)
 
     def text(length: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(10, 500) for _ in range(length))
+        return tuple(of_texts.randrange(10, 500) for _ in range(length))
 
     system, documents = text(NUM_SYSTEM), [text(NUM_DOCUMENT) for _ in range(NUM_DOCUMENTS)]
     weights = [1 / (rank + 2) for rank in range(NUM_DOCUMENTS)]
@@ -294,21 +297,27 @@ class ByReplica(Choosing):
         super().computed(stream_id, token_ids, replica_id)
 
 
-async def bench(folder: str, num: int, rate: float) -> list[dict[str, Any]]:
+async def bench(folder: str, num: int, rate: float, path: Path) -> None:
     """The same queries through each router, in turn, in the same engines; each turn asks documents of its own."""
     Open.prompt = property(lambda call: "".join(map(chr, call.ticket.opening.token_ids)))  # type: ignore[attr-defined]
     rows: list[dict[str, Any]] = []
     async with replicas(engine(folder), OPTIONS) as (cluster, (handle, told)):
+
+        async def take(scenario: str, name: str) -> None:
+            rows.append(await turn(handle, scenario, name, num, rate, seed=len(rows)))
+            write_whole(path, json.dumps(rows, indent=1) + "\n")
+
         for name in OURS:
-            rows.append(await turn(handle, "plain", name, num, rate, seed=len(rows)))
+            await take("plain", name)
+        for name, of_ray in RAYS.items():
+            told["options"] = replace(OPTIONS, request_router=of_ray)
+            await cluster.redeploy()
+            await take("plain", name)
+        told["options"] = OPTIONS
+        await cluster.redeploy()
         for scenario in ("hot", "slowed", "killed"):
             for name in UNDER_STRESS:
-                rows.append(await turn(handle, scenario, name, num, rate, seed=len(rows)))
-        for name, path in RAYS.items():
-            told["options"] = replace(OPTIONS, request_router=path)
-            await cluster.redeploy()
-            rows.append(await turn(handle, "plain", name, num, rate, seed=len(rows)))
-    return rows
+                await take(scenario, name)
 
 
 async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *, seed: int) -> dict[str, Any]:
@@ -456,7 +465,7 @@ def main() -> None:
             if arguments.what == "demo":
                 asyncio.run(demo(model))
             else:
-                found = asyncio.run(bench(model, arguments.num, arguments.rate))
+                asyncio.run(bench(model, arguments.num, arguments.rate, arguments.json or Path(folder) / "rows.json"))
     if arguments.json is not None and found is not None:
         write_whole(arguments.json, json.dumps(found, indent=1) + "\n")
 
