@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions demo-ray bench-ray bench-routing bench-routing-full paper paper-full clean
+.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -48,8 +48,12 @@ fuzz: .venv/installed ## the scheduler against its KV oracle: 20,000 random load
 fuzz-serve: .venv/installed ## anything at all sent to the service's interfaces: 3,000 of each kind, five minutes
 	$(RUN) -m pytest -q --hypothesis-profile=fuzz --timeout=0 tests/serve/test_serve_fuzz.py
 
-mutants: .venv/installed ## breaks the scheduler in one line each, and shows that the fuzz notices
+fuzz-sessions: .venv/installed ## random sessions on vLLM's client and scheduler: is each answer that of one request? 2,000 loads, minutes
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.sessions.fuzz --first 0 --seeds 2000
+
+mutants: .venv/installed ## breaks the scheduler, and sessions, in one line each, and shows that the fuzz notices
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.mutants
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.sessions.mutants
 
 bench-serve: .venv/installed ## what HTTP costs, idle streams, goodput at twice saturation, a soak; scripted and real engine, five minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/serve_load.py --json experiments/results/serve.json
@@ -114,7 +118,8 @@ bench-hybrid: .venv/installed ## keywords, vectors and reranking: what each find
 bench-index: .venv/installed ## DiskANN and IVF with 100,000 vectors, DOCUMENTS=FOLDER embedded first; SLOW=--slow as root: minutes to an hour
 	$(RUN) experiments/index_size.py $(DOCUMENTS) $(SLOW) --json experiments/results/index_size.json
 
-bench-sessions: .venv/installed ## a session's questions while its context grows, data streams in, questions are watched: real engine, minutes
+bench-sessions: .venv/installed ## a session's questions while its context grows, data stream in, windows slide: H200 and L40S simulated, then a real engine, minutes
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/sessions_simulated.py --json experiments/results/sessions_simulated.json --plot docs/session-latency.png
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/sessions.py --json experiments/results/sessions.json
 
 bench-ray: .venv/installed ## what Ray costs, then routers on two replicas of a tiny engine: hits, time to the first token; minutes
@@ -126,6 +131,9 @@ bench-routing: .venv/installed ## eleven routers on 2, 8 and 64 simulated replic
 
 bench-routing-full: .venv/installed ## the same with ten times the queries: an hour or so
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 4 --output bench-results/routing-full.jsonl $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json bench-results/routing-full.json
+
+bench-classes: .venv/installed ## what request classes, a budget and grouped prefill do to sessions; five minutes, simulated
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/session_classes.py --json experiments/results/session_classes.json
 
 clean: ## remove what the targets made
 	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -25,6 +25,7 @@ from streamrag.testing import make_demo_model
 
 QUESTIONS = ["Is there an error in the newest line?", "Is billing slower than search?"]
 WINDOW = 3000
+ANSWERS = ("yes", "no")
 PARAMS = SamplingParams(max_tokens=16)
 console = Console(highlight=False)
 
@@ -68,8 +69,9 @@ async def write_log(path: Path) -> None:
             await asyncio.sleep(0.1)
 
 
-async def first_token_s(session: Session, question: str) -> float:
-    async with session.ask(question, at_least=session.state.num_appended, params=PARAMS) as answer:
+async def first_token_s(session: Session, question: str, answers: tuple[str, ...] = ()) -> float:
+    newest = session.state.num_appended
+    async with session.ask(question, answers=answers, at_least=newest, params=PARAMS) as answer:
         async for _ in answer:
             pass
     return answer.result.timings.ttft_s
@@ -81,7 +83,7 @@ async def run(path: Path, model: Path, questions: list[str], seconds: float, *, 
         lines: list[str] = []
         async with pipeline.session(window_tokens=WINDOW) as session:
             began_s = time.monotonic()
-            watches = [session.watch(question, answers=("yes", "no")) for question in questions]
+            watches = [session.watch(question, answers=ANSWERS) for question in questions]
             telling = [asyncio.create_task(tell(watch, began_s)) for watch in watches]
             feeding = [asyncio.create_task(follow(session, path, lines))]
             feeding += [asyncio.create_task(write_log(path))] if writes else []
@@ -90,7 +92,7 @@ async def run(path: Path, model: Path, questions: list[str], seconds: float, *, 
                 task.cancel()
             for watch in watches:
                 await watch.at_least(session.state.num_appended)
-            ahead = [await first_token_s(session, question) for question in questions]
+            ahead = [await first_token_s(session, question, ANSWERS) for question in questions]
             kept = [await first_token_s(session, f"{question} ({i})") for i, question in enumerate(questions * 3)]
             state = session.state
             for task in telling:

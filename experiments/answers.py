@@ -177,7 +177,7 @@ async def retrieve(folder: Path, settings: Sequence[Setting], asked: Sequence[st
         if by_vectors:
             source: VectorSource | HybridSource = VectorSource(index, k=most)
         else:
-            sentences = most if k_narrowed else None
+            sentences = max(setting.sentences or 0 for setting in settings) if k_narrowed else None
             source = HybridSource(index, k=k_narrowed or most, reranker="late-interaction", sentences=sentences)
         async with aclosing(source):
             await source.start(lambda line: None)

@@ -1,28 +1,31 @@
 """What a session's questions take while its context grows, and what its data and its watched questions cost.
 
-    python experiments/sessions.py [--cycles N] [--sessions N] [--json FILE] [--model FOLDER]
+    python experiments/sessions.py [--tables NAMES] [--cycles N] [--sessions N] [--json FILE] [--model FOLDER]
 
-Four tables, after the evaluation of arXiv 2605.13784, on a real engine:
+Tables, after the evaluation of arXiv 2605.13784, on a real engine (`sessions_simulated.py` has the same on GPUs):
 
-1. 100 samples of prices, then cycles of 55 more and one of six questions. The same questions of the same text, token
-   for token, asked of a session; as a plain request, on an engine with vLLM's prefix caching; and as one that finds
-   nothing cached. The data come before the question does; how long taking them in took is told below.
-2. Questions one after the other while data stream in, at several rates.
-3. A watched question: how often its answer is there when it is asked for, and in what time.
-4. Many sessions on one engine: what each holds.
+growing    100 samples of prices, then cycles of 55 more and one of six questions. The same questions of the same text,
+           token for token, asked of a session; as a plain request, on an engine with vLLM's prefix caching; and as one
+           that finds nothing cached. The data come before the question does; how long taking them in took is told
+           below.
+stock      the same on vLLM's own scheduler: a plain request, and vLLM's own streaming sessions (see session_arms.py)
+ingestion  questions one after the other while data stream in, at several rates, up to more than can be taken in
+window     share of the window that goes at a time
+flash      watched questions: how often the answer is there when it is asked for, and in what time
+many       many sessions on one engine: what each holds
 
-Random weights unless a model is given: the answers mean nothing, the work is real.
+Random weights unless a model is given: the answers mean nothing, the work is real. With `--tables` the figures of the
+others stay in the file.
 """
 
 import argparse
 import asyncio
 import json
-import random
+import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,27 +33,26 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from session_arms import ask
+from session_growing import Done, Row, growing, growing_stock
+from session_load import QUESTIONS, samples
+from session_loads import asked_evenly, asked_while, filled
 
-from streamrag import AnswerChunk, Chunk, Pipeline, Prompt, SamplingParams, VllmBackend, from_passages
+from streamrag import Pipeline, SamplingParams, VllmBackend, from_passages
+from streamrag.backends.tokenizer import HuggingFaceTokenizer
+from streamrag.backends.vllm.client.measured import running_engine
 from streamrag.bench.summary import percentile
+from streamrag.core import ModelInfo
 from streamrag.files import write_whole
-from streamrag.sessions import Session
-from streamrag.sessions.buffer import Numbered
-from streamrag.sessions.prompts import SESSION_TEMPLATE, SessionPrompts
 from streamrag.testing import make_tiny_llama
 
-NUM_FIRST, NUM_MORE = 100, 55
-QUESTIONS = (
-    "Is the price rising?",
-    "Is volatility rising?",
-    "What was the highest price of the last ten samples?",
-    "Is volume above its mean?",
-    "Did the last sample close below its open?",
-    "What is the trend over all samples?",
-)
-RATES = (1, 10, 100)
+RATES = (0, 1, 10, 100, 1_000)
 RATE_S = 10.0
-PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+MAX_WAITING = 1_024
+SHARES = (0.1, 0.25, 0.5, 0.75)
+NUM_OUTPUT_TOKENS = 8
+PARAMS = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+BLOCK_SIZE, KV_BYTES = 32, 2 << 30
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -63,173 +65,56 @@ MODEL: dict[str, Any] = {
 console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
 
-@dataclass
-class Asked:
-    """One question: seconds to its first token and to its last, and what it was of."""
-
-    first_s: float
-    last_s: float
-    num_tokens: int
-    num_cached: int
-    token_ids: tuple[int, ...] = field(repr=False)
-
-
-def samples(num: int) -> list[str]:
-    """Prices, as in the paper: open, high, low, close, volume."""
-    rng = random.Random(0)
-    price, lines = 100.0, []
-    for i in range(num):
-        opened, price = price, price * (1 + rng.gauss(0, 0.002))
-        high, low = max(opened, price) * 1.001, min(opened, price) * 0.999
-        lines.append(f"{i} {opened:.1f} {high:.1f} {low:.1f} {price:.1f} {rng.randrange(1000, 9000)}")
-    return lines
-
-
-async def ask(session: Session, question: str, **options: Any) -> Asked:
-    stream = session.ask(question, params=PARAMS, **options)
-    async for _ in stream:
-        pass
-    answer = stream.result
-    cached = answer.record.num_from_cache if answer.record else answer.num_prompt_tokens
-    return Asked(answer.timings.ttft_s, answer.timings.total_s, answer.num_prompt_tokens, cached, answer.token_ids)
-
-
-async def plain(backend: VllmBackend, token_ids: tuple[int, ...]) -> Asked:
-    async def prompts() -> AsyncIterator[Prompt]:
-        yield Prompt(token_ids, 0, is_complete=True)
-
-    began_s, first_s, cached = time.monotonic(), 0.0, 0
-    ids: list[int] = []
-    async for event in backend.generate(prompts(), PARAMS):
-        if isinstance(event, AnswerChunk):
-            first_s = first_s or time.monotonic() - began_s
-            ids += event.token_ids
-            cached = event.record.num_from_cache if event.record else cached
-    return Asked(first_s, time.monotonic() - began_s, len(token_ids), cached, tuple(ids))
-
-
-async def growing(
-    pipeline: Pipeline, backend: VllmBackend, num_cycles: int, done: Callable[[], None]
-) -> dict[str, Any]:
-    """Table 1."""
-    lines = samples(NUM_FIRST + num_cycles * NUM_MORE)
-    arms: dict[str, list[Asked]] = {"session": [], "plain, prefix cache": [], "plain, nothing cached": []}
-    prompts: list[tuple[int, ...]] = []
-    took_in: list[float] = []
-    data: list[int] = []
-    async with pipeline.session(window_tokens=28_000) as session:
-        texts = SessionPrompts(backend.model, SESSION_TEMPLATE)
-        for cycle in range(num_cycles):
-            batch = lines[: NUM_FIRST + NUM_MORE] if cycle == 0 else lines[NUM_FIRST + cycle * NUM_MORE :][:NUM_MORE]
-            numbered = [Numbered(len(prompts) + 1, Chunk(line, "")) for line in batch]  # the format has no number in it
-            data += [token_id for piece in texts.pieces(numbered) for token_id in piece.token_ids]
-            began_s = time.monotonic()
-            for line in batch:
-                version = await session.append(line)
-            await ask(session, f"Warm {cycle}?", at_least=version)
-            took_in.append(time.monotonic() - began_s)
-            question = QUESTIONS[cycle % len(QUESTIONS)]
-            arms["session"].append(await ask(session, question))
-            prompts.append(texts.complete(texts.head + tuple(data), question))
-            done()
-    for name, is_cached in (("plain, prefix cache", True), ("plain, nothing cached", False)):
-        await forgotten(backend)
-        for token_ids in prompts:
-            if not is_cached:
-                await forgotten(backend)
-            arms[name].append(await plain(backend, token_ids))
-            done()
-    for name, asked in arms.items():
-        same = sum(a.token_ids == b.token_ids for a, b in zip(asked, arms["session"], strict=True))
-        assert same == num_cycles, f"{name}: only {same} of {num_cycles} answers are the same"
-    table = Table(title="1. A question while the context grows (milliseconds)")
-    for column in ("", "P50 first", "P95 first", "P50 last", "P95 last", "longest/shortest context", "computed, P50"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, asked in arms.items():
-        firsts, lasts = [a.first_s for a in asked], [a.last_s for a in asked]
-        third = max(len(asked) // 3, 1)
-        ratio = median(firsts[-third:]) / median(firsts[:third])
-        table.add_row(
-            name,
-            *(f"{1e3 * percentile(v, q):.1f}" for v in (firsts, lasts) for q in (0.5, 0.95)),
-            f"{ratio:.2f}",
-            f"{median(a.num_tokens - a.num_cached for a in asked):,.0f}",
-        )
-    console.print(table)
-    sizes = [a.num_tokens for a in arms["session"]]
-    console.print(
-        f"   {num_cycles} questions, {sizes[0]:,} to {sizes[-1]:,} tokens, the same answers in all three; "
-        f"taking in {NUM_MORE} samples: {1e3 * median(took_in[1:] or took_in):.1f} ms\n"
-    )
-    return {"arms": {name: [_plain(a) for a in asked] for name, asked in arms.items()}, "took_in_s": took_in}
-
-
-async def under_load(pipeline: Pipeline, done: Callable[[], None]) -> list[dict[str, Any]]:
-    """Table 2."""
+async def ingestion(pipeline: Pipeline, done: Done) -> list[Row]:
     rows = []
-    for rate in (0, *RATES):
-        async with pipeline.session(window_tokens=8_000) as session:
-            for line in samples(200):
-                version = await session.append(line)
-            await ask(session, "Ready?", at_least=version)
-            asked: list[Asked] = []
-            stale: list[int] = []
-            feeding = asyncio.create_task(feed(session, rate))
-            end_s = time.monotonic() + RATE_S
-            while time.monotonic() < end_s:
-                stale.append(session.state.num_appended - session.state.version)
-                asked.append(await ask(session, f"Question {len(asked)}?"))
-            feeding.cancel()
-            state = session.state
-        rows.append(
-            {
-                "rate": rate,
-                "num_asked": len(asked),
-                "p50_s": median(a.first_s for a in asked),
-                "p99_s": percentile([a.first_s for a in asked], 0.99),
-                "stale": median(stale),
-                "num_dropped": state.num_dropped,
-                "num_slid": state.num_slid,
-            }
-        )
+    for rate in RATES:
+        async with pipeline.session(window_tokens=8_000, max_waiting=MAX_WAITING) as session:
+            await filled(session, 200)
+            rows.append(await asked_while(session, rate, RATE_S, PARAMS))
         done()
-    table = Table(title="2. Questions one after the other while data stream in")
-    for column in (
-        "samples/s",
-        "questions",
-        "P50 first, ms",
-        "P99 first, ms",
-        "samples behind, P50",
-        "dropped",
-        "slid",
-    ):
+    table = Table(title=f"Questions one after the other while data stream in, {RATE_S:g} s")
+    for column in ("samples/s", "questions", "P50 first, ms", "P99", "behind P50", "P99, ms", "dropped", "slid"):
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(
-            str(row["rate"]),
-            str(row["num_asked"]),
-            f"{1e3 * row['p50_s']:.1f}",
-            f"{1e3 * row['p99_s']:.1f}",
-            f"{row['stale']:.0f}",
-            str(row["num_dropped"]),
-            str(row["num_slid"]),
-        )
+        times = (f"{1e3 * row[key]:.1f}" for key in ("p50_first_s", "p99_first_s"))
+        late = (f"{row['p50_behind']:.0f}", f"{1e3 * row['p99_behind_s']:.0f}")
+        counts = (f"{row['num_dropped']} of {row['num_appended']}", str(row["num_slid"]))
+        table.add_row(str(row["rate"]), str(row["num_asked"]), *times, *late, *counts)
     console.print(table, "")
     return rows
 
 
-async def feed(session: Session, rate: int) -> None:
-    """So many samples a second, until cancelled."""
-    lines = samples(2_000)
-    began_s, num_sent = time.monotonic(), 0
-    while rate:
-        await session.append(lines[num_sent % len(lines)])
-        num_sent += 1
-        await asyncio.sleep(max(began_s + num_sent / rate - time.monotonic(), 0))
+async def window(pipeline: Pipeline, backend: VllmBackend, done: Done) -> list[Row]:
+    """Two windows' worth of samples go through a small one."""
+    rows = []
+    for share in SHARES:
+        async with pipeline.session(window_tokens=2_000, slide_share=share) as session:
+            await filled(session, 65)
+            before_s = cpu_s(backend)
+            row = await asked_evenly(session, 10, 13.5, 14, PARAMS)
+            rows.append({"slide_share": share, "engine_cpu_s": cpu_s(backend) - before_s, **row})
+        done()
+    table = Table(title="Share of a window of 2,000 tokens that goes at a time; 10 samples and a question a second")
+    for column in ("slide_share", "engine's CPU s", "tokens kept", "P50 first, ms", "P99", "behind P99, ms", "slid"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        times = (f"{1e3 * row[key]:.1f}" for key in ("p50_first_s", "p99_first_s", "p99_behind_s"))
+        kept = (f"{row['engine_cpu_s']:.1f}", f"{row['mean_tokens']:,.0f}")
+        table.add_row(f"{row['slide_share']:g}", *kept, *times, str(row["num_slid"]))
+    console.print(table, "")
+    return rows
 
 
-async def watched(pipeline: Pipeline, done: Callable[[], None]) -> dict[str, Any]:
-    """Table 3."""
+def cpu_s(backend: VllmBackend) -> float:
+    """Of the engine's process, so far, all threads."""
+    used = 0
+    for pid in backend.process_ids:
+        behind_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used += int(behind_name[11]) + int(behind_name[12])
+    return used / os.sysconf("SC_CLK_TCK")
+
+
+async def flash(pipeline: Pipeline, done: Done) -> Row:
     hits: list[float] = []
     misses: list[float] = []
     async with pipeline.session(window_tokens=8_000) as session:
@@ -237,21 +122,19 @@ async def watched(pipeline: Pipeline, done: Callable[[], None]) -> dict[str, Any
         for cycle, line in enumerate(samples(60)):
             await session.append(line)
             await asyncio.sleep(0.25)
-            asked = await ask(session, QUESTIONS[cycle % len(QUESTIONS)])
-            is_hit = asked.num_cached == asked.num_tokens
-            (hits if is_hit else misses).append(asked.last_s)
+            asked = await ask(session, QUESTIONS[cycle % len(QUESTIONS)], PARAMS)
+            (hits if asked.num_cached == asked.num_tokens else misses).append(asked.last_s)
         num_ahead = sum(watch.num_answered for watch in watches)
         done()
     console.print(
-        f"3. Five of six questions are watched, a sample every 250 ms: {len(hits)} of {len(hits) + len(misses)} were "
+        f"Five of six questions are watched, a sample every 250 ms: {len(hits)} of {len(hits) + len(misses)} were "
         f"answered before they were asked, in {1e3 * median(hits or [0]):.2f} ms; the others took "
         f"{1e3 * median(misses or [0]):.1f} ms to the last token; {num_ahead} answers were computed ahead.\n"
     )
     return {"hits_s": hits, "misses_s": misses, "num_ahead": num_ahead}
 
 
-async def many(pipeline: Pipeline, num_sessions: int, done: Callable[[], None]) -> dict[str, Any]:
-    """Table 4."""
+async def many(pipeline: Pipeline, num_sessions: int, done: Done) -> Row:
     lines = samples(50)
     async with AsyncExitStack() as stack:
         before = resident_bytes()
@@ -260,13 +143,13 @@ async def many(pipeline: Pipeline, num_sessions: int, done: Callable[[], None]) 
             for session in sessions:
                 await session.append(line)
         began_s = time.monotonic()
-        await asyncio.gather(*(ask(session, "Ready?", at_least=len(lines)) for session in sessions))
+        await asyncio.gather(*(ask(session, "Ready?", PARAMS, at_least=len(lines)) for session in sessions))
         ready_s = time.monotonic() - began_s
-        took = [await ask(session, QUESTIONS[0]) for session in sessions]
+        took = [await ask(session, QUESTIONS[0], PARAMS) for session in sessions]
         held = (resident_bytes() - before) / num_sessions
         done()
     console.print(
-        f"4. {num_sessions} sessions of {took[0].num_tokens:,} tokens on one engine: all stood after {ready_s:.1f} s; "
+        f"{num_sessions} sessions of {took[0].num_tokens:,} tokens on one engine: all stood after {ready_s:.1f} s; "
         f"a question takes {1e3 * median(a.first_s for a in took):.1f} ms to its first token (P50), "
         f"{1e3 * percentile([a.first_s for a in took], 0.99):.1f} (P99); {held / 1024:.0f} KiB each in this process.\n"
     )
@@ -274,54 +157,69 @@ async def many(pipeline: Pipeline, num_sessions: int, done: Callable[[], None]) 
 
 
 def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _plain(asked: Asked) -> dict[str, Any]:
-    values = asdict(asked)
-    del values["token_ids"]
-    return values
+TABLES = ("growing", "stock", "ingestion", "window", "flash", "many")
 
 
-async def forgotten(backend: VllmBackend) -> None:
-    while not await backend.reset_prefix_cache():  # noqa: ASYNC110 - nobody says when a stream is gone
-        await asyncio.sleep(0.01)
-
-
-async def measure(model: Path, num_cycles: int, num_sessions: int) -> dict[str, Any]:
+async def measure(model: Path, chosen: Sequence[str], num_cycles: int, num_sessions: int) -> Row:
     backend = VllmBackend(
         model,
         max_model_len=MODEL["max_model_len"],
         dtype="float32",
-        kv_cache_bytes=2 << 30,
-        engine_args={"block_size": 32},
+        kv_cache_bytes=KV_BYTES,
+        engine_args={"block_size": BLOCK_SIZE},
     )
-    results: dict[str, Any] = {}
+    totals = {"growing": 3 * num_cycles, "stock": 3 * num_cycles, "ingestion": len(RATES), "window": len(SHARES)}
+    results: Row = {}
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=3 * num_cycles + len(RATES) + 3)
+        task = progress.add_task("measuring", total=sum(totals.get(name, 1) for name in chosen))
 
         def done() -> None:
             progress.advance(task)
 
-        async with Pipeline(from_passages(lambda query: []), backend) as pipeline:
-            results["growing"] = await growing(pipeline, backend, num_cycles, done)
-            results["under_load"] = await under_load(pipeline, done)
-            results["watched"] = await watched(pipeline, done)
-            results["many"] = await many(pipeline, num_sessions, done)
+        if set(chosen) != {"stock"}:
+            async with Pipeline(from_passages(lambda query: []), backend) as pipeline:
+                if "growing" in chosen:
+                    results["growing"] = await growing(pipeline, backend, num_cycles, PARAMS, done)
+                if "ingestion" in chosen:
+                    results["ingestion"] = await ingestion(pipeline, done)
+                if "window" in chosen:
+                    results["window"] = await window(pipeline, backend, done)
+                if "flash" in chosen:
+                    results["flash"] = await flash(pipeline, done)
+                if "many" in chosen:
+                    results["many"] = await many(pipeline, num_sessions, done)
+        if "stock" in chosen:
+            info = ModelInfo(str(model), HuggingFaceTokenizer(model), MODEL["max_model_len"])
+            args = {"block_size": BLOCK_SIZE, "kv_cache_memory_bytes": KV_BYTES, "max_model_len": info.max_model_len}
+            async with running_engine(str(model), args, policy=None) as client:
+                results["stock"] = await growing_stock(client, info, num_cycles, NUM_OUTPUT_TOKENS, done)
     return results
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = ",".join(TABLES)
+    parser.add_argument("--tables", default=every, metavar="NAMES", help="which; default: %(default)s")
     parser.add_argument("--cycles", type=int, default=15, metavar="N", help="default: %(default)s")
     parser.add_argument("--sessions", type=int, default=100, metavar="N", help="default: %(default)s")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="in place of one with random weights")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args(argv)
+    chosen = arguments.tables.split(",")
+    if unknown := set(chosen) - set(TABLES):
+        parser.error(f"--tables: there is no {', '.join(sorted(unknown))}; choose from {every}")
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or make_tiny_llama(Path(folder) / "model", **MODEL)
-        results = asyncio.run(measure(model, arguments.cycles, arguments.sessions))
+        results = asyncio.run(measure(model, chosen, arguments.cycles, arguments.sessions))
+    load_average = dict.fromkeys(chosen, os.getloadavg()[1])  # of five minutes: times are upper bounds where it is high
+    if arguments.json and arguments.json.exists():
+        before = json.loads(arguments.json.read_text())
+        load_average = before.get("load_average", {}) | load_average
+        results = before | results
+    results["load_average"] = load_average
     if arguments.json:
         write_whole(arguments.json, json.dumps(results, indent=1) + "\n")
 

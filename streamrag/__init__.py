@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from streamrag.errors import PipelineClosedError as PipelineClosedError
     from streamrag.errors import PromptTooLongError as PromptTooLongError
     from streamrag.errors import ServerError as ServerError
+    from streamrag.errors import SessionLogError as SessionLogError
     from streamrag.errors import SourceError as SourceError
     from streamrag.errors import StreamRagError as StreamRagError
     from streamrag.errors import TooManyQueriesError as TooManyQueriesError
@@ -140,6 +141,7 @@ _HOMES = {
     "ServerError": "streamrag.errors",
     "Skipped": "streamrag.core",
     "Source": "streamrag.core",
+    "SessionLogError": "streamrag.errors",
     "SourceError": "streamrag.errors",
     "SourceEvent": "streamrag.core",
     "Startable": "streamrag.core",

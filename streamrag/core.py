@@ -109,6 +109,11 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int], start: int = 0) -> int
     return shared
 
 
+RequestClass: TypeAlias = Literal["flash", "session", "pool", "stream"]
+"""Who waits for a request, the most urgent class first: a question of a session that is answered ahead, one that a user
+asks, any other query, and nobody, for a session's data. Source: arXiv 2605.13784, section 3.6."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Token ids for the model. Until `is_complete`, more will follow: compute its KV, but sample nothing."""
@@ -121,6 +126,8 @@ class Prompt:
     """What the retriever expects still to come."""
     source_name: str = ""
     """The `part_name` of the retriever that it comes from. Retrievers of the same name are expected to behave alike."""
+    request_class: RequestClass = "pool"
+    """Who waits for it. The engine's policy may use it; of a query's prompts the first one's counts."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_shared <= len(self.token_ids)

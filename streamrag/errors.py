@@ -6,6 +6,7 @@
     │   ├── UnsupportedVersionError   an installed package has a version that streamrag does not run on
     │   ├── ModelError                the model cannot be loaded
     │   ├── TraceError                a trace cannot be read or written
+    │   ├── SessionLogError           a session's log cannot be read or written
     │   └── VectorIndexError          a vector index cannot be used
     │       ├── IndexMissingError     there is none at this path
     │       ├── IndexCorruptError     its files are damaged or incomplete
@@ -54,6 +55,10 @@ class ModelError(ConfigurationError):
 
 class TraceError(ConfigurationError):
     """A trace cannot be read or written; the message names the file, and the line."""
+
+
+class SessionLogError(ConfigurationError):
+    """A session's log cannot be read or written, or is in use; the message names the file."""
 
 
 class VectorIndexError(ConfigurationError):

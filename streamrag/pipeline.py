@@ -154,6 +154,7 @@ class Pipeline:
         window_tokens: int | None = None,
         slide_share: float = 0.5,
         max_waiting: int = 4096,
+        log: str | os.PathLike[str] | None = None,
         name: str = "session",
     ) -> "Session":
         """Context that streams in for as long as the session is open, and questions about it; see `Session`.
@@ -165,6 +166,8 @@ class Pipeline:
         window_tokens: most tokens of data in the prompt; three quarters of the model's length by default.
         slide_share: share of the window that goes at a time when it is full.
         max_waiting: chunks that wait for the engine at most; beyond it the oldest are dropped.
+        log: a file that the session's text is kept in; if it is there, the session goes on where it ended, with its
+            system text and its versions.
         name: for errors and schedulers.
         """
         from streamrag.sessions.session import Session
@@ -178,6 +181,7 @@ class Pipeline:
             window_tokens=window_tokens,
             slide_share=slide_share,
             max_waiting=max_waiting,
+            log=log,
             name=name,
             clock=self._clock,
         )

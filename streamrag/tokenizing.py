@@ -22,7 +22,11 @@ async def in_thread(tokenizer: Tokenizer, function: Callable[[], T]) -> T:
 
     A thread cannot be stopped: a caller that is cancelled waits for its own, which keeps the tokenizer's place until it
     ends. But what the thread waits for on the event loop, as a server's tokenizer does, is cancelled.
+
+    In virtual time there are no threads, and it runs at once.
     """
+    if getattr(asyncio.get_running_loop(), "is_virtual", False):
+        return function()
     scope = anyio.CancelScope()
     work = asyncio.create_task(_run(function, _limiter(tokenizer), scope), name="streamrag tokenising")
     try:

@@ -28,6 +28,7 @@ LINES = [
         "kinds",
         "lazy",
         "orphans",
+        "propagation",
         "reading",
         "records",
         "scratch",

@@ -76,8 +76,13 @@ NO_PART_OF_PAPER = {
     "policy",
     "eviction",
     "tells_kv_use",
+    "class_ageing_s",
+    "data_high_water",
+    "max_data_tokens",
+    "kv_budget",
+    "groups_prefills",
 }
-"""Options that a way sets itself, or that mean nothing with `PAPER_OPTIONS`."""
+"""Options that a way sets itself, that mean nothing with `PAPER_OPTIONS`, or that are off unless asked for."""
 
 PAPER_POLICIES = {"vLLM-S": "arrival", "FCFS": "fcfs", "LCAS": "lcas", "LCAS as coded": "lcas_oldest", "MCPS": "mcps"}
 """By the paper's names. LCAS is as the text has it, newest chunk first; the published code sorts oldest first."""

@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     paths = {name: path for name in ("mooncake", "azure") if (path := getattr(arguments, name))}
     decisions, held = list(microseconds()), held_bytes()
     finished = read(arguments.output)
-    planned = sorted(cells(arguments.scale), key=lambda cell: -cell.num_queries)
+    planned = sorted(cells(arguments.scale, paths), key=lambda cell: -cell.num_queries)
     todo = [cell for cell in planned if cell not in finished]
     with (
         Progress(console=Console(stderr=True)) as progress,

@@ -84,7 +84,7 @@ FLOWGUARD_WITHOUT: Mapping[str, Callable[[], Router]] = {
     "without exclusion": lambda: FlowGuard(threshold=inf),
     "without staleness": lambda: FlowGuard(stale_s=inf),
     "C of the prompt": lambda: MendedFlowGuard(index=index(), memory_divisor=100),
-    "M not divided": lambda: MendedFlowGuard(index=PrefixIndex(max_blocks=0)),
+    "M not divided": lambda: FlowGuard(memory_divisor=1),
     "both: mended": lambda: MendedFlowGuard(index=index()),
 }
 SOONEST_WITHOUT: Mapping[str, Callable[[], Router]] = {
@@ -112,6 +112,8 @@ class Cell:
     rate: float = 0.0
     """Queries a second and replica; 0 is the load's own."""
     engine: str = "lean"
+    trace: str = ""
+    """Name of the file of its arrivals; empty: they are generated."""
     seed: int = 1
 
 
@@ -127,7 +129,7 @@ def make_engine(kind: str) -> Callable[[], Engine]:
 def run_cell(cell: Cell, paths: Mapping[str, Path]) -> dict[str, Any]:
     """The cell and its figures. `paths` are files of traces, by load."""
     rate = (cell.rate or RATES[cell.load]) * cell.num_replicas
-    files = {"path": paths[cell.load]} if cell.load in paths else {}
+    files = {"path": paths[cell.load]} if cell.trace else {}
     queries = LOADS[cell.load](rate, cell.num_queries, cell.seed, **files)
     engine = make_engine(cell.engine)
     began_s = time.process_time()
@@ -135,8 +137,8 @@ def run_cell(cell: Cell, paths: Mapping[str, Path]) -> dict[str, Any]:
     return {**asdict(cell), **outcome.figures(), "cpu_s": time.process_time() - began_s}
 
 
-def cells(scale: float) -> list[Cell]:
-    """All that is run; `scale` stretches the number of queries."""
+def cells(scale: float, paths: Mapping[str, Path]) -> list[Cell]:
+    """All that is run; `scale` stretches the number of queries. `paths` are files of traces, by load."""
 
     def num(base: int) -> int:
         return round(base * scale)
@@ -148,6 +150,7 @@ def cells(scale: float) -> list[Cell]:
             found.append(Cell(load, 8, "routers", router, num(1_500)))
         found += [Cell(load, 64, "routers", router, num(5_000)) for load in ("mooncake", "conversations", "rag")]
         found += [Cell("conversations", 8, "routers", router, num(1_500), fault) for fault in FAULTS]
+        found.append(Cell("trees", 8, "routers", router, num(1_500), "killed"))
         found += [Cell("azure", 2, "routers", router, num(800), rate=rate) for rate in (1.0, 3.0)]
         found += [Cell("rag", 2, "routers", router, num(300), engine=engine) for engine in ("lean", "whole")]
         if router in ("round robin", "prefix affinity, 10", "soonest"):
@@ -161,4 +164,4 @@ def cells(scale: float) -> list[Cell]:
         for router in SETS[of]:
             found += [Cell(load, 8, of, router, num(1_500)) for load in ("conversations", "trees", "rag")]
             found.append(Cell("conversations", 8, of, router, num(1_500), "slow"))
-    return found
+    return [replace(cell, trace=paths[cell.load].name) if cell.load in paths else cell for cell in found]

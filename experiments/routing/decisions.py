@@ -29,8 +29,10 @@ def microseconds() -> Iterator[dict[str, object]]:
         books = Books()
         for name in names:
             books.reported(name, Report(256, 0.5, 0.5, 0, 436_000, 10_000.0), 0.0)
+        books.states(names)
         began_s = time.process_time()
-        for _ in range(10):
+        for n in range(10):
+            books.routed(str(n), names[n % num_replicas], 1)
             states = books.states(names)
         yield {"what": "books", "num_replicas": num_replicas, "us": (time.process_time() - began_s) / 10 * 1e6}
         for router_name in ROUTERS:
@@ -53,10 +55,12 @@ def held_bytes() -> dict[str, float]:
     before = tracemalloc.get_traced_memory()[0]
     for n in range(num):
         books.reported(f"replica-{n}", Report(256, n / num, n / num, n, 436_000 + n, float(n)), float(n))
+    books.states(f"replica-{n}" for n in range(num))
     replica = (tracemalloc.get_traced_memory()[0] - before) / num
     before = tracemalloc.get_traced_memory()[0]
     for n in range(num):
         books.routed(f"query-{n}", f"replica-{n}", 1_000 + n)
+    books.states(f"replica-{n}" for n in range(num))
     query = (tracemalloc.get_traced_memory()[0] - before) / num
     router = make_router("soonest")
     openings = prompts(200, random.Random("bytes"))

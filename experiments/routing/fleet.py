@@ -111,9 +111,8 @@ class Fleet:
         router: Router,
         *,
         seed: int = 1,
-        told: Callable[[int], None] = lambda num_done: None,
     ) -> None:
-        self._make_engine, self._router, self._told = make_engine, router, told
+        self._make_engine, self._router = make_engine, router
         self._rng = random.Random(f"fleet {seed}")
         self._engines = {f"r{n}": make_engine() for n in range(num_replicas)}
         self._books = Books()
@@ -162,7 +161,6 @@ class Fleet:
             num_replays += 1
             opening = Opening(self._newest(query), session=query.session)
         self._books.ended(query_id)
-        self._told(len(self.outcome.done))
 
     def _newest(self, query: Query) -> tuple[int, ...]:
         """What the caller's side holds of its prompt by now."""
@@ -246,12 +244,11 @@ def simulate(
     router: Router,
     queries: Sequence[Query],
     fault: Fault | None = None,
-    told: Callable[[int], None] = lambda num_done: None,
 ) -> Outcome:
     """One run in virtual time."""
 
     async def run() -> Outcome:
-        return await Fleet(num_replicas, make_engine, router, told=told).run(queries, fault)
+        return await Fleet(num_replicas, make_engine, router).run(queries, fault)
 
     return run_virtual(run())
 

@@ -52,9 +52,9 @@ class Client(Protocol):
         """A prompt that grows or changes; leaving the context aborts."""
 
     def session(
-        self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], bool]], num_output_tokens: int
+        self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], int]]
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """The answer to chunks, of which each says whether it is the last; closing aborts."""
+        """The answers to chunks, of which each says how many tokens answer it; closing aborts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +133,21 @@ async def _prompts(pieces: AsyncIterator[Piece] | Arriving) -> AsyncIterator[Pro
 
 
 async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    async def chunks() -> AsyncIterator[tuple[Sequence[int], bool]]:
-        async for piece in arriving:
-            yield piece.token_ids, piece.is_complete
+    num_before = 0  # tokens that answer chunks before the last, and are not shown
 
-    async with aclosing(client.session(arriving.query.query_id, chunks(), num_output_tokens)) as answer:
+    async def chunks() -> AsyncIterator[tuple[Sequence[int], int]]:
+        nonlocal num_before
+        async for piece in arriving:
+            num_before += not piece.is_complete
+            yield piece.token_ids, num_output_tokens if piece.is_complete else 1
+
+    num_seen = 0
+    async with aclosing(client.session(arriving.query.query_id, chunks())) as answer:
         async for token_ids in answer:
-            yield token_ids
+            shown = token_ids[max(num_before - num_seen, 0) :]
+            num_seen += len(token_ids)
+            if shown:
+                yield shown
 
 
 async def _streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:

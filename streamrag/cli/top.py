@@ -236,10 +236,10 @@ def _cells(query: Mapping[str, Any]) -> dict[str, Text]:
         "prompt": f"{query['num_prompt_tokens']:,}",
         "prefilled": f"{share:.0%}",
         "answer": f"{query['num_output_tokens']:,}",
-        "question": one_line(query.get("text", "")),
+        "question": query.get("text", ""),
     }
     style = STYLES.get(doing, "red" if doing.endswith("error") else "dim")
-    return {"doing": Text(doing, style=style), **{name: Text(text) for name, text in texts.items()}}
+    return {"doing": Text(one_line(doing), style=style), **{name: Text(one_line(text)) for name, text in texts.items()}}
 
 
 def _short(at_s: float | None) -> str:

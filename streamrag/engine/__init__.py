@@ -5,8 +5,10 @@
 The vLLM scheduler and any simulator call the same functions; nothing here imports vLLM.
 """
 
+from streamrag.engine.classes import ClassPolicy as ClassPolicy
 from streamrag.engine.eviction import Fate as Fate
 from streamrag.engine.pace import Pace as Pace
+from streamrag.engine.planning import Budget as Budget
 from streamrag.engine.planning import Eviction as Eviction
 from streamrag.engine.planning import Grant as Grant
 from streamrag.engine.planning import Limits as Limits

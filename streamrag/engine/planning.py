@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from streamrag.engine.eviction import Fate
+from streamrag.engine.groups import Groups, NextBlock
 from streamrag.engine.request import RequestView
 
 BACKLOG_SHARE = 1 / 32
@@ -26,7 +27,21 @@ costly to know, they are many when memory is short, and hardly anybody fits then
 NUM_IN_TURN = 4
 """Positions of the order that have their turn in a step, so that everybody is asked some time."""
 
+LEAST_DATA_TOKENS = 128
+"""Of a session's data in a step, however many others there are: shorter steps are hardly quicker. Source: arXiv
+2605.13784, section 3.7."""
+
 NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What complete prompts may claim of the KV memory, answers included."""
+
+    num_blocks: int
+    """That nobody has claimed; below zero if one alone has claimed more than there is."""
+    has_claims: bool
+    """Whether anybody has. Else the next is served whatever it claims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,15 @@ class Limits:
     num_blocks_kept_free: int = 0
     """Blocks that must be left free where a partial prompt that was evicted starts again. What it needs before it is
     complete is likely to be wanted by others soon, and then computed in vain a second time."""
+    num_blocks_kept_from_data: int | None = None
+    """If given, data of sessions are computed only where so many blocks stay free, and take memory from nobody: what
+    is short of memory goes to questions."""
+    max_data_tokens: int | None = None
+    """If given, most tokens of one session's data in a step: an equal share among all that have prompts to compute,
+    between `LEAST_DATA_TOKENS` and this."""
+    budget: Budget | None = None
+    """If given, a complete prompt begins only if what it may come to need is there. Nobody who needs less begins
+    before it."""
     turn: int = 0
     """Number of the step: of partial prompts that hold nothing, others are asked in each whether they fit."""
 
@@ -78,6 +102,8 @@ class Grant:
 
     request: RequestView
     num_tokens: int
+    num_blocks_claimed: int | None = None
+    """If it begins here and there is a budget, blocks that it may come to need until its answer ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +177,7 @@ def plan(
     limits: Limits,
     memory: Memory,
     fate: Callable[[RequestView], Fate] = lambda victim: "recompute",
+    next_block: NextBlock | None = None,
 ) -> Plan:
     """Who computes how much in the next step, and who gives up memory for it.
 
@@ -158,14 +185,16 @@ def plan(
     a token are moved to its front, and of these first the ones that hold a slot, which cannot be taken from them
     without their KV. `idle` gives the idle ones in the same sense, and is asked only when memory is short. A request
     that does not fit lets those behind it continue, but nobody behind it start: it would never fit. A partial prompt
-    that may not evict stands in nobody's way, nor does what it holds.
+    that may not evict stands in nobody's way, nor does what it holds. With `next_block`, requests that share what they
+    have to compute next do it once; see `streamrag.engine.groups`.
     """
     if shown := [r for r in order if r.has_output]:
         shown.sort(key=lambda r: not r.is_running)
         order = shown + [r for r in order if not r.has_output]
     for num_tries in (MOST_TRIES, len(order)):
         victims = _Victims(order, idle, memory)
-        grants, num_missing, last, waiting = _select(order, victims, limits, memory, num_tries)
+        groups = Groups(next_block)
+        grants, num_missing, last, waiting = _select(order, victims, limits, memory, num_tries, groups)
         if grants or limits.num_ahead or num_tries >= len(order):
             break  # else nobody has anything to do, and there is time to ask everybody
     if limits.is_early and grants and not (limits.num_ahead or any(g.request.is_complete for g in grants)):
@@ -176,7 +205,7 @@ def plan(
 
 
 def _select(
-    order: Sequence[RequestView], victims: _Victims, limits: Limits, memory: Memory, num_tries: int
+    order: Sequence[RequestView], victims: _Victims, limits: Limits, memory: Memory, num_tries: int, groups: Groups
 ) -> tuple[list[Grant], int, int, list[RequestView]]:
     """Phase 1: the grants, the free blocks that they miss, the position of the last, and who waits for memory."""
     grants: list[Grant] = []
@@ -184,6 +213,10 @@ def _select(
     num_tokens_left = limits.num_tokens - limits.num_ahead
     num_seqs_left = limits.num_seqs - limits.num_ahead
     num_lean_left, num_filling_left = _num_partial_tokens(order, limits, memory)
+    num_most_of_data = _num_data_tokens(order, limits)
+    budget, is_over_budget = limits.budget, False
+    num_kept_from_data = limits.num_blocks_kept_from_data
+    deferred: list[RequestView] = []
     num_needed, last, is_blocked, num_tries_left = 0, -1, False, num_tries
     for position, request in enumerate(order):
         if num_tokens_left <= 0 or len(grants) >= num_seqs_left:
@@ -192,6 +225,9 @@ def _select(
         if request.num_remaining_tokens <= 0 or (is_blocked and is_new):
             continue
         num_most = num_tokens_left if is_complete else min(num_tokens_left, max(num_lean_left, num_filling_left))
+        is_data = request.request_class == "stream" and not is_complete
+        if is_data:
+            num_most = min(num_most, num_most_of_data)
         if num_most <= 0:
             continue
         can_growing_evict = limits.can_growing_evict and not request.is_speculative
@@ -204,14 +240,30 @@ def _select(
         if waits and num_needed - memory.num_free_blocks > -limits.num_blocks_kept_free:
             waiting.append(request)
             continue
+        needs_claim = budget is not None and is_complete and not request.has_claim
+        if needs_claim and is_over_budget:
+            victims.yields(request, position)
+            continue
         num_present = request.num_computed_tokens or (memory.num_cached_tokens(request) if is_new else 0)
         num_tokens = min(request.num_tokens - num_present, num_most)
+        if groups.must_wait(request, num_present):
+            continue
+        num_claimed = _num_claimed(request, num_present, memory) if needs_claim else None
+        if num_claimed is not None and budget is not None and budget.has_claims and num_claimed > budget.num_blocks:
+            is_over_budget = True
+            victims.yields(request, position)
+            continue
         num_needed_now = num_needed + memory.num_blocks_needed(request, num_tokens)
         num_missing = num_needed_now - memory.num_free_blocks
         if waits and num_missing > -limits.num_blocks_kept_free:
             num_tries_left -= 1
             waiting.append(request)
             continue
+        if is_data and num_kept_from_data is not None:
+            if -num_kept_from_data < num_missing <= 0:
+                deferred.append(request)  # it has memory as soon as a little is free
+                continue
+            may_evict = False
         if num_missing > 0:
             if not may_evict:
                 num_tries_left -= is_new
@@ -223,7 +275,10 @@ def _select(
             if not is_first and victims.take(num_missing, position)[1] < num_missing:
                 is_blocked = True
                 continue
-        grants.append(Grant(request, num_tokens))
+        grants.append(Grant(request, num_tokens, num_claimed))
+        groups.add(request, num_present, num_tokens)
+        if budget is not None and num_claimed is not None:
+            budget = Budget(budget.num_blocks - num_claimed, has_claims=True)
         num_tokens_left -= num_tokens
         num_needed, last = num_needed_now, position
         num_filling_left -= num_tokens
@@ -231,7 +286,24 @@ def _select(
             num_lean_left -= num_tokens
         elif not request.has_output:
             num_lean_left = 0
+    if not grants and limits.num_ahead == 0:
+        waiting += deferred  # nobody will free any
     return grants, num_needed - memory.num_free_blocks, last, waiting
+
+
+def _num_claimed(request: RequestView, num_present: int, memory: Memory) -> int:
+    """Blocks that a complete prompt may come to need until its answer ends, but for those that others hold as well."""
+    num_held = memory.num_blocks_freed(request) if request.num_blocks else 0
+    num_to_come = request.num_tokens - num_present + request.num_answer_tokens
+    return num_held + memory.num_blocks_needed(request, num_to_come)
+
+
+def _num_data_tokens(order: Sequence[RequestView], limits: Limits) -> int:
+    """The most that one session's data may compute in this step."""
+    if limits.max_data_tokens is None:
+        return NO_LIMIT
+    num_prompts = sum(r.num_remaining_tokens > 0 and not r.has_output for r in order)
+    return min(max(limits.num_tokens // max(num_prompts, 1), LEAST_DATA_TOKENS), limits.max_data_tokens)
 
 
 def _num_partial_tokens(order: Sequence[RequestView], limits: Limits, memory: Memory) -> tuple[int, int]:

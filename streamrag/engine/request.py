@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from streamrag.core import RequestClass
+
 
 class RequestView(NamedTuple):
     """A request at one moment. Immutable; a named tuple, because a busy engine makes hundreds per step.
@@ -39,6 +41,14 @@ class RequestView(NamedTuple):
     """Whether it has lost KV to others before."""
     is_speculative: bool = False
     """Whether the prompt is partial and its next chunk is likely to replace a good part of it."""
+    request_class: RequestClass = "pool"
+    """Who waits for it."""
+    since_s: float = 0.0
+    """Since when it has had something to compute; chunks that come before the last one is computed change nothing."""
+    num_answer_tokens: int = 0
+    """Tokens that may still be sampled."""
+    has_claim: bool = False
+    """Whether it has been taken into the budget; see `planning.Budget`."""
 
     @property
     def num_remaining_tokens(self) -> int:

@@ -29,6 +29,8 @@ class _Replica:
     num_queued: int = 0
     num_open: int = 0
     num_new_tokens: int = 0
+    state: ReplicaState | None = None
+    """What `states` has said of it, until it changes: making a thousand anew takes two milliseconds."""
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class Books:
         """The query went there, where that many tokens are expected to be computed; it leaves where it was before."""
         self.ended(query_id)
         self._queries[query_id] = _Query(replica_id, num_new_tokens)
-        replica = self._replica(replica_id)
+        replica = self._changing(replica_id)
         replica.num_open += 1
         replica.num_queued += 1
         replica.num_new_tokens += num_new_tokens
@@ -62,7 +64,7 @@ class Books:
         query = self._queries.get(query_id)
         if query is not None and query.is_queued:
             query.is_queued = False
-            replica = self._replicas[query.replica_id]
+            replica = self._changing(query.replica_id)
             replica.num_queued -= 1
             replica.num_new_tokens -= query.num_new_tokens
 
@@ -71,10 +73,10 @@ class Books:
         self.first_token(query_id)
         query = self._queries.pop(query_id, None)
         if query is not None:
-            self._replicas[query.replica_id].num_open -= 1
+            self._changing(query.replica_id).num_open -= 1
 
     def reported(self, replica_id: str, report: Report, now_s: float) -> None:
-        replica = self._replica(replica_id)
+        replica = self._changing(replica_id)
         replica.report, replica.measured_s = report, now_s
 
     def lost(self, replica_id: str) -> tuple[list[str], list[str]]:
@@ -88,23 +90,37 @@ class Books:
 
     def states(self, replica_ids: Iterable[str]) -> list[ReplicaState]:
         """Those replicas as a router wants them, in that order; one that has never reported is as good as empty."""
-        return [self._state(replica_id, self._replica(replica_id)) for replica_id in replica_ids]
+        return [self._state(replica_id) for replica_id in replica_ids]
 
-    def _state(self, replica_id: str, replica: _Replica) -> ReplicaState:
-        report = replica.report
-        return ReplicaState(
-            replica_id,
-            num_queued=replica.num_queued,
-            num_open=replica.num_open,
-            max_open=report.max_open,
-            num_new_tokens=replica.num_new_tokens,
-            kv_usage=report.kv_usage,
-            cache_hit_rate=report.cache_hit_rate,
-            queued_tokens=report.queued_tokens,
-            num_kv_tokens=report.num_kv_tokens,
-            tokens_per_s=report.tokens_per_s,
-            measured_s=replica.measured_s,
-        )
+    def _state(self, replica_id: str) -> ReplicaState:
+        replica = self._replica(replica_id)
+        if replica.state is None:
+            replica.state = _state_of(replica_id, replica)
+        return replica.state
+
+    def _changing(self, replica_id: str) -> _Replica:
+        replica = self._replica(replica_id)
+        replica.state = None
+        return replica
 
     def _replica(self, replica_id: str) -> _Replica:
-        return self._replicas.setdefault(replica_id, _Replica(Report()))
+        if replica_id not in self._replicas:
+            self._replicas[replica_id] = _Replica(Report())
+        return self._replicas[replica_id]
+
+
+def _state_of(replica_id: str, replica: _Replica) -> ReplicaState:
+    report = replica.report
+    return ReplicaState(
+        replica_id,
+        num_queued=replica.num_queued,
+        num_open=replica.num_open,
+        max_open=report.max_open,
+        num_new_tokens=replica.num_new_tokens,
+        kv_usage=report.kv_usage,
+        cache_hit_rate=report.cache_hit_rate,
+        queued_tokens=report.queued_tokens,
+        num_kv_tokens=report.num_kv_tokens,
+        tokens_per_s=report.tokens_per_s,
+        measured_s=replica.measured_s,
+    )

@@ -49,48 +49,46 @@ def overload(replica: ReplicaState, memory_divisor: float = 100.0) -> float:
     return replica.kv_usage / memory_divisor + 2 * replica.num_queued / replica.max_open
 
 
-def ordered(
-    replicas: Sequence[ReplicaState],
-    scores: Sequence[float],
-    now_s: float,
-    *,
-    threshold: float,
-    memory_divisor: float,
-    stale_s: float,
-) -> list[str]:
-    """Those that are neither stale nor overloaded by their scores, then the others by their queues."""
-    good, excluded = [], []
-    for replica, value in zip(replicas, scores, strict=True):
-        is_stale = now_s - replica.measured_s > stale_s
-        if is_stale or overload(replica, memory_divisor) > threshold:
-            excluded.append((replica.num_queued, replica.id))
-        else:
-            good.append((-value, replica.id))
-    return [
-        name
-        for of_one_kind in (good, excluded)
-        for _, name in sorted(of_one_kind, key=lambda scored: scored[0])  # of equals the first, as with argmax
-    ]
-
-
 class FlowGuard(Forgetful):
     """As published: C is the hit rate of all that the replica has computed, whatever the prompt.
 
     weights: of the signals.
     threshold: of the overload above which a replica is excluded; infinite excludes none.
     stale_s: age of a report from which on its replica is excluded.
+    memory_divisor: of M, in the overload.
     """
 
-    def __init__(self, weights: Weights = PUBLISHED, threshold: float = 0.85, stale_s: float = STALE_S) -> None:
+    def __init__(
+        self,
+        weights: Weights = PUBLISHED,
+        threshold: float = 0.85,
+        stale_s: float = STALE_S,
+        memory_divisor: float = 100.0,
+    ) -> None:
         self._weights, self._threshold, self._stale_s = weights, threshold, stale_s
+        self._memory_divisor = memory_divisor
 
     def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
-        scores = [score(replica, self._weights, replica.cache_hit_rate) for replica in replicas]
-        return ordered(replicas, scores, now_s, threshold=self._threshold, memory_divisor=100.0, stale_s=self._stale_s)
+        return self.order(replicas, [replica.cache_hit_rate for replica in replicas], now_s)
+
+    def order(self, replicas: Sequence[ReplicaState], cache_hit_rates: Sequence[float], now_s: float) -> list[str]:
+        """Those that are neither stale nor overloaded by their scores, then the others by their queues."""
+        good, excluded = [], []
+        for replica, cache_hit_rate in zip(replicas, cache_hit_rates, strict=True):
+            is_stale = now_s - replica.measured_s > self._stale_s
+            if is_stale or overload(replica, self._memory_divisor) > self._threshold:
+                excluded.append((replica.num_queued, replica.id))
+            else:
+                good.append((-score(replica, self._weights, cache_hit_rate), replica.id))
+        return [
+            name
+            for of_one_kind in (good, excluded)
+            for _, name in sorted(of_one_kind, key=lambda scored: scored[0])  # of equals the first, as with argmax
+        ]
 
 
 class MendedFlowGuard(Remembering):
-    """C is the share of this prompt that lies there, and memory counts for overload as it is. Else as published."""
+    """C is the share of this prompt that lies there, and memory counts for overload as it is. Options as published."""
 
     def __init__(
         self,
@@ -101,17 +99,8 @@ class MendedFlowGuard(Remembering):
         index: PrefixIndex | None = None,
     ) -> None:
         super().__init__(index)
-        self._weights, self._threshold, self._stale_s = weights, threshold, stale_s
-        self._memory_divisor = memory_divisor
+        self._flowguard = FlowGuard(weights, threshold, stale_s, memory_divisor)
 
     def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
         found, num_tokens = self.found(opening, replicas), max(len(opening.token_ids), 1)
-        scores = [score(replica, self._weights, found.get(replica.id, 0) / num_tokens) for replica in replicas]
-        return ordered(
-            replicas,
-            scores,
-            now_s,
-            threshold=self._threshold,
-            memory_divisor=self._memory_divisor,
-            stale_s=self._stale_s,
-        )
+        return self._flowguard.order(replicas, [found.get(replica.id, 0) / num_tokens for replica in replicas], now_s)

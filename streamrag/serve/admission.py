@@ -14,6 +14,9 @@ MINUTE_S = 60.0
 LEARNS_FROM = 32
 """Prompts whose mean length the next one is expected to have."""
 
+WANTED_S = 30.0
+"""After a client found no place it counts as waiting for one."""
+
 MOST_CLIENTS = 10_000
 """Clients whose begun queries are counted; those of the last minute are all that counts, so it is rarely reached."""
 
@@ -64,6 +67,8 @@ class Admission:
         self._places: set[Place] = set()
         self._of_client: Counter[str] = Counter()
         self._begun: dict[str, deque[float]] = {}
+        self._wanted_s: dict[str, float] = {}
+        """When clients last found no place."""
         self._prompts: deque[int] = deque(maxlen=LEARNS_FROM)
         self._stays: deque[float] = deque(maxlen=LEARNS_FROM)
 
@@ -89,14 +94,15 @@ class Admission:
             raise RefusedError("the service is stopping: ask another one, or later", "draining", 5.0)
         if not self.is_ready:
             raise RefusedError("the engine is starting: try again", "not_ready", 5.0)
-        if len(self._places) >= limits.max_queries:
-            raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
-        if self._of_client[client] >= limits.max_queries_per_client:
+        most, num_open = self._share_of(client), self._of_client[client]
+        if num_open >= most:
+            why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"
             raise RefusedError(
-                f"{limits.max_queries_per_client} queries of yours are open, which is the most",
-                "client_queries",
-                self._wait_s(1),
+                f"{num_open} queries of yours are open, which is {why}", "client_queries", self._wait_s(1)
             )
+        if len(self._places) >= limits.max_queries:
+            self._wanted_s[client] = self._clock()
+            raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
         self._check_rate(client)
         expected = num_prompt_tokens if num_prompt_tokens is not None else self._expected_prompt_tokens()
         place = Place(client, expected, max_tokens)
@@ -122,6 +128,16 @@ class Admission:
         if place.num_prompt_tokens:  # a retrieval alone has none, and says nothing of the others
             self._prompts.append(place.num_prompt_tokens)
         self._stays.append(stayed_s)
+
+    def _share_of(self, client: str) -> int:
+        """Places that a client may have: as many as each, while another one has found none."""
+        since_s = self._clock() - WANTED_S
+        self._wanted_s = {name: at_s for name, at_s in self._wanted_s.items() if at_s > since_s}
+        most = self.limits.max_queries_per_client
+        if not self._wanted_s.keys() - {client}:
+            return most
+        num_clients = len(self._wanted_s.keys() | self._of_client.keys() | {client})
+        return min(most, max(self.limits.max_queries // num_clients, 1))
 
     def _queued_before(self, client: str) -> int:
         """Tokens that wait, of each other client no more than its share: nobody's prompts keep out everybody else."""

@@ -15,6 +15,7 @@ from streamrag.serve.gate import Gate
 from streamrag.serve.interfaces import ask, chat, mcp, page, retrieve, session_routes, streams
 from streamrag.serve.interfaces.responses import http as responses
 from streamrag.serve.observe import live, metrics
+from streamrag.serve.observe.logs import OF_ERROR
 from streamrag.serve.service import Service
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -52,7 +53,9 @@ def create_app(
         return PlainTextResponse("dead\n", 503) if service.dead.is_set() else PlainTextResponse("ok\n")
 
     async def readyz(request: Request) -> Response:
-        return PlainTextResponse("ready\n") if service.is_ready else PlainTextResponse("not ready\n", 503)
+        if service.is_ready:
+            return PlainTextResponse("ready\n")
+        return PlainTextResponse(f"not ready: {service.not_ready}\n", 503, {"retry-after": "5"})
 
     all_routes: list[BaseRoute] = [
         Route("/healthz", healthz),
@@ -84,7 +87,7 @@ def create_app(
 
 async def _explain(request: Request, error: Exception) -> Response:
     failure = failure_of(error)
-    if failure.status == 500:
+    if failure.status == 500 or (failure.status == 502 and not hasattr(error, OF_ERROR)):  # which no query's line has
         log.error("a request failed", exc_info=error)
     return JSONResponse(failure.body(), failure.status, failure.headers())
 

@@ -4,24 +4,36 @@ Each event goes out when it is written: Nagle's algorithm, beside an ACK that is
 uvicorn waits for ever for a request's head, and httptools reads heads of any length. While a pipelined request waits
 uvicorn does not read on, and does not see its client leave: here what is sent behind a request before its answer is
 dropped, and the connection closed behind that answer, as RFC 9112 allows; the client sends it again. A refused body is
-read for a moment longer, since a reset would take the refusal from the client that still sends.
+read for a moment longer, since a reset would take the refusal from the client that still sends. Whoever comes when
+there are too many is told so in the form of all errors, and a peer that is gone without a word is noticed.
 """
 
 import asyncio
-import json
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import uvicorn
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from streamrag.serve.failures import RequestError, failure_of
+from streamrag.serve.failures import Failure, RequestError, failure_of
 from streamrag.serve.limits import Limits
 
 LINGER_S = 2.0
 """For what was written to be read, and for what is still sent to be dropped, before a connection is reset."""
+
+
+MOST_TOLD = 64
+"""Connections beyond the limit that are told so at a time; further ones are hung up on."""
+
+AGAIN_S = 5.0
+"""When whoever was told so may try again."""
+
+KEEPALIVE_S = 15
+"""After so many seconds of silence the peer's machine is asked whether it is there."""
 
 
 class Cycle(Protocol):
@@ -70,6 +82,7 @@ class _Bounded(_Base):
     """What both of uvicorn's protocols have in common here."""
 
     limits: Limits
+    config: uvicorn.Config
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
     _is_pipelined = False
@@ -81,7 +94,22 @@ class _Bounded(_Base):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             # asyncio does so only where a socket names its protocol, which one of `socket.create_server` does not.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._notice_death(sock)
+        if len(self.connections) > self.limits.max_connections + MOST_TOLD:
+            kept.abort()
+            return
         self._time_head()
+
+    def _notice_death(self, sock: socket.socket) -> None:
+        """Of a peer that acknowledges nothing: it, or its network, is gone. A slow reader is left before."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # not outside of Linux
+            for option, value in (
+                (socket.TCP_KEEPIDLE, KEEPALIVE_S),
+                (socket.TCP_KEEPINTVL, KEEPALIVE_S),
+                (socket.TCP_USER_TIMEOUT, int(self.limits.send_timeout_s * 2000)),
+            ):
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -97,6 +125,7 @@ class _Bounded(_Base):
         if awaits_head:
             self._time_head()
             self._num_head_bytes += len(data)
+            self.app = self._too_many if self._is_full else self.config.loaded_app
         before = self._cycle
         super().data_received(data)
         if self._cycle is not before:
@@ -112,6 +141,9 @@ class _Bounded(_Base):
 
     def handle_websocket_upgrade(self, *event: Any) -> None:
         self._stop_timer()
+        if self._is_full:
+            self._write(self._failure())
+            return
         super().handle_websocket_upgrade(*event)
 
     def send_400_response(self, msg: str) -> None:
@@ -133,6 +165,20 @@ class _Bounded(_Base):
             self._timer.cancel()
             self._timer = None
 
+    @property
+    def _is_full(self) -> bool:
+        return len(self.connections) > self.limits.max_connections
+
+    def _failure(self) -> Failure:
+        most = self.limits.max_connections
+        message = f"{most:,} connections are open, which is the most"
+        return Failure(503, "service_unavailable", "too_many_connections", message, "invalid", retry_after_s=AGAIN_S)
+
+    async def _too_many(self, scope: Any, receive: Any, send: Any) -> None:
+        """The application for whoever comes then."""
+        failure = self._failure()
+        await JSONResponse(failure.body(), failure.status, failure.headers() | _CLOSE)(scope, receive, send)
+
     def _refuse(self, status: int, message: str) -> None:
         """Say so on the connection itself; in mid-answer there is nothing to be said."""
         if self._cycle is not None and not self._awaits_head():
@@ -141,13 +187,18 @@ class _Bounded(_Base):
                 return
             self._cycle.disconnected = True  # whatever its answer is, this one goes out
             self._cycle.message_event.set()
-        body = json.dumps(failure_of(RequestError(message, status=status, code="http")).body()).encode()
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        self._write(failure_of(RequestError(message, status=status, code="http")))
+
+    def _write(self, failure: Failure) -> None:
+        body = failure.json().encode()
+        headers = {"content-type": "application/json", "content-length": len(body), **failure.headers(), **_CLOSE}
+        head = [f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}"]
+        head += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.transport.close()
+
+
+_CLOSE = {"connection": "close"}
 
 
 class _HttpTools(_Bounded, HttpToolsProtocol):

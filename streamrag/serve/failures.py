@@ -75,8 +75,14 @@ class Failure:
         return {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
 
 
+RETRIEVAL_FAILED = "retrieval failed; the service's log says why"
+ENGINE_DIED = "the engine died; ask again when it runs again"
+ENGINE_FAILED = "the engine failed; the service's log says why"
+
+
 def failure_of(error: BaseException) -> Failure:
-    """How a client is told of `error`. What nobody foresaw is not described to strangers."""
+    """How a client is told of `error`. What nobody foresaw, and what sources and engines say, which may name hosts,
+    addresses and files of the inside, is for the log, and not described to strangers."""
     message = str(error)
     match error:
         case RequestError():
@@ -99,9 +105,9 @@ def failure_of(error: BaseException) -> Failure:
         case PromptTooLongError():
             return Failure(400, "invalid_request_error", "context_length_exceeded", message, "too_long")
         case EngineDeadError():
-            return Failure(503, "server_error", "engine_dead", message, "engine_dead", retry_after_s=30.0)
+            return Failure(503, "server_error", "engine_dead", ENGINE_DIED, "engine_dead", retry_after_s=30.0)
         case SourceError():
-            return Failure(502, "server_error", "retrieval_failed", message, "source_error")
+            return Failure(502, "server_error", "retrieval_failed", RETRIEVAL_FAILED, "source_error")
         case PipelineClosedError():
             return Failure(
                 503, "service_unavailable", "draining", "the service is stopping", "shut_down", retry_after_s=5.0
@@ -109,7 +115,7 @@ def failure_of(error: BaseException) -> Failure:
         case ConfigurationError():
             return Failure(400, "invalid_request_error", "invalid_value", message, "invalid")
         case StreamRagError():
-            return Failure(502, "server_error", "backend_failed", message, "backend_error")
+            return Failure(502, "server_error", "backend_failed", ENGINE_FAILED, "backend_error")
     return Failure(
         500, "server_error", "internal_error", "an error inside the service; its log says more", "internal_error"
     )

@@ -1,6 +1,8 @@
 """What every request passes before anything of it is read: size, origin, key, and an id of its own."""
 
 import asyncio
+import base64
+import binascii
 import hmac
 import re
 import uuid
@@ -21,6 +23,11 @@ CALLER = "streamrag.caller"
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
 """Asked without a key: by load balancers, and by a browser that has none yet. So is all below /page/."""
+
+SUBPROTOCOL = "streamrag"
+"""Of WebSockets. A browser's can set no headers: its key is offered beside this one, base64url behind `KEY_PREFIX`."""
+
+KEY_PREFIX = "streamrag-key."
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -86,14 +93,15 @@ class Gate:
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and cors:
                 await JSONResponse({}, headers=_PREFLIGHT)(scope, receive, send_with_id)
                 return
+            client = self._client(scope["path"], headers)
             scope[CALLER] = Caller(
                 request_id,
-                self._client(scope["path"], headers),
+                client,
                 headers.get("traceparent"),
                 headers.get("tracestate"),
+                lambda: self._is_known(client, scope["path"], headers),
             )
             body.check_length()
-            client = scope[CALLER].client
             self._check_open(client)
         except RequestError as error:
             await _refuse(error, scope, receive, send_with_id)
@@ -139,10 +147,8 @@ class Gate:
     def _client(self, path: str, headers: Headers) -> str:
         if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
             return ANONYMOUS
-        scheme, _, given = headers.get("authorization", "").partition(" ")
         client = None
-        if scheme.lower() == "bearer":
-            key = given.strip().encode()
+        if key := _key(headers):
             for each, name in self._keys:  # all of them, each in constant time
                 if hmac.compare_digest(each, key):
                     client = name
@@ -240,6 +246,20 @@ class _Body:
         return RequestError(
             f"the body has more than {self._most:,} bytes, which is the most", status=413, code="body_too_long"
         )
+
+
+def _key(headers: Headers) -> bytes:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return given.strip().encode()
+    for offered in headers.get("sec-websocket-protocol", "").split(","):
+        if (coded := offered.strip()).startswith(KEY_PREFIX):
+            coded = coded[len(KEY_PREFIX) :]
+            try:
+                return base64.b64decode(coded + "=" * (-len(coded) % 4), "-_", validate=True)
+            except (binascii.Error, ValueError):  # the latter: of letters that are not ASCII
+                return b""
+    return b""
 
 
 def _split(url: str) -> SplitResult:

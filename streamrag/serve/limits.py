@@ -1,12 +1,26 @@
 """What a service lets its clients do at once."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 
-class Limits(BaseModel):
-    """Bounds of a service. What is beyond them is refused with 429 or 413, and nobody else notices."""
+class Checked(BaseModel):
+    """Values that are taken for what they are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and bool not in (wanted, *get_args(wanted)):
+            raise ValueError("must not be true or false")
+        return value
+
+
+class Limits(Checked):
+    """Bounds of a service. What is beyond them is refused with 429 or 413, and nobody else notices."""
 
     max_queries: int = Field(default=64, ge=1, description="queries that are open at once")
     max_queued_tokens: int = Field(
@@ -32,8 +46,18 @@ class Limits(BaseModel):
     max_states: int = Field(default=256, ge=0, description="responses that are kept for previous_response_id")
     max_sessions: int = Field(default=64, ge=0, description="sessions that are open at once")
     max_sessions_per_client: int = Field(default=16, ge=0, description="sessions of one client")
+    max_session_tokens: int = Field(
+        default=1 << 23, ge=0, description="tokens that the windows of all sessions may hold together"
+    )
+    max_session_tokens_per_client: int = Field(default=1 << 21, ge=0, description="the same of one client's sessions")
     max_watches: int = Field(default=32, ge=0, description="watched questions of one session")
     session_idle_s: float = Field(default=3600.0, gt=0, description="seconds that a session stays without use")
+    session_unused_s: float = Field(
+        default=300.0, gt=0, description="the same of one that was opened and not used yet: perhaps nobody knows of it"
+    )
+    session_read_s: float = Field(
+        default=86_400.0, gt=0, description="seconds that those who only read its events keep a session"
+    )
     max_state_bytes: int = Field(default=64 << 20, ge=0, description="bytes of text in those that are kept")
     state_s: float = Field(default=3600.0, gt=0, description="seconds that such a response is kept without being used")
     idle_s: float = Field(default=300.0, gt=0, description="seconds that a stream waits for a word of its client")

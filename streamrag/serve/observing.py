@@ -1,11 +1,13 @@
 """Who watches the queries that a service answers: metrics, traces, logs, the live view."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
+from streamrag.serve.observe.course import Course
 from streamrag.telemetry import Answer, Event
 
 Interface: TypeAlias = Literal["chat", "responses", "websocket", "retrieve", "streams", "ask", "mcp", "sessions"]
@@ -23,7 +25,18 @@ Outcome: TypeAlias = Literal[
     "internal_error",
 ]
 
-Refusal: TypeAlias = Literal["queries", "tokens", "client_queries", "client_rate", "draining", "not_ready"]
+Refusal: TypeAlias = Literal[
+    "queries",
+    "tokens",
+    "client_queries",
+    "client_rate",
+    "sessions",
+    "client_sessions",
+    "session_tokens",
+    "client_session_tokens",
+    "draining",
+    "not_ready",
+]
 
 log = logging.getLogger("streamrag.serve")
 
@@ -44,6 +57,13 @@ class ServedQuery:
     traceparent: str | None = None
     """W3C trace context, as the caller sent it. Anybody's text."""
     tracestate: str | None = None
+    course: Course = field(default_factory=Course, repr=False, compare=False)
+    """What has happened in it so far: of an event before observers are told of that."""
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was admitted."""
+        return time.monotonic() - self.started_s
 
 
 class Observer(Protocol):
@@ -66,7 +86,8 @@ class Observer(Protocol):
 
 
 class AllOf:
-    """Tells several observers. One that fails is logged, once for each of its methods; the query goes on."""
+    """Tells several observers, and keeps the query's course. One that fails is logged, once for each of its methods;
+    the query goes on."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
@@ -76,11 +97,13 @@ class AllOf:
         self._tell("query_started", lambda observer: observer.query_started(query))
 
     def query_event(self, query: ServedQuery, event: Event) -> None:
+        query.course.follow(event)
         self._tell("query_event", lambda observer: observer.query_event(query, event))
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
+        query.course.end(answer)
         self._tell("query_ended", lambda observer: observer.query_ended(query, outcome, answer, error))
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:

@@ -63,7 +63,6 @@ def config_of(app: ASGIApp, limits: Limits, *, is_h11: bool = False) -> uvicorn.
         log_config=None,
         access_log=False,
         http=bounded_protocol(limits, is_h11=is_h11),
-        limit_concurrency=limits.max_connections,
         timeout_graceful_shutdown=CLOSE_S,
         h11_max_incomplete_event_size=limits.max_head_bytes,
         ws_max_size=2 * limits.max_frame_bytes,  # up to here the client is told; beyond, the socket is closed
@@ -75,42 +74,46 @@ def config_of(app: ASGIApp, limits: Limits, *, is_h11: bool = False) -> uvicorn.
 async def serve(
     app: ASGIApp, service: Service, sock: socket.socket, *, on_ready: Callable[[], None] = lambda: None
 ) -> int:
-    """Serve until SIGTERM or SIGINT, or until the engine has died; a second signal aborts at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP, or until the engine has died; a second signal aborts at once.
 
-    The service must have been started; it is closed here. The exit status is one of those above.
+    The service must have been started; it is closed here. The exit status is one of those above. The signals are ours
+    until the event loop ends: a third one does not end the process before its status is known.
+
+    :raises ConfigurationError: another program listens there already.
     """
-    limits = service.limits
-    server = QuietServer(config_of(app, limits))
-    told = asyncio.Event()
-    hurry = asyncio.Event()
+    server = QuietServer(config_of(app, service.limits))
+    told, hurry = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
         (hurry if told.is_set() else told).set()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            asyncio.get_running_loop().add_signal_handler(number, stop)
     serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
-    waits = [asyncio.create_task(event.wait()) for event in (told, service.dead, server.listens)]
+    waits = [asyncio.create_task(event.wait()) for event in (server.listens, told, service.dead, hurry)]
+    listens, *ends, hurrying = waits
     was_drained = False
     try:
-        await asyncio.wait([serving, *waits[2:]], return_when=asyncio.FIRST_COMPLETED)
-        on_ready()
-        await asyncio.wait([serving, *waits[:2]], return_when=asyncio.FIRST_COMPLETED)
-        closing = asyncio.create_task(service.aclose(drain_s=limits.drain_s))
-        hurrying = asyncio.create_task(hurry.wait())
-        waits.append(hurrying)
+        await asyncio.wait([serving, listens], return_when=asyncio.FIRST_COMPLETED)
+        if listens.done():
+            on_ready()
+            await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
+        closing = asyncio.create_task(service.aclose(drain_s=service.limits.drain_s))
         await asyncio.wait([closing, hurrying], return_when=asyncio.FIRST_COMPLETED)
         if not closing.done():
             await service.aclose()
         was_drained = await closing
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
         for wait in waits:
             wait.cancel()
+        await service.aclose()
         server.should_exit = True
         await asyncio.wait([serving])
+    try:
+        serving.result()
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen: {error.strerror or error}") from error
     if service.dead.is_set():
         return ENGINE_DEAD
     return DRAINED if was_drained else ABORTED

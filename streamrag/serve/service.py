@@ -5,7 +5,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, Unpack, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, Unpack
 
 import anyio
 
@@ -26,26 +27,16 @@ from streamrag.errors import DeadlineExceededError, EngineDeadError, PipelineClo
 from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
 from streamrag.serve.admission import Admission, Place
+from streamrag.serve.engine_watch import EngineWatch, Restarts
 from streamrag.serve.failures import RefusedError, failure_of
 from streamrag.serve.limits import Limits
 from streamrag.serve.observing import AllOf, Interface, Observer, Outcome, ServedQuery, current_query
-from streamrag.tasks import run_regardless
+from streamrag.tasks import cancel_regardless, run_regardless
 from streamrag.telemetry import Answer, Answered, Event
-
-CHECK_S = 0.5
-"""Between looks at whether the engine still lives."""
 
 STOPPING = "the service is stopping"
 
 OnEngineDeath: TypeAlias = Literal["exit", "restart"]
-
-
-@runtime_checkable
-class HasHealth(Protocol):
-    """A backend that knows whether it still works."""
-
-    def check_health(self) -> None:
-        """:raises EngineDeadError: it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +47,8 @@ class Caller:
     client: str
     traceparent: str | None = None
     tracestate: str | None = None
+    has_key: Callable[[], bool] = lambda: True
+    """Whether its key still counts, for what lasts long: keys may be read anew meanwhile."""
 
 
 class NoSource:
@@ -84,8 +77,8 @@ class OpenQuery:
     """Why the service cancelled it."""
 
     def abort(self, error: StreamRagError) -> None:
-        """End it; its block raises `error`."""
-        self.aborted_by = error
+        """End it; its block raises `error`, or that of an earlier call."""
+        self.aborted_by = self.aborted_by or error
         self.scope.cancel()
 
     def note(self, event: Event) -> None:
@@ -112,7 +105,10 @@ class Service:
     max_context_tokens: most tokens of context where a client does not say.
     observers: told of every query.
     model_name: as clients name it; by default the last part of the backend's name.
+    session_log_dir: keeps the text of sessions there, so that a service that is started again resumes them.
     on_engine_death: "restart" starts the engine again, "exit" leaves it: `dead` is set then.
+    max_restarts, restart_window_s: how often it is started again within so many seconds, each time after a longer wait;
+        then `dead` is set too.
 
     :raises ConfigurationError: values that cannot work.
     """
@@ -131,9 +127,13 @@ class Service:
         max_context_tokens: int | None = None,
         observers: Sequence[Observer] = (),
         model_name: str | None = None,
+        session_log_dir: Path | None = None,
         on_engine_death: OnEngineDeath = "exit",
+        max_restarts: int = 5,
+        restart_window_s: float = 3600.0,
     ) -> None:
         self.backend = backend
+        self.session_log_dir = session_log_dir
         self.source = source
         self.limits = limits or Limits()
         self.params = params or SamplingParams()
@@ -142,11 +142,13 @@ class Service:
         self._observer = AllOf(self.observers)
         self.admission = Admission(self.limits)
         self.started_at = time.time()
-        self.dead = asyncio.Event()
-        """Set when the engine has died and will not be started again."""
-        self.num_restarts = 0
-        """Times that a dead engine was started again."""
-        self._on_engine_death = on_engine_death
+        self._engine = EngineWatch(
+            backend,
+            Restarts(max_restarts if on_engine_death == "restart" else 0, restart_window_s),
+            on_death=self._engine_died,
+            on_life=self._engine_lives,
+            is_wanted=lambda: not self.admission.is_draining,
+        )
         self._template = template or PromptTemplate()
         self._model_name = model_name
         self._make_pipeline: Callable[[Source], Pipeline] = lambda source: Pipeline(
@@ -193,6 +195,23 @@ class Service:
         return self._watching is not None and self.admission.is_ready and not self.admission.is_draining
 
     @property
+    def not_ready(self) -> str:
+        """Why none are, for people; nothing if they are."""
+        if self.is_ready:
+            return ""
+        return STOPPING if self.admission.is_draining else self._engine.restarting or "the engine does not run"
+
+    @property
+    def dead(self) -> asyncio.Event:
+        """Set when the engine has died and will not be started again."""
+        return self._engine.given_up
+
+    @property
+    def num_restarts(self) -> int:
+        """Times that a dead engine was started again."""
+        return self._engine.num_restarts
+
+    @property
     def queries(self) -> list[ServedQuery]:
         """Those that are open, oldest first."""
         return [each.query for each in self._open]
@@ -204,12 +223,13 @@ class Service:
         """
         self._progress = progress
         try:
-            await self._start_backend()
+            if isinstance(self.backend, Startable):
+                await self.backend.start(progress)
             await self._pipeline.start()
         except BaseException:
             await self.aclose()
             raise
-        self._watching = asyncio.create_task(self._watch_engine(), name="streamrag watches its engine")
+        self._watching = asyncio.create_task(self._engine.run(progress), name="streamrag watches its engine")
 
     async def aclose(self, *, drain_s: float = 0.0) -> bool:
         """Refuse new queries, let the open ones go on for up to `drain_s` seconds, abort the rest, stop all.
@@ -228,8 +248,9 @@ class Service:
 
     async def _close(self) -> None:
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+            if not self._engine.restarting and self._engine.death():  # its queries may have ended before anybody looked
+                self.dead.set()
+            await cancel_regardless([self._watching])
         self._has_aborted = self._has_aborted or bool(self._open)
         for each in list(self._open):
             each.abort(PipelineClosedError(STOPPING))
@@ -239,36 +260,13 @@ class Service:
         if isinstance(self.backend, Startable):
             await self.backend.aclose()
 
-    async def _start_backend(self) -> None:
-        if isinstance(self.backend, Startable):
-            await self.backend.start(self._progress)
+    def _engine_died(self, error: EngineDeadError) -> None:
+        self.admission.is_ready = False
+        for each in list(self._open):  # also those that the engine has left without a word
+            if each.query.interface != "retrieve":
+                each.abort(EngineDeadError(str(error)))
 
-    async def _watch_engine(self) -> None:
-        while isinstance(self.backend, HasHealth):
-            await asyncio.sleep(CHECK_S)
-            try:
-                self.backend.check_health()
-            except EngineDeadError as error:
-                self.admission.is_ready = False
-                for each in list(self._open):  # also those that the engine has left without a word
-                    if each.query.interface != "retrieve":
-                        each.abort(EngineDeadError(str(error)))
-                if self._on_engine_death == "exit":
-                    self.dead.set()
-                    return
-                await self._restart(error)
-
-    async def _restart(self, error: EngineDeadError) -> None:
-        self._progress(f"the engine died, and is started again: {error}")
-        assert isinstance(self.backend, Startable)
-        try:
-            await self.backend.aclose()
-            await self._start_backend()
-        except Exception as failure:  # whatever it is, there is no engine any more
-            self._progress(f"the engine cannot be started again: {failure}")
-            self.dead.set()
-            raise
-        self.num_restarts += 1
+    def _engine_lives(self) -> None:
         self.admission.is_ready = True
 
     # ------------------------------------------------------------------------------------------------------- answering

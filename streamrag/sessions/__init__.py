@@ -6,8 +6,9 @@ system text is frozen, the data slide, question and answer are ephemeral.
 """
 
 from streamrag.sessions.session import Session as Session
+from streamrag.sessions.state import LogState as LogState
 from streamrag.sessions.state import SessionState as SessionState
 from streamrag.sessions.watch import Watch as Watch
 from streamrag.sessions.watch import WatchedAnswer as WatchedAnswer
 
-__all__ = ["Session", "SessionState", "Watch", "WatchedAnswer"]
+__all__ = ["LogState", "Session", "SessionState", "Watch", "WatchedAnswer"]

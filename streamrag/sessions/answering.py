@@ -1,16 +1,17 @@
 """One question of a session, answered by the engine."""
 
-import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from streamrag.core import AnswerChunk, Backend, Prompt, SamplingParams
+from streamrag.core import AnswerChunk, Backend, Prompt, RequestClass, SamplingParams
 from streamrag.errors import BackendError
 from streamrag.handle import Emit
 from streamrag.retrieving import closing
+from streamrag.sessions.asking import Asked
+from streamrag.sessions.choosing import chosen, spelled
 from streamrag.sessions.ingestion import Snapshot
 from streamrag.sessions.prompts import SessionPrompts
 from streamrag.telemetry import Answer, Timings, TokensGenerated
@@ -21,38 +22,54 @@ async def answered(
     backend: Backend,
     prompts: SessionPrompts,
     snapshot: Snapshot,
-    question: str,
-    params: SamplingParams,
+    asked: Asked,
     submitted_s: float,
     clock: Callable[[], float],
     emit: Emit,
 ) -> Answer:
-    """The answer to `question`, asked of the engine in a request of its own; its pieces go to `emit`.
+    """The answer of the engine, in requests of its own: one, or more to tell answers apart. Its pieces go to `emit`.
 
     :raises PromptTooLongError, BackendError: there is none.
+    :raises ConfigurationError: the answers that there may be cannot be told from each other.
     """
     waited_s = clock() - submitted_s
-    token_ids = await in_thread(backend.model.tokenizer, partial(prompts.complete, snapshot.token_ids, question))
+    tokenizer = prompts.tokenizer
+    answers = await in_thread(tokenizer, partial(spelled, tokenizer, asked.answers)) if asked.answers else {}
+    token_ids = await in_thread(tokenizer, partial(prompts.complete, snapshot.token_ids, asked.question))
     first_s: float | None = None
     chunks: list[AnswerChunk] = []
-    async with (
-        aclosing(_one_prompt(token_ids)) as whole,
-        closing(backend.generate(whole, params)) as events,
-    ):
-        async for event in events:
-            if isinstance(event, AnswerChunk):
+    with_logprobs = asked.with_gap or any(len(each) > 1 for each in answers)
+
+    async def one_pass(begun: tuple[int, ...], allowed: Sequence[int]) -> tuple[int | None, Any]:
+        params = asked.for_engine(allowed, with_logprobs=with_logprobs)
+        async with aclosing(_chunks(backend, token_ids + begun, params, asked.request_class)) as pieces:
+            chunks[:] = [chunk async for chunk in pieces]
+        first = next((chunk for chunk in chunks if chunk.token_ids), None)
+        return (first.token_ids[0], first.logprobs and first.logprobs[0]) if first else (None, None)
+
+    if answers:
+        found = await chosen(answers, one_pass)
+        text, answer_ids, first_s = found.text, found.token_ids, clock() - submitted_s
+        gap = found.gap if asked.with_gap else None
+        finish_reason = "stop"
+        await emit(TokensGenerated(first_s, text, answer_ids, finish_reason))
+    else:
+        async with aclosing(_chunks(backend, token_ids, asked.for_engine(), asked.request_class)) as pieces:
+            async for chunk in pieces:
                 at_s = clock() - submitted_s
-                first_s = at_s if first_s is None and (event.text or event.token_ids) else first_s
-                chunks.append(event)
-                await emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
+                first_s = at_s if first_s is None and (chunk.text or chunk.token_ids) else first_s
+                chunks.append(chunk)
+                await emit(TokensGenerated(at_s, chunk.text, chunk.token_ids, chunk.finish_reason))
+        text = "".join(chunk.text for chunk in chunks)
+        answer_ids = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
+        finish_reason = chunks[-1].finish_reason or ""
+        gap = next((_gap(chunk.logprobs) for chunk in chunks if chunk.token_ids), None)
     total_s = clock() - submitted_s
-    if not chunks or chunks[-1].finish_reason is None:
-        raise BackendError("the engine ended without finishing its answer")
     first_s = total_s if first_s is None else first_s
     return Answer(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-        finish_reason=chunks[-1].finish_reason,
+        text=text,
+        token_ids=answer_ids,
+        finish_reason=finish_reason,
         citations=(),
         left_out=(),
         shortened=(),
@@ -63,10 +80,10 @@ async def answered(
         cut_short=None,
         submitted_s=submitted_s,
         timings=Timings(0.0, None, waited_s, first_s, first_s - waited_s, total_s),
-        record=chunks[-1].record,
+        record=chunks[-1].record if chunks else None,
         breaks_look_alikes=backend.model.breaks_look_alikes,
         version=snapshot.version,
-        gap=next((_gap(chunk.logprobs) for chunk in chunks if chunk.token_ids), None),
+        gap=gap,
     )
 
 
@@ -76,20 +93,28 @@ def again(answer: Answer, submitted_s: float, after_s: float) -> Answer:
     return replace(answer, submitted_s=submitted_s, timings=timings, record=None)
 
 
-def exact_key(params: SamplingParams) -> str:
-    """Equal for parameters that make the same answer; nothing for those that may answer otherwise each time, or that
-    hold what cannot be compared as text."""
-    if params.temperature > 0:
-        return ""
-    values = {field.name: getattr(params, field.name) for field in fields(params)}
-    try:
-        return json.dumps({**values, "extra": dict(params.extra)}, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):
-        return ""
+async def _chunks(
+    backend: Backend, token_ids: tuple[int, ...], params: SamplingParams, request_class: RequestClass
+) -> AsyncGenerator[AnswerChunk, None]:
+    """Of one request. Whoever leaves closes it.
+
+    :raises BackendError: it ended without its last chunk.
+    """
+    is_finished = False
+    async with (
+        aclosing(_one_prompt(token_ids, request_class)) as whole,
+        closing(backend.generate(whole, params)) as events,
+    ):
+        async for event in events:
+            if isinstance(event, AnswerChunk):
+                is_finished = event.finish_reason is not None
+                yield event
+    if not is_finished:
+        raise BackendError("the engine ended without finishing its answer")
 
 
-async def _one_prompt(token_ids: tuple[int, ...]) -> AsyncGenerator[Prompt, None]:
-    yield Prompt(token_ids, 0, is_complete=True)
+async def _one_prompt(token_ids: tuple[int, ...], request_class: RequestClass) -> AsyncGenerator[Prompt, None]:
+    yield Prompt(token_ids, 0, is_complete=True, request_class=request_class)
 
 
 def _gap(logprobs: Any) -> float | None:

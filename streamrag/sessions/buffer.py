@@ -1,6 +1,7 @@
 """Data that was appended and is not in the window yet."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamrag.core import Chunk
@@ -15,9 +16,15 @@ class Numbered:
 
 
 class Buffer:
-    """Holds at most so many chunks and characters. What is oldest is dropped for what is new, and counted."""
+    """Holds at most so many chunks and characters. What is oldest is dropped for what is new, and counted.
 
-    def __init__(self, max_chunks: int, max_characters: int) -> None:
+    on_drop: called with the number of each that is dropped.
+    """
+
+    def __init__(
+        self, max_chunks: int, max_characters: int, on_drop: Callable[[int], None] = lambda number: None
+    ) -> None:
+        self._on_drop = on_drop
         self._max_chunks = max_chunks
         self._max_characters = max_characters
         self._waiting: deque[Numbered] = deque()
@@ -36,8 +43,10 @@ class Buffer:
         while len(self._waiting) > 1 and (
             len(self._waiting) > self._max_chunks or self._num_characters > self._max_characters
         ):
-            self._num_characters -= len(self._waiting.popleft().chunk.text)
+            dropped = self._waiting.popleft()
+            self._num_characters -= len(dropped.chunk.text)
             self.num_dropped += 1
+            self._on_drop(dropped.number)
         return self.num_appended
 
     def take(self, max_chunks: int) -> list[Numbered]:

@@ -7,10 +7,11 @@ from functools import partial
 
 from streamrag.core import Backend, Chunk
 from streamrag.errors import BackendError, PipelineClosedError, StreamRagError
-from streamrag.sessions.buffer import Buffer
+from streamrag.sessions.buffer import Buffer, Numbered
 from streamrag.sessions.lane import Lane
+from streamrag.sessions.log import SessionLog
 from streamrag.sessions.prompts import SessionPrompts
-from streamrag.sessions.window import Window
+from streamrag.sessions.window import Piece, Window
 from streamrag.tasks import cancel_regardless, wait_regardless
 from streamrag.tokenizing import in_thread
 
@@ -36,7 +37,15 @@ class Snapshot:
 class Ingestion:
     """Moves data from a buffer through a window into the engine, one batch at a time, in a task of its own."""
 
-    def __init__(self, backend: Backend, name: str, buffer: Buffer, window: Window, prompts: SessionPrompts) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        buffer: Buffer,
+        window: Window,
+        prompts: SessionPrompts,
+        log: SessionLog | None = None,
+    ) -> None:
         self.window = window
         self.ready = Snapshot(0, prompts.head)
         """What questions are asked about."""
@@ -45,12 +54,18 @@ class Ingestion:
         self._name = name
         self._buffer = buffer
         self._prompts = prompts
+        self._log = log
         self._has_data = asyncio.Event()
         self._has_news = asyncio.Event()
         """Set, and replaced by another, with each version and at the end."""
         self._task: asyncio.Task[None] | None = None
         self._lanes: list[Lane] = []
         """The newest last; those before it are on their way out."""
+
+    def resume(self, pieces: list[Piece]) -> None:
+        """Have these in the window, as the newest that were appended. Before `start`."""
+        self._take_in(pieces)
+        self.ready = Snapshot(self._buffer.num_appended, self._prompts.head + self.window.token_ids)
 
     def start(self, on_version: Callable[[], None]) -> None:
         """Begin. `on_version` is called whenever another version stands, and at the end."""
@@ -61,7 +76,10 @@ class Ingestion:
     def append(self, chunk: Chunk) -> int:
         """Its number; never waits."""
         self._has_data.set()
-        return self._buffer.append(chunk)
+        number = self._buffer.append(chunk)
+        if self._log is not None:
+            self._log.append(Numbered(number, chunk))
+        return number
 
     def check(self) -> None:
         """
@@ -140,5 +158,16 @@ class Ingestion:
                 await asyncio.sleep(RETRY_S)
             else:
                 break
-        has_slid = self.window.add(pieces)
+        has_slid = self._take_in(pieces)
         return Snapshot(batch[-1].number, self._prompts.head + self.window.token_ids), has_slid
+
+    def _take_in(self, pieces: list[Piece]) -> bool:
+        """Whether the oldest had to go."""
+        has_slid = self.window.add(pieces)
+        if self._log is not None:
+            for piece in pieces:
+                if not piece.token_ids:
+                    self._log.forget(piece.number)
+            if self.window.oldest is not None:
+                self._log.slid(self.window.oldest, self.window.num_slid)
+        return has_slid

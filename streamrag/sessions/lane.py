@@ -10,7 +10,9 @@ from streamrag.retrieving import closing
 from streamrag.tasks import end_or_leave
 
 SETTLE_S = 2.0
-"""Seconds to wait for word that a prompt is prefilled. An engine that is short of memory gives none."""
+SETTLE_TOKEN_S = 0.002
+"""Seconds to wait for word that a prompt is prefilled, and for each token that is new to it: whoever asks before pays
+for all that is missing. An engine that is short of memory gives no word."""
 
 
 class Lane:
@@ -26,17 +28,18 @@ class Lane:
         self._task: asyncio.Task[None] | None = None
 
     async def advance(self, token_ids: tuple[int, ...]) -> None:
-        """Let the prompt be this one, and return when its KV is computed, or after `SETTLE_S`.
+        """Let the prompt be this one, and return when its KV is computed, or when that takes too long.
 
         :raises StreamRagError: the engine gave it up; make another lane.
         """
+        num_new = len(token_ids) - common_prefix_len(self._token_ids, token_ids)
         self._token_ids = token_ids
         self._num_prefilled = 0
         self._has_prompt.set()
         if self._task is None:
             self._task = asyncio.create_task(self._hold(), name="streamrag session's lane")
         try:
-            async with asyncio.timeout(SETTLE_S):
+            async with asyncio.timeout(SETTLE_S + SETTLE_TOKEN_S * num_new):
                 while self._num_prefilled < len(token_ids) - 1:  # an engine leaves the last token to the answer
                     if self._task.done():
                         raise self._fault(self._task)
@@ -69,7 +72,8 @@ class Lane:
             await self._has_prompt.wait()
             self._has_prompt.clear()
             before, given = given, self._token_ids  # the newest: an engine that is slow to ask misses those between
-            yield Prompt(given, common_prefix_len(before, given), is_complete=False, source_name=self._name)
+            num_shared = common_prefix_len(before, given)
+            yield Prompt(given, num_shared, is_complete=False, source_name=self._name, request_class="stream")
 
     @staticmethod
     def _fault(task: "asyncio.Task[None]") -> StreamRagError:

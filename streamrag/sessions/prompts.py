@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from string import Formatter
 
 from streamrag.core import ModelInfo
 from streamrag.errors import ConfigurationError, PromptTooLongError
@@ -32,6 +33,11 @@ class SessionPrompts:
         assembler = self._assembler("?")
         self._passages = assembler
         self.head = assembler.head
+        end = ""
+        for literal, name, *_ in Formatter().parse(template.passage):
+            end = end + literal if name is None else ""
+        self.passage_end = tuple(model.tokenizer.encode(end)) if end else ()
+        """What each chunk ends with, behind all that is its own: its line break."""
         self._no_data = tuple(model.tokenizer.encode(template.no_context))
 
     def pieces(self, numbered: Sequence[Numbered]) -> list[Piece]:

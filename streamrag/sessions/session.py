@@ -1,28 +1,31 @@
 """A session: data that streams in, and whoever asks about it."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
-from streamrag.errors import ConfigurationError, PipelineClosedError, PromptTooLongError
+from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
-from streamrag.kinds import is_number, is_whole, plain_text, short
+from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import PromptTemplate
 from streamrag.retrieving import checked_chunk
-from streamrag.sessions.answering import again, answered, exact_key
+from streamrag.sessions.answering import again, answered
+from streamrag.sessions.asking import Asked, asked
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.following import append_all
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
+from streamrag.sessions.log import SessionLog, session_log
+from streamrag.sessions.opening import Opening
 from streamrag.sessions.prompts import SessionPrompts, session_template
 from streamrag.sessions.running import Running
 from streamrag.sessions.state import SessionState
-from streamrag.sessions.window import Window
 from streamrag.tasks import run_regardless
 from streamrag.telemetry import Answer, Answered, TokensGenerated
-from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
     from streamrag.sessions.watch import Watch
@@ -42,6 +45,7 @@ class Session:
     slide_share: share of the window that goes at a time. The rest is then computed anew, in the background, while
         questions are answered from the version before.
     max_waiting, max_waiting_characters: data that waits while the engine computes; beyond it the oldest is dropped.
+    log: a file that the session's text is kept in; if it is there, the session goes on where it ended.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Session:
         slide_share: float = 0.5,
         max_waiting: int = 4096,
         max_waiting_characters: int = 4_000_000,
+        log: SessionLog | str | os.PathLike[str] | None = None,
         name: str = "session",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,16 +72,16 @@ class Session:
         if not is_number(slide_share) or not 0 < slide_share < 1:
             raise ConfigurationError(f"slide_share={short(slide_share)} must be a share between 0 and 1")
         self._backend = backend
-        self._template = session_template(template, system)
-        self._window_tokens = window_tokens
-        self._slide_share = float(slide_share)
-        self._name = name
         self._clock = clock
-        self._buffer = Buffer(max_waiting, max_waiting_characters)
+        self._log = session_log(log)
+        is_text_given = system is not None or template is not None
+        words = session_template(template, system)
+        self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log)
+        self._buffer = Buffer(max_waiting, max_waiting_characters, self._log.dropped if self._log else lambda _: None)
         self._running = Running(name)
-        self._answers: dict[tuple[str, str], Answer] = {}
-        """To the version that stands, by question and parameters."""
-        self._is_closed = False
+        self._answers: dict[tuple[Any, bool], Answer] = {}
+        """To the version that stands, by what was asked and whether it has a gap."""
+        self._is_closed = self._is_forgotten = self._has_begun = False
         self._watches: Watches | None = None
         self._prompts: SessionPrompts
         self._ingestion: Ingestion | None = None
@@ -89,27 +94,27 @@ class Session:
         :raises PromptTooLongError: window and system text do not fit the model's length.
         :raises PipelineClosedError: the session was closed, also meanwhile.
         :raises ConfigurationError: it has been started before.
+        :raises SessionLogError: the log cannot be opened, or is of another session.
         """
         self._check_not_closed()
-        model = self._backend.model
-        self._prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, self._template))
-        room = model.max_model_len - len(self._prompts.head)
-        window_tokens = self._window_tokens or max(room * 3 // 4, 1)
-        if window_tokens >= room:
-            raise PromptTooLongError(
-                f"window_tokens={window_tokens} and {len(self._prompts.head)} tokens of system text leave no room "
-                f"for a question: the model's length is {model.max_model_len}"
-            )
-        self._check_not_closed()
-        if self._ingestion is not None:
+        if self._has_begun:
             raise ConfigurationError("the session has been started before: open another one")
-        window = Window(window_tokens, self._slide_share)
-        self._ingestion = Ingestion(self._backend, self._name, self._buffer, window, self._prompts)
-        self._ingestion.start(self._data_updated)
+        self._has_begun = True
+        try:
+            self._prompts, ingestion = await self._opening.begin(self._backend, self._buffer)
+        except BaseException:
+            self._has_begun = False
+            raise
+        if self._is_closed and self._log is not None:
+            await self._log.aclose()
+        self._check_not_closed()
+        ingestion.start(self._data_updated)
+        self._ingestion = ingestion
 
-    async def aclose(self) -> None:
-        """End all questions and watches, and free the session's KV."""
+    async def aclose(self, *, forgets: bool = False) -> None:
+        """End all questions and watches, and free the session's KV; with `forgets`, remove its log too."""
         self._is_closed = True
+        self._is_forgotten = forgets
         await run_regardless(self._close(), "streamrag session closes")
 
     async def _close(self) -> None:
@@ -118,6 +123,8 @@ class Session:
         await self._running.aclose()
         if self._ingestion is not None:
             await self._ingestion.aclose()
+        if self._log is not None and (self._ingestion is not None or self._is_forgotten):
+            await self._log.aclose(removes=self._is_forgotten)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -137,7 +144,10 @@ class Session:
             num_dropped=self._buffer.num_dropped,
             num_slid=ingestion.window.num_slid,
             num_tokens=len(ingestion.ready.token_ids),
+            num_frozen_tokens=len(self._prompts.head),
+            window_tokens=ingestion.window.max_tokens,
             num_failures=ingestion.num_failures,
+            log=self._log.state if self._log else None,
         )
 
     # ------------------------------------------------------------------------------------------------------------ data
@@ -147,10 +157,27 @@ class Session:
 
         If more comes than the engine can take in, the oldest that waits is dropped: see `state`.
 
+        :raises SessionLogError: a session with a log takes no chunk of more than a million characters.
         :raises PipelineClosedError: the session was closed.
         """
         self.check_open()
-        return self._started().append(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
+        chunk = checked_chunk(Chunk(data, "") if isinstance(data, str) else data)
+        if self._log is not None:
+            self._log.check(chunk)
+        return self._started().append(chunk)
+
+    async def flush(self) -> int:
+        """Wait until all that has been appended is in the log, and on the disk as far as the system knows (`fsync`).
+
+        Returns the version that is. Without it, what a killed process had appended in its last moments may be missing.
+
+        :raises SessionLogError: the disk does not take it; the session goes on, and so does trying.
+        :raises ConfigurationError: the session has no log.
+        """
+        self.check_open()
+        if self._log is None:
+            raise ConfigurationError("the session has no log: open it with log=PATH")
+        return await self._log.flush()
 
     async def follow(self, source: Source, query: str = "") -> int:
         """Append all that a source yields, until it ends; the newest version. Of an update, what is new is appended.
@@ -188,35 +215,52 @@ class Session:
         self,
         question: str,
         *,
+        answers: tuple[str, ...] = (),
         at_least: int | None = None,
         params: SamplingParams | None = None,
         deadline_s: float | None = None,
+        with_gap: bool = False,
     ) -> AnswerStream:
         """The answer to `question`, chunk by chunk, from the newest version that is computed.
 
+        answers: the only answers there may be, none another's beginning. As few tokens are computed as tell them apart:
+            most often one.
         at_least: wait until that holds the data of this version, as `append` returned it.
         deadline_s: most seconds until the last token.
+        with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
 
-        Raises, when iterated, DeadlineExceededError, PromptTooLongError, BackendError and PipelineClosedError.
+        Raises, when iterated, DeadlineExceededError, PromptTooLongError, BackendError and PipelineClosedError; and
+        ConfigurationError for answers that cannot be told from each other.
         """
-        return AnswerStream(self._asked(question, at_least, params, deadline_s))
+        return AnswerStream(self._asked(question, answers, at_least, params, deadline_s, with_gap))
+
+    def ask_ahead(self, asked: Asked) -> AnswerStream:
+        """The same for a watch: nobody has asked yet, and who does is to have the answer at once."""
+        return AnswerStream(self._starting(replace(asked, request_class="flash"), 0, None))
 
     def ask_events(
         self,
         question: str,
         *,
+        answers: tuple[str, ...] = (),
         at_least: int | None = None,
         params: SamplingParams | None = None,
         deadline_s: float | None = None,
+        with_gap: bool = False,
     ) -> EventStream:
         """The same as events: each piece of the answer, then the whole with its version and timings."""
-        return EventStream(self._asked(question, at_least, params, deadline_s))
+        return EventStream(self._asked(question, answers, at_least, params, deadline_s, with_gap))
 
     def _asked(
-        self, question: str, at_least: int | None, params: SamplingParams | None, deadline_s: float | None
+        self,
+        question: str,
+        answers: tuple[str, ...],
+        at_least: int | None,
+        params: SamplingParams | None,
+        deadline_s: float | None,
+        with_gap: bool,
     ) -> StartQuery:
-        if not isinstance(question, str) or not question.strip():
-            raise ConfigurationError("the question is empty: ask something")
+        what = asked(question, answers, SamplingParams() if params is None else params, with_gap)
         if at_least is not None and (not is_whole(at_least) or at_least > self._buffer.num_appended):
             raise ConfigurationError(
                 f"at_least={short(at_least)} must be a version that append returned: "
@@ -224,9 +268,10 @@ class Session:
             )
         if deadline_s is not None and (not is_number(deadline_s) or deadline_s <= 0):
             raise ConfigurationError(f"deadline_s={short(deadline_s)} must be a positive number of seconds")
-        if params is not None and not isinstance(params, SamplingParams):
-            raise ConfigurationError(f"params={short(params)} must be a SamplingParams")
-        answered = partial(self._answered, plain_text(question), at_least or 0, params)
+        return self._starting(what, at_least or 0, deadline_s)
+
+    def _starting(self, asked: Asked, at_least: int, deadline_s: float | None) -> StartQuery:
+        answered = partial(self._answered, asked, at_least)
 
         def start(emit: Emit) -> "asyncio.Task[Answer]":
             self.check_open()
@@ -246,36 +291,32 @@ class Session:
     ) -> "Watch":
         """Have `question` answered ahead after each change of the data; iterate it for answers that changed.
 
-        Whoever asks the same question of the same version, in the same way, has the answer at once.
+        Whoever asks the same question of the same version, in the same way, has the answer at once: with the same
+        `answers`, or else the same `params`.
 
-        answers: the only answers there may be, each with a first token of its own: one token is computed then. They
-            are also the answer to whoever asks this question without `params`; with any, the model's own is given.
+        answers, with_gap: as of `ask`.
         every_s: least seconds between two answers.
         priority: the higher are answered first; who was answered longest ago, among equals.
-        with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
         """
         from streamrag.sessions.watching import Watches
 
         self.check_open()
         if self._watches is None:
-            self._watches = Watches(self, self._backend)
+            self._watches = Watches(self)
         return self._watches.add(question, answers, every_s, priority, params, with_gap)
 
-    async def _answered(self, question: str, at_least: int, given: SamplingParams | None, emit: Emit) -> Answer:
+    async def _answered(self, asked: Asked, at_least: int, emit: Emit) -> Answer:
         submitted_s = self._clock()
-        params = given or SamplingParams()
         snapshot = await self._at_least(at_least)
-        ahead = self._watches.answer_to(question, snapshot.version, given) if self._watches else None
-        key = (question, exact_key(params))
+        ahead = self._watches.answer_to(asked, snapshot.version) if self._watches else None
+        key = (asked.key, asked.with_gap)
         ahead = ahead or self._answers.get(key)
         if ahead is not None:
             answer = again(ahead, submitted_s, self._clock() - submitted_s)
             await emit(TokensGenerated(answer.timings.ttft_s, answer.text, answer.token_ids, answer.finish_reason))
         else:
-            answer = await answered(
-                self._backend, self._prompts, snapshot, question, params, submitted_s, self._clock, emit
-            )
-            if key[1] and answer.version == self._started().ready.version and len(self._answers) < MAX_ANSWERS:
+            answer = await answered(self._backend, self._prompts, snapshot, asked, submitted_s, self._clock, emit)
+            if asked.key[-1] and answer.version == self._started().ready.version and len(self._answers) < MAX_ANSWERS:
                 self._answers[key] = answer
         await emit(Answered(answer.timings.total_s, answer))
         return answer

@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from streamrag.core import SamplingParams
 from streamrag.errors import PipelineClosedError, StreamRagError
-from streamrag.sessions.answering import exact_key
+from streamrag.sessions.asking import Asked
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
@@ -25,8 +24,8 @@ class WatchedAnswer:
     took_s: float
     """To compute it."""
     gap: float | None
-    """Confidence: how much more likely the answer's first token was than the next best, or than that of the next best
-    of the answers that there may be, in log-probability. None if it was not asked for."""
+    """Confidence: how much more likely the answer's first token was than the next best, in log-probability; of a few
+    answers, the chosen one than the next best, as far as they were computed. None if it was not asked for."""
     answer: Answer
 
 
@@ -36,23 +35,10 @@ class Watch(AsyncIterator[WatchedAnswer]):
     A reader that is slow misses answers that were overtaken, and gets the newest. `aclose` ends it.
     """
 
-    def __init__(
-        self,
-        watches: "Watches",
-        question: str,
-        answers: tuple[str, ...],
-        every_s: float,
-        priority: int,
-        params: SamplingParams,
-        with_gap: bool,
-    ) -> None:
-        self.question = question
-        self.with_gap = with_gap
+    def __init__(self, watches: "Watches", asked: Asked, every_s: float, priority: int) -> None:
+        self.asked = asked
         self.priority = priority
         self.every_s = every_s
-        self.params = params
-        self.allowed = answers
-        self.key = exact_key(params)
         self.newest: WatchedAnswer | None = None
         """The answer to the newest version that it was computed for."""
         self.num_answered = 0
@@ -69,6 +55,11 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self._has_answered = asyncio.Event()
         """Set, and replaced by another, with each answer."""
         self._is_closed = False
+
+    @property
+    def question(self) -> str:
+        """As it was asked."""
+        return self.asked.question
 
     @property
     def version(self) -> int:

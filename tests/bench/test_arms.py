@@ -32,7 +32,7 @@ class Notes:
         raise NotImplementedError
 
     def session(
-        self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], bool]], num_output_tokens: int
+        self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], int]]
     ) -> AsyncGenerator[tuple[int, ...], None]:
         raise NotImplementedError
 

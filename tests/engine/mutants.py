@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = ["MUTANTS", "Mutant", "seeds_to_catch"]
+__all__ = ["MUTANTS", "Mutant", "main", "seeds_to_catch"]
 
-OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.oracle")
+OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.oracle", "tests.sessions.fuzz")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Mutant:
     """Seeds within which it must be caught."""
     test: str = ""
     """The directed test that must catch it, where the fuzz cannot."""
+    fuzz: str = "tests.engine.fuzz"
 
 
 LOG = "streamrag.backends.vllm.scheduler.request_log"
@@ -53,6 +54,10 @@ AFFINITY, SIMPLE, ROUTERS_TEST = (
     "streamrag.routing.simple",
     "tests/routing/test_routers.py",
 )
+CLASSES, GROUPS = "streamrag.engine.classes", "streamrag.engine.groups"
+ADMISSION = "streamrag.backends.vllm.scheduler.admission"
+GROUPING = "streamrag.backends.vllm.scheduler.grouping"
+OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"
 
 MUTANTS = (
     Mutant(
@@ -374,6 +379,66 @@ MUTANTS = (
         "tests/engine/test_planning.py::test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first",
     ),
     Mutant(
+        "classes do not age",
+        CLASSES,
+        "since_s + rank * self._ageing_s",
+        "rank",
+        0,
+        "tests/engine/test_policies.py::test_a_request_of_a_class_is_overtaken_only_by_what_comes_within_its_bound",
+    ),
+    Mutant(
+        "each batch of a session's data waits anew",
+        INTAKE,
+        "        if stream.request_id in self.idle:\n            stream.since_s",
+        "        if True:\n            stream.since_s",
+        0,
+        f"{OF_CLASSES}::test_data_of_a_session_are_served_within_their_bound_however_many_questions_come",
+    ),
+    Mutant(
+        "data take what is kept for questions",
+        PLANNING,
+        "if -num_kept_from_data < num_missing <= 0:",
+        "if False:",
+        0,
+        f"{OF_CLASSES}::test_data_wait_while_memory_is_nearly_full_and_questions_go_on",
+    ),
+    Mutant(
+        "data fill their steps",
+        PLANNING,
+        "num_most = min(num_most, num_most_of_data)",
+        "pass",
+        0,
+        f"{OF_CLASSES}::test_data_of_one_session_do_not_fill_the_steps_of_others",
+    ),
+    Mutant(
+        "what is over the budget begins behind what is not",
+        PLANNING,
+        "            is_over_budget = True\n",
+        "            pass\n",
+        0,
+        "tests/engine/test_planning.py"
+        "::test_one_that_needs_more_than_the_budget_is_served_alone_and_nobody_passes_it_meanwhile",
+    ),
+    Mutant(
+        "what was claimed stays claimed",
+        ADMISSION,
+        "            self._num_claimed -= request.num_blocks_claimed\n",
+        "",
+        0,
+        f"{OF_CLASSES}::test_who_loses_its_kv_has_no_part_in_the_budget_before_it_begins_again",
+    ),
+    Mutant("nobody is ever alone in the budget", ADMISSION, "self._num_claims -= 1", "pass", 100),
+    Mutant(
+        "no follower waits",
+        GROUPS,
+        "        if self._next_block is None or request.is_running:\n",
+        "        if True:\n",
+        0,
+        f"{OF_CLASSES}::test_streams_that_get_the_same_chunk_compute_it_once",
+    ),
+    Mutant("followers keep the block that is not whole", GROUPING, "blocks[start:] = found", "blocks += found", 100),
+    Mutant("followers do not hold what they have", GROUPING, "    manager.block_pool.touch(found)\n", "", 100),
+    Mutant(
         "acknowledged while still computing",
         INTAKE,
         "if stream.num_in_flight_tokens > stream.num_stale_output_tokens:",
@@ -463,7 +528,7 @@ def _freshly_imported(mutant: Mutant) -> Iterator[ModuleType]:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
     try:
-        yield importlib.import_module("tests.engine.fuzz")
+        yield importlib.import_module(mutant.fuzz)
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.startswith(OURS)]:
@@ -499,7 +564,7 @@ def run_test_of(name: str) -> int:
     return int(pytest.main([mutant.test, "-q", "-p", "no:cacheprovider"]))
 
 
-def main() -> int:
+def main(mutants: Sequence[Mutant] = MUTANTS) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of the name of those to run")
     parser.add_argument("--run-test-of", help=argparse.SUPPRESS)
@@ -507,7 +572,7 @@ def main() -> int:
     if arguments.run_test_of:
         return run_test_of(arguments.run_test_of)
     num_alive = 0
-    for mutant in MUTANTS:
+    for mutant in mutants:
         if arguments.only not in mutant.name:
             continue
         if mutant.test:

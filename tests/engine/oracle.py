@@ -230,9 +230,15 @@ class OracleRunner(ABC):
         end = row.num_computed + num_tokens
         if end < len(row.tokens):
             return []
-        token = (next_token(row.prefixes[end], self.vocabulary) + is_wrong) % self.vocabulary
+        token = self.choose(request_id, row.prefixes[end])
+        if is_wrong:
+            token = (token + 1) % self.vocabulary
         self.remember_sample(request_id, token)
         return [token]
+
+    def choose(self, request_id: str, prefix: int) -> int:
+        """The token that follows a prefix."""
+        return next_token(prefix, self.vocabulary)
 
 
 class V1OracleRunner(OracleRunner):

@@ -1,11 +1,21 @@
 """Requests for property tests."""
 
+from typing import get_args
+
 from hypothesis import strategies as st
 
-from streamrag.engine.request import RequestView
+from streamrag.core import RequestClass
+from streamrag.engine import ClassPolicy, Policy, RequestView, make_policy
 
 BLOCK_SIZE = 16
 SPECS = ["arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(1)", "k_lpm(3)", "k_lpm(inf)", "srpf", "srpf(0.25)"]
+SPECS += ["fcfs in classes", "k_lpm(3) in classes", "srpf in classes"]
+
+
+def policy_of(spec: str) -> Policy:
+    """The policy of one of `SPECS`."""
+    name, in_classes, _ = spec.partition(" in classes")
+    return ClassPolicy(make_policy(name), 2.0) if in_classes else make_policy(name)
 
 
 @st.composite
@@ -26,6 +36,8 @@ def views(draw: st.DrawFn, name: str = "r0", *, is_idle: bool = False) -> Reques
         has_output=is_complete and draw(st.integers(0, 3)) == 0,
         is_idle=is_idle,
         is_running=not is_idle and draw(st.booleans()),
+        request_class=draw(st.sampled_from(get_args(RequestClass))),
+        since_s=arrival_s + draw(st.integers(0, 5)),
     )
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import BLOCK_SIZE, SPECS, view_lists, views
+from strategies import BLOCK_SIZE, SPECS, policy_of, view_lists, views
 
-from streamrag.engine import Limits, Plan, RequestView, make_policy, plan
+from streamrag.engine import Budget, Limits, Plan, RequestView, make_policy, plan
 from streamrag.engine.planning import BACKLOG_SHARE, MOST_TRIES, NUM_IN_TURN
 
 
@@ -37,11 +37,14 @@ LIMITS = st.builds(
     st.booleans(),
     num_partial_tokens=st.none() | st.integers(1, 200),
     is_early=st.booleans(),
+    num_blocks_kept_from_data=st.none() | st.integers(0, 20),
+    max_data_tokens=st.none() | st.integers(1, 200),
+    budget=st.none() | st.builds(Budget, st.integers(-5, 30), st.booleans()),
 )
 
 
 def make(spec: str, requests: list[RequestView], idle: list[RequestView], limits: Limits, memory: Blocks) -> Plan:
-    policy = make_policy(spec)
+    policy = policy_of(spec)
     return plan(policy.order(requests, 10.0), lambda: policy.order(idle, 10.0), limits, memory)
 
 
@@ -94,7 +97,7 @@ def test_victims_are_idle_before_others_and_shown_last(
 
 @given(view_lists(), LIMITS)
 def test_the_most_urgent_request_with_work_is_always_served(requests: list[RequestView], limits: Limits) -> None:
-    limits = replace(limits, is_early=False)
+    limits = replace(limits, is_early=False, num_blocks_kept_from_data=None, budget=None)
     ordered = make_policy("fcfs").order(requests, 10.0)
     # Among those that have shown a token, whoever holds a slot goes on first.
     ordered.sort(key=lambda r: r.has_output and not r.is_running)
@@ -275,3 +278,88 @@ def test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first()
     running = RequestView("running", 1, 1, 33, 32, 3, has_output=True, is_running=True)
     made = make("arrival", [preempted, running], [], Limits(100, 1), Blocks(10))
     assert [g.request for g in made.grants] == [running]
+
+
+def data(name: str, **fields: object) -> RequestView:
+    """Of a session."""
+    return made_view(name, is_complete=False, request_class="stream", **fields)
+
+
+def made_view(name: str, **fields: object) -> RequestView:
+    return RequestView(name, 0.0, 0.0, **{"num_tokens": 160, **fields})  # type: ignore[arg-type]
+
+
+def granted(order: list[RequestView], limits: Limits, num_free: int = 1_000) -> dict[str, int]:
+    made = plan(order, list, limits, Blocks(num_free))
+    return {grant.request.request_id: grant.num_tokens for grant in made.grants}
+
+
+def test_data_of_sessions_leave_so_many_blocks_free_and_questions_do_not() -> None:
+    limits = Limits(1_000, 8, can_partial_evict=True, num_blocks_kept_from_data=5)
+    order = [data("data"), made_view("partial", is_complete=False), made_view("asked")]
+    assert granted(order, limits, num_free=35).keys() == {"data", "partial", "asked"}
+    assert granted(order[:1], limits, num_free=15) == {"data": 160}
+    assert granted(order, limits, num_free=14).keys() == {"partial"}
+    assert granted(order[::-1], limits, num_free=34).keys() == {"partial", "asked"}
+
+
+def test_data_that_lack_only_what_is_kept_are_said_to_wait_if_nobody_else_goes_on() -> None:
+    def waiting(order: list[RequestView], num_free: int) -> list[str]:
+        made = plan(order, list, Limits(1_000, 8, num_blocks_kept_from_data=5), Blocks(num_free))
+        return [request.request_id for request in made.waiting]
+
+    assert waiting([data("data"), made_view("asked", num_tokens=16)], 12) == []
+    assert waiting([data("data")], 12) == ["data"]
+    assert waiting([data("data"), made_view("asked", num_tokens=16)], 9) == ["data"]
+
+
+def test_data_of_one_session_have_an_equal_share_of_a_step_within_their_bounds() -> None:
+    limits = Limits(8_192, 64, max_data_tokens=1_024)
+    long = data("long", num_tokens=9_000)
+    assert granted([long], limits) == {"long": 1_024}
+    many = [long, *(data(f"d{i}", num_tokens=9_000) for i in range(15))]
+    assert set(granted(many, limits).values()) == {8_192 // 16}
+    assert set(granted([long, *(data(f"d{i}", num_tokens=9_000) for i in range(99))], limits).values()) == {128}
+    assert granted([long, made_view("asked", num_tokens=5_000)], limits) == {"long": 1_024, "asked": 5_000}
+
+
+def test_complete_prompts_begin_while_what_they_may_come_to_need_is_within_the_budget() -> None:
+    asked = [made_view(f"q{i}", num_answer_tokens=40) for i in range(4)]  # 160 and 40 tokens: 13 blocks each
+    limits = Limits(1_000, 8, budget=Budget(30, has_claims=False))
+    made = plan(asked, list, limits, Blocks(1_000))
+    assert [(g.request.request_id, g.num_blocks_claimed) for g in made.grants] == [("q0", 13), ("q1", 13)]
+    begun = asked[2]._replace(has_claim=True)
+    assert granted([*asked[:2], begun], replace(limits, budget=Budget(12, has_claims=True))) == {"q2": 160}
+
+
+def test_one_that_needs_more_than_the_budget_is_served_alone_and_nobody_passes_it_meanwhile() -> None:
+    large, small = made_view("large", num_answer_tokens=400), made_view("small", num_tokens=16)
+    limits = Limits(1_000, 8, budget=Budget(30, has_claims=False))
+    assert granted([large, small], limits) == {"large": 160}
+    others_run = replace(limits, budget=Budget(20, has_claims=True))
+    assert granted([large, small], others_run) == {}
+    assert granted([large, small, made_view("partial", is_complete=False)], others_run) == {"partial": 160}
+
+
+def test_what_several_need_next_is_computed_by_the_first_of_them() -> None:
+    def next_block(request: RequestView, num_tokens: int) -> tuple[str, int] | None:
+        """Requests of one letter share ten blocks."""
+        index = num_tokens // BLOCK_SIZE
+        return (request.request_id[0] if index < 10 else request.request_id, index) if index < 12 else None
+
+    def computing(order: list[RequestView], max_data_tokens: int | None = None) -> list[str]:
+        limits = Limits(1_000, 8, max_data_tokens=max_data_tokens)
+        made = plan(order, list, limits, Blocks(1_000), next_block=next_block)
+        return [grant.request.request_id for grant in made.grants]
+
+    a1, a2, b1 = (made_view(name, num_tokens=200) for name in ("a1", "a2", "b1"))
+    assert computing([a1, a2, b1]) == ["a1", "a2", "b1"]  # a2 finds in this step what a1 computes
+    part = a1._replace(request_class="stream", is_complete=False)
+    assert computing([part, part._replace(request_id="a2"), b1], max_data_tokens=64) == ["a1", "b1"]
+    holds = a2._replace(num_computed_tokens=20, num_blocks=2)
+    leads = a1._replace(num_computed_tokens=20, num_blocks=2, is_running=True)
+    assert computing([leads, holds]) == ["a1"]  # it would not look for what it lacks before it waits
+    assert computing([leads, holds._replace(is_running=True)]) == ["a1", "a2"]
+    assert computing([leads._replace(is_complete=False), holds]) == ["a1", "a2"]
+    assert computing([leads, holds._replace(num_computed_tokens=50, num_blocks=4)]) == ["a1", "a2"]
+    assert computing([holds]) == ["a2"]  # whoever led is gone

@@ -1,13 +1,15 @@
 """The order that each policy makes, and how policies are named."""
 
 import random
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import SPECS, view_lists
+from strategies import SPECS, policy_of, view_lists
 
-from streamrag.engine import RequestView, make_policy
+from streamrag.core import RequestClass
+from streamrag.engine import ClassPolicy, RequestView, make_policy
 from streamrag.errors import ConfigurationError
 
 
@@ -20,21 +22,25 @@ def order(spec: str, *requests: RequestView) -> str:
     return " ".join(r.request_id for r in make_policy(spec).order(requests, 100.0))
 
 
+def order_in_classes(spec: str, ageing_s: float, *requests: RequestView) -> str:
+    return " ".join(r.request_id for r in ClassPolicy(make_policy(spec), ageing_s).order(requests, 100.0))
+
+
 @pytest.mark.parametrize("spec", SPECS)
 @given(requests=view_lists(), rng=st.randoms(use_true_random=False))
 def test_an_order_is_total_and_does_not_depend_on_the_order_given(
     spec: str, requests: list[RequestView], rng: random.Random
 ) -> None:
-    expected = make_policy(spec).order(requests, 10.0)
+    expected = policy_of(spec).order(requests, 10.0)
     shuffled = rng.sample(requests, len(requests))
-    assert make_policy(spec).order(shuffled, 10.0) == expected
+    assert policy_of(spec).order(shuffled, 10.0) == expected
     assert sorted(expected) == sorted(requests)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(requests=view_lists())
 def test_requests_that_have_shown_a_token_come_first(spec: str, requests: list[RequestView]) -> None:
-    has_output = [r.has_output for r in make_policy(spec).order(requests, 10.0)]
+    has_output = [r.has_output for r in policy_of(spec).order(requests, 10.0)]
     assert has_output == sorted(has_output, reverse=True)
 
 
@@ -131,6 +137,56 @@ def test_srpf_is_overtaken_only_by_chunks_that_come_within_its_bound(
     assert all(r.last_chunk_s < bound_s for r in ahead)
 
 
+def test_classes_are_served_in_their_order_and_each_first_in_first_out() -> None:
+    requests = [
+        view("data2", since_s=2, last_chunk_s=4, request_class="stream", is_complete=False),
+        view("data3", since_s=3, last_chunk_s=3, request_class="stream", is_complete=False),
+        view("asked2", 2, request_class="session"),
+        view("asked1", 1, request_class="session", num_tokens=9_000),
+        view("ahead2", 2, request_class="flash"),
+        view("ahead1", 1, request_class="flash", num_tokens=9_000),
+    ]
+    assert order_in_classes("srpf", 100, *requests) == "ahead1 ahead2 asked1 asked2 data2 data3"
+
+
+def test_the_pool_s_own_policy_says_who_of_it_is_served_where_the_classes_leave_it_a_place() -> None:
+    pool = [
+        view("long", 90, num_tokens=9_000),
+        view("short", 95, num_tokens=100),
+        view("partial", 80, is_complete=False),
+    ]
+    others = [
+        view("asked", 96, request_class="session"),
+        view("early", 88, request_class="session"),
+        view("late", 98.5, request_class="flash"),
+        view("data", since_s=99, last_chunk_s=99, request_class="stream", is_complete=False),
+    ]
+    # early 91, the pool's first place 96, late 98.5, asked 99, the pool's others 101 and 106, data 108
+    assert order_in_classes("srpf(0, 1000)", 3, *pool, *others) == "early short late asked long partial data"
+    assert order_in_classes("fcfs", 3, *pool, *others) == "early long late asked short partial data"
+
+
+def test_without_other_classes_the_pool_s_policy_is_alone() -> None:
+    requests = [view("a", num_tokens=9), view("b", num_tokens=5), view("c", is_complete=False)]
+    assert order_in_classes("srpf", 1, *requests) == order("srpf", *requests) == "b a c"
+
+
+@given(rank=st.integers(0, 3), ageing_s=st.sampled_from([0.5, 2.0]), rng=st.randoms(use_true_random=False))
+def test_a_request_of_a_class_is_overtaken_only_by_what_comes_within_its_bound(
+    rank: int, ageing_s: float, rng: random.Random
+) -> None:
+    names = get_args(RequestClass)
+    # New chunks do not make a stream's wait begin anew.
+    victim = view("victim", request_class=names[rank], is_complete=rank < 3, last_chunk_s=30.0 * (rank == 3))
+    requests = [victim]
+    for i in range(20):
+        at_s = rng.uniform(0, 8 * ageing_s)
+        requests.append(view(f"n{i}", at_s, since_s=at_s, request_class=rng.choice(names)))
+    ordered = ClassPolicy(make_policy("fcfs"), ageing_s).order(requests, 40.0)
+    ahead = ordered[: ordered.index(victim)]
+    assert all(r.last_chunk_s <= rank * ageing_s for r in ahead)
+
+
 def shortest_question_first(request: RequestView, now_s: float) -> int:
     return request.num_tokens
 
@@ -161,3 +217,9 @@ def test_a_function_of_ones_own_is_found_by_its_dotted_name(monkeypatch: pytest.
 def test_a_policy_that_cannot_be_made_says_why(spec: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make_policy(spec)
+
+
+@pytest.mark.parametrize("ageing_s", [0, -1, float("inf"), "soon", True])
+def test_ageing_takes_a_number_of_seconds(ageing_s: float) -> None:
+    with pytest.raises(ConfigurationError, match="class_ageing_s"):
+        ClassPolicy(make_policy("fcfs"), ageing_s)

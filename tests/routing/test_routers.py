@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrag.errors import ConfigurationError
@@ -44,6 +44,7 @@ OPENINGS = st.builds(
 
 
 @pytest.mark.parametrize("name", ROUTERS)
+@settings(max_examples=40)
 @given(rounds=st.lists(st.tuples(OPENINGS, STATES), max_size=6))
 def test_whatever_it_is_told_a_router_names_each_replica_once(name, rounds):
     router = make_router(name)

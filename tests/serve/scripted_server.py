@@ -1,7 +1,7 @@
 """A service in a process of its own, for signals: `python -m tests.serve.scripted_server '{"backend": "endless"}'`.
 
-Says in one line of JSON where it listens. A query "die" kills the engine, as far as one can tell from outside; "wait"
-retrieves for half a second.
+Says in one line of JSON where it listens. A query with "wait" retrieves for half a second, or "for ever"; one with
+"die" kills the engine, as far as one can tell from outside. A new engine never comes.
 """
 
 import asyncio
@@ -9,6 +9,8 @@ import json
 import sys
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
+
+import anyio
 
 from streamrag import Append, Chunk
 from streamrag.core import BackendEvent, Prompt, SamplingParams
@@ -25,8 +27,11 @@ class MortalBackend(ScriptedBackend):
         super().__init__(**options)
         self.died = asyncio.Event()
         self._hangs = hangs
+        self.stays_dead = False
 
     async def start(self, progress: Any) -> None:
+        if self.died.is_set() and self.stays_dead:
+            await asyncio.Event().wait()
         await super().start(progress)
         self.died.clear()
 
@@ -45,13 +50,15 @@ class MortalBackend(ScriptedBackend):
 
 async def main(*, backend: str, limits: dict[str, Any], **options: Any) -> int:
     """The exit status."""
-    engine = MortalBackend(answer="It is Paris.", is_endless=backend == "endless", hangs=True)
+    hold = anyio.Event() if backend == "held" else None
+    engine = MortalBackend(answer="It is Paris.", is_endless=backend == "endless", hangs=True, hold=hold)
+    engine.stays_dead = True
 
     def steps(query: str) -> Iterable[Step]:
         yield Append(Chunk("Paris is the capital of France.", "https://geo.example/france"))
-        if query == "wait":
-            yield 0.5
-        if query == "die":
+        if "wait" in query:
+            yield 1000.0 if "for ever" in query else 0.5
+        if "die" in query:
             engine.died.set()
 
     service = Service(engine, ScriptedSource(steps), limits=Limits(**limits), model_name="scripted", **options)

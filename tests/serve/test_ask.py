@@ -6,6 +6,7 @@ import pytest
 
 from streamrag import SourceError
 from streamrag.serve import Limits
+from streamrag.serve.failures import RETRIEVAL_FAILED
 from tests.serve.raw import raw
 from tests.serve.serving import CHUNKS, PARIS, serving
 
@@ -73,7 +74,7 @@ async def test_an_error_is_the_last_event() -> None:
         assert await client.status() == 200
         *_, (name, values) = [each async for each in client.events()]
     assert name == "error"
-    assert values["error"]["message"] == "the site is gone"
+    assert values["error"]["message"] == RETRIEVAL_FAILED
     assert served.watcher.ended == [("ask", "source_error")]
 
 

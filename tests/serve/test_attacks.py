@@ -1,9 +1,10 @@
 """What a client might try to hurt the service, or others, with."""
 
+import asyncio
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -12,10 +13,15 @@ import pytest
 import websockets
 
 from streamrag.asked import MAX_QUERY_CHARACTERS
+from streamrag.errors import BackendError, EngineDeadError, SourceError
 from streamrag.serve import Limits, Live
+from streamrag.serve.admission import Admission, Place
+from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED, RefusedError
 from streamrag.serve.observe.logs import HIDDEN, QueryLog, hide, log_to
+from streamrag.testing import ScriptedBackend, Step
+from tests.serve.raw import Raw, raw
 from tests.serve.responses.talking import talking
-from tests.serve.serving import serving
+from tests.serve.serving import CHUNKS, serving
 
 KEYS = {"key-of-alice-0123456789": "alice", "key-of-mallory-0123456": "mallory"}
 ALICE, MALLORY = ({"authorization": f"Bearer {key}"} for key in KEYS)
@@ -101,6 +107,55 @@ async def test_tokens_of_one_client_do_not_keep_out_another() -> None:
             assert answer.status_code == 429, "its share is all that it is sure of"
 
 
+async def test_clients_that_fill_all_places_do_not_keep_out_another() -> None:
+    keys = {name * 16: name for name in "abc"}
+    async with (
+        serving([anyio.Event()], limits=Limits(max_queries=2), keys=keys) as served,
+        raw(served.url) as first,
+        raw(served.url) as second,
+        raw(served.url) as third,
+        raw(served.url) as again,
+    ):
+
+        async def status(client: Raw, name: str) -> tuple[int, str]:
+            await client.post("/v1/ask", {"question": "What?"}, {"authorization": f"Bearer {name * 16}"})
+            code = await client.status()
+            return code, "" if code == 200 else json.loads(await client.text())["error"]["code"]
+
+        for client, name in ((first, "a"), (second, "a")):
+            assert await status(client, name) == (200, "")
+        assert await status(third, "b") == (429, "queries")
+        first.writer.close()
+        while served.service.admission.num_queries == 2:  # noqa: ASYNC110 -- has no event
+            await asyncio.sleep(0)
+        assert await status(again, "a") == (429, "client_queries")
+        assert await status(third, "b") == (200, "")
+
+
+def test_places_are_shared_evenly_while_a_client_finds_none() -> None:
+    now_s = 0.0
+    admission = Admission(Limits(max_queries=8, max_queries_per_client=4), clock=lambda: now_s)
+
+    def come(client: str) -> Place | str:
+        try:
+            return admission.enter(client, max_tokens=1)
+        except RefusedError as refused:
+            return refused.why
+
+    places = {client: [come(client) for _ in range(4)] for client in ("ada", "bob")}
+    assert come("ada") == "client_queries"
+    assert come("cleo") == "queries"
+    for client in ("ada", "bob", "ada", "bob"):  # each time one of theirs ends, they come again at once
+        ended = places[client].pop()
+        assert isinstance(ended, Place)
+        admission.leave(ended, stayed_s=1.0)
+        assert come(client) == "client_queries", "it has two, and there are three clients for eight places"
+    assert [isinstance(come("cleo"), Place) for _ in range(2)] == [True, True]
+    assert isinstance(come("dora"), Place), "a fourth one finds its place at once"
+    now_s = 31.0
+    assert isinstance(come("ada"), Place), "nobody has been refused for long"
+
+
 async def test_connections_of_one_client_do_not_push_out_what_is_stored_for_another() -> None:
     async with serving(limits=Limits(max_states=4), keys=KEYS) as served:
         stored = [
@@ -161,3 +216,37 @@ async def test_open_requests_of_one_client_do_not_keep_out_another() -> None:
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_connections")
             assert (await served.http.get("/v1/models", headers=ALICE)).status_code == 200
             assert (await served.http.get("/readyz", headers=MALLORY)).status_code == 200
+
+
+INSIDE = "postgresql://db.internal:5432/rag: /var/lib/model.bin is gone"
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"),
+    [([SourceError(INSIDE)], None), (CHUNKS, BackendError(INSIDE)), (CHUNKS, EngineDeadError(INSIDE))],
+)
+async def test_what_sources_and_engines_say_of_the_inside_is_for_the_log(
+    lines: io.StringIO, steps: Sequence[Step], error: Exception | None
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "What?"}]}
+    async with serving(steps, backend=ScriptedBackend(error=error), observers=[QueryLog()]) as served:
+        for path, body in (
+            ("/v1/ask", {"question": "What?"}),
+            ("/v1/chat/completions", asked),
+            ("/v1/chat/completions", {**asked, "stream": True}),
+            ("/v1/responses", {"input": "What?"}),
+            ("/v1/responses", {"input": "What?", "stream": True}),
+        ):
+            before = lines.getvalue().count("db.internal")
+            answer = await served.http.post(path, json=body)
+            assert "internal" not in answer.text
+            assert "/var" not in answer.text
+            assert any(why in answer.text for why in (RETRIEVAL_FAILED, ENGINE_FAILED, ENGINE_DIED))
+            assert lines.getvalue().count("db.internal") == before + 1, "the log says it, once"
+
+
+async def test_an_answer_in_spite_of_a_source_says_no_more_of_it() -> None:
+    async with serving([*CHUNKS, SourceError(INSIDE)], on_source_error="answer") as served:
+        answer = await served.http.post("/v1/ask", json={"question": "What?"})
+    assert answer.text.count(RETRIEVAL_FAILED) == 2, "when it failed, and in the answer"
+    assert "internal" not in answer.text

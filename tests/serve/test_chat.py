@@ -110,10 +110,10 @@ async def test_what_cannot_be_answered_is_refused(body: object, status: int, par
 
 async def test_an_error_is_a_status_or_stands_in_the_stream() -> None:
     async with serving([*CHUNKS, SourceError("the site is gone")]) as served, client_of(served) as client:
-        with pytest.raises(openai.InternalServerError, match="the site is gone"):
+        with pytest.raises(openai.InternalServerError, match="retrieval failed"):
             await client.chat.completions.create(model="scripted", messages=QUESTION)
         stream = await client.chat.completions.create(model="scripted", messages=QUESTION, stream=True)
-        with pytest.raises(openai.APIError, match="the site is gone"):
+        with pytest.raises(openai.APIError, match="retrieval failed"):
             _ = [chunk async for chunk in stream]
     assert served.watcher.ended == [("chat", "source_error")] * 2
 
@@ -128,7 +128,7 @@ async def test_an_engine_that_fails_in_mid_answer_is_told_of_behind_its_text() -
             async for chunk in stream:
                 texts.append(chunk.choices[0].delta.content)  # noqa: PERF401 - what came before the error is kept
 
-        with pytest.raises(openai.APIError, match="out of memory"):
+        with pytest.raises(openai.APIError, match="the engine failed"):
             await read()
     assert texts == ["", "I"]
     assert served.watcher.ended == [("chat", "backend_error")]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from streamrag.errors import ConfigurationError
+from streamrag.serve import Limits
 from streamrag.serve.config.configuration import SECTIONS, load
 from streamrag.serve.config.settings import Settings
 from streamrag.serve.config.showing import HIDDEN, commented_defaults, effective, toml_of
@@ -135,3 +136,32 @@ def test_the_documentation_has_every_setting_as_it_is() -> None:
             for name, field in model.model_fields.items()
         ]
         assert [line for line in part.splitlines() if line.startswith("| `")] == rows, section
+
+
+def test_paths_in_a_file_are_relative_to_it_and_names_stay_names(tmp_path: Path) -> None:
+    file = file_of(
+        tmp_path,
+        "[source]\nindex = 'idx'\nembedder = './mine'\nrerank = 'late-interaction'\n"
+        "[model]\nname = '../models/a'\ntokenizer = 'org/b'\n[engine]\nlog_path = '/var/log/x'\n"
+        "[keys]\nfile = '~/keys'\n",
+    )
+    settings = load(file, {"STREAMRAG__SOURCE__CACHE_FOLDER": "cache"}, {"source.trace": "t.jsonl"}).settings
+    source, model = settings.source, settings.model
+    assert (source.index, source.embedder, source.rerank) == (tmp_path / "idx", f"{tmp_path}/mine", "late-interaction")
+    assert (model.name, model.tokenizer) == (f"{tmp_path.parent}/models/a", "org/b")
+    assert (source.cache_folder, source.trace) == (Path("cache"), Path("t.jsonl"))
+    assert (settings.engine.log_path, settings.keys.file) == (Path("/var/log/x"), Path("~/keys").expanduser())
+
+
+def test_true_is_no_number(tmp_path: Path) -> None:
+    file = file_of(
+        tmp_path,
+        "[limits]\nmax_queries = true\ndrain_s = false\n[engine]\nkv_cache_bytes = true\ncan_partial_evict = true\n",
+    )
+    assert problems_of(file, {}, {}) == [
+        f"{file}, line 5: engine.kv_cache_bytes: must not be true or false, and is 'True'",
+        f"{file}, line 2: limits.max_queries: must not be true or false, and is 'True'",
+        f"{file}, line 3: limits.drain_s: must not be true or false, and is 'False'",
+    ]
+    with pytest.raises(ValueError, match="must not be true or false"):
+        Limits(max_queries=True)

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import socket
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -15,8 +17,9 @@ from uvicorn.server import ServerState
 
 from streamrag import Append
 from streamrag.serve import Limits, Service, create_app
+from streamrag.serve.connections import MOST_TOLD
 from streamrag.serve.server import config_of, listen
-from streamrag.testing import ScriptedBackend
+from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw
 from tests.serve.serving import CHUNKS, PARIS, Serving, serving
 
@@ -211,6 +214,8 @@ async def test_an_event_is_not_held_back_until_the_one_before_was_acknowledged(i
             kept = made[0].transport.get_extra_info("socket")
             assert await client.status() == 200
             assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert kept.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
 
 
 @BOTH
@@ -241,13 +246,84 @@ async def test_a_thousand_idle_connections_hold_up_nobody() -> None:
         assert "event: answered" in await last.text()
 
 
-async def test_connections_beyond_the_limit_are_told_so() -> None:
-    async with serving(limits=Limits(max_connections=5, head_s=60)) as served:
+@BOTH
+async def test_connections_beyond_the_limit_are_told_so(is_h11: bool) -> None:
+    async with serving(limits=Limits(max_connections=5, head_s=60), is_h11=is_h11) as served:
         async with AsyncExitStack() as clients:
             for _ in range(5):
                 await clients.enter_async_context(raw(served.url))
-            answer = await served.http.get("/healthz")
-            assert answer.status_code == 503
+            upgrade = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-key": "x" * 24}
+            for path, headers in (("/healthz", {}), ("/v1/responses", {**upgrade, "sec-websocket-version": "13"})):
+                answer = await served.http.get(path, headers=headers)
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "too_many_connections"
+                assert (answer.headers["retry-after"], answer.headers["connection"]) == ("5", "close")
         async with asyncio.timeout(10):
             while (await served.http.get("/healthz")).status_code != 200:
                 pass
+
+
+async def test_far_more_connections_than_the_limit_are_hung_up_on() -> None:
+    async with serving(limits=Limits(max_connections=5, head_s=60)) as served, AsyncExitStack() as clients:
+        many = [await clients.enter_async_context(raw(served.url)) for _ in range(5 + MOST_TOLD + 3)]
+        for client in many[-3:]:
+            assert await client.is_closed()
+        await many[0].post("/v1/ask", ASKED)
+        assert await many[0].status() == 503, "it asks when there are too many"
+
+
+def num_held() -> int:
+    """Files, sockets and tasks."""
+    return len(os.listdir("/proc/self/fd")) + len(asyncio.all_tasks())
+
+
+@BOTH
+async def test_a_storm_of_clients_that_connect_and_drop_leaves_nothing_behind(is_h11: bool) -> None:
+    """At every stage: with no word, in a head, in a body, with an answer under way, as a WebSocket."""
+    whole = request(b'{"question": "What?"}', "content-length: 21", "authorization: Bearer storm")
+    upgrade = (
+        b"GET /v1/responses HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer storm\r\nconnection: upgrade\r\n"
+        b"upgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    said = (b"", whole[:20], whole[:-5], whole, upgrade)
+
+    def steps(query: str) -> Iterable[Step]:
+        return (Append(PARIS), 1000.0) if query == "What?" else CHUNKS
+
+    async with serving(steps, keys={"key": "ada", "storm": "bob"}, is_h11=is_h11) as served:
+        await works(served)
+        before = num_held()
+
+        async def drop(number: int) -> None:
+            _, writer = await asyncio.open_connection(served.http.base_url.host, served.http.base_url.port)
+            writer.write(said[number % len(said)])
+            await asyncio.sleep(0)
+            if number % 2:
+                writer.transport.abort()
+            else:
+                writer.close()
+
+        for _ in range(2):
+            await asyncio.gather(*(drop(number) for number in range(250)))
+            await works(served)  # others are served meanwhile
+        async with asyncio.timeout(20):
+            while served.service.queries or num_held() > before:  # noqa: ASYNC110 -- has no event
+                await asyncio.sleep(0)
+        assert served.backend.num_requests == served.source.num_streams == 0
+        assert served.watcher.started
+
+
+async def test_a_reader_that_comes_back_again_and_again_leaves_nothing_behind() -> None:
+    async with serving() as served:
+        session = (await served.http.post("/v1/sessions", json={})).json()["id"]
+        await works(served)
+        before = num_held()
+        for number in range(100):
+            async with raw(served.url) as reader:
+                head = f"GET /v1/sessions/{session}/events HTTP/1.1\r\nhost: localhost\r\nlast-event-id: {number}"
+                await reader.send(f"{head}\r\n\r\n".encode())
+                assert await reader.status() == 200
+                await reader.until("session")
+        async with asyncio.timeout(20):
+            while num_held() > before:  # noqa: ASYNC110 -- has no event
+                await asyncio.sleep(0)

@@ -227,3 +227,30 @@ async def test_it_fits_terminals_of_all_widths(width: int, capsys: pytest.Captur
     assert f"and {700 - num_shown} more" in lines
     assert ("Sapphire" in "".join(lines)) == (width >= 110)
     assert sum("49%" in line for line in lines) > num_shown or width < 60
+
+
+HOSTILE = "\x1b]0;x\x07\x9b2J\r\n05:00 answered\u2028\u202ecod\u2066\u200b[red]" + "y" * 300
+
+
+@pytest.mark.parametrize("width", [60, 200])
+async def test_nothing_that_strangers_wrote_is_obeyed_or_makes_another_line(
+    width: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(observers=[Live()]) as served:
+        values = await snapshot(served)
+    plain = {**values, "open": [query(1)], "num_open": 1, "ended": [query(2, outcome="answered")]}
+    hostile = dict.fromkeys(("id", "client", "interface", "phase", "outcome", "text"), HOSTILE)
+    strange = {
+        **plain,
+        "model": HOSTILE,
+        "refused": {HOSTILE: 1},
+        "open": [query(1, **hostile)],
+        "ended": [hostile | query(2, **hostile)],
+    }
+    Output(width=width).print(view(plain, width=width))
+    num_lines = len(capsys.readouterr().out.splitlines())
+    Output(width=width).print(view(strange, width=width))
+    shown = capsys.readouterr().out
+    assert not set("\x1b\x07\x9b\r\u2028\u202e\u2066\u200b") & set(shown)
+    assert not any(line.startswith("05:00") for line in shown.splitlines())
+    assert len(shown.splitlines()) - num_lines <= 2 * (len(HOSTILE) // width + 1), "only what is in the head is folded"

@@ -18,6 +18,7 @@ from streamrag.serve.observe.course import Phase
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.telemetry import ChunkArrived, ContextChanged
 from streamrag.testing import ScriptedBackend
+from tests.serve.scripted_server import MortalBackend
 from tests.serve.serving import CHUNKS, PARIS, ROME, Serving, serving
 
 BODY = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -224,9 +225,13 @@ async def test_prometheus_gets_the_names_that_are_documented_and_other_codes_met
 
 
 async def test_restarts_of_the_engine_are_counted() -> None:
-    async with serving(observers=[Metrics()]) as served:
-        served.service.num_restarts = 2
-        assert [(await scrape(served.http))["engine_restarts_total"] for _ in range(2)] == [2, 2]
+    backend = MortalBackend(answer="It is Paris.")
+    async with serving(backend=backend, observers=[Metrics()], on_engine_death="restart") as served:
+        backend.died.set()
+        async with asyncio.timeout(20):
+            while not served.service.num_restarts:  # noqa: ASYNC110 -- has no event
+                await asyncio.sleep(0)
+        assert [(await scrape(served.http))["engine_restarts_total"] for _ in range(2)] == [1, 1]
 
 
 @dataclass

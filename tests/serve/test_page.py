@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import anyio
 import httpx
@@ -38,17 +39,24 @@ async def test_the_page_may_load_nothing_from_elsewhere_and_is_kept_by_its_etag(
         assert (await served.http.get("/page/../app.py")).status_code == 404
 
 
-async def test_each_change_of_the_context_says_which_passages_it_has_without_their_text() -> None:
-    async with serving([Update((PARIS, ROME)), Update((OSLO, PARIS))], mode=UpdateMode()) as served:
+async def test_each_change_of_the_context_says_which_passages_come_and_go_without_their_text() -> None:
+    contexts = ([PARIS, ROME], [OSLO, PARIS], [OSLO, ROME, PARIS], [OSLO, PARIS], [OSLO, PARIS, ROME])
+    async with serving([Update(tuple(each)) for each in contexts], mode=UpdateMode()) as served:
         answer = await served.http.post("/v1/ask", json={"question": QUESTION})
     lines = answer.text.splitlines()
     changes = [json.loads(data[6:]) for name, data in pairwise(lines) if name == "event: context_changed"]
-    assert [[(chunk["uri"], chunk["passage"]) for chunk in change["chunks"]] for change in changes] == [
-        [(PARIS.uri, 0), (ROME.uri, 0)],
-        *[[(OSLO.uri, 0), (PARIS.uri, 0)]] * 2,
+    context: list[dict[str, Any]] = []
+    seen = []
+    for change in changes:
+        splice = change["splice"]
+        context[splice["at"] : splice["at"] + splice["num_removed"]] = splice["chunks"]
+        seen.append([chunk["uri"] for chunk in context])
+        assert len(context) == change["num_chunks"]
+    assert [each for i, each in enumerate(seen) if seen[i - 1 : i] != [each]] == [
+        [chunk.uri for chunk in each] for each in contexts
     ]
-    assert [len(change["chunks"]) for change in changes] == [change["num_chunks"] for change in changes]
-    assert changes[0].keys() == {"at_s", "num_chunks", "num_tokens", "num_shared", "num_invalidated", "chunks"}
+    assert [len(change["splice"]["chunks"]) for change in changes] == [2, 2, 1, 0, 1, 0], "what stays is not told again"
+    assert changes[0].keys() == {"at_s", "num_chunks", "num_tokens", "num_shared", "num_invalidated", "splice"}
 
 
 async def test_passages_and_an_answer_appear_while_they_come_about() -> None:

@@ -5,6 +5,7 @@ import pytest
 from streamrag import Append, Chunk, CutShort, Skipped, SourceError, Update
 from streamrag.core import Hint
 from streamrag.serve import Limits
+from streamrag.serve.failures import RETRIEVAL_FAILED
 from streamrag.telemetry import ChunkArrived, DocumentSkipped, RetrievalCutShort, RetrievalStarted
 from tests.serve.raw import raw
 from tests.serve.serving import PARIS, ROME, serving
@@ -61,7 +62,7 @@ async def test_a_source_that_fails_is_told_of_behind_what_it_brought(error: Exce
         events = [each async for each in client.events()]
     assert [name for name, _ in events] == ["retrieval_started", "append", "error"]
     assert events[-1][1]["error"]["code"] == "retrieval_failed"
-    assert "the site is gone" in events[-1][1]["error"]["message"]
+    assert events[-1][1]["error"]["message"] == RETRIEVAL_FAILED
     assert served.watcher.ended == [("retrieve", "source_error")]
 
 

@@ -2,7 +2,9 @@
 
 import ast
 import asyncio
+import os
 import re
+import sys
 from pathlib import Path
 
 from tests.serve.serving import serving
@@ -22,6 +24,22 @@ async def test_the_examples_with_curl_work() -> None:
             assert shell.returncode == 0
             assert b"event: answered" in said
             assert b"It is Paris [1]." in said
+
+
+async def test_the_example_of_a_sessions_socket_works() -> None:
+    page = (ROOT / "docs" / "sessions.md").read_text()
+    (example,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    async with serving() as served:
+        shell = await asyncio.create_subprocess_shell(
+            example.replace("http://127.0.0.1:8000", served.url),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        )
+        said, _ = await shell.communicate()
+    assert shell.returncode == 0
+    assert b"appended 3" in said
+    for id in (b"a", b"b"):
+        assert re.search(id + rb" [23] It is Paris \[1\]\.\n", said), said
 
 
 def test_every_test_in_the_table_of_faults_exists() -> None:

@@ -44,6 +44,18 @@ async def test_data_are_appended_and_asked_about() -> None:
         assert served.backend.num_requests == 0
 
 
+async def test_answers_may_be_restricted() -> None:
+    async with serving(backend=ScriptedBackend(answer="no")) as served:
+        url = await opened(served)
+        for stream in (False, True):
+            question = {"question": "Any?", "answers": ["nowhere", "yes"], "stream": stream}
+            answer = await served.http.post(f"{url}/ask", json=question)
+            assert '"text":"nowhere"' in answer.text.replace(" ", "")
+        answer = await served.http.post(f"{url}/ask", json={"question": "Any?", "answers": ["no", "nowhere"]})
+        assert (answer.status_code, "same token" in answer.text) == (400, True)
+        assert (await served.http.post(f"{url}/ask", json={"question": "Any?"})).json()["text"] == "no"
+
+
 async def test_an_answer_is_streamed() -> None:
     async with serving(backend=ScriptedBackend(answer="Yes.")) as served:
         url = await opened(served)

@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 
+from streamrag.errors import ConfigurationError
+from streamrag.serve import Service, create_app, engine_watch
+from streamrag.serve.engine_watch import Restarts
+from streamrag.serve.server import listen, serve
+from streamrag.testing import ScriptedBackend
 from tests.serve.raw import FINISH, OPEN, raw
 from tests.serve.scripted_server import MortalBackend
 from tests.serve.serving import serving
@@ -77,7 +82,8 @@ async def test_a_second_sigterm_aborts_at_once() -> None:
                 await late.send(b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 status = await late.status()
                 await late.text()
-        process.send_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            process.send_signal(number)
         assert (await client.until("error"))["error"]["code"] == "draining"
         assert await process.wait() == 3
 
@@ -123,9 +129,35 @@ async def test_an_engine_that_dies_answers_every_open_request_with_an_error_and_
     assert {outcome for _, outcome in served.watcher.ended} <= {"engine_dead", "left", "shut_down"}
 
 
-async def test_an_engine_that_cannot_be_started_again_ends_the_service() -> None:
+async def test_a_restart_that_takes_its_time_is_said_at_readyz() -> None:
     backend = MortalBackend(answer="It is Paris.")
+    may_start, start = asyncio.Event(), backend.start
+
+    async def slowly(progress: Any) -> None:
+        await may_start.wait()
+        await start(progress)
+
     async with serving(backend=backend, on_engine_death="restart") as served:
+        backend.start = slowly  # type: ignore[method-assign]
+        backend.died.set()
+        async with asyncio.timeout(20):
+            while (await served.http.get("/readyz")).status_code == 200:
+                pass
+            answer = await served.http.get("/readyz")
+            assert answer.text == "not ready: the engine died; restart 1 of at most 5\n"
+            assert answer.headers["retry-after"] == "5"
+            assert (await served.http.get("/healthz")).status_code == 200
+            may_start.set()
+            while (await served.http.get("/readyz")).status_code != 200:
+                pass
+
+
+async def test_an_engine_that_cannot_be_started_again_ends_the_service(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_watch, "FIRST_WAIT_S", 0.01)
+    backend = MortalBackend(answer="It is Paris.")
+    async with serving(backend=backend, on_engine_death="restart", max_restarts=3) as served:
 
         async def fails(progress: object) -> None:
             raise RuntimeError("no device")
@@ -137,3 +169,64 @@ async def test_an_engine_that_cannot_be_started_again_ends_the_service() -> None
         assert (await served.http.get("/healthz")).status_code == 503
         answer = await served.http.post("/v1/ask", json={"question": "What?"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+    assert [record.getMessage() for record in caplog.records if record.name == "streamrag.serve"] == [
+        "the engine died; restart 1 of at most 3, in 0 s: the engine was killed",
+        "the engine died; restart 2 of at most 3, in 0.01 s: no device",
+        "the engine died; restart 3 of at most 3, in 0.02 s: no device",
+        "the engine died, and is not started again: no device",
+    ]
+
+
+def test_restarts_wait_longer_each_time_end_at_a_limit_and_are_forgotten() -> None:
+    restarts = Restarts(9, 300.0)
+    assert [restarts.begin(float(i)) for i in range(10)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, None]
+    assert [restarts.begin(303.0) for _ in range(5)] == [16.0, 32.0, 60.0, 60.0, None], "four are of long ago"
+    assert restarts.begin(1000.0) == 0.0
+
+
+async def test_an_engine_that_dies_in_a_drain_is_not_started_again() -> None:
+    async with running("endless", {"drain_s": 1000}, on_engine_death="restart") as (process, url):
+        async with raw(url) as client, raw(url) as stream:
+            await stream.post("/v1/streams")
+            await stream.line(OPEN)
+            assert await stream.status() == 200
+            await client.post("/v1/ask", {"question": "wait and die"})
+            assert await client.status() == 200
+            await client.until("retrieval_started")
+            process.send_signal(signal.SIGTERM)
+            for each in (client, stream):
+                assert (await each.until("error"))["error"]["code"] == "engine_dead"
+            assert await process.wait() == 4
+
+
+async def test_sighup_while_the_engine_is_started_again_ends_the_service() -> None:
+    async with running("endless", on_engine_death="restart") as (process, url), raw(url) as killer:
+        await killer.post("/v1/ask", {"question": "die"})
+        assert await killer.status() == 200
+        assert (await killer.until("error"))["error"]["code"] == "engine_dead"
+        process.send_signal(signal.SIGHUP)
+        assert await process.wait() == 0
+
+
+async def test_many_signals_in_retrieval_and_in_prefill_end_with_the_same_status() -> None:
+    async with running("held", {"drain_s": 1000}) as (process, url), raw(url) as retrieving, raw(url) as prefilling:
+        await retrieving.post("/v1/ask", {"question": "wait for ever"})
+        await prefilling.post("/v1/ask", {"question": "What?"})
+        for client in (retrieving, prefilling):
+            assert await client.status() == 200
+            await client.until("context_changed")
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        for client in (retrieving, prefilling):
+            assert (await client.until("error"))["error"]["code"] == "draining"
+        assert await process.wait() == 3
+
+
+async def test_of_two_that_were_started_with_one_address_one_says_that_it_cannot_listen() -> None:
+    service = Service(ScriptedBackend())
+    with listen("127.0.0.1", 0) as first, listen("127.0.0.1", first.getsockname()[1]) as second:
+        await service.start()
+        first.listen()
+        with pytest.raises(ConfigurationError, match="cannot listen: Address already in use"):
+            await serve(create_app(service), service, second, on_ready=lambda: pytest.fail("it does not listen"))
+    assert not service.is_ready

@@ -39,6 +39,15 @@ async def test_it_is_answered_line_by_line_while_the_body_still_comes(is_h11: bo
     assert served.watcher.ended == [("streams", "answered")]
 
 
+async def test_what_is_told_of_a_context_that_grows_grows_no_faster() -> None:
+    async with serving() as served, raw(served.url) as client:
+        await opened(client)
+        await client.line(*(append(f"chunk {i}", f"https://geo.example/{i}") for i in range(100)), FINISH)
+        changes = [values["splice"] async for name, values in client.events() if name == "context_changed"]
+    assert sum(len(change["chunks"]) for change in changes) == 100
+    assert not any(change["num_removed"] for change in changes)
+
+
 async def test_updates_replace_the_context_and_what_was_left_out_is_said() -> None:
     async with serving() as served, raw(served.url) as client:
         await opened(client, max_tokens=7)

@@ -1,6 +1,7 @@
 """Spans of queries, and whose children they are."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -18,11 +19,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
-from streamrag import Append, Chunk, SourceError
+from streamrag import Append, Chunk, SourceError, WebSource, search_engine
+from streamrag.propagation import trace_headers
+from streamrag.serve import Service
 from streamrag.serve.observe.tracing import MAX_EVENTS, Tracing, context_of, to_otlp
 from streamrag.serve.observing import ServedQuery
+from streamrag.serve.service import Caller
 from streamrag.telemetry import ChunkArrived
-from streamrag.testing import Step
+from streamrag.testing import ScriptedBackend, Step
 from tests.serve.serving import CHUNKS, PARIS, serving
 from tests.serve.test_metrics import RecordingBackend
 
@@ -156,6 +160,46 @@ async def test_a_source_sees_the_querys_span_and_queries_do_not_mix(spans: InMem
     assert not get_current_span().get_span_context().is_valid
 
 
+@pytest.mark.parametrize("send_traceparent", [False, True])
+async def test_a_search_engine_is_told_of_the_trace_and_pages_only_if_that_is_switched_on(
+    spans: InMemorySpanExporter, send_traceparent: bool
+) -> None:
+    asked: dict[str, str | None] = {}
+
+    class Site(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            asked[path] = self.headers["traceparent"]
+            page = f"http://127.0.0.1:{self.server.server_address[1]}/page"
+            found = json.dumps({"results": [{"url": page}]})
+            body = {"/search": found, "/page": "<p>The capital of France is Paris.</p>"}.get(path, "")
+            self.send_response(200 if body else 404)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with listening(Site) as url:
+        source = WebSource(search_engine(url), allow_private=True, max_depth=0, send_traceparent=send_traceparent)
+        service = Service(ScriptedBackend(), source, observers=[tracing(spans)])
+        await service.start()
+        caller = Caller("1", "ada", TRACEPARENT)
+        async with service.events(caller, "retrieve", "What is the capital of France?") as events:
+            chunks = [event async for event in events if isinstance(event, ChunkArrived)]
+        await service.aclose()
+    assert chunks
+    span = by_name(spans)["retrieval scripted"]
+    sent = f"00-{TRACE_ID}-{span.context.span_id:016x}-01"
+    assert asked == {
+        "/search": sent,
+        "/robots.txt": sent if send_traceparent else None,
+        "/page": sent if send_traceparent else None,
+    }
+    assert not trace_headers.get()
+
+
 async def test_events_of_a_retrieval_are_bounded(spans: InMemorySpanExporter) -> None:
     chunks = [Append(Chunk(f"chunk {number}", "a.md", passage=number)) for number in range(MAX_EVENTS)]
     async with serving(chunks, observers=[tracing(spans)]) as served:
@@ -234,11 +278,17 @@ class Collector(BaseHTTPRequestHandler):
 @contextmanager
 def collector() -> Iterator[tuple[str, type[Collector]]]:
     kind = type("Received", (Collector,), {"received": [], "headers_seen": []})
+    with listening(kind) as url:
+        yield url, kind
+
+
+@contextmanager
+def listening(kind: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", kind
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()

@@ -12,6 +12,8 @@ from streamrag import VllmBackend
 from streamrag.serve import Limits
 from tests.serve.raw import FINISH, OPEN, append, raw
 from tests.serve.serving import serving
+from tests.serve.test_session_socket import talking
+from tests.serve.test_sessions import opened
 
 pytestmark = pytest.mark.engine
 
@@ -27,10 +29,24 @@ async def test_leaving_in_decode_frees_kv_and_a_killed_engine_is_started_again(t
             await client.until("tokens_generated")
             assert await backend.num_unfinished_requests() == 1
         left_s = time.monotonic()
-        async with asyncio.timeout(20):
-            while await backend.num_unfinished_requests():
-                pass
+        await unfinished(backend, 0)
         print(f"the engine was free after {(time.monotonic() - left_s) * 1000:.0f} ms")
+
+        url = await opened(served, window_tokens=500)
+        async with talking(served, url) as talk:
+            await talk.send("append", data=["Oslo is the capital of Norway."])
+            await talk.next("data_updated")
+            num_idle = await backend.num_unfinished_requests()
+            for id in "ab":
+                await talk.send("ask", id=id, question="Where is it?", at_least=1, max_tokens=1500)
+                await talk.next("tokens_generated", id=id)
+            assert await backend.num_unfinished_requests() == num_idle + 2
+            await talk.send("cancel", id="a")
+            await talk.next("cancelled")
+            await unfinished(backend, num_idle + 1)
+        await unfinished(backend, num_idle)
+        assert (await served.http.delete(url)).status_code == 204
+        await unfinished(backend, 0)
 
         async with raw(served.url) as decoding, raw(served.url) as waiting:
             for client, lines in ((decoding, [FINISH]), (waiting, [])):
@@ -54,4 +70,12 @@ async def test_leaving_in_decode_frees_kv_and_a_killed_engine_is_started_again(t
             await client.line({**OPEN, "max_tokens": 5}, append("Rome is the capital of Italy."), FINISH)
             assert await client.status() == 200
             await client.until("answered")
-    assert [outcome for _, outcome in served.watcher.ended] == ["left", "engine_dead", "engine_dead", "answered"]
+    outcomes = ["left", "left", "left", "engine_dead", "engine_dead", "answered"]
+    assert [outcome for _, outcome in served.watcher.ended] == outcomes
+
+
+async def unfinished(backend: VllmBackend, num: int) -> None:
+    """Until the engine has so many requests."""
+    async with asyncio.timeout(20):
+        while await backend.num_unfinished_requests() != num:
+            pass

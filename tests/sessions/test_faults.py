@@ -196,6 +196,7 @@ async def test_an_engines_own_timeout_is_no_deadline() -> None:
 
 async def test_an_engine_that_reads_no_prompts_is_given_the_newest_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sessions.lane.SETTLE_S", 0.001)
+    monkeypatch.setattr("streamrag.sessions.lane.SETTLE_TOKEN_S", 0.0)
     engine = Engine(answer="yes", hold=(hold := anyio.Event()))
     async with Session(engine) as session:
         for i in range(5):

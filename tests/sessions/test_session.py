@@ -133,10 +133,10 @@ async def test_data_longer_than_the_window_is_cut() -> None:
         async with pipeline.session(window_tokens=100) as session:
             await session.append("x" * 1000)
             await settled(session)
-            assert lines_of(engine.asked[-1]) == ["x" * 50]
+            assert lines_of(engine.asked[-1]) == ["x" * 49]
             await session.append("short")
             await settled(session)
-            assert lines_of(engine.asked[-1]) == ["x" * 50 + "short"]
+            assert lines_of(engine.asked[-1]) == ["x" * 49, "short"]
 
 
 async def test_the_prompt_computed_ahead_is_the_beginning_of_each_question() -> None:

@@ -30,6 +30,8 @@ class Vocabulary(ScriptedBackend):
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
         async for prompt in prompts:
+            if prompt.is_complete:
+                self.prompts.append([prompt])
             yield Prefilled(len(prompt.token_ids))
         token_id = params.extra.get("allowed_token_ids", [ord("?")])[0]
         yield AnswerChunk(chr(token_id), (token_id,), "stop")
@@ -41,8 +43,14 @@ async def test_a_restricted_answer_is_nobody_elses() -> None:
         two = session.watch("Which?", answers=("high", "low"))
         assert (await anext(one)).text == "no"
         assert (await anext(two)).text == "high"
-        assert [chunk.text async for chunk in session.ask("Which?", params=SamplingParams())] == ["?"]
-        assert [chunk.text async for chunk in session.ask("Which?")] == ["no"]
+        assert [chunk.text async for chunk in session.ask("Which?")] == ["?"]
+        num_asked = len(session._backend.prompts)
+        for answers, expected in ((("yes", "no"), "no"), (("no", "yes"), "no"), (("high", "low"), "high")):
+            for params in (None, SamplingParams(max_tokens=5, temperature=0.7)):  # which make no difference
+                stream = session.ask("Which?", answers=answers, params=params)
+                assert [chunk.text async for chunk in stream] == [expected]
+        assert len(session._backend.prompts) == num_asked, "kept answers take no engine"
+        assert [chunk.text async for chunk in session.ask("Which?", answers=("a", "b"))] == ["a"]
 
 
 @pytest.mark.parametrize("answer", [AnswerChunk("", (), "stop"), AnswerChunk("?", (63,), "stop")])
@@ -126,5 +134,9 @@ async def test_options_of_watches_are_checked() -> None:
         for options in ({"answers": None}, {"answers": 5}, {"params": 5}):
             with pytest.raises(ConfigurationError, match=next(iter(options))):
                 session.watch("Any?", **options)
+            with pytest.raises(ConfigurationError, match=next(iter(options))):
+                session.ask("Any?", **options)
+        with pytest.raises(ConfigurationError, match="same token"):
+            await anext(session.ask("Any?", answers=("yes", "yesterday")))
         with pytest.raises(ConfigurationError, match="params"):
             session.ask("Any?", params={"max_tokens": 5})

@@ -99,3 +99,27 @@ async def test_a_watch_that_is_closed_ends_and_the_others_go_on() -> None:
     with pytest.raises(PipelineClosedError):
         await two.at_least(100)
     assert engine.num_requests == 0
+
+
+async def test_the_engine_is_told_who_waits_for_each_request() -> None:
+    seen: set[tuple[str, bool]] = set()
+
+    class Told(Engine):
+        async def generate(self, prompts, params):  # type: ignore[no-untyped-def]
+            async def noted():  # type: ignore[no-untyped-def]
+                async for prompt in prompts:
+                    seen.add((prompt.request_class, prompt.is_complete))
+                    yield prompt
+
+            async for event in super().generate(noted(), params):
+                yield event
+
+    async with Pipeline(ScriptedSource([]), Told(answer="yes")) as pipeline, pipeline.session() as session:
+        await session.append("one")
+        watch = session.watch("Any?")
+        await watch.at_least(1)
+        await settled(session)
+        async with pipeline.stream("A query") as answer:
+            async for _ in answer:
+                pass
+    assert seen - {("pool", False)} == {("stream", False), ("flash", True), ("session", True), ("pool", True)}

@@ -3,7 +3,7 @@
     async with SimulatedClient(engine) as client:
         async for token_ids in client.generate("q1", prompt, 16): ..       # a plain request
         async with client.stream("q2", prompt, 16) as stream: ..           # for our scheduler
-        async for token_ids in client.session("q3", chunks, 16): ..        # for vLLM's own
+        async for token_ids in client.session("q3", chunks): ..            # for vLLM's own
 
 `streamrag.bench.arms.Client` is what this and a real engine's client have in common.
 """
@@ -29,6 +29,7 @@ from streamrag.backends.simulated.watch import Watch
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
 from streamrag.backends.vllm.scheduler.step_parts import parts_of
+from streamrag.core import RequestClass
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import Part
 from streamrag.errors import BackendError
@@ -141,30 +142,35 @@ class SimulatedClient:
 
     @asynccontextmanager
     async def stream(
-        self, query_id: str, token_ids: Sequence[int], num_output_tokens: int, *, is_complete: bool = False
+        self,
+        query_id: str,
+        token_ids: Sequence[int],
+        num_output_tokens: int,
+        *,
+        is_complete: bool = False,
+        request_class: RequestClass = "pool",
     ) -> AsyncIterator["SimulatedStream"]:
         """A prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
         with self._opened(query_id) as (request_id, answer):
-            stream = SimulatedStream(self.send, request_id, answer, num_output_tokens)
+            stream = SimulatedStream(self.send, request_id, answer, num_output_tokens, request_class)
             await stream.update(token_ids, is_complete=is_complete)
             yield stream
 
     async def session(
-        self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], bool]], num_output_tokens: int
+        self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], int]]
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Push each chunk into one of vLLM's own sessions, and yield the answer to the last; closing aborts.
+        """Push each chunk into one of vLLM's own sessions, and yield the answers to all of them; closing aborts.
 
-        `chunks` says of each whether it is the last. The others are answered with one token, which is not shown.
+        `chunks` says of each how many tokens answer it, one at least.
         """
         with self._opened(query_id) as (request_id, answer):
             progress = _Progress()
-            pushing = asyncio.create_task(self._push(request_id, answer, chunks, num_output_tokens, progress))
+            pushing = asyncio.create_task(self._push(request_id, answer, chunks, progress))
             try:
                 while not (progress.is_all_sent and progress.num_answered == progress.num_sent):
                     output = await answer.get()
-                    is_of_last = progress.is_all_sent and progress.num_answered == progress.num_sent - 1
                     progress.num_answered += output.finish_reason is not None
-                    if is_of_last and output.new_token_ids:
+                    if output.new_token_ids:
                         yield tuple(output.new_token_ids)
             finally:
                 pushing.cancel()
@@ -213,15 +219,15 @@ class SimulatedClient:
         self,
         request_id: str,
         answer: Answer,
-        chunks: AsyncIterator[tuple[Sequence[int], bool]],
-        num_output_tokens: int,
+        chunks: AsyncIterator[tuple[Sequence[int], int]],
         progress: _Progress,
     ) -> None:
         try:
-            async for token_ids, is_complete in chunks:
+            async for token_ids, num_output_tokens in chunks:
                 progress.num_sent += 1
-                progress.is_all_sent = is_complete
-                self.send(request_id, token_ids, num_output_tokens if is_complete else 1, is_session=True)
+                self.send(request_id, token_ids, num_output_tokens, is_session=True)
+            progress.is_all_sent = True
+            answer.put(EngineCoreOutput(request_id, []))  # wakes whoever has read all answers already
             self.send(request_id, [0], 1)  # as vLLM's client does: the end of the session
         except Exception as error:
             answer.put(error)
@@ -249,10 +255,12 @@ class SimulatedClient:
 
     def _deliver(self, output: EngineCoreOutput) -> None:
         ours = (output.kv_transfer_params or {}).get(KEY, {})
-        if "chunk" in ours:  # the end of a chunk, not of the answer
-            return
         request_id = output.request_id
         answer = self._answers.get(request_id)
+        if "chunk" in ours:  # the end of a chunk, not of the answer
+            if answer is not None:
+                answer.put(output)
+            return
         if "record" in ours:
             self._note_end(request_id, RequestRecord.from_dict(ours["record"]))
         if answer is None:

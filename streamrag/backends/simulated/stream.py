@@ -3,12 +3,14 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import TypeAlias
 
 from vllm.v1.engine import EngineCoreOutput
 
-from streamrag.backends.vllm.chunk_wire import PromptMessage
-from streamrag.core import Hint, common_prefix_len
+from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
+from streamrag.backends.vllm.client.token_streams import record_of
+from streamrag.core import AnswerChunk, Hint, Prefilled, RequestClass, common_prefix_len
 
 Send: TypeAlias = Callable[[str, Sequence[int], int, PromptMessage], None]
 """Puts a chunk on its way: the request's id, new tokens, length of the answer, and what else there is to say."""
@@ -38,11 +40,14 @@ class Answer:
 class SimulatedStream:
     """A prompt that is still growing, and its answer. Made by `SimulatedClient.stream`."""
 
-    def __init__(self, send: Send, request_id: str, answer: Answer, num_output_tokens: int) -> None:
+    def __init__(
+        self, send: Send, request_id: str, answer: Answer, num_output_tokens: int, request_class: RequestClass
+    ) -> None:
         self._send_chunk = send
         self._request_id = request_id
         self._answer = answer
         self._num_output_tokens = num_output_tokens
+        self._request_class = request_class
         self._token_ids: list[int] = []
         self._num_messages = 0
 
@@ -57,16 +62,28 @@ class SimulatedStream:
 
     def _send(self, new: list[int], num_shared: int, is_complete: bool, hint: Hint | None) -> None:
         now_s = asyncio.get_running_loop().time()
-        message = PromptMessage.of(self._num_messages, len(new), num_shared, is_complete, now_s, hint)
+        message = PromptMessage.of(
+            self._num_messages, len(new), num_shared, is_complete, now_s, hint, request_class=self._request_class
+        )
         self._send_chunk(self._request_id, new[message.num_kept :], self._num_output_tokens, message)
         self._token_ids = new
         self._num_messages += 1
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
         """The answer as it comes."""
-        while True:
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                if isinstance(event, AnswerChunk) and event.token_ids:
+                    yield event.token_ids
+
+    async def events(self) -> AsyncGenerator[Prefilled | AnswerChunk, None]:
+        """How far the newest prompt is prefilled, then the answer, which has no text."""
+        finish_reason = None
+        while finish_reason is None:
             output = await self._answer.get()
-            if output.new_token_ids:
-                yield tuple(output.new_token_ids)
-            if output.finish_reason is not None:
-                return
+            ours = (output.kv_transfer_params or {}).get(KEY, {})
+            if "chunk" not in ours:
+                finish_reason = None if output.finish_reason is None else str(output.finish_reason)
+                yield AnswerChunk("", tuple(output.new_token_ids), finish_reason, record_of(output))
+            elif ours["chunk"] == self._num_messages - 1:  # of an older prompt it says nothing
+                yield Prefilled(ours["num_computed"])

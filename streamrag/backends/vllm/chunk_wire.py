@@ -9,9 +9,9 @@ Whoever may send a request may send any `extra_args`, so that what comes out is 
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
-from streamrag.core import Hint
+from streamrag.core import Hint, RequestClass
 
 KEY = "streamrag"
 LONGEST_NAME = 1_000
@@ -42,6 +42,8 @@ class PromptMessage:
     """When the retriever expects the prompt to be complete, on the same clock."""
     source_name: str = ""
     """What kind of retriever the chunk comes from: those of one kind are expected to behave alike."""
+    request_class: RequestClass = "pool"
+    """Who waits for the stream; that of its first chunk counts."""
 
     @classmethod
     def of(
@@ -53,11 +55,12 @@ class PromptMessage:
         now_s: float,
         hint: Hint | None,
         source_name: str = "",
+        request_class: RequestClass = "pool",
     ) -> "PromptMessage":
         """Makes the prompt `num_tokens` long, of which `num_shared` are those of the last one."""
         num_kept = min(num_shared, num_tokens - 1)  # vLLM takes no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
-        return cls(index, num_kept, is_complete, now_s, expected_s, source_name)
+        return cls(index, num_kept, is_complete, now_s, expected_s, source_name, request_class)
 
     def extra_args(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -122,6 +125,10 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "source_name": (
         lambda value: isinstance(value, str) and len(value) <= LONGEST_NAME,
         f"a text of {LONGEST_NAME} characters at most",
+    ),
+    "request_class": (
+        lambda value: isinstance(value, str) and value in get_args(RequestClass),
+        f"one of {', '.join(get_args(RequestClass))}",
     ),
 }
 REQUIRED = {"index", "num_kept", "is_complete"}

@@ -8,6 +8,7 @@ from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.engine.eviction import EvictionMode, check_eviction
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import ConfigurationError
+from streamrag.kinds import is_number, is_whole, short
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,7 +22,9 @@ class SchedulerOptions:
     """
 
     policy: str = DEFAULT_POLICY
-    """See `streamrag.engine.make_policy`."""
+    """See `streamrag.engine.make_policy`. It orders those of a class, and there is but one where no sessions are."""
+    class_ageing_s: float | None = 4.0
+    """See `streamrag.engine.classes`; None serves data and questions of sessions as `policy` does all."""
     can_partial_evict: bool | None = None
     """See `streamrag.engine.Limits`; None where host memory holds the KV of all, and for prompts that only grow."""
     num_partial_tokens: int | None = 2_048
@@ -32,6 +35,16 @@ class SchedulerOptions:
     """See `streamrag.engine.Limits.is_early`; it matters with asynchronous scheduling, which plans a step ahead."""
     low_water: float = 0.1
     """See `streamrag.engine.Limits.num_blocks_kept_free`, as a share of the KV blocks."""
+    data_high_water: float | None = None
+    """Share of the KV blocks that may be held where data of sessions are still computed, 0.95 say. None for all."""
+    max_data_tokens: int | None = None
+    """See `streamrag.engine.Limits`, 1,024 say; None for no such limit."""
+    kv_budget: float | None = None
+    """Share of the KV blocks that complete prompts and their answers may come to need, 0.5 say; those that would go
+    beyond wait for others to end. None for no such limit."""
+    groups_prefills: bool = False
+    """Whether requests whose next tokens are the same compute them once; see `streamrag.engine.groups`. It needs the
+    prefix cache, and attention of one kind."""
     eviction: EvictionMode = "cost"
     """What becomes of a victim's KV: see `streamrag.engine.eviction`. Without our KV connector it is recomputed."""
     host_kv_bytes: int | None = None
@@ -47,6 +60,13 @@ class SchedulerOptions:
 
     def __post_init__(self) -> None:
         check_eviction(self.eviction)
+        for name in ("data_high_water", "kv_budget"):
+            share = getattr(self, name)
+            if share is not None and (not is_number(share) or not 0 < share <= 1):
+                raise ConfigurationError(f"{name}={short(share)} must be a share over 0 and at most 1, or None")
+        most = self.max_data_tokens
+        if most is not None and (not is_whole(most) or most < 1):
+            raise ConfigurationError(f"max_data_tokens={short(most)} must be a whole number, at least 1, or None")
         given = self.host_kv_bytes
         if given is not None and (not isinstance(given, int) or given <= 0):
             raise ConfigurationError(

@@ -30,7 +30,7 @@ from streamrag.versions import installed_versions
 
 CRAWL_ONLY = (
     "max_depth", "max_pages", "crawl_timeout_s", "same_host", "allow_private", "obey_robots", "sitemaps",
-    "cache_folder", "cdp_url",
+    "send_traceparent", "cache_folder", "cdp_url",
 )  # fmt: skip
 SEARCH_ONLY = ("embedder", "k")
 INDEX_ONLY = ("hybrid", "rerank", "sentences")

@@ -3,6 +3,7 @@
 options  ▶  environment  ▶  file  ▶  defaults          what stands further left wins
 """
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,6 +22,10 @@ PREFIX = "STREAMRAG__"
 """Of variables in the environment, as in STREAMRAG__LIMITS__MAX_QUERIES."""
 
 MAX_FILE_BYTES = 1 << 20
+
+NAMES_OR_PATHS = frozenset(
+    {("model", "name"), ("model", "tokenizer"), ("engine", "profile"), ("source", "embedder"), ("source", "rerank")}
+)
 
 SECTIONS: Mapping[str, type[BaseModel]] = {name: type(section) for name, section in Settings()}
 
@@ -163,7 +168,19 @@ def _of_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
             )
         else:
             for key, value in table.items():
-                yield f"{section}.{key}", f"{_place(file, lines.get((section, key), 0))}: {section}.{key}", value
+                place = f"{_place(file, lines.get((section, key), 0))}: {section}.{key}"
+                yield f"{section}.{key}", place, _beside(file, section, key, value)
+
+
+def _beside(file: Path, section: str, key: str, value: Any) -> Any:
+    """A path in the file is relative to it; a text that may be a name too, if it begins like one."""
+    field = SECTIONS[section].model_fields.get(key)
+    if not isinstance(value, str) or field is None:
+        return value
+    is_path = Path in (field.annotation, *get_args(field.annotation))
+    if is_path or ((section, key) in NAMES_OR_PATHS and value.startswith(("./", "../"))):
+        return os.path.normpath(file.absolute().parent / Path(value).expanduser())
+    return value
 
 
 def _place(file: Path, line: int) -> str:

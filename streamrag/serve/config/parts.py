@@ -22,6 +22,7 @@ from streamrag.serve.config.settings import (
     Settings,
     SourceSettings,
 )
+from streamrag.serve.interfaces.session_folder import SessionFolder
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
@@ -71,6 +72,7 @@ def make_source(told: SourceSettings) -> Source | None:
         obey_robots=told.obey_robots,
         cache_folder=told.cache_folder,
         sitemaps=told.sitemaps,
+        send_traceparent=told.send_traceparent,
         cdp_url=told.cdp_url,
     )
 
@@ -214,7 +216,9 @@ def service_of(
 
     :raises ConfigurationError: values that cannot work.
     """
-    answers = settings.answers
+    answers, session_log_dir = settings.answers, settings.server.session_log_dir
+    if session_log_dir is not None:
+        SessionFolder(session_log_dir)  # whether it can be had, before an engine is started
     return Service(
         backend,
         source,
@@ -228,7 +232,10 @@ def service_of(
         ),
         observers=observers,
         model_name=settings.model.served_name,
+        session_log_dir=session_log_dir,
         on_engine_death=settings.server.on_engine_death,
+        max_restarts=settings.server.max_restarts,
+        restart_window_s=settings.server.restart_window_s,
     )
 
 

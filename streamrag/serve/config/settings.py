@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr
 
 from streamrag.engine.eviction import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.modes import PromptTemplate
-from streamrag.serve.limits import Limits
+from streamrag.serve.limits import Checked, Limits
 
 _PROMPT = PromptTemplate()
 
@@ -35,10 +35,8 @@ Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 Table = Annotated[dict[str, Any], BeforeValidator(_object)]
 
 
-class Section(BaseModel):
+class Section(Checked):
     """A section; what it does not know is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class SourceSettings(Section):
@@ -58,6 +56,9 @@ class SourceSettings(Section):
     allow_private: bool = Field(default=False, description="crawl private and loopback addresses too")
     obey_robots: bool = Field(default=True, description="fetch only what robots.txt allows")
     sitemaps: bool = Field(default=False, description="look for pages in sitemaps too")
+    send_traceparent: bool = Field(
+        default=False, description="tell crawled sites the trace of a query, as where they are one's own"
+    )
     cache_folder: Path | None = Field(default=None, description="keep pages there for later questions")
     cdp_url: str | None = Field(default=None, description="render pages in the browser at this CDP address")
     table: str = Field(default="passages", description="the table of `postgres`")
@@ -198,7 +199,14 @@ class ServerSettings(Section):
         default=(), description="names that it is asked by beside loopback's; * for any, the default with keys"
     )
     origins: Words = Field(default=(), description="origins of pages that may ask it beside its own; * for any")
+    session_log_dir: Path | None = Field(
+        default=None, description="keep the text of sessions in this folder, and resume them after a restart"
+    )
     on_engine_death: Literal["exit", "restart"] = Field(default="exit", description="what to do when the engine dies")
+    max_restarts: int = Field(
+        default=5, ge=1, description="restarts of the engine within `restart_window_s`; when it dies again, it is exit"
+    )
+    restart_window_s: float = Field(default=3600.0, gt=0, description="seconds in which `max_restarts` are too many")
 
 
 class ObserveSettings(Section):

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
+from streamrag.core import Chunk
 from streamrag.serve.bodies import read_body, sampling, turn_of
 from streamrag.serve.failures import Failure
 from streamrag.serve.gate import CALLER
@@ -21,7 +22,7 @@ from streamrag.serve.interfaces.chat import Message
 from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond
 from streamrag.serve.wire import json_of, name_of, values_of
-from streamrag.telemetry import Event
+from streamrag.telemetry import ContextChanged, Event
 
 
 class Options(BaseModel):
@@ -86,17 +87,27 @@ def routes(service: Service) -> list[Route]:
 
         async def produce(write: Write) -> None:
             async with service.events(request.scope[CALLER], "ask", asked.question, **options) as events:
+                telling = Telling()
                 async for event in events:
-                    await write(told(event))
+                    await write(telling.next(event))
 
         return await respond(request, produce, failed=told_failure, send_timeout_s=service.limits.send_timeout_s)
 
     return [Route("/v1/ask", ask, methods=["POST"])]
 
 
-def told(event: Event) -> ServerSentEvent:
-    """An event as SSE."""
-    return ServerSentEvent(json_of(values_of(event)), event=name_of(event))
+class Telling:
+    """A query's events as SSE, each told of once and in order."""
+
+    def __init__(self) -> None:
+        self._context: tuple[Chunk, ...] = ()
+
+    def next(self, event: Event) -> ServerSentEvent:
+        """The one that comes next."""
+        values = values_of(event, self._context)
+        if isinstance(event, ContextChanged):
+            self._context = event.chunks
+        return ServerSentEvent(json_of(values), event=name_of(event))
 
 
 def told_failure(failure: Failure) -> Sequence[ServerSentEvent]:

@@ -23,7 +23,7 @@ from streamrag.retrieving import Retrieval
 from streamrag.serve.bodies import read_body
 from streamrag.serve.failures import RequestError
 from streamrag.serve.gate import CALLER
-from streamrag.serve.interfaces.ask import told, told_failure
+from streamrag.serve.interfaces.ask import Telling, told_failure
 from streamrag.serve.service import OpenQuery, Service
 from streamrag.serve.sse import Write, respond
 from streamrag.serve.wire import json_of
@@ -69,7 +69,7 @@ def routes(service: Service) -> list[Route]:
                 began_s = time.monotonic()
                 started = RetrievalStarted(0.0, asked.query)
                 opened.note(started)
-                await write(told(started))
+                await write(Telling().next(started))
                 held: frozenset[Chunk] = frozenset()
                 num_events = num_chunks = 0
                 try:

@@ -3,120 +3,80 @@
 POST   /v1/sessions                        {"system"?, "window_tokens"?, "slide_share"?} -> {"id", ...}
 GET    /v1/sessions/{id}                   its state
 POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...]} -> {"version"}
-POST   /v1/sessions/{id}/ask               {"question", "at_least"?, "max_tokens"?, "stream"?} -> an answer, or SSE
+POST   /v1/sessions/{id}/ask               {"question", "answers"?, "at_least"?, "stream"?, ...} -> an answer, or SSE
 PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?}
 DELETE /v1/sessions/{id}/watches/{name}
 GET    /v1/sessions/{id}/events            SSE: flash_ready, flash_failed, data_updated; Last-Event-ID goes on
+GET    /v1/sessions/{id}/socket            WebSocket: data and questions in, all of that out; see `session_socket`
 DELETE /v1/sessions/{id}
 """
 
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.websockets import WebSocket
 
-from streamrag.asked import MAX_QUERY_CHARACTERS
-from streamrag.core import Chunk
-from streamrag.errors import PipelineClosedError
+from streamrag.errors import StreamRagError
 from streamrag.serve.bodies import read_body, sampling
-from streamrag.serve.failures import Failure, RequestError
+from streamrag.serve.failures import Failure
+from streamrag.serve.frames import Frames
 from streamrag.serve.gate import CALLER
-from streamrag.serve.interfaces.session_store import Held, SessionStore, gone
+from streamrag.serve.interfaces.session_requests import (
+    Data,
+    OpenSession,
+    Question,
+    WatchedQuestion,
+    answering,
+    appended,
+    event_id,
+    state_of,
+)
+from streamrag.serve.interfaces.session_socket import SessionSocket
+from streamrag.serve.interfaces.session_store import Held, SessionStore
 from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of, name_of, values_of
-from streamrag.telemetry import Answered, Event
+from streamrag.telemetry import Answered
 
 
-class OpenSession(BaseModel):
-    """Options of a session."""
-
-    system: str | None = Field(default=None, max_length=100_000)
-    window_tokens: int | None = Field(default=None, ge=1)
-    slide_share: float = Field(default=0.5, gt=0, lt=1)
-
-
-class Datum(BaseModel):
-    """A chunk of data."""
-
-    text: str
-    uri: str = ""
-    title: str = ""
-
-
-class Data(BaseModel):
-    """Data to append, oldest first."""
-
-    data: list[str | Datum] = Field(min_length=1, max_length=10_000)
-
-
-class Question(BaseModel):
-    """A question to a session."""
-
-    question: str = Field(max_length=MAX_QUERY_CHARACTERS)
-    at_least: int | None = Field(default=None, ge=0)
-    max_tokens: int | None = None
-    temperature: float | None = None
-    seed: int | None = None
-    stream: bool = False
-
-
-class WatchedQuestion(BaseModel):
-    """A question that is to be kept answered."""
-
-    question: str = Field(max_length=MAX_QUERY_CHARACTERS)
-    answers: list[Annotated[str, Field(max_length=1000)]] = Field(default_factory=list, max_length=64)
-    every_s: float = Field(default=0.0, ge=0, le=86_400)
-    priority: int = 0
-    max_tokens: int | None = None
-    with_gap: bool = False
-
-
-def routes(service: Service) -> list[Route]:
+def routes(service: Service) -> list[BaseRoute]:
     """The interface's routes."""
     store = SessionStore(service)
 
-    def found(request: Request) -> Held:
-        return store.find(request.path_params["id"], request.scope[CALLER].client)
+    async def found(request: Request) -> Held:
+        return await store.find(request.path_params["id"], request.scope[CALLER].client)
 
     async def open_session(request: Request) -> Response:
         options = await read_body(request, OpenSession)
-        held = await store.open(request.scope[CALLER].client, **options.model_dump())
-        return JSONResponse(_state(held), 201)
+        opens = store.open(request.scope[CALLER].client, **options.model_dump())
+        held = await unless_gone(opens, request.receive)
+        return JSONResponse(state_of(held), 201)
 
     async def state(request: Request) -> Response:
-        return JSONResponse(_state(found(request)))
+        return JSONResponse(state_of(await found(request)))
 
     async def append(request: Request) -> Response:
         given = await read_body(request, Data)
-        held = found(request)
-        version = 0
-        for each in given.data:
-            version = await held.session.append(
-                each if isinstance(each, str) else Chunk(each.text, each.uri, each.title)
-            )
-        return JSONResponse({"version": version, "num_dropped": held.session.state.num_dropped}, 202)
+        return JSONResponse(await appended(await found(request), given), 202)
 
     async def ask(request: Request) -> Response:
         asked = await read_body(request, Question)
-        held = found(request)
+        held = await found(request)
         if asked.stream:
 
             async def produce(write: Write) -> None:
-                async with aclosing(_asked(service, request, held, asked)) as events:
+                async with aclosing(answering(service, request.scope[CALLER], held, asked)) as events:
                     async for event in events:
                         await write(ServerSentEvent(json_of(values_of(event)), event=name_of(event)))
 
             return await respond(request, produce, failed=_failed, send_timeout_s=service.limits.send_timeout_s)
 
         async def answered() -> dict[str, Any]:
-            async with aclosing(_asked(service, request, held, asked)) as events:
+            async with aclosing(answering(service, request.scope[CALLER], held, asked)) as events:
                 async for event in events:
                     if isinstance(event, Answered):
                         answer: dict[str, Any] = values_of(event)["answer"]
@@ -131,7 +91,7 @@ def routes(service: Service) -> list[Route]:
             sampling(service.params, max_tokens=64 if given.max_tokens is None else given.max_tokens, temperature=0.0)
         )
         store.watch(
-            found(request),
+            await found(request),
             request.path_params["name"],
             given.question,
             answers=tuple(given.answers),
@@ -143,26 +103,34 @@ def routes(service: Service) -> list[Route]:
         return JSONResponse({"name": request.path_params["name"]}, 201)
 
     async def unwatch(request: Request) -> Response:
-        store.unwatch(found(request), request.path_params["name"])
+        store.unwatch(await found(request), request.path_params["name"])
         return Response(status_code=204)
 
     async def events(request: Request) -> Response:
-        held = found(request)
-        last = request.headers.get("last-event-id", "0")
-        if not (last.isdecimal() and len(last) < 19):
-            raise RequestError("Last-Event-ID must be a whole number", param="Last-Event-ID")
+        held = await found(request)
+        last = event_id(request.headers.get("last-event-id", "0"), "Last-Event-ID")
 
         async def produce(write: Write) -> None:
-            with held.in_use():
-                await write(ServerSentEvent(json_of(_state(held)), event="session"))
-                async with aclosing(held.read(int(last))) as events:
+            with held.being_read():
+                await write(ServerSentEvent(json_of(state_of(held)), event="session"))
+                async with aclosing(held.read(last, request.scope[CALLER])) as events:
                     async for event in events:
                         await write(ServerSentEvent(json_of(event.values), event=event.name, id=str(event.id)))
 
         return await respond(request, produce, failed=_failed, send_timeout_s=service.limits.send_timeout_s)
 
+    async def connect(socket: WebSocket) -> None:
+        caller = socket.scope[CALLER]
+        try:
+            held = await store.find(socket.path_params["id"], caller.client)
+            last = event_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
+        except StreamRagError as error:
+            await Frames(socket, service.limits, "id").refuse(error)
+            return
+        await SessionSocket(service, socket, caller, held).run(last)
+
     async def close(request: Request) -> Response:
-        await store.close(found(request))
+        await store.close(await store.find(request.path_params["id"], request.scope[CALLER].client, starts=False))
         return Response(status_code=204)
 
     one = "/v1/sessions/{id}"
@@ -175,30 +143,8 @@ def routes(service: Service) -> list[Route]:
         Route(f"{one}/watches/{{name}}", watch, methods=["PUT"]),
         Route(f"{one}/watches/{{name}}", unwatch, methods=["DELETE"]),
         Route(f"{one}/events", events, methods=["GET"]),
+        WebSocketRoute(f"{one}/socket", connect),
     ]
-
-
-async def _asked(service: Service, request: Request, held: Held, asked: Question) -> AsyncGenerator[Event, None]:
-    params = service.answering(
-        sampling(service.params, max_tokens=asked.max_tokens, temperature=asked.temperature, seed=asked.seed)
-    )
-    stream = held.session.ask_events(
-        asked.question, at_least=asked.at_least, params=params, deadline_s=service.limits.deadline_s
-    )
-    with held.in_use():
-        async with (
-            service.open(request.scope[CALLER], "sessions", asked.question, max_tokens=params.max_tokens) as opened,
-            stream as seen,
-        ):
-            try:
-                async for event in opened.noted(seen):
-                    yield event
-            except PipelineClosedError as error:
-                raise (error if service.admission.is_draining else gone("the session was closed")) from None
-
-
-def _state(held: Held) -> dict[str, Any]:
-    return {"id": held.id, **asdict(held.session.state), "watches": sorted(held.watches)}
 
 
 def _failed(failure: Failure) -> list[ServerSentEvent]:

@@ -1,25 +1,38 @@
 """The sessions of a service: who has which, what happened in them, and when they have been idle for too long."""
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from streamrag.errors import StreamRagError
+from streamrag.errors import SessionLogError, StreamRagError
 from streamrag.serve.failures import RefusedError, RequestError, failure_of
-from streamrag.serve.service import Service
+from streamrag.serve.interfaces.session_folder import SessionFolder
+from streamrag.serve.limits import Limits
+from streamrag.serve.observing import Refusal
+from streamrag.serve.service import Caller, Service
 from streamrag.sessions import Session, Watch
+from streamrag.sessions.log import SessionLog
 from streamrag.tasks import cancel_regardless, run_regardless
 
 MAX_KEPT_EVENTS = 256
 """Of a session, for readers that come back with the id of the last event that they saw."""
 
 LOOK_S = 5.0
-"""Between looks for sessions that nobody uses."""
+"""Between looks for sessions that nobody uses, and for readers whose key no longer counts."""
+
+TOUCH_SHARE = 0.05
+"""Of the time that a session stays without use: a log's time is no older than that, if its service is killed."""
+
+RETRY_S = 60.0
+"""After which whoever was refused may try again: somebody may have closed a session, or one has expired."""
+
+log = logging.getLogger("streamrag.serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +41,16 @@ class SessionEvent:
 
     id: int
     name: str
-    """"flash_ready": a watched answer changed; "flash_failed"; "data_updated": another version stands."""
+    """"flash_ready": a watched answer changed; "flash_failed"; "data_updated": another version stands; "log_failed":
+    the session's text cannot be written at the moment."""
     values: dict[str, Any]
+    at_s: float = field(default_factory=time.monotonic)
+    """Of the monotonic clock."""
+
+    @property
+    def age_s(self) -> float:
+        """Since it happened."""
+        return time.monotonic() - self.at_s
 
 
 @dataclass(eq=False)
@@ -38,9 +59,22 @@ class Held:
 
     id: str
     client: str
+    num_tokens: int
+    """Most that its window holds."""
     session: Session
+    log: SessionLog | None
     used_s: float
+    """When it was last, on `time.monotonic`."""
+    was_used: bool = False
+    """Since it was opened. If not, whoever opened it may never have heard of it."""
+    is_started: bool = False
+    """One of before a restart is started by its first request."""
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    touched_s: float = 0.0
+    """The last use that its log's time says."""
     num_users: int = 0
+    num_readers: int = 0
+    """Who read its events, and do nothing else by that."""
     events: deque[SessionEvent] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_EVENTS))
     num_events: int = 0
     watches: dict[str, tuple[Watch, "asyncio.Task[None]"]] = field(default_factory=dict)
@@ -56,7 +90,31 @@ class Held:
             yield
         finally:
             self.num_users -= 1
-            self.used_s = time.monotonic()
+            self.use()
+
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        """For a request that only reads: that alone keeps the session for long, and not for ever."""
+        self.num_readers += 1
+        try:
+            yield
+        finally:
+            self.num_readers -= 1
+            self.use()
+
+    def use(self) -> None:
+        """It is used now."""
+        self.used_s = time.monotonic()
+        self.was_used = True
+
+    def is_idle(self, limits: Limits) -> bool:
+        """Whether nobody has used it for too long."""
+        if self.num_users:
+            return False
+        idle_s = limits.session_idle_s if self.was_used else min(limits.session_idle_s, limits.session_unused_s)
+        if self.num_readers:
+            idle_s = max(idle_s, limits.session_read_s)
+        return self.used_s < time.monotonic() - idle_s
 
     def note(self, name: str, values: dict[str, Any]) -> None:
         """Something happened."""
@@ -69,11 +127,16 @@ class Held:
         self.has_news.set()
         self.has_news = asyncio.Event()
 
-    async def read(self, after: int) -> AsyncGenerator[SessionEvent, None]:
+    async def read(self, after: int, caller: Caller) -> AsyncGenerator[SessionEvent, None]:
         """Events behind the one of this id, as they come, until the session is closed. Those that are too old to be
-        kept are left out: the ids tell. An id that no event has had yet is of another session: all are read."""
+        kept are left out: the ids tell. An id that no event has had yet is of another session: all are read.
+
+        :raises RequestError: the caller's key no longer counts.
+        """
         after = after if after <= self.num_events else 0
         while True:
+            if not caller.has_key():
+                raise RequestError("this API key is no longer valid", status=401, code="invalid_api_key")
             for event in [each for each in self.events if each.id > after]:
                 after = event.id
                 yield event
@@ -84,13 +147,24 @@ class Held:
 
 
 class SessionStore:
-    """All sessions of a service. Closed with it."""
+    """All sessions of a service. Closed with it.
+
+    :raises ConfigurationError: the folder for their logs cannot be used.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._held: dict[str, Held] = {}
         self._looking: asyncio.Task[None] | None = None
+        self._folder = None if service.session_log_dir is None else SessionFolder(service.session_log_dir)
+        for id, header, idle_s in self._folder.found() if self._folder else ():
+            of_log = {"window_tokens": header.window_tokens, "slide_share": header.slide_share}
+            held = self._add(id, header.owner, header.window_tokens, of_log)
+            held.used_s = held.touched_s = time.monotonic() - idle_s
+            held.was_used = True
         service.closers.append(self.aclose)
+        with suppress(RuntimeError):  # there is no event loop yet: the first request begins it
+            self._begin_to_look()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -98,38 +172,87 @@ class SessionStore:
     async def open(self, client: str, **options: Any) -> Held:
         """A new session.
 
-        :raises RefusedError: there are as many as may be, of this client or of all.
+        :raises RefusedError: there are as many as may be, or their windows hold as much, of this client or of all.
         :raises ConfigurationError, PromptTooLongError: options that cannot work.
         """
-        limits = self._service.limits
-        if self._service.admission.is_draining:
-            raise RefusedError("the service is stopping", "draining", 5.0)
-        of_client = sum(held.client == client for held in self._held.values())
-        if len(self._held) >= limits.max_sessions or of_client >= limits.max_sessions_per_client:
-            raise RefusedError("as many sessions are open as may be: close one", "queries", 60.0)
-        session = Session(self._service.backend, **options)
-        held = Held(f"sess_{uuid.uuid4().hex}", client, session, time.monotonic())
-        self._held[held.id] = held  # counted before the first await
+        self._check_not_draining()
+        self._begin_to_look()
+        most = self._service.model.max_model_len  # of more the session says itself that it cannot be
+        num_tokens = min(options["window_tokens"] or most * 3 // 4, most)
+        self._check_room(client, num_tokens)
+        held = self._add(f"sess_{uuid.uuid4().hex}", client, num_tokens, options)  # counted before the first await
         try:
-            await session.start()
+            async with held.starting:
+                await self._start(held)
         except BaseException:
-            self._held.pop(held.id, None)
+            await self.close(held)
             raise
-        held.telling = asyncio.create_task(_tell_versions(held), name="streamrag session's versions")
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look(), name="streamrag sessions' expiry")
         return held
 
-    def find(self, id: str, client: str) -> Held:
-        """The session of this id.
+    async def find(self, id: str, client: str, *, starts: bool = True) -> Held:
+        """The session of this id; one of before a restart is resumed, unless `starts` is False.
 
-        :raises RequestError: this client has none.
+        :raises RequestError: this client has none, or it cannot be resumed.
+        :raises RefusedError: the service is stopping.
         """
         held = self._held.get(id)
         if held is None or held.client != client:
-            raise gone("there is no such session; it may have been idle for too long")
-        held.used_s = time.monotonic()
+            raise gone(NO_SESSION)
+        held.use()
+        self._begin_to_look()
+        if starts and not held.is_started:
+            async with held.starting:
+                if held.is_closed:
+                    raise gone(NO_SESSION)
+                if not held.is_started:
+                    self._check_not_draining()
+                    await self._start(held)
         return held
+
+    def _add(self, id: str, client: str, num_tokens: int, options: dict[str, Any]) -> Held:
+        text = None
+        if self._folder is not None:
+            text = SessionLog(
+                self._folder.path_of(id), owner=client, on_failure=lambda why: held.note("log_failed", {"reason": why})
+            )
+        session = Session(self._service.backend, log=text, **options)
+        held = self._held[id] = Held(id, client, num_tokens, session, text, time.monotonic())
+        return held
+
+    async def _start(self, held: Held) -> None:
+        try:
+            await held.session.start()
+        except SessionLogError as error:  # says where it is, which is nobody else's business
+            log.error("a session cannot have its text: %s", error)
+            what = "the text of this session cannot be read or written: the log of the service says why"
+            raise RequestError(what, status=500, code="session_log_failed") from error
+        held.num_tokens = held.session.state.window_tokens
+        held.is_started = True
+        held.telling = asyncio.create_task(_tell_versions(held), name="streamrag session's versions")
+
+    def _check_not_draining(self) -> None:
+        if self._service.admission.is_draining:
+            raise RefusedError("the service is stopping", "draining", 5.0)
+
+    def _check_room(self, client: str, num_tokens: int) -> None:
+        limits, all_held = self._service.limits, list(self._held.values())
+        own = [held for held in all_held if held.client == client]
+        checks: tuple[tuple[Refusal, list[Held], int, int], ...] = (
+            ("client_sessions", own, limits.max_sessions_per_client, limits.max_session_tokens_per_client),
+            ("sessions", all_held, limits.max_sessions, limits.max_session_tokens),
+        )
+        for why, there, most, most_tokens in checks:
+            whose = " of yours" if there is own else ""
+            if len(there) >= most:
+                raise RefusedError(f"{most:,} sessions{whose} are open, which is the most: close one", why, RETRY_S)
+            taken = sum(held.num_tokens for held in there)
+            if taken + num_tokens > most_tokens:
+                raise RefusedError(
+                    f"the windows of sessions{whose} hold {taken:,} tokens and this one {num_tokens:,}, where "
+                    f"{most_tokens:,} is the most: close one, or ask for smaller window_tokens",
+                    "client_session_tokens" if there is own else "session_tokens",
+                    RETRY_S,
+                )
 
     def watch(self, held: Held, name: str, question: str, **options: Any) -> None:
         """Have a question answered ahead; another one of the same name goes.
@@ -155,23 +278,41 @@ class SessionStore:
         held.watches.pop(name)[0].end()
 
     async def close(self, held: Held) -> None:
-        """End it, with all that is asked of it."""
-        self._held.pop(held.id, None)
-        held.is_closed = True
-        await run_regardless(_close(held), "streamrag session closes")
+        """End it, with all that is asked of it, and with its text."""
+        await self._close(held, forgets=True)
 
     async def aclose(self) -> None:
-        """End all."""
+        """End all; their texts stay."""
         if self._looking is not None:
             await cancel_regardless([self._looking])
-        await asyncio.gather(*(self.close(held) for held in list(self._held.values())))
+        held = list(self._held.values())
+        await asyncio.gather(*(self._close(each, forgets=False) for each in held))
+        await asyncio.gather(*map(_touch, held))
+
+    async def _close(self, held: Held, *, forgets: bool) -> None:
+        self._held.pop(held.id, None)
+        held.is_closed = True
+        await run_regardless(_end(held, forgets), "streamrag session closes")
+
+    def _begin_to_look(self) -> None:
+        if self._looking is None and asyncio.get_running_loop():
+            self._looking = asyncio.create_task(self._look(), name="streamrag sessions' expiry")
 
     async def _look(self) -> None:
+        limits = self._service.limits
         while True:
             await asyncio.sleep(LOOK_S)
-            oldest_s = time.monotonic() - self._service.limits.session_idle_s
-            for held in [each for each in self._held.values() if each.used_s < oldest_s and not each.num_users]:
-                await self.close(held)
+            for held in list(self._held.values()):
+                if held.is_idle(limits):
+                    await self.close(held)
+                    continue
+                if held.num_readers or held.num_users:
+                    held.wake()
+                if held.used_s - held.touched_s > TOUCH_SHARE * limits.session_idle_s:
+                    await _touch(held)
+
+
+NO_SESSION = "there is no such session; it may have been idle for too long"
 
 
 def gone(why: str) -> RequestError:
@@ -179,10 +320,17 @@ def gone(why: str) -> RequestError:
     return RequestError(why, status=404, code="session_not_found")
 
 
-async def _close(held: Held) -> None:
-    await held.session.aclose()
+async def _end(held: Held, forgets: bool) -> None:
+    async with held.starting:
+        await held.session.aclose(forgets=forgets)
     await cancel_regardless([*(task for _, task in held.watches.values()), *([held.telling] if held.telling else [])])
     held.wake()
+
+
+async def _touch(held: Held) -> None:
+    if held.log is not None and held.used_s > held.touched_s:
+        held.touched_s = held.used_s
+        await held.log.touch(time.time() - (time.monotonic() - held.used_s))
 
 
 async def _tell(held: Held, name: str, watch: Watch) -> None:
@@ -197,5 +345,5 @@ async def _tell(held: Held, name: str, watch: Watch) -> None:
 
 async def _tell_versions(held: Held) -> None:
     with suppress(StreamRagError):  # the session was closed
-        async for version in held.session.versions():
-            held.note("data_updated", {"version": version})
+        async for _ in held.session.versions():
+            held.note("data_updated", asdict(held.session.state))

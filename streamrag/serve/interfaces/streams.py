@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from streamrag.core import SourceEvent
 from streamrag.serve.gate import CALLER
-from streamrag.serve.interfaces.ask import told, told_failure
+from streamrag.serve.interfaces.ask import Telling, told_failure
 from streamrag.serve.interfaces.lines import Lines
 from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond
@@ -47,8 +47,9 @@ def routes(service: Service) -> list[Route]:
                 options = opening.of_query(service)
                 source = PushedSource(lines)
                 async with service.events(caller, "streams", opening.query, source=source, **options) as events:
+                    telling = Telling()
                     async for event in events:
-                        await write(told(event))
+                        await write(telling.next(event))
             finally:
                 await cancel_regardless([reading])
 

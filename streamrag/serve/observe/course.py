@@ -1,11 +1,8 @@
 """What has happened so far in one query: what observers count, trace, log and show."""
 
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from streamrag.serve.observing import ServedQuery
 from streamrag.telemetry import (
     Answer,
     ChunkArrived,
@@ -25,7 +22,6 @@ Phase: TypeAlias = Literal["queued", "retrieving", "prefilling", "answering"]
 class Course:
     """Follows one query, whatever interface it came by. Times count from its admission, in seconds."""
 
-    query: ServedQuery
     phase: Phase = "queued"
     """Queued: admitted, but not begun. Prefilling: the context is complete, and there is no token of the answer yet."""
     queued_s: float | None = None
@@ -50,11 +46,6 @@ class Course:
     num_prefilled: int = 0
     """Leading tokens of the newest prompt whose KV is known to be there."""
     num_output_tokens: int = 0
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since it was admitted."""
-        return time.monotonic() - self.query.started_s
 
     def follow(self, event: Event) -> None:
         """Take in what happened."""
@@ -104,30 +95,3 @@ class Course:
         if self.queued_s is None:
             self.queued_s = at_s
             self.phase = "retrieving"
-
-
-class Courses:
-    """Those of all queries that are open, for an observer."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, Course] = {}  # ids are the clients' to choose, so that two may be the same
-
-    def __iter__(self) -> Iterator[Course]:
-        return iter(self._of.values())
-
-    def start(self, query: ServedQuery) -> Course:
-        """A new one."""
-        course = self._of[id(query)] = Course(query)
-        return course
-
-    def follow(self, query: ServedQuery, event: Event) -> Course:
-        """The query's course, with this event."""
-        course = self._of[id(query)]
-        course.follow(event)
-        return course
-
-    def end(self, query: ServedQuery, answer: Answer | None) -> Course:
-        """The query's course, which is at its end."""
-        course = self._of.pop(id(query))
-        course.end(answer)
-        return course

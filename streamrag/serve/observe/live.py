@@ -8,7 +8,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
-from itertools import islice
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +16,6 @@ from starlette.routing import Route
 
 from streamrag.serve.failures import RequestError
 from streamrag.serve.gate import CALLER
-from streamrag.serve.observe.course import Course, Courses
 from streamrag.serve.observe.metrics import TellsKvUse
 from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
 from streamrag.serve.service import Service
@@ -51,7 +49,6 @@ class Live:
     ) -> None:
         self._with_text = with_text
         self._clients = clients
-        self._courses = Courses()
         self._ended: deque[dict[str, Any]] = deque(maxlen=NUM_ENDED)
         self._ttfts_s: deque[float] = deque(maxlen=NUM_TTFTS)
         self._ttfts_after_s: deque[float] = deque(maxlen=NUM_TTFTS)
@@ -60,19 +57,17 @@ class Live:
         self._refused: Counter[str] = Counter()
 
     def query_started(self, query: ServedQuery) -> None:
-        self._courses.start(query)
         self._count("started", 1)
 
     def query_event(self, query: ServedQuery, event: Event) -> None:
-        self._courses.follow(query, event)
         if isinstance(event, TokensGenerated):
             self._count("output_tokens", len(event.token_ids))
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        course = self._courses.end(query, answer)
-        self._ended.appendleft({**self._shown(course), "outcome": outcome})
+        course = query.course
+        self._ended.appendleft({**self._shown(query), "outcome": outcome})
         self._count("ended", 1)
         if outcome == "answered":
             self._count("answered", 1)
@@ -104,7 +99,7 @@ class Live:
             "num_queued_tokens": service.admission.num_queued_tokens,
             "max_queued_tokens": service.limits.max_queued_tokens,
             "num_open": service.admission.num_queries,
-            "open": [self._seen(self._shown(course), client) for course in islice(self._courses, NUM_OPEN)],
+            "open": [self._seen(self._shown(query), client) for query in service.queries[:NUM_OPEN]],
             "ended": [self._seen(each, client) for each in self._ended],
             "minute": {name: self._minute.count(name) for name in _COUNTED},
             "total": {name: self._total[name] for name in _COUNTED},
@@ -123,14 +118,14 @@ class Live:
             return shown
         return {name: value for name, value in shown.items() if name != "text"}
 
-    def _shown(self, course: Course) -> dict[str, Any]:
-        query = course.query
+    def _shown(self, query: ServedQuery) -> dict[str, Any]:
+        course = query.course
         return {
             "id": query.id,
             "interface": query.interface,
             "client": query.client,
             "phase": course.phase,
-            "age_s": round(course.age_s, 3),
+            "age_s": round(query.age_s, 3),
             "ttft_s": course.ttft_s,
             "num_chunks": course.num_chunks,
             "num_prompt_tokens": course.num_prompt_tokens,

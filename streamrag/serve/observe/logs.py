@@ -11,11 +11,11 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from textwrap import indent
 from typing import Any, Literal, TextIO, TypeAlias
 from urllib.parse import quote, quote_plus
 
 from streamrag.serve.failures import failure_of
-from streamrag.serve.observe.course import Course, Courses
 from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery, current_query
 from streamrag.showing import one_line, shown
 from streamrag.telemetry import Answer, Event
@@ -58,19 +58,17 @@ class QueryLog:
 
     def __init__(self, *, with_text: bool = False) -> None:
         self._with_text = with_text
-        self._courses = Courses()
 
     def query_started(self, query: ServedQuery) -> None:
-        self._courses.start(query)
+        """A query is logged when it has ended."""
 
     def query_event(self, query: ServedQuery, event: Event) -> None:
-        self._courses.follow(query, event)
+        """Its course knows."""
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        course = self._courses.end(query, answer)
-        fields = {**_of_course(course), **_of_error(outcome, error)}
+        fields = {**_of_query(query), **_of_error(outcome, error)}
         if answer is not None:
             fields |= _of_answer(answer)
         if self._with_text:
@@ -89,12 +87,12 @@ class QueryLog:
         log.warning("refused", extra={FIELDS: {"interface": interface, "client": client, "reason": why}})
 
 
-def _of_course(course: Course) -> dict[str, Any]:
-    query = course.query
+def _of_query(query: ServedQuery) -> dict[str, Any]:
+    course = query.course
     return {
         "interface": query.interface,
         "client": query.client,
-        "total_s": _rounded(course.age_s),
+        "total_s": _rounded(query.age_s),
         "queued_s": _rounded(course.queued_s),
         "retrieval_s": _rounded(course.retrieval_s),
         "ttft_s": _rounded(course.ttft_s),
@@ -182,7 +180,7 @@ class JsonLines(_Formatter):
 
 
 class ForPeople(_Formatter):
-    """A line for a terminal; a traceback follows in lines of its own."""
+    """A line for a terminal; a traceback follows, indented, so that nothing in it looks like a line of the log."""
 
     def format(self, record: logging.LogRecord) -> str:
         values = dict(self.values(record))
@@ -190,7 +188,7 @@ class ForPeople(_Formatter):
         first = f"{values.pop('time')[11:23]} {values.pop('level'):7} {values.pop('logger').removeprefix('streamrag.')}"
         message = one_line(str(values.pop("message")))
         line = f"{first}: {message} " + " ".join(f"{name}={one_line(str(value))}" for name, value in values.items())
-        return line.rstrip() + (f"\n{shown(traceback)}" if traceback else "")
+        return line.rstrip() + (f"\n{indent(shown(traceback), '  ')}" if traceback else "")
 
 
 def hide(text: str, question: str) -> str:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.records import KvUse, RequestRecord
-from streamrag.serve.observe.course import Course, Courses, Phase
+from streamrag.serve.observe.course import Course, Phase
 from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Event
@@ -53,7 +53,6 @@ class Metrics:
         self._clients = None if clients is None else frozenset(clients)
         self._others = [REGISTRY] if with_default_registry else []
         self._shown = _Shown()
-        self._courses = Courses()
         self._rendering = anyio.CapacityLimiter(1)
         self._num_restarts_seen = 0
         self._of_kv = CollectorRegistry()  # shown once the engine has told of it
@@ -111,15 +110,15 @@ class Metrics:
     # ------------------------------------------------------------------------------------------------ as an observer
 
     def query_started(self, query: ServedQuery) -> None:
-        self._courses.start(query)
+        """A query is counted when it ends."""
 
     def query_event(self, query: ServedQuery, event: Event) -> None:
-        self._courses.follow(query, event)
+        """Its course knows."""
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        course = self._courses.end(query, answer)
+        course = query.course
         interface = query.interface
         self.queries.labels(interface, outcome, *self._client(query.client)).inc()
         for histogram, value_s in (
@@ -128,7 +127,7 @@ class Metrics:
             (self.retrieval, course.retrieval_s),
             (self.ttft, course.ttft_s),
             (self.ttft_after_retrieval, course.ttft_after_retrieval_s),
-            (self.total, course.age_s),
+            (self.total, query.age_s),
         ):
             if value_s is not None:
                 histogram.labels(interface).observe(max(value_s, 0.0))
@@ -178,7 +177,7 @@ class Metrics:
 
     def _look_at(self, service: Service) -> None:
         """Set what is not counted, but seen."""
-        phases = [course.phase for course in self._courses]
+        phases = [query.course.phase for query in service.queries]
         for phase in get_args(Phase):
             self.open_queries.labels(phase).set(phases.count(phase))
         self.queued_tokens.set(service.admission.num_queued_tokens)

@@ -19,6 +19,7 @@ from typing import Any
 import anyio.to_thread
 
 from streamrag.errors import MissingDependencyError
+from streamrag.propagation import trace_headers
 from streamrag.records import RequestRecord
 from streamrag.serve.failures import failure_of
 from streamrag.serve.observe.course import Course
@@ -68,7 +69,7 @@ OPERATION = {"retrieve": "retrieval"}
 class _Traced:
     """A query under way."""
 
-    course: Course
+    query: ServedQuery
     span: Span
     before: Context
     """What was current when it began."""
@@ -82,7 +83,7 @@ class _Traced:
         return self.wall_ns + int(monotonic_s * 1e9)
 
     def event_ns(self, at_s: float) -> int:
-        return self.at_ns(self.course.query.started_s + at_s)
+        return self.at_ns(self.query.started_s + at_s)
 
 
 class Tracing:
@@ -133,12 +134,14 @@ class Tracing:
                 }
             ),
         )
-        self._traced[id(query)] = _Traced(Course(query), span, get_current(), wall_ns)
-        attach(set_span_in_context(span))  # for this task, and those that it starts
+        self._traced[id(query)] = _Traced(query, span, get_current(), wall_ns)
+        attach(current := set_span_in_context(span))  # for this task, and those that it starts
+        headers: dict[str, str] = {}
+        _PROPAGATOR.inject(headers, current)
+        trace_headers.set(headers)
 
     def query_event(self, query: ServedQuery, event: Event) -> None:
         traced = self._traced[id(query)]
-        traced.course.follow(event)
         match event:
             case RetrievalStarted():
                 traced.retrieval = self._child(
@@ -183,11 +186,11 @@ class Tracing:
     ) -> None:
         traced = self._traced.pop(id(query))
         attach(traced.before)
+        trace_headers.set({})
         now_s = time.monotonic()
-        traced.course.end(answer)
         self._end_of_search(traced, now_s - query.started_s)
         self._add_generation(traced, answer, now_s)
-        traced.span.set_attributes(_given(self._of_end(traced.course, outcome, answer)))
+        traced.span.set_attributes(_given(self._of_end(traced.query.course, outcome, answer)))
         if error is not None and outcome not in ("answered", "left"):
             kind = type(error).__name__
             reason = str(error) if self._with_text else hide(str(error), query.text)
@@ -218,7 +221,7 @@ class Tracing:
 
     def _add_generation(self, traced: _Traced, answer: Answer | None, now_s: float) -> None:
         """Prefill and decode, by the engine's record if there is one, else by the events."""
-        course, started_s = traced.course, traced.course.query.started_s
+        course, started_s = traced.query.course, traced.query.started_s
         record = None if answer is None else answer.record
         first_s = None if course.queued_s is None else started_s + course.queued_s
         token_s = None if course.ttft_s is None else started_s + course.ttft_s
@@ -257,7 +260,7 @@ class Tracing:
     def _end_of_search(self, traced: _Traced, at_s: float) -> None:
         if traced.retrieval is None:
             return
-        traced.retrieval.set_attribute("streamrag.num_chunks", traced.course.num_chunks)
+        traced.retrieval.set_attribute("streamrag.num_chunks", traced.query.course.num_chunks)
         if traced.num_events > MAX_EVENTS:
             traced.retrieval.set_attribute("streamrag.num_events_left_out", traced.num_events - MAX_EVENTS)
         traced.retrieval.end(traced.event_ns(at_s))

@@ -31,6 +31,7 @@ class CrawlOptions:
     allow_private: bool
     obey_robots: bool
     sitemaps: bool
+    send_traceparent: bool
     user_agent: str
     cdp_url: str | None
     cache_folder: str | None

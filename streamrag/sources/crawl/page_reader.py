@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
+from streamrag.propagation import trace_headers
 from streamrag.sources.crawl.host_sitemaps import HostSitemaps
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.http.addresses import normalize_url, resolve
@@ -105,6 +106,7 @@ class PageReader:
             resolve=partial(resolve, threads=Threads(MAX_LOOKUPS, "look up a name", within=shared.lookups)),
             turns=self._turns,
             remembered=shared.remembered,
+            more_headers=trace_headers.get() if options.send_traceparent else None,
         )
         self._share = Share()
 

@@ -10,6 +10,7 @@ import httpx
 
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import is_number, is_whole
+from streamrag.propagation import trace_headers
 from streamrag.sources.http.addresses import parse_start_url
 
 MAX_ANSWER_BYTES = 512 << 10
@@ -23,8 +24,9 @@ def search_engine(url: str, *, num_results: int = 5, timeout_s: float = 10.0) ->
     """A function from a query to the addresses that a search engine finds, for `WebSource(search_engine(...))`.
 
     It speaks the JSON interface of SearXNG (`GET /search?q=...&format=json`, to be switched on in its settings). Run
-    one of your own: the engine is asked at `url` whatever address that is, and is sent the query. What it finds is
-    checked like all that others give: an address that is not allowed is skipped.
+    one of your own: the engine is asked at `url` whatever address that is, and is sent the query, and its trace's
+    context if it is traced. What it finds is checked like all that others give: an address that is not allowed is
+    skipped.
 
     url: the engine's address, as `http://127.0.0.1:8888`.
     num_results: the first so many addresses.
@@ -56,7 +58,7 @@ def search_engine(url: str, *, num_results: int = 5, timeout_s: float = 10.0) ->
 
 async def _ask(base: str, query: str) -> bytes:
     parameters = {"q": query[:MAX_QUERY_CHARS].encode(errors="replace").decode(), "format": "json"}
-    headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+    headers = {"Accept": "application/json", "Accept-Encoding": "identity", **trace_headers.get()}
     async with (
         httpx.AsyncClient(trust_env=False, headers=headers) as client,
         client.stream("GET", f"{base.rstrip('/')}/search", params=parameters) as response,

@@ -89,6 +89,8 @@ class WebSource:
         is then not known, and it is you who must have leave to fetch these pages at this rate.
     sitemaps: look for pages in the sitemaps of the start URLs' hosts too. Those whose address has words of the query
         are fetched before links for which there is no place yet; half of `max_pages` is kept free until then.
+    send_traceparent: tell the sites that are crawled which trace the query belongs to, where it is traced: for sites of
+        your own, which trace too. A browser tells nobody.
     user_agent: how requests identify themselves, here and in the question what robots.txt allows.
     cdp_url: a running browser's address (`http://127.0.0.1:9222`), which then fetches the pages and runs their scripts.
         The addresses of links and start URLs are checked before it is asked. Where it is redirected to is checked
@@ -125,6 +127,7 @@ class WebSource:
         allow_private: bool = False,
         obey_robots: bool = True,
         sitemaps: bool = False,
+        send_traceparent: bool = False,
         user_agent: str | None = None,
         cdp_url: str | None = None,
         cache_folder: str | Path | None = None,
@@ -151,6 +154,7 @@ class WebSource:
             allow_private=allow_private,
             obey_robots=obey_robots,
             sitemaps=sitemaps,
+            send_traceparent=send_traceparent,
             user_agent=user_agent or f"streamrag/{__version__}",
             cdp_url=cdp_url,
             cache_folder=None if cache_folder is None else os.path.abspath(cache_folder),

@@ -67,11 +67,12 @@ class Fetcher:
         resolve: Resolve,
         turns: Turns | None = None,
         remembered: Remembered | None = None,
+        more_headers: Mapping[str, str] | None = None,
     ) -> None:
         self._limits = limits
         self._turns = turns or Turns()
         self._remembered = remembered or Remembered()
-        self._headers: dict[str, str] = {"User-Agent": user_agent, "Accept-Encoding": "gzip"}
+        self._headers: dict[str, str] = {"User-Agent": user_agent, "Accept-Encoding": "gzip", **(more_headers or {})}
         self._num_bytes = 0
         self._backend = CheckedBackend(
             connect_timeout_s=limits.connect_timeout_s, allow_private=limits.allow_private, resolve=resolve

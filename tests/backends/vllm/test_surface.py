@@ -65,6 +65,8 @@ SURFACE = {
     "vllm.v1.core.block_pool:BlockPool.is_block_writable": "7b038e005a83",
     "vllm.v1.core.block_pool:BlockPool.free_blocks": "6644c0be8fd3",
     "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": "d57e464beb12",
+    "vllm.v1.core.block_pool:BlockPool.get_cached_block": "de1e3e8b42dd",
+    "vllm.v1.core.block_pool:BlockPool.touch": "9b2bd2b42fe4",
     "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": "0f3938274139",
     "vllm.v1.core.kv_cache_utils:get_request_block_hasher": "31ee03315ca7",
     "vllm.v1.engine.core:EngineCore.step": "6813317ebca3",

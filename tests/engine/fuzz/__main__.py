@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
+from types import ModuleType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -15,7 +16,7 @@ BATCH = 50
 """Seeds that a process plays before it says how it went."""
 
 
-def main() -> int:
+def main(fuzz: ModuleType = fuzz) -> int:
     parser = argparse.ArgumentParser(description=fuzz.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20_000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -45,7 +46,7 @@ def main() -> int:
     for name, count in sorted(met.items()):
         print(f"{count:>12,}  {name}")
     for seed in sorted(failed):
-        print(f"seed {seed} FAILED; repeat it:  python -m tests.engine.fuzz --first {seed} --seeds 1")
+        print(f"seed {seed} FAILED; repeat it:  python -m {fuzz.__name__} --first {seed} --seeds 1")
     return 1 if failed else 0
 
 

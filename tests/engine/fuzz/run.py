@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
@@ -23,6 +23,7 @@ from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import TableProfile
 from streamrag.engine.profile_files import save_profile
+from tests.engine.oracle import OracleRunner
 from tests.engine.sizes import container_sizes
 
 from .clients import VOCABULARY, AcceptedTokens, Client, check
@@ -40,10 +41,12 @@ from .events import (
     Reset,
     Resume,
 )
-from .record_checks import Counting, CountingV1Runner, CountingV2Runner
+from .record_checks import CountingV1Runner, CountingV2Runner
 from .scenarios import Scenario
 
-__all__ = ["Run"]
+__all__ = ["Run", "make_runner", "make_shape"]
+
+R = TypeVar("R", bound=OracleRunner)
 
 COPIES = CopyCosts(((1, 0.5), (9, 0.9)), ((1, 0.5), (9, 0.9)), block_bytes=1, is_overlapped=True)
 PROFILE = TableProfile("fuzz", "none", ((1, 0.1), (100, 10.0)), 0.0, 0.0, kv_tokens=0, copies=COPIES)
@@ -251,7 +254,10 @@ class Run:
             self.met["streams without a first chunk"] += client.lacks_start
         if self.current[client.request_id] is not client:
             return  # its id is somebody else's now: vLLM's client would not send it
-        message = PromptMessage(event.index, event.num_kept, event.is_complete, self.engine.now_s)
+        request_class = self.scenario.request_classes.get(event.request_id, "pool")
+        message = PromptMessage(
+            event.index, event.num_kept, event.is_complete, self.engine.now_s, request_class=request_class
+        )
         self.engine.add(client.request_id, event.prompt[event.num_kept :], self._params(event), message)
 
     def _add_malformed(self, event: Malformed) -> None:
@@ -346,12 +352,15 @@ class Run:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
 
-def make_runner(scenario: Scenario) -> Counting:
+def make_runner(
+    scenario: Scenario, v1_runner: Callable[..., R] = CountingV1Runner, v2_runner: Callable[..., R] = CountingV2Runner
+) -> R:
     arguments = (scenario.num_blocks, scenario.block_size, VOCABULARY, scenario.is_async)
     windows = (None,) if scenario.sliding_window is None else (None, scenario.sliding_window)
-    runner: Counting = CountingV1Runner(*arguments, windows=windows)
     if scenario.has_v2_runner:
-        runner = CountingV2Runner(*arguments, windows=windows, num_slots=scenario.max_num_seqs)
+        runner = v2_runner(*arguments, windows=windows, num_slots=scenario.max_num_seqs)
+    else:
+        runner = v1_runner(*arguments, windows=windows)
     faults = random.Random(scenario.seed)
     share = scenario.share_of_faults
     runner.save_fails = lambda slot: faults.random() < share or slot in scenario.bad_saves
@@ -385,5 +394,6 @@ def make_shape(scenario: Scenario, records: Path) -> EngineShape:
             "num_host_blocks": scenario.num_host_blocks,
             "profile": str(profile),
             "records": str(records),
+            **scenario.options,
         },
     )

@@ -3,6 +3,9 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from streamrag.core import RequestClass
 
 from .events import Abort, Chunk, Event, Evict, Plain, Reset
 
@@ -49,6 +52,10 @@ class Scenario:
     """How many there are, if fewer than the scheduler was promised."""
     reused_ids: Mapping[str, str] = field(default_factory=dict)
     """From a request to the one whose id it takes, if that one has ended by then."""
+    request_classes: Mapping[str, RequestClass] = field(default_factory=dict)
+    """Of streams; pool, if not here."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further ones of the scheduler."""
 
 
 def make_load(seed: int) -> Scenario:
@@ -91,8 +98,24 @@ def make_load(seed: int) -> Scenario:
         scales = [1, 1, 1.3, 1.6, 2]
         num_evictions = swap.choice([0, 10, 40])
         events += [(swap.uniform(0, last_s + 5), Evict(swap.randrange(100))) for _ in range(num_evictions)]
+    classing = random.Random(-7 * seed - 17)
+    request_classes: dict[str, RequestClass] = {}
+    options: dict[str, Any] = {}
+    if classing.random() < 0.4:
+        options = {"class_ageing_s": classing.choice([None, 0.5, 3.0, 4.0])}
+        names = sorted({event.request_id for _, event in events if isinstance(event, Chunk)})
+        request_classes = {name: classing.choice(get_args(RequestClass)) for name in names}
+    if classing.random() < 0.4:
+        options |= {
+            "data_high_water": classing.choice([None, 0.5, 0.9]),
+            "max_data_tokens": classing.choice([None, 3]),
+            "kv_budget": classing.choice([None, 0.1, 0.5, 1.0]),
+            "groups_prefills": classing.random() < 0.7,
+        }
     return Scenario(
         seed=seed,
+        request_classes=request_classes,
+        options=options,
         sliding_window=window,
         eviction=eviction,
         num_host_blocks=swap.choice([3, 10, 40, 400]),

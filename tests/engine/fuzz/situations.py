@@ -29,6 +29,7 @@ GARBAGE: tuple[Any, ...] = (
     *({**FIELDS, "arrival_s": at_s} for at_s in ("now", math.nan, math.inf, -1.0, True, [], {})),
     *({**FIELDS, "expected_complete_s": at_s} for at_s in ("soon", math.nan, [])),
     *({**FIELDS, "source_name": source} for source in (5, None, [], {"a": 1}, 2_000 * "a")),
+    *({**FIELDS, "request_class": name} for name in (5, None, [], {}, "first")),
 )
 """What a client of another program may put in the place of a chunk message."""
 

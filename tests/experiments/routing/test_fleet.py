@@ -1,4 +1,5 @@
 from math import inf
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,8 @@ def test_a_cell_gives_the_same_figures_every_time():
 
 
 def test_each_cell_is_planned_once_and_names_a_router_of_its_set():
-    planned = cells(1.0)
+    planned = cells(1.0, {"azure": Path("folder/trace.csv")})
     assert len(set(planned)) == len(planned)
     assert all(cell.router in SETS[cell.of] for cell in planned)
+    assert {cell.trace for cell in planned if cell.load == "azure"} == {"trace.csv"}
+    assert {cell.trace for cell in planned if cell.load != "azure"} == {""}

@@ -9,6 +9,7 @@ import pytest
 
 from streamrag import Append, BackendError, SourceError
 from streamrag.serve import Limits
+from streamrag.serve.failures import RETRIEVAL_FAILED
 from streamrag.testing import ScriptedBackend
 from tests.serve.responses.talking import NOTE, QUESTION, client_of
 from tests.serve.serving import CHUNKS, PARIS, serving
@@ -169,8 +170,9 @@ async def test_what_is_not_stored_is_not_there_and_what_is_deleted_is_gone() -> 
             await client.responses.retrieve(unkept.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(model="scripted", input=QUESTION, previous_response_id=unkept.id)
-        with pytest.raises(openai.BadRequestError, match="nothing to cancel"):
+        with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response") as cancelled:
             await client.responses.cancel(kept.id)
+        assert (cancelled.value.type, cancelled.value.param) == ("invalid_request_error", "response_id")
         await client.responses.delete(kept.id)
         for asking in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
             with pytest.raises(openai.NotFoundError):
@@ -238,12 +240,12 @@ async def test_what_cannot_be_answered_is_refused(body: object, status: int, par
 
 async def test_an_error_is_a_status_or_the_end_of_the_stream() -> None:
     async with serving([*CHUNKS, SourceError("the site is gone")]) as served, client_of(served) as client:
-        with pytest.raises(openai.InternalServerError, match="the site is gone"):
+        with pytest.raises(openai.InternalServerError, match="retrieval failed"):
             await client.responses.create(model="scripted", input=QUESTION)
         stream = await client.responses.create(model="scripted", input=QUESTION, stream=True)
         *_, last = [event async for event in stream]
     assert last.type == "response.failed"
-    assert last.response.error.message == "the site is gone"
+    assert last.response.error.message == RETRIEVAL_FAILED
     assert last.response.output[0].status == "failed"
     assert served.watcher.ended == [("responses", "source_error")] * 2
 

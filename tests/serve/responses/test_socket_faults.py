@@ -11,6 +11,7 @@ import websockets
 
 from streamrag import Append, BackendError
 from streamrag.serve import Limits
+from streamrag.serve.failures import ENGINE_FAILED
 from streamrag.testing import ScriptedBackend
 from tests.serve.responses.talking import QUESTION, freed, settled, talking
 from tests.serve.serving import PARIS, serving
@@ -85,7 +86,7 @@ async def test_an_engine_that_fails_in_mid_answer_leaves_the_socket_usable() -> 
         for _ in range(2):
             answer = await talk.create(QUESTION, await talk.prepare("One."))
             assert answer.status == "failed"
-            assert answer.error.message == "out of memory"
+            assert answer.error.message == ENGINE_FAILED
             assert answer.output_text == "I"
         await freed(served)
         assert served.watcher.ended == [("websocket", "backend_error")] * 2

@@ -171,33 +171,23 @@ class EngineClient:
             self._note(query_id, stream.record)
 
     async def session(
-        self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], bool]], num_output_tokens: int
+        self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], int]]
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Push each chunk into one of vLLM's own sessions, and yield the answer to the last; closing aborts.
+        """Push each chunk into one of vLLM's own sessions, and yield the answers to all of them; closing aborts.
 
-        `chunks` says of each whether it is the last. The others are answered with one token, which is not shown.
+        `chunks` says of each how many tokens answer it, one at least. What comes quickly, vLLM merges into one.
         """
-        num_before = 0  # tokens that answer chunks before the last
-        is_last_sent = False
 
         async def inputs() -> AsyncGenerator["StreamingInput", None]:
             from vllm.engine.protocol import StreamingInput
 
-            nonlocal num_before, is_last_sent
-            async for token_ids, is_complete in chunks:
-                is_last_sent = is_complete
-                num_before += not is_complete
-                yield StreamingInput(_tokens_input(token_ids), _params(num_output_tokens if is_complete else 1))
+            async for token_ids, num_output_tokens in chunks:
+                yield StreamingInput(_tokens_input(token_ids), _params(num_output_tokens))
 
-        num_seen = 0
-        async with aclosing(self._outputs(query_id, inputs(), num_output_tokens)) as outputs:
+        async with aclosing(self._outputs(query_id, inputs(), 1)) as outputs:
             async for output in outputs:
-                # Counted by tokens: what comes quickly, vLLM merges into one output, ends of chunks included.
-                new = output.outputs[0].token_ids
-                num_shown = min(num_seen + len(new) - num_before, len(new)) if is_last_sent else 0
-                num_seen += len(new)
-                if num_shown > 0:
-                    yield tuple(new[len(new) - num_shown :])
+                if output.outputs[0].token_ids:
+                    yield tuple(output.outputs[0].token_ids)
 
     async def _outputs(self, query_id: str, prompt: Any, num_output_tokens: int) -> AsyncGenerator[Any, None]:
         """vLLM's RequestOutputs."""

@@ -33,7 +33,12 @@ async def stream_then_generate(
     else:
         raise BackendError(NO_COMPLETE_PROMPT)
     async with streams.open(
-        first.token_ids, params, is_complete=first.is_complete, hint=first.hint, source_name=first.source_name
+        first.token_ids,
+        params,
+        is_complete=first.is_complete,
+        hint=first.hint,
+        source_name=first.source_name,
+        request_class=first.request_class,
     ) as stream:
         pushing = asyncio.create_task(_push(prompts, stream), name="push prompts")
         try:

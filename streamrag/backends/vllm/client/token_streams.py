@@ -26,7 +26,7 @@ from streamrag.backends.vllm.client.answer_text import AnswerText
 from streamrag.backends.vllm.client.calls import abort_surely, ask_engine
 from streamrag.backends.vllm.client.errors import vllm_errors_translated
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
-from streamrag.core import Hint, Prefilled, SamplingParams, common_prefix_len
+from streamrag.core import Hint, Prefilled, RequestClass, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError
 from streamrag.records import RequestRecord
 from streamrag.tasks import wait_regardless
@@ -82,6 +82,7 @@ class TokenStream:
         clock: Callable[[], float],
         why_dead: Callable[[], str],
         source_name: str,
+        request_class: RequestClass,
     ) -> None:
         self.record: RequestRecord | None = None
         """What the engine did with the request; there when the answer is complete, unless a stop text ended it."""
@@ -91,6 +92,7 @@ class TokenStream:
         self._clock = clock
         self._why_dead = why_dead
         self._source_name = source_name
+        self._request_class = request_class
         self._answer_params = to_vllm(params, engine.vllm_config)
         self._max_model_len: int = engine.model_config.max_model_len
         self._token_ids: list[int] = []
@@ -187,7 +189,14 @@ class TokenStream:
             raise ConfigurationError("a prompt needs at least one token")
         check_prompt_len(len(new), self._max_model_len)
         message = PromptMessage.of(
-            self._num_messages, len(new), num_shared, is_complete, self._clock(), hint, self._source_name
+            self._num_messages,
+            len(new),
+            num_shared,
+            is_complete,
+            self._clock(),
+            hint,
+            self._source_name,
+            self._request_class,
         )
         answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
         chunk_params = for_stream(answer_params)
@@ -328,16 +337,18 @@ class TokenStreams:
         is_complete: bool = False,
         hint: Hint | None = None,
         source_name: str = "",
+        request_class: RequestClass = "pool",
     ) -> AsyncIterator[TokenStream]:
         """A stream whose prompt begins with these tokens, or is these. Leaving the context aborts what is not finished.
 
         `source_name` is that of the retriever that brings the chunks: the engine learns when to expect each's next.
+        `request_class` says who waits for the answer; the engine's policy may use it.
 
         :raises PromptTooLongError: the prompt leaves no room for an answer.
         :raises ConfigurationError: `params` have what vLLM refuses, or what a streamed prompt cannot have.
         :raises EngineDeadError: the engine's processes are gone.
         """
-        stream = TokenStream(self._engine, params, self._clock, self._why_dead, source_name)
+        stream = TokenStream(self._engine, params, self._clock, self._why_dead, source_name, request_class)
         self._open.add(stream)
         try:
             await stream.update(token_ids, is_complete=is_complete, hint=hint)

@@ -140,6 +140,8 @@ class StreamIntakeMixin(_Base):
         stream.sampling_params = request.sampling_params
         stream.max_tokens = request.max_tokens
         stream.last_chunk_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
+        if stream.request_id in self.idle:
+            stream.since_s = stream.last_chunk_s
         stream.expected_complete_s = message.expected_complete_s
         stream.view = None
         chunk = ChunkRecord(stream.last_chunk_s, stream.num_prompt_tokens, num_shared, num_computed)

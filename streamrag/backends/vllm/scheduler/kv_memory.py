@@ -1,6 +1,6 @@
 """vLLM's KV cache as a plan sees it."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from vllm.utils.math_utils import cdiv
@@ -95,6 +95,13 @@ class KvMemory:
 
     def num_cached_tokens(self, request: RequestView) -> int:
         return self._hit(request).num_tokens
+
+    def next_block(self, request: RequestView, num_tokens: int) -> Hashable | None:
+        """See `engine.groups.NextBlock`."""
+        of_vllm = self._request(request)
+        index = num_tokens // self.smallest_block_size
+        is_whole = index < len(of_vllm.block_hashes) and not of_vllm.skip_reading_prefix_cache
+        return of_vllm.block_hashes[index] if is_whole else None
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
         of_vllm = self._request(request)

@@ -4,6 +4,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
+from streamrag.core import RequestClass
 from streamrag.engine import RequestView
 from streamrag.engine.swapping import Comparison
 from streamrag.records import Outcome, RequestRecord
@@ -33,6 +34,9 @@ class StreamRequest(Request):
     last_chunk_s: float
     expected_complete_s: float | None
     source_name: str
+    request_class: RequestClass
+    since_s: float
+    """Since when it has had something to compute."""
     is_replaced: bool
     """Whether its source is known to replace what it has sent."""
     num_messages: int
@@ -48,6 +52,8 @@ class StreamRequest(Request):
     """Device blocks that it had to give up and wants back; some may hold something else by now."""
     was_evicted: bool
     """Whether it has lost KV to others."""
+    num_blocks_claimed: int | None
+    """Of the budget; None while it has no part in that."""
     comparison: Comparison | None
     """What is to become of its KV, while it is about to be evicted."""
     view: RequestView | None
@@ -74,12 +80,15 @@ class StreamRequest(Request):
         request.arrival_s = request.last_chunk_s = arrival_s
         request.expected_complete_s = chunk.expected_complete_s if chunk else None
         request.source_name = chunk.source_name if chunk else ""
+        request.request_class = chunk.request_class if chunk else "pool"
+        request.since_s = arrival_s
         request.is_replaced = False
         request.num_messages, request.num_acknowledged = 1, 0
         request.step_limit = request.num_visible_tokens = None
         request.num_loaded_tokens = 0
         request.released_blocks = set()
         request.was_evicted = False
+        request.num_blocks_claimed = None
         request.comparison = None
         request.view = None
         request.log = RequestLog(request.request_id, request.is_stream, arrival_s, now_s)
@@ -135,4 +144,8 @@ class StreamRequest(Request):
             source_name=self.source_name,
             was_evicted=self.was_evicted,
             is_speculative=not self.is_complete and self.is_replaced,
+            request_class=self.request_class,
+            since_s=self.since_s,
+            num_answer_tokens=max(self.max_tokens - self.num_output_tokens, 0),
+            has_claim=self.num_blocks_claimed is not None,
         )

@@ -23,6 +23,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.scheduler.admission import Admission
+from streamrag.backends.vllm.scheduler.grouping import can_group, take_cached
 from streamrag.backends.vllm.scheduler.host_loads import Suspects
 from streamrag.backends.vllm.scheduler.intake import StreamIntakeMixin
 from streamrag.backends.vllm.scheduler.kv_memory import KvMemory
@@ -31,7 +33,7 @@ from streamrag.backends.vllm.scheduler.replacement import release_kv
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.vllm.scheduler.supported import check_supported
 from streamrag.backends.vllm.version import check_version
-from streamrag.engine import Fate, Limits, Pace, Plan, RequestView, make_policy, plan
+from streamrag.engine import ClassPolicy, Fate, Limits, Pace, Plan, Policy, RequestView, make_policy, plan
 from streamrag.engine.swapping import DROPPED, Comparison
 
 if TYPE_CHECKING:
@@ -64,14 +66,20 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.options = SchedulerOptions.of(vllm_config)
         self.record_file = RecordFile(Path(self.options.records)) if self.options.records else None
-        self.streaming_policy = make_policy(self.options.policy)
+        policy, ageing_s = make_policy(self.options.policy), self.options.class_ageing_s
+        self.streaming_policy: Policy = policy if ageing_s is None else ClassPolicy(policy, ageing_s)
         self.kv_memory = KvMemory(self, self.host_memory)
         self.is_lean = self.options.num_partial_tokens is not None
         self.pace = Pace(self.options.num_partial_tokens or 0, self.options.partial_step_s)
-        self._num_kept_free = int(self.options.low_water * self.kv_cache_manager.block_pool.num_gpu_blocks)
+        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
+        self._num_kept_free = int(self.options.low_water * num_blocks)
+        high_water, budget = self.options.data_high_water, self.options.kv_budget
+        self._num_kept_from_data = None if high_water is None else num_blocks - int(high_water * num_blocks)
+        self.admission = Admission(None if budget is None else int(budget * num_blocks))
         # With more than that, the largest step leaves free what must be.
         largest_step = self.max_num_scheduled_tokens // self.kv_memory.smallest_block_size + self.max_num_active_reqs
         self._num_free_if_short = self._num_kept_free + largest_step
+        self._is_grouped = self.options.groups_prefills and can_group(self)
         self._step_s = 0.0
         self._last_output_s = 0.0
         self._started_s: deque[float] = deque()  # for each step whose output is still to come
@@ -90,6 +98,9 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
         for eviction in step.plan.evictions:
             self._evict(self._request(eviction.request))
+        for grant in step.plan.grants:
+            if grant.num_blocks_claimed is not None:
+                self.admission.claim(self._request(grant.request), grant.num_blocks_claimed)
         for view in step.plan.waiting:
             self._on_waiting_for_memory(self._request(view))
         running, waiting = self._set_aside(step)
@@ -140,7 +151,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: use}
         return stats
 
-    def _request(self, view: RequestView) -> StreamRequest:
+    def _request(self, view: RequestView | Request) -> StreamRequest:
         request = self.requests[view.request_id]
         assert isinstance(request, StreamRequest)
         return request
@@ -149,6 +160,9 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self.kv_memory.start_step()
         if self.host_memory is not None:
             self.host_memory.start_step(self._step_s)
+        if self._is_grouped:
+            for request in self.waiting:
+                take_cached(self, self._request(request))
         decoding, others = self._split_running()
         views, held_up = [self.kv_memory.view(r) for r in others], []
         for request in self.waiting:
@@ -171,10 +185,14 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             num_partial_tokens=num_partial_tokens,
             is_early=self.options.late_binding and any(self._prefills_in_flight),
             num_blocks_kept_free=self._num_kept_free,
+            num_blocks_kept_from_data=self._num_kept_from_data,
+            max_data_tokens=self.options.max_data_tokens,
+            budget=self.admission.budget,
             turn=self.current_step,
         )
         order = policy.order(views, self._step_s)
-        made = plan(order, self._idle_views, limits, self.kv_memory, self._fate)
+        next_block = self.kv_memory.next_block if self._is_grouped else None
+        made = plan(order, self._idle_views, limits, self.kv_memory, self._fate, next_block)
         policy.on_admitted([g.request for g in made.grants if not g.request.is_running])
         return _Step(made, order, decoding, held_up)
 
@@ -326,6 +344,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         return DROPPED if self.host_memory is None else self.host_memory.compare(request)
 
     def _give_up_kv(self, request: StreamRequest) -> None:
+        self.admission.release(request)
         comparison = request.comparison or self._compare(request)
         if self.host_memory is not None and comparison.choice == "swap":
             self.host_memory.on_release(request)
@@ -358,6 +377,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
     def _restart(self, request: Request) -> None:
         """Drop all KV of `request`, and what its steps in flight return."""
         assert isinstance(request, StreamRequest)
+        self.admission.release(request)
         request.view = None
         if request.num_computed_tokens:
             request.log.on_loss(request.num_computed_tokens, DROPPED, self.clock())
@@ -367,6 +387,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             self.prev_step_scheduled_req_ids.discard(request.request_id)
         else:
             release_kv(self, request)
+
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        assert isinstance(request, StreamRequest)
+        self.admission.release(request)
+        return super()._free_request(request, delay_free_blocks)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if reset_running_requests:

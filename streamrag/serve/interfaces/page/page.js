@@ -118,7 +118,7 @@ field.addEventListener("keydown", (event) => {
 });
 
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") stop();
+  if (event.key === "Escape" && !composer.hidden) stop();
 });
 
 byId("forget").addEventListener("click", () => {

@@ -32,11 +32,23 @@ export function inWords(error) {
   return words && words[0].toUpperCase() + words.slice(1) + (/[.!?]$/.test(words) ? "" : ".");
 }
 
+const headersOf = (key) => ({
+  "content-type": "application/json",
+  ...(key ? { authorization: `Bearer ${key}` } : {}),
+});
+
+// What the service answers, as JSON; null if it says nothing. Throws Refused, or Gone when there is no connection.
+export async function call(method, path, body, key) {
+  const sent = { method, headers: headersOf(key), body: body && JSON.stringify(body), cache: "no-store" };
+  const answer = await reaching(fetch(path, sent), {});
+  if (!answer.ok) throw await refusal(answer);
+  return answer.status === 204 ? null : reaching(answer.json(), {});
+}
+
 // Each event as {name, values}, until the stream ends. Throws Refused for an answer that is not a stream, Gone when the
 // connection breaks, AbortError when `signal` says so.
 export async function* ask(body, key, signal) {
-  const headers = { "content-type": "application/json", accept: "text/event-stream" };
-  if (key) headers.authorization = `Bearer ${key}`;
+  const headers = { ...headersOf(key), accept: "text/event-stream" };
   const sent = { method: "POST", headers, body: JSON.stringify(body), signal, cache: "no-store" };
   const answer = await reaching(fetch("v1/ask", sent), signal);
   if (!answer.ok) throw await refusal(answer);

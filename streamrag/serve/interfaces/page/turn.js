@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { Flow } from "./flow.js";
-import { key } from "./key.js";
+import { askForKey } from "./key.js";
 import { Passages } from "./passages.js";
 import { inWords } from "./stream.js";
 import { element, plain } from "./text.js";
@@ -19,6 +19,7 @@ export class Turn {
     this.aborter = new AbortController();
     this.isOver = false; // the service has said its last word
     this.isAnswered = false;
+    this._context = []; // the passages of the newest prompt, in its order
     this.hasBegun = false; // there is something to be seen of it
     this.node = document.getElementById("turn").content.firstElementChild.cloneNode(true);
     this._state = this.node.querySelector(".state");
@@ -80,7 +81,8 @@ export class Turn {
         this.passages.arrived(values.chunk);
         break;
       case "context_changed":
-        if (values.chunks) this.passages.order(values.chunks);
+        this._context.splice(values.splice.at, values.splice.num_removed, ...values.splice.chunks);
+        this.passages.order(this._context);
         break;
       case "document_skipped":
         this.passages.note(`Skipped ${values.uri}: ${values.reason}`);
@@ -142,31 +144,7 @@ export class Turn {
 
   askForKey(wasRefused) {
     this.end();
-    const form = element("form", "failure key");
-    const label = element("label", "", "API key");
-    const input = element("input");
-    input.type = "password";
-    input.autocomplete = "off";
-    input.required = true;
-    input.id = label.htmlFor = `${this.id}-key`;
-    const why = wasRefused ? "The service does not accept this key." : "The service wants an API key.";
-    const words = element("p", "", why);
-    words.setAttribute("role", "alert");
-    form.append(words, label, input, element("button", "", "Use this key"));
-    input.addEventListener("input", () => input.setCustomValidity(""));
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      const given = input.value.trim();
-      if (!/^[\x21-\x7e]+$/.test(given)) {
-        input.setCustomValidity("A key has only letters, digits and signs of ASCII.");
-        input.reportValidity();
-        return;
-      }
-      key.set(given);
-      this._again(this);
-    });
-    this._after.append(form);
-    input.focus();
+    askForKey(this._after, `${this.id}-key`, wasRefused, () => this._again(this));
   }
 }
 

@@ -59,7 +59,10 @@ def routes(service: Service) -> list[BaseRoute]:
 
     async def cancel(request: Request) -> Response:
         states.get(request.path_params["id"], request.scope[CALLER].client)
-        raise RequestError("this response is not in the background, and has ended: there is nothing to cancel")
+        raise RequestError(
+            "Cannot cancel a synchronous response: only one in the background, which this service does not do",
+            param="response_id",
+        )
 
     async def connect(socket: WebSocket) -> None:
         await Connection(service, states, socket, socket.scope[CALLER]).run()

@@ -187,18 +187,20 @@ class Client(async_llm.AsyncLLM):
 
 
 @cache
-def _client() -> Client:
+def _client(max_model_len: int) -> Client:
     with tempfile.TemporaryDirectory() as folder:
-        model = make_tiny_llama(Path(folder) / "model", hidden_size=64, num_layers=1, num_heads=2, max_model_len=64)
-        args = EngineArgs(model=str(model), max_model_len=MAX_MODEL_LEN, enforce_eager=True, dtype="float32")
+        model = make_tiny_llama(
+            Path(folder) / "model", hidden_size=64, num_layers=1, num_heads=2, max_model_len=max_model_len
+        )
+        args = EngineArgs(model=str(model), max_model_len=max_model_len, enforce_eager=True, dtype="float32")
         config = args.create_engine_config()
         with mock.patch.object(EngineCoreClient, "make_async_mp_client", return_value=None):
             return Client(config, Executor.get_class(config), log_stats=False, log_requests=False)
 
 
-def make_client(core: FakeCore) -> Client:
+def make_client(core: Any, max_model_len: int = MAX_MODEL_LEN) -> Client:
     """vLLM's client of this engine. The first takes a few seconds."""
-    client = copy.copy(_client())
+    client = copy.copy(_client(max_model_len))
     client.engine_core = core
     client.output_processor = OutputProcessor(client.tokenizer, log_stats=False)
     client.output_handler = None

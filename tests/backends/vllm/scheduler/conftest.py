@@ -11,6 +11,7 @@ from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
+from streamrag.core import RequestClass
 from streamrag.records import RequestRecord
 from tests.engine.oracle import V1OracleRunner
 
@@ -46,10 +47,17 @@ class Bench:
         self.engine.add(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0))
 
     def chunk(
-        self, name: str, tokens: list[int], *, kept: int = 0, is_complete: bool = False, max_tokens: int = 2
+        self,
+        name: str,
+        tokens: list[int],
+        *,
+        kept: int = 0,
+        is_complete: bool = False,
+        max_tokens: int = 2,
+        request_class: RequestClass = "pool",
     ) -> None:
         index = self._num_messages[name] = self._num_messages.get(name, -1) + 1
-        message = PromptMessage(index, kept, is_complete, self.engine.now_s)
+        message = PromptMessage(index, kept, is_complete, self.engine.now_s, request_class=request_class)
         self.engine.add(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0), message)
 
     def step(self) -> list[EngineCoreOutput]:

@@ -1,0 +1,43 @@
+"""A simulated engine as the backend of sessions: what runs on a real engine runs in virtual time, unchanged."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from streamrag.backends.simulated.client import SimulatedClient
+from streamrag.backends.simulated.stream import SimulatedStream
+from streamrag.core import BackendEvent, ModelInfo, Prompt, SamplingParams
+from streamrag.tasks import cancel_regardless
+
+
+class SimulatedBackend:
+    """Answers have no text, and as many tokens as they may have at most. The client's engine has our scheduler."""
+
+    def __init__(self, client: SimulatedClient, model: ModelInfo) -> None:
+        self.model = model
+        self._client = client
+
+    async def generate(
+        self, prompts: AsyncIterator[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """Prefill each prompt as it comes; sample the answer to the complete one, which is the last."""
+        first = await anext(prompts)
+        async with self._client.stream(
+            "prompt",
+            first.token_ids,
+            params.max_tokens,
+            is_complete=first.is_complete,
+            request_class=first.request_class,
+        ) as stream:
+            pushing = asyncio.create_task(self._push(prompts, stream), name="push prompts")
+            try:
+                async with aclosing(stream.events()) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                await cancel_regardless([pushing])
+
+    @staticmethod
+    async def _push(prompts: AsyncIterator[Prompt], stream: SimulatedStream) -> None:
+        async for prompt in prompts:
+            await stream.update(prompt.token_ids, is_complete=prompt.is_complete, hint=prompt.hint)

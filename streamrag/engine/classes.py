@@ -1,0 +1,66 @@
+"""Requests in classes by who waits for them: flash, session, pool, stream, each first in, first out.
+
+    flash    ──────┬──────────── since_s                 a class has so long a start before the next
+    session  ──────┼──ageing_s── since_s + ageing_s
+    pool           ├──────────── since_s + 2 ageing_s    the places only: who takes one is for another policy to say
+    stream         └──────────── since_s + 3 ageing_s
+
+Source: arXiv 2605.13784, section 3.6, which has no ageing.
+"""
+
+from collections.abc import Sequence
+from math import inf
+from typing import TYPE_CHECKING, TypeAlias, get_args
+
+from streamrag.core import RequestClass
+from streamrag.engine.request import RequestView
+from streamrag.errors import ConfigurationError
+from streamrag.kinds import is_number, short
+
+if TYPE_CHECKING:
+    from streamrag.engine.policies import Policy
+
+RANKS: dict[str, int] = {name: rank for rank, name in enumerate(get_args(RequestClass))}
+
+Place: TypeAlias = tuple[bool, float, int, float, str]
+
+
+class ClassPolicy:
+    """Serves each class before the next, and orders the pool as `within` does. Without other classes it is `within`.
+
+    A request is overtaken only by those that came less than its rank times `ageing_s` after it, where flash has rank 0
+    and stream 3. The wait of a stream counts from the first of its tokens that are not computed,
+    that of others from their newest chunk. Partial prompts of the pool take places as if they came now: nobody waits
+    for them yet, and when they are complete they age.
+    """
+
+    def __init__(self, within: "Policy", ageing_s: float) -> None:
+        if not is_number(ageing_s) or not 0 < ageing_s < inf:
+            raise ConfigurationError(f"class_ageing_s={short(ageing_s)} must be a number of seconds over 0, or None")
+        self.within = within
+        self.needs_prefix_hits = within.needs_prefix_hits
+        self._ageing_s = ageing_s
+
+    def __repr__(self) -> str:
+        return f"<{self.within!r} in classes, {self._ageing_s:g} s apart>"
+
+    def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
+        classed = [r for r in requests if r.request_class != "pool"]
+        if not classed:
+            return self.within.order(requests, now_s)
+        pool = self.within.order([r for r in requests if r.request_class == "pool"], now_s)
+        places = zip(sorted(self._place(r, now_s) for r in pool), pool, strict=True)
+        served = [*places, *((self._place(r, now_s), r) for r in classed)]
+        served.sort(key=lambda each: each[0])
+        return [request for _, request in served]
+
+    def _place(self, r: RequestView, now_s: float) -> Place:
+        rank = RANKS[r.request_class]
+        since_s = r.since_s if r.request_class == "stream" else r.last_chunk_s if r.is_complete else now_s
+        return (not r.has_output, since_s + rank * self._ageing_s, rank, r.arrival_s, r.request_id)
+
+    def on_admitted(self, requests: Sequence[RequestView]) -> None:
+        self.within.on_admitted([r for r in requests if r.request_class == "pool"])
+
+    def on_speed(self, tokens_per_s: float) -> None:
+        self.within.on_speed(tokens_per_s)

@@ -1,0 +1,124 @@
+"""A WebSocket of JSON objects, whatever they say: bounded frames, errors that are frames too, and no slow readers."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import TaskGroup
+from pydantic import BaseModel
+from pydantic_core import from_json
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from streamrag.serve.bodies import parsed
+from streamrag.serve.failures import RequestError, failure_of
+from streamrag.serve.gate import SUBPROTOCOL
+from streamrag.serve.limits import Limits
+from streamrag.serve.wire import json_of
+
+CLOSE_S = 1.0
+"""For a client to take the frame that closes its socket; whoever has stopped reading does not."""
+
+MAX_ID = 128
+"""Characters of a name that a client gives to what it asks."""
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Frames:
+    """One socket, either way.
+
+    id_field: where a frame says what it belongs to; an error says it there too.
+    """
+
+    def __init__(self, socket: WebSocket, limits: Limits, id_field: str) -> None:
+        self._socket = socket
+        self._limits = limits
+        self._id_field = id_field
+        self._sending = anyio.Lock()
+        self._scope = anyio.CancelScope()
+        self._close: tuple[int, str] | None = None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[TaskGroup]:
+        """From the handshake to the end of the block, which takes everything with it that its tasks hold."""
+        await self._accept()
+        async with anyio.create_task_group() as tasks:
+            self._scope = tasks.cancel_scope
+            yield tasks
+            tasks.cancel_scope.cancel()
+        if self._close is not None:
+            await self._send_close(*self._close)
+
+    async def refuse(self, error: Exception) -> None:
+        """Say why there is no socket, in one frame: a browser would not be told of a status."""
+        await self._accept()
+        await self.tell(error)
+        await self._send_close(1008, "refused")
+
+    def end(self, code: int, reason: str) -> None:
+        """Close it: the block of `open` is cancelled."""
+        self._close = self._close or (code, reason)
+        self._scope.cancel()
+
+    async def next(self, model: type[M]) -> tuple[M, int] | None:
+        """The next good frame and its size, None once the client has gone. Of bad ones the client is told."""
+        while True:
+            await anyio.lowlevel.checkpoint()  # many small frames may have come at once
+            message = await self._socket.receive()
+            if message["type"] == "websocket.disconnect":
+                return None
+            frame = message.get("text") or message.get("bytes") or b""
+            most = self._limits.max_frame_bytes
+            try:
+                if len(frame) > most:
+                    what = f"the frame has more than {most:,} bytes, which is the most"
+                    raise RequestError(what, status=413, code="frame_too_long")
+                return parsed(frame, model), len(frame)
+            except RequestError as error:
+                await self.tell(error, self._id_of(frame))
+
+    async def tell(self, error: Exception, id: str | None = None) -> None:
+        """An `error` frame; the socket can be used as before."""
+        await self.send(self.told(error, id))
+
+    def told(self, error: Exception, id: str | None = None) -> dict[str, Any]:
+        """An error as a frame."""
+        failure = failure_of(error)
+        told = failure.body()["error"]
+        if headers := failure.headers():
+            told["headers"] = headers
+        of = {} if id is None else {self._id_field: id}
+        return {"type": "error", "status": failure.status, "error": told, **of}
+
+    async def send(self, values: dict[str, Any]) -> None:
+        """One frame; everything is cancelled if the client has gone, or does not read."""
+        async with self._sending:
+            try:
+                with anyio.fail_after(self._limits.send_timeout_s):
+                    await self._socket.send_text(json_of(values))
+            except WebSocketDisconnect:
+                self._scope.cancel()
+                await anyio.lowlevel.checkpoint()
+            except TimeoutError:
+                self.end(1013, "what was sent is not read")
+                await anyio.lowlevel.checkpoint()
+
+    async def _send_close(self, code: int, reason: str) -> None:
+        with anyio.move_on_after(CLOSE_S), suppress(RuntimeError, WebSocketDisconnect):  # it has gone meanwhile
+            await self._socket.close(code, reason)
+
+    async def _accept(self) -> None:
+        await self._socket.accept(SUBPROTOCOL if SUBPROTOCOL in self._socket.scope["subprotocols"] else None)
+
+    def _id_of(self, frame: str | bytes) -> str | None:
+        """What a bad frame belongs to, as far as it can be read."""
+        if len(frame) > self._limits.max_frame_bytes:
+            return None
+        try:
+            values = from_json(frame)
+        except ValueError:
+            return None
+        id = values.get(self._id_field) if isinstance(values, dict) else None
+        return id if isinstance(id, str) and 0 < len(id) <= MAX_ID else None

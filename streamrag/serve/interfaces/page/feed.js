@@ -1,0 +1,141 @@
+// What is appended to a session: lines that are typed or pasted, and files. Each line is one chunk of data.
+
+import { count, element, plain } from "./text.js";
+
+const MOST_LINES = 500; // that are shown
+const LONGEST_LINE = 50_000; // characters; a longer one becomes several
+const MOST_OF_BATCH = 500; // lines
+const LONGEST_BATCH = 100_000; // characters
+
+const wellFormed = (text) => text.toWellFormed?.() ?? text;
+
+// Lines that have something in them, none of them too long.
+function* lines(text) {
+  for (const line of text.split(/\r\n|[\n\r]/)) {
+    if (!line.trim()) continue;
+    for (let at = 0; at < line.length; at += LONGEST_LINE) yield wellFormed(line.slice(at, at + LONGEST_LINE));
+  }
+}
+
+// The same of a file, while it is read.
+async function* linesOf(file) {
+  const reader = file.stream().pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) break;
+      if (value.includes("\0")) throw new TypeError("not a text");
+      const text = rest + value;
+      const end = text.lastIndexOf("\n") + 1 || (text.length > LONGEST_LINE ? text.length : 0);
+      yield* lines(text.slice(0, end));
+      rest = text.slice(end);
+    }
+    yield* lines(rest);
+  } finally {
+    reader.cancel().catch(() => {}); // it is at its end, or was left
+  }
+}
+
+async function* batches(all) {
+  let batch = [];
+  let num = 0;
+  for await (const line of all) {
+    if (batch.length === MOST_OF_BATCH || (batch.length && num + line.length > LONGEST_BATCH)) {
+      yield batch;
+      [batch, num] = [[], 0];
+    }
+    batch.push(line);
+    num += line.length;
+  }
+  if (batch.length) yield batch;
+}
+
+export class Feed {
+  // session: has `append(lines)`, and `stands(version)`, a promise. told: called with what goes wrong.
+  constructor(section, session, told) {
+    this._session = session;
+    this._told = told;
+    this._list = section.querySelector(".lines");
+    this._count = section.querySelector(".count");
+    this._progress = section.querySelector(".progress");
+    this._stop = section.querySelector(".file button");
+    this._list.replaceChildren();
+    this._isReading = false;
+    this._wasStopped = false;
+    this._stop.onclick = () => (this._wasStopped = true);
+    this._say("or drop one on this page");
+  }
+
+  drawCount(numAppended) {
+    this._count.textContent = `${count(numAppended)} appended`;
+  }
+
+  // Whether all of it is on its way.
+  async appendText(text) {
+    try {
+      for await (const _ of this._append(batches(lines(text))));
+      return true;
+    } catch (error) {
+      this._told(error);
+      return false;
+    }
+  }
+
+  // No faster than the session takes it in: a file's beginning is not dropped for its end.
+  async appendFile(file) {
+    if (this._isReading) return;
+    this._isReading = true;
+    this._wasStopped = false;
+    this._stop.hidden = false;
+    const name = plain(file.name).slice(0, 80);
+    let num = 0;
+    try {
+      for await (const numMore of this._append(batches(linesOf(file)))) {
+        num += numMore;
+        this._say(`${name}: ${count(num)} lines`);
+        if (this._wasStopped) break;
+      }
+      this._say(this._wasStopped ? `${name}: stopped after ${count(num)} lines` : `${name}: all ${count(num)} lines`);
+    } catch (error) {
+      const isNone = error instanceof TypeError || error instanceof DOMException;
+      this._say(isNone ? `${name} is not a text file` : `${name}: ended after ${count(num)} lines`);
+      if (!isNone) this._told(error);
+    } finally {
+      this._isReading = false;
+      this._stop.hidden = true;
+    }
+  }
+
+  leave() {
+    this._wasStopped = true;
+  }
+
+  // Yields how many lines have gone, after each batch; one more is on its way while the session takes the one before in.
+  async *_append(all) {
+    let [before, last] = [0, 0];
+    for await (const batch of all) {
+      await this._session.stands(before);
+      const { version } = await this._session.append(batch);
+      [before, last] = [last, version];
+      this._show(batch, version);
+      yield batch.length;
+    }
+  }
+
+  // The newest first, each with the version that it made.
+  _show(batch, version) {
+    const first = version - batch.length + 1;
+    const items = batch.slice(-MOST_LINES).map((line, i, { length }) => {
+      const item = element("li", "", plain(line));
+      item.dataset.version = count(first + batch.length - length + i);
+      return item;
+    });
+    this._list.prepend(...items.reverse());
+    while (this._list.children.length > MOST_LINES) this._list.lastChild.remove();
+  }
+
+  _say(text) {
+    this._progress.textContent = text;
+  }
+}

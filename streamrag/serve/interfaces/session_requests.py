@@ -1,0 +1,140 @@
+"""What clients ask of a session, whichever way they do: checked, and done."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BaseModel, Field
+
+from streamrag.asked import MAX_QUERY_CHARACTERS
+from streamrag.core import Chunk
+from streamrag.errors import PipelineClosedError, SessionLogError
+from streamrag.serve.bodies import sampling
+from streamrag.serve.failures import RequestError
+from streamrag.serve.interfaces.session_store import Held, gone
+from streamrag.serve.service import Caller, Service
+from streamrag.telemetry import Event
+
+Answers: TypeAlias = list[Annotated[str, Field(max_length=1000)]]
+"""The only answers there may be; any, if there are none."""
+
+
+class OpenSession(BaseModel):
+    """Options of a session."""
+
+    system: str | None = Field(default=None, max_length=100_000)
+    window_tokens: int | None = Field(default=None, ge=1)
+    slide_share: float = Field(default=0.5, gt=0, lt=1)
+
+
+class Datum(BaseModel):
+    """A chunk of data."""
+
+    text: str
+    uri: str = ""
+    title: str = ""
+
+
+class Data(BaseModel):
+    """Data to append, oldest first."""
+
+    data: list[str | Datum] = Field(min_length=1, max_length=10_000)
+    flush: bool = False
+    """Whether to answer once they are on the disk."""
+
+
+class Question(BaseModel):
+    """A question to a session."""
+
+    question: str = Field(max_length=MAX_QUERY_CHARACTERS)
+    answers: Answers = Field(default_factory=list, max_length=64)
+    with_gap: bool = False
+    at_least: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    stream: bool = False
+
+
+class WatchedQuestion(BaseModel):
+    """A question that is to be kept answered."""
+
+    question: str = Field(max_length=MAX_QUERY_CHARACTERS)
+    answers: Answers = Field(default_factory=list, max_length=64)
+    every_s: float = Field(default=0.0, ge=0, le=86_400)
+    priority: int = 0
+    max_tokens: int | None = None
+    with_gap: bool = False
+
+
+async def appended(held: Held, given: Data) -> dict[str, Any]:
+    """Append data, and say which version that makes, and how many chunks were dropped so far.
+
+    :raises RequestError: the session was closed; they are to be flushed, and the service keeps no text; or the disk
+        does not take them, and they are in the session all the same.
+    """
+    if given.flush and held.log is None:
+        raise RequestError("this service keeps no text of sessions: it has no session_log_dir", param="flush")
+    version = 0
+    flushed: dict[str, int] = {}
+    try:
+        for each in given.data:
+            chunk = each if isinstance(each, str) else Chunk(each.text, each.uri, each.title)
+            version = await held.session.append(chunk)
+        if given.flush:
+            flushed = {"flushed": await held.session.flush()}
+    except PipelineClosedError:
+        raise gone("the session was closed") from None
+    except SessionLogError:
+        if held.is_closed:
+            raise gone("the session was closed") from None
+        if (kept := held.session.state.log) is None or kept.error is None:
+            raise
+        what = f"version {version} is in the session, and not on the disk: {kept.error}"
+        raise RequestError(what, status=503, code="session_log_failed") from None
+    return {"version": version, "num_dropped": held.session.state.num_dropped, **flushed}
+
+
+async def answering(service: Service, caller: Caller, held: Held, asked: Question) -> AsyncGenerator[Event, None]:
+    """What happens while a question is answered.
+
+    :raises RefusedError: there is no place for it.
+    :raises RequestError: the session was closed.
+    :raises StreamRagError: as `Session.ask_events` does.
+    """
+    params = service.answering(
+        sampling(service.params, max_tokens=asked.max_tokens, temperature=asked.temperature, seed=asked.seed)
+    )
+    stream = held.session.ask_events(
+        asked.question,
+        answers=tuple(asked.answers),
+        at_least=asked.at_least,
+        params=params,
+        deadline_s=service.limits.deadline_s,
+        with_gap=asked.with_gap,
+    )
+    with held.in_use():
+        async with (
+            service.open(caller, "sessions", asked.question, max_tokens=params.max_tokens) as opened,
+            stream as seen,
+        ):
+            try:
+                async for event in opened.noted(seen):
+                    yield event
+            except PipelineClosedError as error:
+                raise (error if service.admission.is_draining else gone("the session was closed")) from None
+
+
+def state_of(held: Held) -> dict[str, Any]:
+    """How it stands, for its client."""
+    return {"id": held.id, **asdict(held.session.state), "watches": sorted(held.watches)}
+
+
+def event_id(given: str, param: str) -> int:
+    """The id of the last event that a client has seen.
+
+    :raises RequestError: it is none.
+    """
+    if not (given.isdecimal() and len(given) < 19):
+        raise RequestError(f"{param} must be a whole number", param=param)
+    return int(given)

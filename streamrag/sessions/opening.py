@@ -1,0 +1,72 @@
+"""How a session begins: its prompts, its window, and what a log holds of it."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from streamrag.core import Backend
+from streamrag.errors import PromptTooLongError, SessionLogError
+from streamrag.modes import PromptTemplate
+from streamrag.sessions.buffer import Buffer
+from streamrag.sessions.ingestion import Ingestion
+from streamrag.sessions.log import SessionLog
+from streamrag.sessions.prompts import SessionPrompts
+from streamrag.sessions.window import Window
+from streamrag.tokenizing import in_thread
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What was asked of a session when it was opened."""
+
+    template: PromptTemplate
+    is_text_given: bool
+    """Whether its words were chosen; if not, the system text is that of the log, where there is one."""
+    window_tokens: int | None
+    slide_share: float
+    name: str
+    log: SessionLog | None
+
+    async def begin(self, backend: Backend, buffer: Buffer) -> tuple[SessionPrompts, Ingestion]:
+        """Prompts and ingestion, not started; with what the log holds, if there is one.
+
+        :raises PromptTooLongError: window and system text do not fit the model's length.
+        :raises SessionLogError: the log cannot be opened, or is of another session. It is closed, whatever is raised.
+        """
+        try:
+            return await self._begin(backend, buffer)
+        except BaseException:
+            if self.log is not None:
+                await self.log.aclose()
+            raise
+
+    async def _begin(self, backend: Backend, buffer: Buffer) -> tuple[SessionPrompts, Ingestion]:
+        logged = None if self.log is None else await self.log.open()
+        template, window_tokens = self.template, self.window_tokens
+        if self.log is not None and logged is not None:
+            if self.is_text_given and template.system != logged.header.system:
+                raise SessionLogError(
+                    f"{self.log.path} is of a session with another system text: give none, or that one, or choose "
+                    "another file"
+                )
+            template = replace(template, system=logged.header.system)
+            window_tokens = window_tokens or logged.header.window_tokens
+        model = backend.model
+        prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, template))
+        room = model.max_model_len - len(prompts.head)
+        window_tokens = window_tokens or max(room * 3 // 4, 1)
+        if window_tokens >= room:
+            raise PromptTooLongError(
+                f"window_tokens={window_tokens} and {len(prompts.head)} tokens of system text leave no room for a "
+                f"question: the model's length is {model.max_model_len}"
+            )
+        window = Window(window_tokens, self.slide_share, prompts.passage_end)
+        ingestion = Ingestion(backend, self.name, buffer, window, prompts, self.log)
+        pieces = []
+        if logged is not None:
+            pieces = await in_thread(model.tokenizer, partial(prompts.pieces, logged.chunks))
+            window.num_slid = logged.header.num_slid
+            buffer.num_appended, buffer.num_dropped = logged.num_appended, logged.num_dropped
+        if self.log is not None:
+            self.log.start(template.system, window_tokens, self.slide_share, logged)
+        ingestion.resume(pieces)
+        return prompts, ingestion

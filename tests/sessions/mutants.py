@@ -1,0 +1,158 @@
+"""Faults of one line in what sessions are made of. The fuzz of sessions must find each within the seeds it is allowed.
+
+python -m tests.sessions.mutants
+"""
+
+import sys
+
+from tests.engine.mutants import Mutant, main
+
+__all__ = ["MUTANTS"]
+
+
+def mutant(name: str, module: str, old: str, new: str, within: int) -> Mutant:
+    return Mutant(name, module, old, new, within, fuzz="tests.sessions.fuzz")
+
+
+SESSION, INGESTION = "streamrag.sessions.session", "streamrag.sessions.ingestion"
+WINDOW, BUFFER = "streamrag.sessions.window", "streamrag.sessions.buffer"
+PROMPTS, ANSWERING = "streamrag.sessions.prompts", "streamrag.sessions.answering"
+ASKING, CHOOSING = "streamrag.sessions.asking", "streamrag.sessions.choosing"
+WATCH, WATCHING = "streamrag.sessions.watch", "streamrag.sessions.watching"
+RUNNING, LANE = "streamrag.sessions.running", "streamrag.sessions.lane"
+STREAMS = "streamrag.backends.vllm.client.token_streams"
+INTAKE = "streamrag.backends.vllm.scheduler.intake"
+HOST_MEMORY, SCHEDULER = "streamrag.backends.vllm.scheduler.host_memory", "streamrag.backends.vllm.scheduler.scheduler"
+
+MUTANTS = (
+    mutant(
+        "a slide keeps what is left of a block",
+        WINDOW,
+        "del self._token_ids[:num_gone]",
+        "del self._token_ids[: num_gone // 4 * 4]",
+        10,
+    ),
+    mutant("a slide keeps too much", WINDOW, "- num_gone > self._kept_tokens", "- num_gone > self.max_tokens", 10),
+    mutant(
+        "data that are too long are not cut", WINDOW, "Piece(piece.number, self._cut(piece.token_ids))", "piece", 10
+    ),
+    mutant(
+        "a batch is labelled with the version of its first chunk",
+        INGESTION,
+        "Snapshot(batch[-1].number",
+        "Snapshot(batch[0].number",
+        10,
+    ),
+    mutant(
+        "questions see data that are not computed yet, under the version before",
+        INGESTION,
+        "        has_slid = self.window.add(pieces)\n",
+        "        has_slid = self.window.add(pieces)\n"
+        "        self.ready = Snapshot(self.ready.version, self._prompts.head + self.window.token_ids)\n",
+        10,
+    ),
+    mutant("a version is thought to be there too soon", INGESTION, "version < version:", "version < version - 1:", 20),
+    mutant("data are forgotten while others are computed", INGESTION, "if not len(self._buffer):", "if True:", 20),
+    mutant("the stream before a slide stays open", INGESTION, "num_kept=int(stands)", "num_kept=2", 20),
+    mutant(
+        "closing leaves the stream open", INGESTION, "            await self._close_lanes()\n", "            pass\n", 5
+    ),
+    mutant(
+        "the newest is dropped for what is new",
+        BUFFER,
+        "dropped = self._waiting.popleft()",
+        "dropped = self._waiting.pop()",
+        20,
+    ),
+    mutant("answers outlive their version", SESSION, "        self._answers.clear()\n", "        pass\n", 20),
+    mutant(
+        "an answer to older data is kept for the newest",
+        SESSION,
+        "answer.version == self._started().ready.version and ",
+        "",
+        100,
+    ),
+    mutant("answers are kept for other parameters", ASKING, "_exact(params)))", '"x"))', 20),
+    mutant("answers are kept for other questions", ASKING, "bool(with_gap), (question,", 'bool(with_gap), ("",', 20),
+    mutant(
+        "the model is not told that there are no data", PROMPTS, "self._no_data if data == self.head else ()", "()", 10
+    ),
+    mutant(
+        "an answer is labelled with a version that follows",
+        ANSWERING,
+        "version=snapshot.version",
+        "version=snapshot.version + 1",
+        5,
+    ),
+    mutant(
+        "a watched answer to older data is given",
+        WATCHING,
+        "watch.newest is None or watch.version != version or",
+        "watch.newest is None or",
+        50,
+    ),
+    mutant(
+        "a restricted answer is given to whoever asks", ASKING, "frozenset(answers), _exact", "frozenset(), _exact", 50
+    ),
+    mutant("answers that begin alike are not told apart", CHOOSING, "len(left) == 1 and ", "", 50),
+    mutant("a further pass forgets what was begun", ANSWERING, "token_ids + begun", "token_ids", 50),
+    mutant(
+        "a watch is answered once", WATCHING, "watch.version < self._session.state.version", "watch.version < 0", 20
+    ),
+    mutant(
+        "a watch tells what its reader knows",
+        WATCH,
+        "answered if answered.text != self._told else None",
+        "answered",
+        50,
+    ),
+    mutant(
+        "who leaves is forgotten, and their request is not",
+        RUNNING,
+        '            await end_or_leave(task, f"a {what} of {self._name} that was stopped")\n',
+        "            pass\n",
+        10,
+    ),
+    mutant("a stream that is left goes on", LANE, "            await end_or_leave(", "            _ = (", 5),
+    mutant(
+        "leaving aborts nothing",
+        STREAMS,
+        "            await stream.abort()\n\n    async def aclose",
+        "            pass\n\n    async def aclose",
+        10,
+    ),
+    mutant(
+        "the blocks of who left are freed twice",
+        INTAKE,
+        "        kv_params, ec_params = super()._free_request(request, delay_free_blocks)\n",
+        "        if request.status == RequestStatus.FINISHED_ABORTED:\n"
+        "            for blocks in self.kv_cache_manager.get_blocks(request.request_id).blocks:\n"
+        "                self.kv_cache_manager.block_pool.free_blocks(blocks)\n"
+        "        kv_params, ec_params = super()._free_request(request, delay_free_blocks)\n",
+        10,
+    ),
+    mutant(
+        "an aborted stream stays idle",
+        INTAKE,
+        "            self.idle.pop(request_id, None)\n",
+        "            pass\n",
+        10,
+    ),
+    mutant(
+        "blocks are loaded into the wrong place",
+        HOST_MEMORY,
+        "[request.request_id][start:end]",
+        "[request.request_id][: end - start]",
+        200,
+    ),
+    mutant(
+        "host memory survives a reset",
+        SCHEDULER,
+        "                self.host_memory.forget()\n",
+        "                pass\n",
+        200,
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(MUTANTS))

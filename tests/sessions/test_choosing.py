@@ -1,0 +1,129 @@
+"""One of a few answers, by as few passes as tell them apart."""
+
+import math
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamrag import BackendError, ConfigurationError
+from streamrag.sessions.choosing import chosen, spelled
+from streamrag.testing import CodePointTokenizer
+
+Ids = tuple[int, ...]
+
+
+class Model:
+    """The log-probability of each token behind each beginning, the same whenever it is asked."""
+
+    def __init__(self, seed: int, spread: float = 3.0, *, has_logprobs: bool = True) -> None:
+        self.seed, self.spread, self.has_logprobs = seed, spread, has_logprobs
+        self.asked: list[Ids] = []
+
+    def logprob(self, begun: Ids, token_id: int) -> float:
+        return -random.Random(f"{self.seed} {begun} {token_id}").expovariate(1 / self.spread)
+
+    def of(self, token_ids: Ids) -> float:
+        return sum(self.logprob(token_ids[:i], token_id) for i, token_id in enumerate(token_ids))
+
+    async def one_pass(self, begun: Ids, allowed: Sequence[int]) -> tuple[int | None, Any]:
+        self.asked.append(begun)
+        values = {each: self.logprob(begun, each) for each in allowed}
+        logprobs = {each: SimpleNamespace(logprob=value) for each, value in values.items()}
+        return max(values, key=values.__getitem__), logprobs if self.has_logprobs else None
+
+
+def answers_of(rng: random.Random) -> dict[Ids, str]:
+    """Some, of which none is another's beginning."""
+    texts = {"".join(rng.choice("ab") for _ in range(4)) for _ in range(rng.randint(2, 6))}
+    return spelled(CodePointTokenizer(), sorted(texts | {"c", "dd"}))
+
+
+@pytest.mark.parametrize("seed", range(50))
+async def test_without_a_threshold_it_is_the_likeliest_of_all(seed: int) -> None:
+    answers, model = answers_of(random.Random(seed)), Model(seed)
+    found = await chosen(answers, model.one_pass, math.inf)
+    best, second, *_ = sorted(map(model.of, answers), reverse=True)
+    assert model.of(tuple(map(ord, found.text))) == best
+    assert found.gap is not None
+    assert 0 <= found.gap <= best - second + 1e-9
+
+
+async def test_with_a_threshold_passes_are_saved_and_only_close_answers_may_change() -> None:
+    num_passes = []
+    for seed in range(200):
+        answers = answers_of(random.Random(seed))
+        exact, quick = Model(seed), Model(seed)
+        likeliest = await chosen(answers, exact.one_pass, math.inf)
+        found = await chosen(answers, quick.one_pass, 2.0)
+        num_passes.append((len(exact.asked), len(quick.asked)))
+        if found.text != likeliest.text:  # what was not computed of it was worth more than its lead
+            begun = len(found.token_ids)
+            ids = tuple(map(ord, found.text))
+            assert exact.of(ids) - exact.of(ids[:begun]) < -2.0
+    assert all(quick <= whole for whole, quick in num_passes)
+    assert sum(quick for _, quick in num_passes) < sum(whole for whole, _ in num_passes)
+
+
+async def test_one_token_answers_take_one_pass() -> None:
+    model = Model(1)
+    found = await chosen(spelled(CodePointTokenizer(), ("y", "n")), model.one_pass)
+    assert model.asked == [()]
+    assert found.gap == abs(model.logprob((), ord("y")) - model.logprob((), ord("n")))
+
+
+async def test_a_decisive_first_token_is_enough_and_its_answer_is_whole() -> None:
+    model = Model(0)
+    found = await chosen(spelled(CodePointTokenizer(), ("yes", "no")), model.one_pass, 0.0)
+    assert found.text in ("yes", "no")
+    assert found.token_ids == tuple(map(ord, found.text[:1]))
+    assert model.asked == [()]
+
+
+async def test_what_all_answers_begin_with_takes_no_pass_and_where_they_part_takes_one() -> None:
+    model = Model(3)
+    found = await chosen(spelled(CodePointTokenizer(), ("very high", "very low")), model.one_pass, 0.0)
+    assert model.asked == [tuple(map(ord, "very "))]
+    assert found.text in ("very high", "very low")
+    alone = await chosen(spelled(CodePointTokenizer(), ("yes",)), model.one_pass)
+    assert (alone.text, alone.gap) == ("yes", None)
+    assert len(model.asked) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_an_engine_without_log_probabilities_is_followed(seed: int) -> None:
+    model = Model(seed, has_logprobs=False)
+    found = await chosen(spelled(CodePointTokenizer(), ("very high", "very low", "no")), model.one_pass)
+    assert found.gap is None
+    begun = tuple(map(ord, "very "))
+    if found.text == "no":
+        assert (found.token_ids, model.asked) == ((ord("n"),), [()])
+    else:
+        assert (found.token_ids[:-1], model.asked) == (begun, [(), begun])
+    likely = {text: model.logprob((), ord(text[0])) for text in ("no", "very")}
+    assert found.text.startswith(max(likely, key=likely.__getitem__))
+
+
+async def test_a_token_that_is_in_no_answer_is_an_error() -> None:
+    async def other(begun: Ids, allowed: Sequence[int]) -> tuple[int | None, Any]:
+        return None, None
+
+    with pytest.raises(BackendError, match="none of the answers"):
+        await chosen(spelled(CodePointTokenizer(), ("yes", "no")), other)
+
+
+@pytest.mark.parametrize("answers", [("yes", "yesterday"), ("yesterday", "yes"), ("yes", "yes")])
+def test_an_answer_that_begins_another_is_refused(answers: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="begin with the same tokens"):
+        spelled(CodePointTokenizer(), answers)
+
+
+def test_an_answer_without_tokens_is_refused() -> None:
+    class Deaf(CodePointTokenizer):
+        def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+            return []
+
+    with pytest.raises(ConfigurationError, match="no tokens"):
+        spelled(Deaf(), ("yes", "no"))
