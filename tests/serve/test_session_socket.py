@@ -353,7 +353,7 @@ async def test_each_question_hears_how_it_ended_before_its_session_closes_the_so
     backend = ScriptedBackend(answer="Yes.", is_endless=True)
     async with serving(backend=backend) as served:
         url, ids = await opened(served), {f"q{i}" for i in range(30)}
-        async with talking(served, url) as talk:
+        async with talking(served, url, max_queue=1) as talk:
             for id in ids:
                 await talk.send("ask", id=id, question="Rising?")
             for id in ids:
