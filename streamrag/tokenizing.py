@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import nullcontext
+from typing import TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -14,11 +15,17 @@ from streamrag.tasks import wait_regardless
 
 T = TypeVar("T")
 
-_limiters = anyio.lowlevel.RunVar[WeakKeyDictionary[object, anyio.CapacityLimiter]]("streamrag tokenizers")
+_Places: TypeAlias = tuple[anyio.CapacityLimiter, anyio.CapacityLimiter]
+"""A tokenizer's own, and the only one to wait for that which all of the background has together."""
+
+_places = anyio.lowlevel.RunVar[WeakKeyDictionary[object, _Places]]("streamrag tokenizers")
 
 
-async def in_thread(tokenizer: Tokenizer, function: Callable[[], T]) -> T:
+async def in_thread(tokenizer: Tokenizer, function: Callable[[], T], *, is_background: bool = False) -> T:
     """What `function` returns, which uses `tokenizer` and runs in a thread: a page takes milliseconds.
+
+    Of what nobody waits for, `is_background`, one call at a time stands in the queue for the tokenizer: however much of
+    it there is, whoever asks waits for one of them at most.
 
     A thread cannot be stopped: a caller that is cancelled waits for its own, which keeps the tokenizer's place until it
     ends. But what the thread waits for on the event loop, as a server's tokenizer does, is cancelled.
@@ -28,7 +35,7 @@ async def in_thread(tokenizer: Tokenizer, function: Callable[[], T]) -> T:
     if getattr(asyncio.get_running_loop(), "is_virtual", False):
         return function()
     scope = anyio.CancelScope()
-    work = asyncio.create_task(_run(function, _limiter(tokenizer), scope), name="streamrag tokenising")
+    work = asyncio.create_task(_run(function, _places_of(tokenizer), is_background, scope), name="streamrag tokenising")
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -37,19 +44,22 @@ async def in_thread(tokenizer: Tokenizer, function: Callable[[], T]) -> T:
         raise
 
 
-async def _run(function: Callable[[], T], limiter: anyio.CapacityLimiter, scope: anyio.CancelScope) -> T:
+async def _run(function: Callable[[], T], places: _Places, is_background: bool, scope: anyio.CancelScope) -> T:
+    place, waiting = places
     with scope:
-        return await anyio.to_thread.run_sync(function, limiter=limiter)
+        async with waiting if is_background else nullcontext():
+            return await anyio.to_thread.run_sync(function, limiter=place)
     raise asyncio.CancelledError
 
 
-def _limiter(tokenizer: Tokenizer) -> anyio.CapacityLimiter:
-    """The tokenizer's own, of this event loop."""
+def _places_of(tokenizer: Tokenizer) -> _Places:
+    """Those of this event loop."""
     try:
-        limiters = _limiters.get()
+        places = _places.get()
     except LookupError:
-        _limiters.set(limiters := WeakKeyDictionary())
+        _places.set(places := WeakKeyDictionary())
+    new = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
     try:
-        return limiters.setdefault(tokenizer, anyio.CapacityLimiter(1))
+        return places.setdefault(tokenizer, new)
     except TypeError:  # no hash, or no room for a weak reference: all such have one place together
-        return limiters.setdefault(Tokenizer, anyio.CapacityLimiter(1))
+        return places.setdefault(Tokenizer, new)

@@ -15,6 +15,11 @@ class Numbered:
     chunk: Chunk
 
 
+def num_characters(chunk: Chunk) -> int:
+    """Of all its texts, which are what it takes."""
+    return len(chunk.text) + len(chunk.uri) + len(chunk.title)
+
+
 class Buffer:
     """Holds at most so many chunks and characters. What is oldest is dropped for what is new, and counted.
 
@@ -39,12 +44,12 @@ class Buffer:
         """Its number."""
         self.num_appended += 1
         self._waiting.append(Numbered(self.num_appended, chunk))
-        self._num_characters += len(chunk.text)
+        self._num_characters += num_characters(chunk)
         while len(self._waiting) > 1 and (
             len(self._waiting) > self._max_chunks or self._num_characters > self._max_characters
         ):
             dropped = self._waiting.popleft()
-            self._num_characters -= len(dropped.chunk.text)
+            self._num_characters -= num_characters(dropped.chunk)
             self.num_dropped += 1
             self._on_drop(dropped.number)
         return self.num_appended
@@ -52,5 +57,5 @@ class Buffer:
     def take(self, max_chunks: int) -> list[Numbered]:
         """The oldest, in order; they are no longer here."""
         taken = [self._waiting.popleft() for _ in range(min(max_chunks, len(self._waiting)))]
-        self._num_characters -= sum(len(each.chunk.text) for each in taken)
+        self._num_characters -= sum(num_characters(each.chunk) for each in taken)
         return taken

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from streamrag.core import Backend, Chunk
 from streamrag.errors import BackendError, PipelineClosedError, StreamRagError
@@ -13,7 +12,6 @@ from streamrag.sessions.log import SessionLog
 from streamrag.sessions.prompts import SessionPrompts
 from streamrag.sessions.window import Piece, Window
 from streamrag.tasks import cancel_regardless, wait_regardless
-from streamrag.tokenizing import in_thread
 
 MAX_BATCH = 256
 """Chunks that go into the prompt at once; what comes while they are computed makes the next batch."""
@@ -152,7 +150,7 @@ class Ingestion:
             self._has_data.clear()
         while True:
             try:
-                pieces = await in_thread(self._prompts.tokenizer, partial(self._prompts.pieces, batch))
+                pieces = await self._prompts.pieces_in_background(batch)
             except StreamRagError:  # as a server's tokenizer raises while the server is away
                 self.num_failures += 1
                 await asyncio.sleep(RETRY_S)

@@ -18,7 +18,7 @@ import anyio.to_thread
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SessionLogError
 from streamrag.kinds import message_of, short
-from streamrag.sessions.buffer import Numbered
+from streamrag.sessions.buffer import Numbered, num_characters
 from streamrag.sessions.log_file import MAX_CHARACTERS, Header, LogFile, Logged
 from streamrag.sessions.state import LogState
 from streamrag.tasks import LET_GO_S, wait_regardless
@@ -127,14 +127,14 @@ class SessionLog:
     @staticmethod
     def check(chunk: Chunk) -> None:
         """:raises SessionLogError: it is too long for a log."""
-        if len(chunk.text) + len(chunk.uri) + len(chunk.title) > MAX_CHARACTERS:
+        if num_characters(chunk) > MAX_CHARACTERS:
             raise SessionLogError(f"a chunk has more than {MAX_CHARACTERS:,} characters, the most in a log: split it")
 
     def append(self, numbered: Numbered) -> None:
         """It was appended. Never waits."""
         self._newest = numbered.number
         self._held[numbered.number] = numbered.chunk
-        self._queue(numbered, len(numbered.chunk.text))
+        self._queue(numbered, num_characters(numbered.chunk))
 
     def dropped(self, number: int) -> None:
         """It was, before it came into the window."""

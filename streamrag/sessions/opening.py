@@ -63,7 +63,7 @@ class Opening:
         ingestion = Ingestion(backend, self.name, buffer, window, prompts, self.log)
         pieces = []
         if logged is not None:
-            pieces = await in_thread(model.tokenizer, partial(prompts.pieces, logged.chunks))
+            pieces = await prompts.pieces_in_background(logged.chunks)
             window.num_slid = logged.header.num_slid
             buffer.num_appended, buffer.num_dropped = logged.num_appended, logged.num_dropped
         if self.log is not None:

@@ -1,15 +1,20 @@
-"""What a session's prompts are made of, as token ids. All of it is blocking, and for one thread at a time."""
+"""What a session's prompts are made of, as token ids. What does not await is blocking, and for one thread at a time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from string import Formatter
 
 from streamrag.core import ModelInfo
 from streamrag.errors import ConfigurationError, PromptTooLongError
 from streamrag.kinds import plain_text, short
 from streamrag.modes import PromptAssembler, PromptTemplate
-from streamrag.sessions.buffer import Numbered
+from streamrag.sessions.buffer import Numbered, num_characters
 from streamrag.sessions.window import Piece
+from streamrag.tokenizing import in_thread
+
+MAX_CHARACTERS = 50_000
+"""Of chunks that are tokenised at once: some ten milliseconds."""
 
 SESSION_TEMPLATE = PromptTemplate(
     system="Answer the question from the data below, in a few words. The newest data stand last.",
@@ -43,6 +48,19 @@ class SessionPrompts:
     def pieces(self, numbered: Sequence[Numbered]) -> list[Piece]:
         """Chunks as they stand in the prompt."""
         return [Piece(each.number, tuple(self._passages.encode_passage(each.number, each.chunk))) for each in numbered]
+
+    async def pieces_in_background(self, numbered: Sequence[Numbered]) -> list[Piece]:
+        """The same in threads: the tokenizer is there for others every `MAX_CHARACTERS` characters."""
+        pieces: list[Piece] = []
+        some: list[Numbered] = []
+        size = 0
+        for i, each in enumerate(numbered, 1):
+            some.append(each)
+            size += num_characters(each.chunk)
+            if size >= MAX_CHARACTERS or i == len(numbered):
+                pieces += await in_thread(self.tokenizer, partial(self.pieces, some), is_background=True)
+                some, size = [], 0
+        return pieces
 
     def complete(self, data: tuple[int, ...], question: str) -> tuple[int, ...]:
         """The prompt for `question`, about what is a session's head and data, or its head alone.

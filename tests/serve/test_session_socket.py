@@ -14,6 +14,7 @@ import websockets
 
 from streamrag.errors import BackendError
 from streamrag.serve import Limits
+from streamrag.serve.failures import ENGINE_FAILED
 from streamrag.testing import ScriptedBackend
 from tests.serve.responses.talking import freed as all_freed
 from tests.serve.serving import Serving, serving
@@ -180,11 +181,7 @@ async def test_an_engine_that_fails_is_an_error_with_the_questions_id() -> None:
         for id in "ab":
             await talk.send("ask", id=id, question="Rising?")
             error = await talk.next("error")
-            assert (error["id"], error["status"], error["error"]["message"]) == (
-                id,
-                502,
-                "the engine failed; the service's log says why",
-            )
+            assert (error["id"], error["status"], error["error"]["message"]) == (id, 502, ENGINE_FAILED)
 
 
 async def test_a_socket_goes_on_behind_the_event_that_its_client_saw_last() -> None:
@@ -350,3 +347,43 @@ async def test_who_may_not_ask_may_not_connect() -> None:
             served.app.set_keys({"b?key>": "bob"})
             await talk.send("append", data=["x"])
             assert await talk.closed() == 1008
+
+
+async def test_each_question_hears_how_it_ended_before_its_session_closes_the_socket() -> None:
+    backend = ScriptedBackend(answer="Yes.", is_endless=True)
+    async with serving(backend=backend) as served:
+        url, ids = await opened(served), {f"q{i}" for i in range(30)}
+        async with talking(served, url, max_queue=1) as talk:
+            for id in ids:
+                await talk.send("ask", id=id, question="Rising?")
+            for id in ids:
+                await talk.next("tokens_generated", id=id)
+            assert (await served.http.delete(url)).status_code == 204
+            assert {(await talk.next("error"))["id"] for _ in ids} == ids
+            assert await talk.closed() == 1000
+
+
+async def test_questions_that_have_failed_wait_for_their_reader_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamrag.serve.frames import Frames
+
+    may_send, sends, begun = anyio.Event(), Frames.send, []
+
+    async def send(self: Frames, values: dict[str, Any]) -> None:
+        if values["type"] == "error":
+            begun.append(values["id"])
+            await may_send.wait()
+        await sends(self, values)
+
+    monkeypatch.setattr(Frames, "send", send)
+    async with serving(limits=Limits(max_queries_per_client=3)) as served:
+        async with talking(served, await opened(served)) as talk:
+            for id in "abcdefgh":
+                await talk.send("ask", id=id, question="Rising?", temperature=-1)
+            async with asyncio.timeout(GIVE_UP_S):
+                await (await talk.socket.ping())  # behind all of them
+                while len(begun) < 3:
+                    await anyio.lowlevel.checkpoint()
+            await anyio.wait_all_tasks_blocked()
+            assert begun == ["a", "b", "c"]
+            may_send.set()
+            assert {(await talk.next("error"))["id"] for _ in range(8)} == set("abcdefgh")

@@ -300,3 +300,47 @@ async def test_a_reader_whose_key_no_longer_counts_is_told_and_left(tmp_path: Pa
             (last,) = [each async for each in events]
         assert (last.event, json.loads(last.data)["error"]["code"]) == ("error", "invalid_api_key")
         assert (await bob.post("/v1/sessions", json={})).status_code == 201
+
+
+async def test_a_service_that_stops_says_of_no_session_that_it_is_gone(tmp_path: Path) -> None:
+    async with kept(tmp_path) as (served, _):
+        url = await opened(served)
+        await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})
+        await served.service.aclose()
+        for method, path, body in (
+            ("GET", "", None),
+            ("POST", "/data", {"data": ["y"]}),
+            ("POST", "/ask", {"question": "Rising?"}),
+            ("DELETE", "", None),
+        ):
+            answer = await served.http.request(method, url + path, json=body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        headers = {"authorization": f"Bearer {'a' * 16}"}
+        async with connect(served.url.replace("http", "ws") + f"{url}/socket", additional_headers=headers) as socket:
+            assert json.loads(await socket.recv())["status"] == 503
+    async with kept(tmp_path) as (served, _):
+        assert (await served.http.get(url)).json()["num_appended"] == 1
+
+
+async def test_a_log_of_a_window_that_no_model_has_keeps_nobody_out(tmp_path: Path) -> None:
+    async with kept(tmp_path) as (served, _):
+        url = await opened(served)
+    path = tmp_path / f"{url.rpartition('/')[2]}.jsonl"
+    header = json.loads(path.read_text())
+    path.write_text(json.dumps({**header, "window_tokens": 10**17}) + "\n")
+    async with kept(tmp_path) as (served, bob):
+        assert (await served.http.get(url)).status_code == 400
+        for who in (served.http, bob):
+            assert (await who.post("/v1/sessions", json={})).status_code == 201
+
+
+async def test_data_are_appended_all_or_none_and_of_each_its_text_is_kept(tmp_path: Path) -> None:
+    async with kept(tmp_path) as (served, _):
+        url = await opened(served)
+        answer = await served.http.post(f"{url}/data", json={"data": ["x", "y" * 1_000_001], "flush": True})
+        assert (answer.status_code, "split it" in answer.text) == (400, True)
+        assert (await served.http.get(url)).json()["num_appended"] == 0
+        data = [{"text": "x", "uri": "u" * 900_000, "title": "t"}]
+        answer = await served.http.post(f"{url}/data", json={"data": data, "flush": True})
+        assert answer.json()["flushed"] == 1
+        assert len((tmp_path / f"{url.rpartition('/')[2]}.jsonl").read_text()) < 1000

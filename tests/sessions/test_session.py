@@ -1,7 +1,10 @@
 """Sessions over a scripted backend, which keeps every prompt: what was asked, and of which data."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from functools import partial
 
 import anyio
 import pytest
@@ -23,6 +26,7 @@ from streamrag import (
     Update,
 )
 from streamrag.sessions import Session
+from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.prompts import SESSION_TEMPLATE
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -286,3 +290,53 @@ async def test_questions_that_cannot_work_are_refused() -> None:
 
 def test_the_template_says_where_the_question_is() -> None:
     assert "{question}" in SESSION_TEMPLATE.after_context
+
+
+async def test_data_of_many_sessions_do_not_keep_a_question_from_the_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamrag.sessions.prompts.MAX_CHARACTERS", 10)
+    engine = Engine(answer="yes")
+    tokenizer = engine.model.tokenizer
+    encode, may_go, has_begun = tokenizer.encode, threading.Event(), asyncio.Event()
+    begin = partial(asyncio.get_running_loop().call_soon_threadsafe, has_begun.set)
+    seen: list[str] = []
+
+    def slow(text: str, **options: bool) -> list[int]:
+        seen.append(text)
+        if text.startswith("data"):
+            begin()
+            may_go.wait()
+        return encode(text, **options)
+
+    async def ask(session: Session) -> None:
+        async with session.ask("Rising?") as answer:
+            assert await anext(answer)
+
+    async with AsyncExitStack() as sessions:
+        opened = [await sessions.enter_async_context(Session(engine)) for _ in range(3)]
+        monkeypatch.setattr(tokenizer, "encode", slow)
+        for session in opened:
+            await session.append("data, first")
+            await session.append("data, more")
+        async with asyncio.timeout(10):
+            await has_begun.wait()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, opened[0])
+            await anyio.wait_all_tasks_blocked()
+            may_go.set()
+        for session in opened:
+            await settled(session)
+    first = next(i for i, text in enumerate(seen) if "Rising?" in text)
+    assert len([text for text in seen[:first] if text.startswith("data")]) == 1
+
+
+def test_all_texts_of_what_waits_count() -> None:
+    buffer = Buffer(10, 100)
+    for _ in range(3):
+        buffer.append(Chunk("x", "u" * 40, "t" * 10))
+    assert (len(buffer), buffer.num_dropped) == (1, 2)
+    assert len(buffer.take(10)) == 1
+    buffer.append(Chunk("x" * 50, ""))
+    buffer.append(Chunk("x" * 50, ""))
+    assert len(buffer) == 2

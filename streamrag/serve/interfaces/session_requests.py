@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Chunk
-from streamrag.errors import PipelineClosedError, SessionLogError
+from streamrag.errors import PipelineClosedError, SessionLogError, StreamRagError
 from streamrag.serve.bodies import sampling
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_store import Held, gone
@@ -28,7 +28,7 @@ class OpenSession(BaseModel):
 
 
 class Datum(BaseModel):
-    """A chunk of data."""
+    """A chunk of data. Its text alone is in the prompt, and kept: what nothing counts would grow without bounds."""
 
     text: str
     uri: str = ""
@@ -67,27 +67,32 @@ class WatchedQuestion(BaseModel):
     with_gap: bool = False
 
 
-async def appended(held: Held, given: Data) -> dict[str, Any]:
-    """Append data, and say which version that makes, and how many chunks were dropped so far.
+async def appended(service: Service, held: Held, given: Data) -> dict[str, Any]:
+    """Append data, all of it or nothing, and say which version that makes, and how many chunks were dropped so far.
 
     :raises RequestError: the session was closed; they are to be flushed, and the service keeps no text; or the disk
         does not take them, and they are in the session all the same.
+    :raises SessionLogError: one is too long for a log.
+    :raises PipelineClosedError: the service is stopping.
     """
     if given.flush and held.log is None:
         raise RequestError("this service keeps no text of sessions: it has no session_log_dir", param="flush")
+    chunks = [Chunk(each if isinstance(each, str) else each.text, "") for each in given.data]
+    if held.log is not None:
+        for chunk in chunks:
+            held.log.check(chunk)
     version = 0
     flushed: dict[str, int] = {}
     try:
-        for each in given.data:
-            chunk = each if isinstance(each, str) else Chunk(each.text, each.uri, each.title)
+        for chunk in chunks:
             version = await held.session.append(chunk)
         if given.flush:
             flushed = {"flushed": await held.session.flush()}
-    except PipelineClosedError:
-        raise gone("the session was closed") from None
+    except PipelineClosedError as error:
+        raise _ended(service, error) from None
     except SessionLogError:
         if held.is_closed:
-            raise gone("the session was closed") from None
+            raise _ended(service, PipelineClosedError("the session was closed")) from None
         if (kept := held.session.state.log) is None or kept.error is None:
             raise
         what = f"version {version} is in the session, and not on the disk: {kept.error}"
@@ -122,7 +127,12 @@ async def answering(service: Service, caller: Caller, held: Held, asked: Questio
                 async for event in opened.noted(seen):
                     yield event
             except PipelineClosedError as error:
-                raise (error if service.admission.is_draining else gone("the session was closed")) from None
+                raise _ended(service, error) from None
+
+
+def _ended(service: Service, error: PipelineClosedError) -> StreamRagError:
+    """With the service the session may be there again after a restart; else it is gone."""
+    return error if service.admission.is_draining else gone("the session was closed")
 
 
 def state_of(held: Held) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def routes(service: Service) -> list[BaseRoute]:
 
     async def append(request: Request) -> Response:
         given = await read_body(request, Data)
-        return JSONResponse(await appended(await found(request), given), 202)
+        return JSONResponse(await appended(service, await found(request), given), 202)
 
     async def ask(request: Request) -> Response:
         asked = await read_body(request, Question)

@@ -67,7 +67,9 @@ class SessionSocket(Frames):
         self._caller = caller
         self._held = held
         self._asks: dict[str, tuple[anyio.CancelScope, anyio.Event]] = {}
-        """Questions that are open: how to cancel each, and what is set when it has ended."""
+        """Questions that are open: how to cancel each, and what is set when its client has been told how it ended."""
+        self._untold: set[anyio.Event] = set()
+        """The same of those that have ended, and whose last frame waits to be read."""
 
     async def run(self, last_event_id: int) -> None:
         """Until the client goes away, reads so slowly that it might as well, or the session ends."""
@@ -85,9 +87,11 @@ class SessionSocket(Frames):
     async def _do(self, asked: AppendFrame | AskFrame | CancelFrame, tasks: TaskGroup) -> None:
         match asked:
             case AppendFrame():
-                done: dict[str, Any] = {"type": "appended", **await appended(self._held, asked)}
+                done: dict[str, Any] = {"type": "appended", **await appended(self._service, self._held, asked)}
                 await self.send(done if asked.id is None else {**done, "id": asked.id})
             case AskFrame():
+                while len(self._untold) >= self._service.limits.max_queries_per_client:
+                    await next(iter(self._untold)).wait()
                 self._check(asked.id)
                 self._asks[asked.id] = anyio.CancelScope(), anyio.Event()
                 tasks.start_soon(self._answer, asked)
@@ -121,7 +125,9 @@ class SessionSocket(Frames):
             if last["status"] == 500:
                 log.error("a question failed", exc_info=error)
         del self._asks[asked.id]
+        self._untold.add(has_ended)
         await self.send(last)
+        self._untold.remove(has_ended)
         has_ended.set()
 
     async def _tell_events(self, last_event_id: int) -> None:
@@ -136,7 +142,7 @@ class SessionSocket(Frames):
         except RequestError as error:  # the key no longer counts
             self.end(1008, str(error))
             return
-        for _, has_ended in list(self._asks.values()):  # the session has ended them
+        for has_ended in [*(each for _, each in self._asks.values()), *self._untold]:  # the session has ended them
             await has_ended.wait()
         if self._service.admission.is_draining:
             self.end(1001, "the service is stopping")

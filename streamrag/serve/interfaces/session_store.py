@@ -197,6 +197,7 @@ class SessionStore:
         """
         held = self._held.get(id)
         if held is None or held.client != client:
+            self._check_not_draining()  # it may be there again after a restart
             raise gone(NO_SESSION)
         held.use()
         self._begin_to_look()
@@ -245,7 +246,8 @@ class SessionStore:
             whose = " of yours" if there is own else ""
             if len(there) >= most:
                 raise RefusedError(f"{most:,} sessions{whose} are open, which is the most: close one", why, RETRY_S)
-            taken = sum(held.num_tokens for held in there)
+            # The log of a session may say anything: no window is longer than the model.
+            taken = sum(min(held.num_tokens, self._service.model.max_model_len) for held in there)
             if taken + num_tokens > most_tokens:
                 raise RefusedError(
                     f"the windows of sessions{whose} hold {taken:,} tokens and this one {num_tokens:,}, where "
