@@ -37,6 +37,7 @@ from streamrag import (
     PromptTemplate,
     SamplingParams,
     Update,
+    UpdateMode,
     VectorSource,
     VllmBackend,
     build_index,
@@ -82,6 +83,8 @@ class Setting:
     """Alone, and not by keywords, vectors and late interaction."""
     sentences: int | None = None
     """The best so many of the `k` passages, in place of these."""
+    is_stable: bool = False
+    """Passages that survive an update of the search stay where they are."""
 
     @property
     def search(self) -> "Search":
@@ -99,6 +102,7 @@ SETTINGS = (
     Setting("5 long passages", 5, 180),
     Setting("3 long passages", 3, 180),
     Setting("5 short passages", 5, 60),
+    Setting("5 short passages, stable order", 5, 60, is_stable=True),
     Setting("3 short passages", 3, 60),
     Setting("2 short passages", 2, 60),
     Setting("3 short passages, by vectors alone", 3, 60, by_vectors=True),
@@ -159,7 +163,8 @@ def steps(chunks: tuple[Chunk, ...]) -> Iterator[Step]:
     yield Update(chunks)
 
 
-Found = dict[str, tuple[Chunk, ...]]
+Found = dict[str, list[tuple[Chunk, ...]]]
+"""For each question what the search updated its result to; the last is what it found."""
 
 
 async def retrieve(folder: Path, settings: Sequence[Setting], asked: Sequence[str]) -> dict[Search, Found]:
@@ -183,9 +188,7 @@ async def retrieve(folder: Path, settings: Sequence[Setting], asked: Sequence[st
             await source.start(lambda line: None)
             for question in asked:
                 async with aclosing(source.stream(question)) as events:
-                    async for event in events:
-                        if isinstance(event, Update):
-                            found[search][question] = event.chunks
+                    found[search][question] = [event.chunks async for event in events if isinstance(event, Update)]
     return found
 
 
@@ -201,12 +204,16 @@ async def ask(
     """All questions in one setting."""
 
     def plan(question: str) -> Iterator[Step]:
-        chunks = found[question][: setting.sentences or setting.k]
+        if setting.is_stable:
+            return iter([Update(chunks[: setting.k]) for chunks in found[question]])
+        chunks = found[question][-1][: setting.sentences or setting.k]
         return steps(chunks[::-1] if setting.best_last else chunks)
 
     params = SamplingParams(max_tokens=MAX_TOKENS)
     limit = asyncio.Semaphore(at_once)
-    async with Pipeline(ScriptedSource(plan), backend, owns_backend=False, template=setting.template) as pipeline:
+    mode = UpdateMode(order="stable" if setting.is_stable else "rank")
+    source = ScriptedSource(plan)
+    async with Pipeline(source, backend, mode=mode, owns_backend=False, template=setting.template) as pipeline:
 
         async def one(question: str) -> Row:
             async with limit:

@@ -194,6 +194,7 @@ def test_the_notebook_is_small_and_tells_nothing_of_the_machine_that_ran_it() ->
     assert re.findall(r"/(?:home|root|tmp|usr|var|opt|work)/|site-packages|iopub", text) == []
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_wrap_a_function(tiny_model: Path) -> None:
     lines = run("wrap_a_function.py", str(tiny_model)).splitlines()
@@ -214,6 +215,7 @@ def test_push_tokens(tiny_model: Path) -> None:
     assert common[4] > common[3]
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_watch_a_log(tiny_model: Path) -> None:
     lines = run("watch_a_log.py", "--model", str(tiny_model), "--seconds", "3").splitlines()
@@ -222,6 +224,7 @@ def test_watch_a_log(tiny_model: Path) -> None:
     assert min(ahead, kept, afresh) > 0
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_own_policy(tiny_model: Path) -> None:
     lines = run("own_policy.py", str(tiny_model)).splitlines()

@@ -94,6 +94,7 @@ HEAVY = {
     "numpy",
     "psycopg",
     "psycopg_pool",
+    "ray",
     "sentence_transformers",
     "torch",
     "transformers",

@@ -12,10 +12,12 @@ import pytest_asyncio
 sys.path.insert(0, str(Path(__file__).parent / "sources"))
 from website import Website
 
-from streamrag import Pipeline, SamplingParams, VectorSource, VllmBackend, WebSource
+from streamrag import Append, Chunk, Pipeline, SamplingParams, Turn, VectorSource, VllmBackend, WebSource
+from streamrag.cli.conversation import Conversation
 from streamrag.handle import EventStream
 from streamrag.sources.index.build import build_index
 from streamrag.telemetry import (
+    Answer,
     ChunkArrived,
     ContextChanged,
     ContextComplete,
@@ -230,3 +232,28 @@ async def test_many_queries_at_once_are_answered_as_if_each_were_alone(
             assert await backend.reset_prefix_cache()
             alone.append(await ask(pipeline, query))
     assert together == alone
+
+
+async def test_a_conversation_keeps_the_kv_of_its_history_and_answers_as_if_each_question_were_alone(
+    backend: VllmBackend,
+) -> None:
+    passages = [Append(Chunk(f"Tray {row} takes thick paper. " * 20, f"tray-{row}.html")) for row in range(3)]
+    async with Pipeline(ScriptedSource(passages), backend, owns_backend=False) as pipeline:
+        histories: list[tuple[Turn, ...]] = []
+
+        async def ask(question: str, history: tuple[Turn, ...]) -> Answer:
+            histories.append(history)
+            stream = pipeline.stream(question, history=history, params=PARAMS)
+            _ = [chunk async for chunk in stream]
+            return stream.result
+
+        conversation = Conversation(ask, max_characters=10_000)
+        await backend.reset_prefix_cache()
+        asked = ["Which tray? " * 60, "And how fast? " * 60, "Why? " * 60]
+        answers = [await conversation.ask(question) for question in asked]
+        for question, history, answer in zip(asked, tuple(histories), answers, strict=True):
+            await backend.reset_prefix_cache()
+            assert (await ask(question, history)).token_ids == answer.token_ids
+    cached = [answer.record.num_from_cache for answer in answers if answer.record]
+    assert cached[0] == 0
+    assert cached[2] > cached[1] > 0, "the first turn stands in the prompt of the third"

@@ -32,6 +32,7 @@ examples:
   streamrag serve --index ./handbook-index --model ./Llama-3.1-8B-Instruct
   streamrag serve --config service.toml --check
   streamrag serve --config service.toml --host 0.0.0.0 --keys keys.toml --limits.max_queries 128
+  streamrag serve --config service.toml --replicas 2
   streamrag serve --print-config > service.toml
 
 Each setting of `--print-config` is an option too, as --limits.max_queries, and a variable in the environment, as
@@ -49,6 +50,7 @@ SHORT = {
     "source.postgres": "--postgres",
     "source.trace": "--trace",
     "engine.policy": "--policy",
+    "replicas.number": "--replicas",
     "prompt.system": "--system",
     "server.host": "--host",
     "server.port": "--port",

@@ -1,5 +1,9 @@
 """Which replica of an engine a query goes to. Pure: no clock, no network, no Ray."""
 
-from streamrag.routing.router import Opening, ReplicaState, Router
-
-__all__ = ["Opening", "ReplicaState", "Router"]
+from streamrag.routing.books import Books as Books
+from streamrag.routing.books import Report as Report
+from streamrag.routing.router import Opening as Opening
+from streamrag.routing.router import ReplicaState as ReplicaState
+from streamrag.routing.router import Router as Router
+from streamrag.routing.routers import ROUTERS as ROUTERS
+from streamrag.routing.routers import make_router as make_router

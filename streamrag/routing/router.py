@@ -17,6 +17,8 @@ class ReplicaState:
     """All queries there: fresh as well."""
     max_open: int = 1
     """Most queries that it takes at once."""
+    num_new_tokens: int = 0
+    """Tokens that it is expected to compute for the queries that have shown none yet: fresh as well."""
     kv_usage: float = 0.0
     """Share of its KV that is in use, 0 to 1, as it last reported."""
     cache_hit_rate: float = 0.0
@@ -25,6 +27,8 @@ class ReplicaState:
     """Tokens of prompts that wait to be computed there, as it last reported."""
     num_kv_tokens: int = 0
     """Tokens that its KV holds; 0 if unknown."""
+    tokens_per_s: float = 0.0
+    """Prompt tokens that it computed a second while it computed, as it last reported; 0 if unknown."""
     measured_s: float = -inf
     """When it last reported, on the clock of whoever routes."""
 
@@ -46,8 +50,8 @@ class Router(Protocol):
     def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
         """Ids of the replicas that it may go to, best first; all of them in the end, none if there are none."""
 
-    def routed(self, opening: Opening, replica_id: str) -> None:
-        """It went there."""
+    def routed(self, opening: Opening, replica_id: str) -> int:
+        """It went there. Returns how many tokens that replica is expected to compute for it: what its books note."""
 
     def completed(self, token_ids: Sequence[int], replica_id: str) -> None:
         """This complete prompt has been computed there, so its KV lies there for a while."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from streamrag.serve.observe.metrics import Metrics as Metrics
     from streamrag.serve.observe.tracing import Tracing as Tracing
     from streamrag.serve.observe.tracing import to_otlp as to_otlp
+    from streamrag.serve.ray_app import ray_application as ray_application
     from streamrag.serve.service import Service as Service
 
 _HOMES = {
@@ -29,10 +30,22 @@ _HOMES = {
     "Tracing": "streamrag.serve.observe.tracing",
     "create_app": "streamrag.serve.app",
     "log_to": "streamrag.serve.observe.logs",
+    "ray_application": "streamrag.serve.ray_app",
     "to_otlp": "streamrag.serve.observe.tracing",
 }
 
-__all__ = ["Limits", "Live", "Metrics", "QueryLog", "Service", "Tracing", "create_app", "log_to", "to_otlp"]
+__all__ = [
+    "Limits",
+    "Live",
+    "Metrics",
+    "QueryLog",
+    "Service",
+    "Tracing",
+    "create_app",
+    "log_to",
+    "ray_application",
+    "to_otlp",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = attributes(__name__, _HOMES)

@@ -27,7 +27,7 @@ OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
 SUBPROTOCOL = "streamrag"
 """Of WebSockets. A browser's can set no headers: its key is offered beside this one, base64url behind `KEY_PREFIX`."""
 
-KEY_PREFIX = "streamrag.key."
+KEY_PREFIX = "streamrag-key."
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-for folder in ("openai", "vllm", "vllm/client", "vllm/worker"):
+for folder in ("openai", "ray", "vllm", "vllm/client", "vllm/worker"):
     sys.path.insert(0, str(Path(__file__).parent / folder))

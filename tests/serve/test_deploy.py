@@ -1,5 +1,6 @@
 """The dashboard, the rules and the documentation name only metrics, labels and values that there are."""
 
+import importlib
 import importlib.util
 import json
 import re
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
+from streamrag.serve.config.configuration import load
 from streamrag.serve.observe.course import Phase
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.observing import Interface, Outcome, Refusal
@@ -151,3 +153,24 @@ def test_the_page_has_every_metric_as_it_is() -> None:
     for label, values in VALUES.items():
         for value in values:
             assert re.search(rf"\b{value}\b", page), f"{label} may be {value}"
+
+
+def test_settings_in_the_files_for_ray_are_settings_and_both_name_the_same_application() -> None:
+    alone = yaml.safe_load((ROOT / "deploy/ray/serve.yaml").read_text())
+    kuberay = yaml.safe_load((ROOT / "deploy/ray/rayservice.yaml").read_text())
+    (app,) = alone["applications"]
+    (of_kuberay,) = yaml.safe_load(kuberay["spec"]["serveConfigV2"])["applications"]
+    assert app | of_kuberay == app
+    module, _, name = app["import_path"].partition(":")
+    assert name in importlib.import_module(module).__all__
+    config = app["args"].pop("config")
+    assert load(None, {}, app["args"]).problems == []
+    mounts = [
+        mount["mountPath"]
+        for group in (
+            kuberay["spec"]["rayClusterConfig"]["headGroupSpec"],
+            *kuberay["spec"]["rayClusterConfig"]["workerGroupSpecs"],
+        )
+        for mount in group["template"]["spec"]["containers"][0]["volumeMounts"]
+    ]
+    assert mounts.count(str(Path(config).parent)) == 2

@@ -174,27 +174,26 @@ LOGPROB_TOLERANCE = 1e-3
 """Between a prompt computed piece by piece and in one go: float32 sums in another order, through two layers."""
 
 
-async def test_log_probabilities_are_those_of_fresh_requests_after_appends_slides_and_swaps(
+async def test_log_probabilities_are_those_of_fresh_requests_after_appends_and_slides(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True, extra={"logprobs": 5})
     seen = Seen(pipeline, monkeypatch)
     rng = random.Random(3)
-    num_loaded = num_shared = 0
-    async with AsyncExitStack() as stack:  # together they do not fit into the engine's memory
+    num_shared = 0
+    async with AsyncExitStack() as stack:
         sessions = [
             await stack.enter_async_context(pipeline.session(system=f"Watch {i}.", window_tokens=800)) for i in range(5)
         ]
         for _ in range(4):
             for session in sessions:
                 version = 0
-                for _ in range(20):
+                for _ in range(60):
                     version = await session.append(f"reading {rng.randrange(10_000)}")
                 stream = session.ask("Is it rising?", at_least=version, params=params)
                 _ = [chunk async for chunk in stream]
                 record = stream.result.record
                 assert record is not None
-                num_loaded += record.num_loaded > 0
                 num_shared += record.num_from_cache > 0
         assert all(session.state.num_slid for session in sessions)
     monkeypatch.undo()
@@ -208,8 +207,7 @@ async def test_log_probabilities_are_those_of_fresh_requests_after_appends_slide
         for one, other in zip(logprobs_of(chunks), logprobs_of(alone), strict=True):
             assert len(one.keys() & other.keys()) >= 4  # of five: the last may have a twin
             worst = max(worst, *(abs(one[token] - other[token]) for token in one.keys() & other.keys()))
-    print(f"{num_loaded} loaded from host memory, {num_shared} shared; worst {worst:.1e}")
-    assert num_loaded
+    print(f"{num_shared} shared; worst {worst:.1e}")
     assert num_shared
     assert worst < LOGPROB_TOLERANCE
 

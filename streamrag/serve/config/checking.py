@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.routing import make_router
 from streamrag.serve.app import LOOPBACK
 from streamrag.serve.config.configuration import Loaded, Problem
 from streamrag.serve.config.keys import read_keys
-from streamrag.serve.config.parts import make_backend, make_source, make_template
+from streamrag.serve.config.parts import make_backend, make_source, make_template, replica_options
 from streamrag.serve.config.settings import (
     EngineSettings,
     KeySettings,
     ModelSettings,
     ObserveSettings,
     PromptSettings,
+    ReplicaSettings,
     ServerSettings,
     Settings,
     SourceSettings,
@@ -132,6 +134,29 @@ def _engine(loaded: Loaded, told: EngineSettings) -> Iterator[Problem]:
         yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {told.log_path.parent}")
 
 
+def _replicas(loaded: Loaded, told: ReplicaSettings) -> Iterator[Problem]:
+    model, engine = loaded.sections["model"], loaded.sections["engine"]
+    assert isinstance(model, ModelSettings)
+    assert isinstance(engine, EngineSettings)
+    for key in ("number", "sources"):
+        if getattr(told, key):
+            yield from _packages(loaded.where("replicas", key), [("ray", "ray")])
+    if not told.number:
+        for name in ReplicaSettings.model_fields:
+            if ("replicas", name) in loaded.places and name not in ("number", "address", "sources", "max_sources"):
+                yield Problem(loaded.where("replicas", name), "is for replicas.number, which is 0")
+        return
+    where = loaded.where("replicas", "number")
+    if model.server is not None:
+        yield Problem(where, "is for an embedded vLLM, and model.server is set")
+    if engine.log_path is not None:
+        yield Problem(
+            loaded.where("engine", "log_path"), "is one file, and each replica would write to it", "Leave it out"
+        )
+    yield from _tried(loaded.where("replicas", "router"), lambda: make_router(told.router))
+    yield from _tried("replicas", lambda: replica_options(told))
+
+
 def _prompt(loaded: Loaded, told: PromptSettings) -> Iterator[Problem]:
     yield from _tried("prompt", lambda: make_template(told))
 
@@ -171,6 +196,7 @@ CHECKS: dict[str, Callable[[Loaded, Any], Iterator[Problem]]] = {
     "source": _source,
     "model": _model,
     "engine": _engine,
+    "replicas": _replicas,
     "prompt": _prompt,
     "keys": _keys,
     "server": _server,

@@ -1,19 +1,36 @@
 """The parts of a service, made as its settings say."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from streamrag.core import Backend, SamplingParams, Source
-from streamrag.errors import ConfigurationError
+from streamrag.backends.ray.options import ReplicaOptions
+from streamrag.backends.tokenizer import HuggingFaceTokenizer
+from streamrag.core import Backend, SamplingParams, Source, Tokenizer
+from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.modes import PromptTemplate
-from streamrag.serve.config.settings import EngineSettings, ModelSettings, PromptSettings, Settings, SourceSettings
+from streamrag.routing import make_router
+from streamrag.serve.config.settings import (
+    EngineSettings,
+    ModelSettings,
+    PromptSettings,
+    ReplicaSettings,
+    Settings,
+    SourceSettings,
+)
 from streamrag.serve.interfaces.session_folder import SessionFolder
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.observing import Observer
 from streamrag.serve.service import Service
+
+if TYPE_CHECKING:
+    from streamrag.backends.ray.backend import Connects
 
 
 def make_source(told: SourceSettings) -> Source | None:
@@ -94,6 +111,80 @@ def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
     return VllmBackend(model.name, max_model_len=model.max_model_len, collect_stats=True, **dict(engine))
 
 
+def make_replicated(
+    model: ModelSettings, engine: EngineSettings, told: ReplicaSettings, cluster: "Connects | None" = None
+) -> Backend:
+    """Engines in replicas, not started; those of `cluster`, or else as they are told.
+
+    :raises ConfigurationError: values that cannot work.
+    """
+    _require_ray()
+    from streamrag.backends.ray import RayBackend
+    from streamrag.backends.ray.cluster import Cluster
+
+    return RayBackend(
+        cluster
+        or Cluster(partial(make_engines, model, engine, told), address=told.address, app_name="streamrag-engines"),
+        make_tokenizer=partial(make_tokenizer, model, engine),
+        router=make_router(told.router),
+        max_replays=told.max_replays,
+    )
+
+
+def make_engines(model: ModelSettings, engine: EngineSettings, told: ReplicaSettings) -> Any:
+    """The engines as an application of Ray Serve's.
+
+    :raises ConfigurationError: values that cannot work.
+    """
+    from streamrag.backends.ray.deployment import engines
+
+    return engines(partial(make_backend, model, engine), replica_options(told))
+
+
+def replica_options(told: ReplicaSettings) -> ReplicaOptions:
+    """:raises ConfigurationError: values that cannot work."""
+    return ReplicaOptions(**told.model_dump(include={field.name for field in fields(ReplicaOptions)}))
+
+
+def make_tokenizer(model: ModelSettings, engine: EngineSettings) -> Tokenizer:
+    """The model's, where its engine is elsewhere.
+
+    :raises ModelError: there is none, or it cannot be used.
+    """
+    args = engine.engine_args
+    return HuggingFaceTokenizer(
+        args.get("tokenizer") or model.name,
+        revision=args.get("tokenizer_revision") or args.get("revision"),
+        trust_remote_code=args.get("trust_remote_code", False),
+    )
+
+
+def make_pooled(told: SourceSettings, replicas: ReplicaSettings) -> Source:
+    """The source in replicas of its own, not started.
+
+    :raises MissingDependencyError: Ray is not installed.
+    """
+    _require_ray()
+    from streamrag.backends.ray.cluster import Cluster
+    from streamrag.backends.ray.source import RaySource
+
+    return RaySource(
+        Cluster(partial(make_sources, told, replicas), address=replicas.address, app_name="streamrag-sources")
+    )
+
+
+def make_sources(told: SourceSettings, replicas: ReplicaSettings) -> Any:
+    """The sources as an application of Ray Serve's."""
+    from streamrag.backends.ray.deployment import sources
+
+    return sources(partial(make_source, told), replicas.sources, replicas.max_sources)
+
+
+def _require_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise MissingDependencyError("ray", "pip install 'streamrag[ray]'")
+
+
 def make_template(told: PromptSettings) -> PromptTemplate:
     """The words around the context.
 
@@ -107,12 +198,30 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
 
     :raises ConfigurationError: values that cannot work.
     """
+    replicas = settings.replicas
+    return service_of(
+        settings,
+        make_replicated(settings.model, settings.engine, replicas)
+        if replicas.number
+        else make_backend(settings.model, settings.engine),
+        make_pooled(settings.source, replicas) if replicas.sources else make_source(settings.source),
+        observers,
+    )
+
+
+def service_of(
+    settings: Settings, backend: Backend, source: Source | None, observers: Sequence[Observer] = ()
+) -> Service:
+    """The service with this backend and source, not started.
+
+    :raises ConfigurationError: values that cannot work.
+    """
     answers, session_log_dir = settings.answers, settings.server.session_log_dir
     if session_log_dir is not None:
         SessionFolder(session_log_dir)  # whether it can be had, before an engine is started
     return Service(
-        make_backend(settings.model, settings.engine),
-        make_source(settings.source),
+        backend,
+        source,
         template=make_template(settings.prompt),
         max_context_tokens=settings.prompt.max_context_tokens,
         overlap=answers.overlap,

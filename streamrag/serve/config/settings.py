@@ -117,6 +117,38 @@ class EngineSettings(Section):
     )
 
 
+class ReplicaSettings(Section):
+    """Engines in replicas of Ray Serve's; with `number` 0 there is one engine, in the service's own process."""
+
+    number: int = Field(default=0, ge=0, description="engines to start with")
+    router: str = Field(default="soonest", description="who chooses the replica of a query")
+    address: str | None = Field(
+        default=None, description='a Ray cluster, as "auto" or "head:6379"; else one is started on this machine'
+    )
+    min_number: int | None = Field(default=None, ge=1, description="fewest engines when there is little to do")
+    max_number: int | None = Field(
+        default=None, ge=1, description="most engines under load; else their number stays as it is"
+    )
+    queued_tokens: int = Field(
+        default=8192, ge=1, description="tokens of prompts that wait in each engine before there is another one"
+    )
+    max_open: int = Field(default=64, ge=1, description="queries that are open in one engine at once")
+    max_replays: int = Field(
+        default=3, ge=0, description="times that a query which has shown nothing is asked again when its engine is lost"
+    )
+    num_cpus: float = Field(default=1.0, ge=0, description="CPUs that each takes of its node's")
+    num_gpus: float = Field(default=0.0, ge=0, description="GPUs that each takes")
+    accelerator: str | None = Field(default=None, description='what its node must have, as Ray names it: "H100"')
+    resources: Table = Field(default={}, description="further resources of Ray's that each takes, by name")
+    drain_s: float = Field(
+        default=600.0, gt=0, description="seconds that an engine which is stopped goes on with its queries"
+    )
+    sources: int = Field(
+        default=0, ge=0, description="replicas of the source; 0 retrieves in the service's own process"
+    )
+    max_sources: int | None = Field(default=None, ge=1, description="most replicas of the source under load")
+
+
 class PromptSettings(Section):
     """The words around the context."""
 
@@ -191,6 +223,7 @@ class Settings(Section):
     source: SourceSettings = SourceSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
+    replicas: ReplicaSettings = ReplicaSettings()
     prompt: PromptSettings = PromptSettings()
     answers: AnswerSettings = AnswerSettings()
     limits: LimitSettings = LimitSettings()

@@ -10,7 +10,7 @@ const REFUSED = 1008;
 // A browser's WebSocket can send no headers: the key goes along as a subprotocol.
 const protocols = (given) => {
   const coded = given && btoa(given).replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
-  return given ? ["streamrag", `streamrag.key.${coded}`] : ["streamrag"];
+  return given ? ["streamrag", `streamrag-key.${coded}`] : ["streamrag"];
 };
 
 export class SessionSocket {

@@ -1,0 +1,474 @@
+"""Two replicas of a tiny engine on Ray Serve: what is lost when one is killed, and what routers are worth.
+
+    python experiments/ray_replicas.py demo                  kills a replica under load, by its process id
+    python experiments/ray_replicas.py bench [--json FILE]   routers, on the same queries
+    python experiments/ray_replicas.py costs [--json FILE]   what Ray itself costs, with engines that answer at once
+
+Random weights: the answers mean nothing, the work is real. On two cores the replicas share them with the load, so
+compare within a run only.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from rich.console import Console
+from rich.table import Table
+
+from streamrag import AnswerChunk, BackendError, Prompt, SamplingParams, VllmBackend, clock
+from streamrag.backends.ray.choosing import Choosing
+from streamrag.backends.ray.cluster import Cluster
+from streamrag.backends.ray.connection import RayReplicas
+from streamrag.backends.ray.deployment import ENGINES, engines
+from streamrag.backends.ray.options import ReplicaOptions
+from streamrag.backends.ray.replaying import Replaying
+from streamrag.backends.ray.wire import Open
+from streamrag.bench.summary import percentile
+from streamrag.files import write_whole
+from streamrag.routing import Opening, ReplicaState, make_router
+from streamrag.routing.simple import RoundRobin
+from streamrag.scripted import ScriptedBackend
+from streamrag.testing import make_tiny_llama
+
+MODEL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_layers": 5,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+NUM_SYSTEM, NUM_DOCUMENT, NUM_QUESTION, NUM_ANSWER = 128, 1_024, 32, 12
+NUM_DOCUMENTS = 12
+KV_BYTES = 8 * (NUM_SYSTEM + NUM_DOCUMENT + 128) * 5 * 2 * 2 * 64 * 4
+"""For eight documents: each replica holds some of them, and none all."""
+PARAMS = SamplingParams(max_tokens=NUM_ANSWER, ignore_eos=True)
+APP = "streamrag"
+MARK = "STREAMRAG_RAY_RUN"
+
+RAYS = {
+    "Ray, power of two": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
+    "Ray, prefix affinity": (
+        "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
+    ),
+}
+OURS = ("round_robin", "consistent_hash", "flowguard", "flowguard_mended", "soonest")
+UNDER_STRESS = ("round_robin", "flowguard", "soonest")
+
+console = Console(highlight=False, width=None if Console().is_terminal else 150)
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked, and when."""
+
+    at_s: float
+    document: int
+    prompts: tuple[Prompt, ...]
+    gap_s: float
+
+
+@dataclass
+class Asked:
+    """What became of it."""
+
+    query: Query
+    first_s: float | None = None
+    last_s: float = 0.0
+    token_ids: tuple[int, ...] = ()
+    num_cached: int = 0
+    replica: str = ""
+    error: str = ""
+
+
+def queries(num: int, rate: float, *, seed: int, hot: bool = False, parts: int = 1, gap_s: float = 0.0) -> list[Query]:
+    """Poisson arrivals; each asks one of the documents, the first ones more often. Hot: most ask one, in the middle.
+
+    seed: of the texts only, so that all turns are alike and none finds what another has left.
+    """
+    rng, of_texts = random.Random(0), random.Random(seed)
+
+    def text(length: int) -> tuple[int, ...]:
+        return tuple(of_texts.randrange(10, 500) for _ in range(length))
+
+    system, documents = text(NUM_SYSTEM), [text(NUM_DOCUMENT) for _ in range(NUM_DOCUMENTS)]
+    weights = [1 / (rank + 2) for rank in range(NUM_DOCUMENTS)]
+    at_s, made = 0.0, []
+    for number in range(num):
+        at_s += rng.expovariate(rate)
+        (document,) = rng.choices(range(NUM_DOCUMENTS), weights)
+        if hot and num / 3 < number < 2 * num / 3 and rng.random() < 0.7:
+            document = NUM_DOCUMENTS - 1
+        whole = (*system, *documents[document], *text(NUM_QUESTION))
+        ends = [NUM_SYSTEM + NUM_DOCUMENT * part // parts for part in range(1, parts)] + [len(whole)]
+        shared = [0, *ends]
+        prompts = tuple(
+            Prompt(whole[:end], shared[part], end == len(whole), source_name="load") for part, end in enumerate(ends)
+        )
+        made.append(Query(at_s, document, prompts, gap_s))
+    return made
+
+
+async def ask(generate: Callable[..., Any], query: Query, began_s: float) -> Asked:
+    """Ask it at its time."""
+    asked = Asked(query)
+    await asyncio.sleep(max(began_s + query.at_s - time.monotonic(), 0))
+    asked_s = time.monotonic()
+
+    async def prompts() -> AsyncIterator[Prompt]:
+        for number, prompt in enumerate(query.prompts):
+            if number:
+                await asyncio.sleep(query.gap_s)
+            yield prompt
+
+    try:
+        async with aclosing(generate(prompts(), PARAMS)) as events:
+            async for event in events:
+                if isinstance(event, AnswerChunk):
+                    if asked.first_s is None and event.token_ids:
+                        asked.first_s = time.monotonic() - asked_s
+                    asked.token_ids += event.token_ids
+                    if event.record is not None:
+                        asked.num_cached = event.record.num_from_cache
+    except BackendError as error:
+        asked.error = str(error)
+    asked.last_s = time.monotonic() - asked_s
+    return asked
+
+
+async def load(generate: Callable[..., Any], given: Sequence[Query]) -> list[Asked]:
+    began_s = time.monotonic() + 0.2
+    return list(await asyncio.gather(*[ask(generate, query, began_s) for query in given]))
+
+
+# ------------------------------------------------------------------------------------------------------------- replicas
+
+
+def engine(folder: str) -> partial[VllmBackend]:
+    return partial(
+        VllmBackend, folder, kv_cache_bytes=KV_BYTES, max_model_len=2_048, collect_stats=True, max_num_seqs=16
+    )
+
+
+OPTIONS = ReplicaOptions(number=2, num_cpus=1, max_open=16, health_s=1.0, drain_s=10)
+
+
+@asynccontextmanager
+async def replicas(make_engine: Callable[[], Any], options: ReplicaOptions) -> AsyncIterator[tuple[Cluster, Any]]:
+    told = {"options": options}
+    cluster = Cluster(lambda: engines(make_engine, told["options"]), app_name=APP, num_cpus=4)
+    began_s = time.monotonic()
+    handle = await cluster.start(lambda line: console.print(line))
+    try:
+        await RayReplicas(handle).facts()
+        console.print(f"two replicas are ready after {time.monotonic() - began_s:.0f} s")
+        yield cluster, (handle, told)
+    finally:
+        await cluster.aclose()
+
+
+@asynccontextmanager
+async def reaching(handle: Any, choosing: Choosing) -> AsyncIterator[Replaying]:
+    streams = Replaying(RayReplicas(handle), choosing)
+    touching = asyncio.create_task(streams.touch_forever())
+    try:
+        yield streams
+    finally:
+        touching.cancel()
+        await asyncio.wait([touching])
+
+
+def processes_of_replicas() -> list[int]:
+    """Process ids of the replicas that this program has started."""
+    mark = f"{MARK}={os.getpid()}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            is_replica = folder.name.isdigit() and b"ServeReplica:" in (folder / "cmdline").read_bytes()
+            if is_replica and mark in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it has just ended, or is another user's
+            continue
+    return sorted(found)
+
+
+def family(process_id: int) -> list[int]:
+    """A process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit():
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(folder.name))
+        except OSError:
+            continue
+    return [process_id, *(each for child in children.get(process_id, []) for each in family(child))]
+
+
+@asynccontextmanager
+async def slowed(process_id: int, share: float) -> AsyncIterator[None]:
+    """That process and its engine run for this share of the time only."""
+    there = family(process_id)
+
+    def send(number: int) -> None:
+        for each in there:
+            os.kill(each, number)
+
+    async def toggle() -> None:
+        while True:
+            send(signal.SIGSTOP)
+            await asyncio.sleep(0.15 * (1 - share))
+            send(signal.SIGCONT)
+            await asyncio.sleep(0.15 * share)
+
+    toggling = asyncio.create_task(toggle())
+    try:
+        yield
+    finally:
+        toggling.cancel()
+        await asyncio.wait([toggling])
+        send(signal.SIGCONT)
+
+
+# ----------------------------------------------------------------------------------------------------------------- demo
+
+
+class OneOnly(RoundRobin):
+    """All queries go to one replica, as if there were no other."""
+
+    def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
+        return sorted(replica.id for replica in replicas)[:1]
+
+
+async def demo(folder: str) -> None:
+    """Asks two replicas, kills one of them under load, and compares the answers with those of one engine."""
+    given = queries(48, 4.0, seed=1, parts=4, gap_s=0.15)
+    async with replicas(engine(folder), OPTIONS) as (_, (handle, _told)), AsyncExitStack() as stack:
+        async with reaching(handle, Choosing(OneOnly(), clock=clock.monotonic)) as alone:
+            expected = await load(alone.generate, given)
+        console.print("one engine alone has answered all queries")
+        choosing = Choosing(make_router("soonest"), clock=clock.monotonic)
+        streams = await stack.enter_async_context(reaching(handle, choosing))
+        asking = asyncio.create_task(load(streams.generate, given))
+        await asyncio.sleep(given[len(given) // 3].at_s)
+        killed = processes_of_replicas()[0]
+        os.kill(killed, signal.SIGKILL)
+        console.print(f"killed the replica with process id {killed}, under load")
+        asked = await asking
+    counts = streams.counts
+    shown_nothing = [each for each in asked if each.error and not each.token_ids]
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(asked, expected, strict=True) if not a.error)
+    console.print(f"asked                                   {counts.num_asked}")
+    console.print(f"answered                                {counts.num_answered}")
+    console.print(f"replayed on the other replica           {counts.num_replayed}")
+    console.print(f"had shown tokens, ended with the error  {counts.num_lost}")
+    console.print(f"had shown nothing, and were lost        {len(shown_nothing)}")
+    console.print(f"answers equal to those of one engine    {equal} of {counts.num_answered}")
+    for text, num in Counter(each.error.partition(" (")[0] for each in asked if each.error).items():
+        console.print(f"  {num} x {text}")
+    assert not shown_nothing
+
+
+# ---------------------------------------------------------------------------------------------------------------- bench
+
+
+class ByReplica(Choosing):
+    """Notes where queries were sent."""
+
+    def __init__(self, router: str) -> None:
+        super().__init__(make_router(router), clock=clock.monotonic)
+        self.sent: Counter[str] = Counter()
+
+    def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str) -> None:
+        self.sent[replica_id] += 1
+        super().computed(stream_id, token_ids, replica_id)
+
+
+async def bench(folder: str, num: int, rate: float, path: Path) -> None:
+    """The same queries through each router, in turn, in the same engines; each turn asks documents of its own."""
+    Open.prompt = property(lambda call: "".join(map(chr, call.ticket.opening.token_ids)))  # type: ignore[attr-defined]
+    rows: list[dict[str, Any]] = []
+    async with replicas(engine(folder), OPTIONS) as (cluster, (handle, told)):
+
+        async def take(scenario: str, name: str) -> None:
+            rows.append(await turn(handle, scenario, name, num, rate, seed=len(rows)))
+            write_whole(path, json.dumps(rows, indent=1) + "\n")
+
+        for name in OURS:
+            await take("plain", name)
+        for name, of_ray in RAYS.items():
+            told["options"] = replace(OPTIONS, request_router=of_ray)
+            await cluster.redeploy()
+            await take("plain", name)
+        told["options"] = OPTIONS
+        await cluster.redeploy()
+        for scenario in ("hot", "slowed", "killed"):
+            for name in UNDER_STRESS:
+                await take(scenario, name)
+
+
+async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *, seed: int) -> dict[str, Any]:
+    while serve.status().applications[APP].deployments[ENGINES].replica_states != {"RUNNING": 2}:  # noqa: ASYNC110
+        await asyncio.sleep(0.2)
+    given = queries(num, rate, seed=100 + seed, hot=scenario == "hot")
+    choosing = ByReplica("round_robin" if router in RAYS else router)
+    began_s = time.monotonic()
+    async with AsyncExitStack() as stack:
+        streams = await stack.enter_async_context(reaching(handle, choosing))
+        if scenario == "slowed":
+            await stack.enter_async_context(slowed(processes_of_replicas()[0], 1 / 3))
+        asking = asyncio.create_task(load(streams.generate, given))
+        if scenario == "killed":
+            await asyncio.sleep(given[num // 3].at_s)
+            os.kill(processes_of_replicas()[0], signal.SIGKILL)
+        asked = await asking
+    took_s = time.monotonic() - began_s
+    firsts = [each.first_s for each in asked if each.first_s is not None]
+    answered = [each for each in asked if not each.error]
+    prompt_tokens = sum(len(each.query.prompts[-1].token_ids) for each in answered)
+    row: dict[str, Any] = {
+        "scenario": scenario,
+        "router": router,
+        "num_asked": len(asked),
+        "num_answered": len(answered),
+        "num_replayed": streams.counts.num_replayed,
+        "num_lost": streams.counts.num_lost,
+        "hit_rate": sum(each.num_cached for each in answered) / max(prompt_tokens, 1),
+        "ttft_p50_s": percentile(firsts, 0.5),
+        "ttft_p95_s": percentile(firsts, 0.95),
+        "ttft_p99_s": percentile(firsts, 0.99),
+        "queries_per_s": len(answered) / took_s,
+        "imbalance": max(choosing.sent.values()) * 2 / max(sum(choosing.sent.values()), 1),
+    }
+    print_row(row)
+    return row
+
+
+def print_row(row: dict[str, Any]) -> None:
+    console.print(
+        f"{row['scenario']:8} {row['router']:22} hits {row['hit_rate']:5.1%}  TTFT P50/P95/P99 "
+        f"{row['ttft_p50_s']:.3f}/{row['ttft_p95_s']:.3f}/{row['ttft_p99_s']:.3f} s  {row['queries_per_s']:.2f}/s  "
+        f"imbalance {row['imbalance']:.2f}  answered {row['num_answered']} of {row['num_asked']}, "
+        f"replayed {row['num_replayed']}, lost {row['num_lost']}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- costs
+
+
+class Ages(Choosing):
+    """Notes how old what replicas tell is when the router hears of it. Replicas are on this machine: one clock."""
+
+    def __init__(self) -> None:
+        super().__init__(make_router("shortest_queue"), clock=clock.monotonic)
+        self.seen: dict[str, float] = {}
+        self.ages_s: list[float] = []
+
+    def rank(self, stream_id: str, opening: Any, candidates: Any) -> list[str]:
+        for each in candidates:
+            told_s = each.stats.get("told_s")
+            if told_s is not None and self.seen.get(each.id) != told_s:
+                self.seen[each.id] = told_s
+                self.ages_s.append(time.monotonic() - told_s)
+        return super().rank(stream_id, opening, candidates)
+
+
+async def costs(num: int) -> dict[str, Any]:
+    """Milliseconds of Ray's own, where engines answer at once."""
+    async with replicas(partial(ScriptedBackend, "x" * 64), replace(OPTIONS, num_cpus=0.5)) as (_, (handle, _told)):
+        choosing = Ages()
+        streams = Replaying(RayReplicas(handle), choosing)
+        opened_s, update_s, event_s = [], [], []
+        for number in range(num):
+            first, done = asyncio.Event(), asyncio.Event()
+            small = Prompt(tuple(range(1_000)), 0, False)
+
+            async def prompts(small: Prompt = small, first: asyncio.Event = first) -> AsyncIterator[Prompt]:
+                yield small
+                await first.wait()
+                yield Prompt((*small.token_ids, *range(200)), 1_000, True)
+
+            began_s = time.monotonic()
+            async with aclosing(streams.generate(prompts(), SamplingParams(max_tokens=64))) as events:
+                told_s: list[float] = []
+                async for event in events:
+                    now_s = time.monotonic()
+                    if not told_s and not first.is_set():
+                        opened_s.append(now_s - began_s)
+                        began_s = now_s
+                        first.set()
+                    elif isinstance(event, AnswerChunk):
+                        told_s.append(now_s)
+                update_s.append(told_s[0] - began_s)
+                event_s.append((told_s[-1] - told_s[0]) / (len(told_s) - 1))
+            done.set()
+            if number % 10 == 9:
+                await asyncio.sleep(0.05)
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 15:
+            async with aclosing(streams.generate(_one(), SamplingParams(max_tokens=1))) as events:
+                async for _ in events:
+                    pass
+        ages_s = choosing.ages_s[4:]
+    milliseconds: dict[str, Any] = {}
+    for name, values in (
+        ("open_ms", opened_s),
+        ("update_ms", update_s),
+        ("event_ms", event_s),
+        ("stats_age_ms", ages_s),
+    ):
+        milliseconds[name] = {
+            "p50": 1e3 * statistics.median(values),
+            "p95": 1e3 * percentile(values, 0.95),
+            "p99": 1e3 * percentile(values, 0.99),
+            "num": len(values),
+        }
+    return milliseconds
+
+
+async def _one() -> AsyncIterator[Prompt]:
+    yield Prompt((1, 2, 3), 0, True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["demo", "bench", "costs"])
+    parser.add_argument("--num", type=int, default=48, help="queries a turn")
+    parser.add_argument("--rate", type=float, default=4.0, help="queries a second")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+    os.environ |= {MARK: str(os.getpid()), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    found: Any = None
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.what == "costs":
+            found = asyncio.run(costs(arguments.num))
+            table = Table("milliseconds", "P50", "P95", "P99", "measured")
+            for name, row in found.items():
+                table.add_row(name, *[f"{row[each]:.2f}" for each in ("p50", "p95", "p99")], str(row["num"]))
+            console.print(table)
+        else:
+            model = str(make_tiny_llama(Path(folder) / "model", **MODEL))
+            if arguments.what == "demo":
+                asyncio.run(demo(model))
+            else:
+                asyncio.run(bench(model, arguments.num, arguments.rate, arguments.json or Path(folder) / "rows.json"))
+    if arguments.json is not None and found is not None:
+        write_whole(arguments.json, json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

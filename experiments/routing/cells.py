@@ -1,0 +1,167 @@
+"""What is run: loads, fleets and routers, each cell in a process of its own."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from streamrag.engine.profile_files import load_profile
+from streamrag.routing import Opening, ReplicaState, Router
+from streamrag.routing.affinity import PrefixAffinity
+from streamrag.routing.flowguard import FlowGuard, MendedFlowGuard, Weights
+from streamrag.routing.prefix_index import PrefixIndex
+from streamrag.routing.simple import ConsistentHash, PowerOfTwo, RoundRobin, ShortestQueue
+from streamrag.routing.soonest import OPEN_TOKENS, Soonest
+
+from .fleet import FAULTS, Engine, simulate
+from .lean import LeanEngine
+from .loads import BLOCK, LOADS
+
+PROFILE = "a40-llama8b-tp2"
+KV_TOKENS = 436_000
+RATES = {
+    "mooncake": 0.4,
+    "azure": 5.0,
+    "conversations": 3.0,
+    "trees": 1.0,
+    "rag": 0.6,
+    "hot document": 0.6,
+}
+"""Queries a second and replica: half to nine tenths of what replicas can do that find nothing in their caches."""
+
+Q_MAX = 16
+"""The paper does not say what a queue is a share of. Else it is what an engine runs at once, 256 here."""
+
+
+def index() -> PrefixIndex:
+    """A block of a load is what routers take for a token."""
+    return PrefixIndex(block_size=1)
+
+
+def soonest(**options: Any) -> Soonest:
+    return Soonest(**{"open_tokens": OPEN_TOKENS / BLOCK, "index": index(), **options})
+
+
+class Constant(Soonest):
+    """Ours, as if prompts did not grow."""
+
+    def growth(self) -> int:
+        return 0
+
+
+class Blind:
+    """A router that is not told some of what replicas are like."""
+
+    def __init__(self, router: Router, **fields: Any) -> None:
+        self._router, self._fields = router, fields
+        self.routed, self.completed, self.lost = router.routed, router.completed, router.lost
+
+    def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
+        return self._router.rank(opening, [replace(replica, **self._fields) for replica in replicas], now_s)
+
+
+ROUTERS: Mapping[str, Callable[[], Router]] = {
+    "round robin": RoundRobin,
+    "power of two": PowerOfTwo,
+    "shortest queue": ShortestQueue,
+    "consistent hash": ConsistentHash,
+    "prefix affinity": lambda: PrefixAffinity(index=index()),
+    "prefix affinity, 10": lambda: PrefixAffinity(imbalance=10, index=index()),
+    "FlowGuard": FlowGuard,
+    "FlowGuard, mended": lambda: MendedFlowGuard(index=index()),
+    "FlowGuard, Qmax 16": lambda: Blind(FlowGuard(), max_open=Q_MAX),
+    "mended, Qmax 16": lambda: Blind(MendedFlowGuard(index=index()), max_open=Q_MAX),
+    "soonest": soonest,
+}
+FLOWGUARD_WITHOUT: Mapping[str, Callable[[], Router]] = {
+    "FlowGuard": FlowGuard,
+    "without C": lambda: FlowGuard(Weights(cache=0)),
+    "without M": lambda: FlowGuard(Weights(memory=0)),
+    "without Q": lambda: FlowGuard(Weights(queue=0)),
+    "without L": lambda: FlowGuard(Weights(load=0)),
+    "without exclusion": lambda: FlowGuard(threshold=inf),
+    "without staleness": lambda: FlowGuard(stale_s=inf),
+    "C of the prompt": lambda: MendedFlowGuard(index=index(), memory_divisor=100),
+    "M not divided": lambda: FlowGuard(memory_divisor=1),
+    "both: mended": lambda: MendedFlowGuard(index=index()),
+}
+SOONEST_WITHOUT: Mapping[str, Callable[[], Router]] = {
+    "soonest": soonest,
+    "without the prefix": lambda: soonest(index=PrefixIndex(max_blocks=0)),
+    "without the queue": lambda: Blind(soonest(), num_new_tokens=0),
+    "without the speed": lambda: Blind(soonest(), tokens_per_s=0.0),
+    "without open queries": lambda: soonest(open_tokens=0),
+    "recomputing counts once": lambda: soonest(recompute=1.0),
+    "without growth": lambda: Constant(open_tokens=OPEN_TOKENS / BLOCK, index=index()),
+}
+SETS = {"routers": ROUTERS, "FlowGuard": FLOWGUARD_WITHOUT, "soonest": SOONEST_WITHOUT}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run."""
+
+    load: str
+    num_replicas: int
+    of: str
+    router: str
+    num_queries: int
+    fault: str = ""
+    rate: float = 0.0
+    """Queries a second and replica; 0 is the load's own."""
+    engine: str = "lean"
+    trace: str = ""
+    """Name of the file of its arrivals; empty: they are generated."""
+    seed: int = 1
+
+
+def make_engine(kind: str) -> Callable[[], Engine]:
+    profile = load_profile(PROFILE)
+    if kind == "whole":
+        from .whole import WholeEngine  # vLLM takes seconds to import
+
+        return lambda: WholeEngine(profile, KV_TOKENS)
+    return lambda: LeanEngine(profile, KV_TOKENS, looks_again=kind == "looks again")
+
+
+def run_cell(cell: Cell, paths: Mapping[str, Path]) -> dict[str, Any]:
+    """The cell and its figures. `paths` are files of traces, by load."""
+    rate = (cell.rate or RATES[cell.load]) * cell.num_replicas
+    files = {"path": paths[cell.load]} if cell.trace else {}
+    queries = LOADS[cell.load](rate, cell.num_queries, cell.seed, **files)
+    engine = make_engine(cell.engine)
+    began_s = time.process_time()
+    outcome = simulate(cell.num_replicas, engine, SETS[cell.of][cell.router](), queries, FAULTS.get(cell.fault))
+    return {**asdict(cell), **outcome.figures(), "cpu_s": time.process_time() - began_s}
+
+
+def cells(scale: float, paths: Mapping[str, Path]) -> list[Cell]:
+    """All that is run; `scale` stretches the number of queries. `paths` are files of traces, by load."""
+
+    def num(base: int) -> int:
+        return round(base * scale)
+
+    found = []
+    for router in ROUTERS:
+        for load in LOADS:
+            found.append(Cell(load, 2, "routers", router, num(500)))
+            found.append(Cell(load, 8, "routers", router, num(1_500)))
+        found += [Cell(load, 64, "routers", router, num(5_000)) for load in ("mooncake", "conversations", "rag")]
+        found += [Cell("conversations", 8, "routers", router, num(1_500), fault) for fault in FAULTS]
+        found.append(Cell("trees", 8, "routers", router, num(1_500), "killed"))
+        found += [Cell("azure", 2, "routers", router, num(800), rate=rate) for rate in (1.0, 3.0)]
+        found += [Cell("rag", 2, "routers", router, num(300), engine=engine) for engine in ("lean", "whole")]
+        if router in ("round robin", "prefix affinity, 10", "soonest"):
+            found.append(Cell("rag", 8, "routers", router, num(1_500), engine="looks again"))
+            found += [
+                Cell(load, 2, "routers", router, num(200), engine=engine)
+                for load in ("conversations", "trees")
+                for engine in ("lean", "whole")
+            ]
+    for of in ("FlowGuard", "soonest"):
+        for router in SETS[of]:
+            found += [Cell(load, 8, of, router, num(1_500)) for load in ("conversations", "trees", "rag")]
+            found.append(Cell("conversations", 8, of, router, num(1_500), "slow"))
+    return [replace(cell, trace=paths[cell.load].name) if cell.load in paths else cell for cell in found]

@@ -1,0 +1,22 @@
+"""Engines in replicas that Ray Serve starts, restarts and scales; retrieval, sessions and HTTP stay with the caller.
+
+    pipeline ──▶ backend ──▶ replaying ──▶ connection, request_router ── Ray ──▶ replica ──▶ an engine
+                                 │ ticket
+                              choosing ──▶ streamrag.routing
+
+`replaying`, `choosing`, `replica` and `wire` know nothing of Ray.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamrag.backends.ray.backend import RayBackend as RayBackend
+
+
+def __getattr__(name: str) -> Any:
+    """The backend imports Ray, which takes a second, and may not be installed."""
+    if name != "RayBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from streamrag.backends.ray.backend import RayBackend
+
+    return RayBackend

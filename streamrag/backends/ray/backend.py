@@ -1,0 +1,117 @@
+"""Engines in replicas of Ray Serve's, as one backend."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+import anyio.to_thread
+from ray.serve.handle import DeploymentHandle
+
+from streamrag.backends.ray.choosing import Choosing
+from streamrag.backends.ray.connection import RayReplicas
+from streamrag.backends.ray.replaying import Counts, Replaying, ReplicaLostError
+from streamrag.clock import monotonic
+from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
+from streamrag.errors import BackendError
+from streamrag.routing import Router
+from streamrag.tasks import cancel_regardless
+
+
+class Connects(Protocol):
+    """How a backend comes to a handle of the replicas, as `cluster.Cluster` does."""
+
+    async def start(self, progress: Progress) -> DeploymentHandle:
+        """The handle, once replicas can answer."""
+
+    async def aclose(self) -> None:
+        """Free what that took."""
+
+
+class RayBackend:
+    """Engines in replicas. Each query goes to one of them, when it opens; see docs/ray.md.
+
+    cluster: the replicas.
+    make_tokenizer: makes the model's tokenizer, in a thread of this process.
+    router: who chooses the replica of a query.
+    max_replays: most times that a query that has shown nothing is opened again because its replica was lost.
+    get_session: names the session of the query that asks, if there is one.
+    """
+
+    def __init__(
+        self,
+        cluster: Connects,
+        *,
+        make_tokenizer: Callable[[], Tokenizer],
+        router: Router,
+        max_replays: int = 3,
+        get_session: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._cluster = cluster
+        self._make_tokenizer = make_tokenizer
+        self._choosing = Choosing(router, clock=monotonic, get_session=get_session)
+        self._max_replays = max_replays
+        self._replaying: Replaying | None = None
+        self._touching: asyncio.Task[None] | None = None
+        self._info: ModelInfo | None = None
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model; available once the backend has started."""
+        if self._info is None:
+            raise BackendError("the replicas have not been started: await backend.start(print) first")
+        return self._info
+
+    @property
+    def counts(self) -> Counts:
+        """What became of queries since the start."""
+        return self._running().counts
+
+    async def start(self, progress: Progress) -> None:
+        """Start the replicas, or find them.
+
+        :raises ConfigurationError: there is no such cluster, or the tokenizer cannot be made.
+        :raises BackendError: no engine can be started.
+        """
+        replicas = RayReplicas(await self._cluster.start(progress))
+        try:
+            facts = await replicas.facts()
+            tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer)
+        except BaseException as error:
+            await self._cluster.aclose()
+            if isinstance(error, ReplicaLostError):
+                raise BackendError(f"a replica was lost while it started: {error}") from None
+            raise
+        self._info = ModelInfo(
+            facts.model_name,
+            tokenizer,
+            facts.max_model_len,
+            is_exact=facts.is_exact,
+            breaks_look_alikes=facts.breaks_look_alikes,
+        )
+        self._replaying = Replaying(replicas, self._choosing, max_replays=self._max_replays)
+        self._touching = asyncio.create_task(self._replaying.touch_forever(), name="streamrag tells replicas it lives")
+
+    async def aclose(self) -> None:
+        """End the replicas, or let go of them. Does nothing when not started."""
+        touching, self._touching, self._replaying = self._touching, None, None
+        if touching is not None:
+            await cancel_regardless([touching])
+            await self._cluster.aclose()
+
+    async def generate(
+        self, prompts: AsyncIterator[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """Prefill each prompt as it comes in one of the replicas; sample the answer to the complete one.
+
+        :raises BackendError: the replica was lost after it had shown tokens, or too many were lost before.
+        :raises StreamRagError: as the engine's own backend does.
+        """
+        async with aclosing(self._running().generate(prompts, params)) as events:
+            async for event in events:
+                yield event
+
+    def _running(self) -> Replaying:
+        if self._replaying is None:
+            raise BackendError("the replicas are not running: they were closed, or not started")
+        return self._replaying

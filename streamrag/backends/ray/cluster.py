@@ -1,0 +1,153 @@
+"""A Ray cluster, this machine's own or one that is there already, and what is deployed on it."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import ray
+from ray import serve
+from ray._private import ray_constants
+from ray.serve.handle import DeploymentHandle
+
+from streamrag.core import Progress
+from streamrag.errors import BackendError, ConfigurationError
+from streamrag.kinds import message_of
+from streamrag.tasks import run_regardless
+
+OBJECT_STORE_BYTES = 100 << 20
+"""For a cluster of this machine's own: what travels is small. Ray would take a third of the memory."""
+
+LOOPBACK = "127.0.0.1"
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Without clusters Ray listens on loopback; where it may make one, it takes that for the machine's own address."""
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    was, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    before = os.environ.get(CLUSTERS)
+    os.environ[CLUSTERS] = "0"  # for the processes that are started meanwhile, and their children
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = was
+        if before is None:
+            del os.environ[CLUSTERS]
+        else:
+            os.environ[CLUSTERS] = before
+
+
+class Cluster:
+    """An application on a cluster; `start` deploys it, `aclose` removes it.
+
+    make_app: makes it, as `deployment.engines`.
+    address: of the cluster, as "auto" or "ray-head:6379"; None starts one on this machine, and ends it.
+    app_name: what the application is called there.
+    num_cpus: that a cluster of this machine's own may give away; None for all.
+    """
+
+    def __init__(
+        self,
+        make_app: Callable[[], Any],
+        *,
+        address: str | None = None,
+        app_name: str = "streamrag",
+        num_cpus: int | None = None,
+    ) -> None:
+        self._make_app = make_app
+        self._address = address
+        self._app_name = app_name
+        self._num_cpus = num_cpus
+        self._thread: ThreadPoolExecutor | None = None
+        """Lives as long as the cluster: the kernel ends Ray's processes with the thread that started them."""
+        self._has_connected = False
+        self._has_deployed = False
+
+    async def start(self, progress: Progress) -> DeploymentHandle:
+        """A handle of the replicas, once all that there are at first can answer.
+
+        :raises ConfigurationError: there is no such cluster.
+        :raises BackendError: Ray, or what the replicas hold, cannot be started.
+        """
+        assert self._thread is None, "started already"
+        self._thread = ThreadPoolExecutor(1, "streamrag-ray")
+        where = "on this machine" if self._address is None else f"at {self._address}"
+        try:
+            progress(f"starting Ray {where}" if self._address is None else f"connecting to Ray {where}")
+            await self._in_thread(self._connect)
+            progress(f"starting {self._app_name} on Ray {where}")
+            return await self._in_thread(self._deploy)
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def redeploy(self) -> None:
+        """Start all replicas anew, one at a time or a fifth of them, while the others answer.
+
+        :raises BackendError: what they hold cannot be started.
+        """
+        await self._in_thread(self._deploy)
+
+    async def aclose(self) -> None:
+        """Remove the application; and Ray, if it was started here. Does nothing when not started."""
+        if self._thread is not None:
+            await run_regardless(self._leave(), "streamrag leaves Ray")
+
+    async def _leave(self) -> None:
+        thread = self._thread
+        assert thread is not None
+        try:
+            await self._in_thread(self._close)
+        finally:
+            self._thread = None
+            thread.shutdown(wait=False)
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            return  # by the program, which ends it too
+        own: dict[str, Any] = {"address": self._address}
+        if self._address is None:
+            own = {
+                "address": "local",
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "num_cpus": self._num_cpus,
+                "_node_ip_address": LOOPBACK,
+            }
+        try:
+            with _on_loopback() if self._address is None else nullcontext():
+                ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **own)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigurationError(f"cannot reach Ray at {self._address}: {message_of(error)}") from error
+        except Exception as error:  # bare, where a node takes longer than half a minute to start
+            raise BackendError(f"Ray cannot be started: {message_of(error)}") from error
+        self._has_connected = True
+
+    def _deploy(self) -> DeploymentHandle:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it tells of each call to a replica that has died
+        serve.start(proxy_location="Disabled")
+        app = self._make_app()
+        self._has_deployed = True
+        try:
+            return serve.run(app, name=self._app_name, route_prefix=None, _local_testing_mode=False)
+        except RuntimeError as error:
+            told = serve.status().applications.get(self._app_name)
+            whys = [each.message for each in told.deployments.values() if each.message] if told else []
+            raise BackendError(f"{self._app_name} cannot be started: {message_of(error)} {' '.join(whys)}") from error
+
+    def _close(self) -> None:
+        if self._has_deployed:
+            self._has_deployed = False
+            serve.delete(self._app_name)
+        if self._has_connected:
+            self._has_connected = False
+            if self._address is None:
+                serve.shutdown()
+            ray.shutdown()

@@ -1,0 +1,72 @@
+"""Replicas reached through a handle of Ray Serve's, whose errors are translated here."""
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError, TaskCancelledError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from streamrag.backends.ray.replaying import ReplicaLostError
+from streamrag.backends.ray.replica import Facts
+from streamrag.backends.ray.wire import Delta, Open, WireEvent
+from streamrag.errors import BackendError
+from streamrag.kinds import message_of
+
+
+class RayReplicas:
+    """See `replaying.Replicas`."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._opening = handle.options(method_name="generate", stream=True)
+        self._delivering = handle.options(method_name="deliver")
+        self._touching = handle.options(method_name="hear")
+        self._asking = handle.options(method_name="facts")
+
+    async def facts(self) -> Facts:
+        """Of the model; waits until a replica can say.
+
+        :raises BackendError: none can.
+        """
+        with translated():
+            facts: Facts = await self._asking.remote()
+            return facts
+
+    async def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
+        """See `replaying.Replicas`."""
+        with translated():
+            response: Any = self._opening.remote(call)
+            try:
+                async for batch in response:
+                    yield batch
+            finally:
+                response.cancel()  # does nothing to one that has ended
+
+    async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
+        """See `replaying.Replicas`."""
+        with translated():
+            return bool(await self._delivering.remote(replica_id, stream_id, delta))
+
+    async def touch(self, replica_id: str, caller_id: str) -> None:
+        """See `replaying.Replicas`."""
+        with translated():
+            await self._touching.remote(replica_id, caller_id)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """:raises ReplicaLostError: the replica has died, or is being stopped.
+    :raises BackendError: what Ray raised is something else.
+    """
+    try:
+        yield
+    except (RayActorError, TaskCancelledError) as error:  # it died, is out of reach, or is being stopped
+        raise ReplicaLostError(_first_line(error)) from None
+    except (RayError, RayServeException) as error:
+        raise BackendError(f"a replica failed: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

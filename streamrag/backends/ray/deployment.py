@@ -1,0 +1,131 @@
+"""What Ray Serve makes replicas of: engines, and sources in a pool of their own."""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeAlias
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from streamrag.backends.ray.options import ReplicaOptions
+from streamrag.backends.ray.replica import EngineReplica, MakeBackend
+from streamrag.backends.ray.request_router import CALLS_PER_STREAM
+from streamrag.backends.ray.scaling import QUEUED_TOKENS
+from streamrag.backends.ray.wire import Failed
+from streamrag.core import Source, SourceEvent, Startable, part_name
+from streamrag.errors import StreamRagError
+from streamrag.retrieving import closing
+
+ENGINES, SOURCES = "engines", "sources"
+"""The deployments' names."""
+
+MakeSource: TypeAlias = Callable[[], Source | None]
+
+UPSCALE_S = 10.0
+"""That too much must have waited before there is another engine, which takes longer itself."""
+
+QUERIES_PER_SOURCE = 16
+"""That a source's replica retrieves for at once; more of them wait."""
+
+
+class DeployedReplica(EngineReplica):
+    """A replica that Ray Serve has made, and calls."""
+
+    async def __init__(self, make_backend: MakeBackend, max_open: int) -> None:  # type: ignore[misc]
+        super().__init__(make_backend, max_open=max_open, replica_id=serve.get_replica_context().replica_id.unique_id)
+        await self.start()
+
+    async def deliver(self, replica_id: str, stream_id: str, delta: Any) -> bool:
+        """As `update`; of another replica than this, no stream is here."""
+        return self.update(stream_id, delta)
+
+    async def hear(self, replica_id: str, caller_id: str) -> None:
+        """As `touch`."""
+        self.touch(caller_id)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What Ray Serve's controller passes on to all routers. Asked every half second or so."""
+        self.end_abandoned()
+        return self.stats()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the policy of `scaling` is told."""
+        return {QUEUED_TOKENS: float(self.num_queued_tokens)}
+
+    async def __del__(self) -> None:
+        """Called once by Ray Serve, when the replica has no queries any more."""
+        await self.aclose()
+
+
+def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
+    """The application of engines, for `serve.run`, or to be bound into a larger one."""
+    number: dict[str, Any] = {"num_replicas": options.number}
+    if options.max_number is not None:
+        policy = AutoscalingPolicy(
+            policy_function="streamrag.backends.ray.scaling:QueuedTokensPolicy",
+            policy_kwargs={"target": options.queued_tokens},
+        )
+        number = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=options.min_number or options.number,
+                initial_replicas=options.number,
+                max_replicas=options.max_number,
+                upscale_delay_s=UPSCALE_S,
+                policy=policy,
+            )
+        }
+    deployed = serve.deployment(
+        name=ENGINES,
+        max_ongoing_requests=CALLS_PER_STREAM * options.max_open,
+        ray_actor_options=options.for_actor,
+        health_check_period_s=options.health_s,
+        graceful_shutdown_timeout_s=options.drain_s,
+        graceful_shutdown_wait_loop_s=0.1,
+        request_router_config=RequestRouterConfig(
+            request_router_class=options.request_router,
+            request_routing_stats_period_s=options.stats_s,
+        ),
+        **number,
+    )(DeployedReplica)
+    return deployed.bind(make_backend, options.max_open)
+
+
+class DeployedSource:
+    """A source in a replica; it retrieves for whoever asks, and needs no accelerator."""
+
+    async def __init__(self, make_source: MakeSource) -> None:  # type: ignore[misc]
+        source = make_source()
+        assert source is not None, "no source is set"
+        self._source = source
+        if isinstance(self._source, Startable):
+            await self._source.start(lambda line: None)
+
+    def name(self) -> str:
+        """Of the source."""
+        return part_name(self._source)
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent | Failed, None]:
+        """The source's events; its failure as the last of them."""
+        try:
+            async with closing(self._source.stream(query)) as events:
+                async for event in events:
+                    yield event
+        except StreamRagError as error:
+            yield Failed.of(error)
+
+    async def __del__(self) -> None:
+        """Called once by Ray Serve, when the replica has no queries any more."""
+        if isinstance(self._source, Startable):
+            await self._source.aclose()
+
+
+def sources(make_source: MakeSource, number: int, max_number: int | None = None) -> Any:
+    """The application of sources: `number` of them, up to `max_number` when many queries are open."""
+    many: dict[str, Any] = {"num_replicas": number}
+    if max_number is not None:
+        many = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=number, max_replicas=max_number, target_ongoing_requests=QUERIES_PER_SOURCE / 2
+            )
+        }
+    deployed = serve.deployment(name=SOURCES, max_ongoing_requests=QUERIES_PER_SOURCE, **many)(DeployedSource)
+    return deployed.bind(make_source)

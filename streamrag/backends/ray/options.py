@@ -1,0 +1,62 @@
+"""How replicas are deployed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamrag.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """How many replicas there are, where they run, and what is expected of them.
+
+    :raises ConfigurationError: values that cannot work.
+    """
+
+    number: int = 2
+    """Replicas to start with; with `max_number`, that changes with the load."""
+    min_number: int | None = None
+    """Fewest replicas when there is little to do; None for `number`."""
+    max_number: int | None = None
+    """Most replicas under load; None leaves the number as it is."""
+    queued_tokens: int = 8_192
+    """Prompt tokens that wait in each replica: more ask for another one."""
+    max_open: int = 64
+    """Most queries in a replica at once. Further ones go to another replica, or wait with the caller."""
+    num_cpus: float = 1.0
+    """CPUs that a replica takes of its node's."""
+    num_gpus: float = 0.0
+    """GPUs that a replica takes."""
+    accelerator: str | None = None
+    """The kind of accelerator that its node must have, as Ray names it: "H100"."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Further resources of Ray's, by name, that it takes."""
+    drain_s: float = 600.0
+    """Longest that a replica which is stopped goes on with the queries that it has, seconds."""
+    health_s: float = 2.0
+    """Between looks at whether its engine lives, seconds. Three that fail in a row restart it."""
+    stats_s: float = 0.5
+    """Between what it tells routers of itself, seconds."""
+    request_router: str = "streamrag.backends.ray.request_router.StreamRouter"
+    """The class that Ray Serve asks. Another one knows nothing of streams: it suits queries of one prompt only."""
+
+    def __post_init__(self) -> None:
+        low, high = self.min_number, self.max_number
+        if high is None and low is not None:
+            raise ConfigurationError(f"min_number={low} is for replicas that scale: set max_number too")
+        if high is not None and not (low or 1) <= self.number <= high:
+            raise ConfigurationError(f"number={self.number} must be from min_number={low} to max_number={high}")
+        for name in ("number", "max_open", "queued_tokens", "drain_s", "health_s", "stats_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be over 0")
+
+    @property
+    def for_actor(self) -> dict[str, Any]:
+        """What Ray is told of where it runs."""
+        options: dict[str, Any] = {"num_cpus": self.num_cpus, "resources": dict(self.resources)}
+        if self.num_gpus:
+            options["num_gpus"] = self.num_gpus
+        if self.accelerator is not None:
+            options["accelerator_type"] = self.accelerator
+        return options

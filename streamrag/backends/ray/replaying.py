@@ -1,0 +1,272 @@
+"""A query's stream in one of several replicas, opened again in another one if that is lost before it has shown a token.
+
+    prompts   ──P1───P2──────────────P3 (complete)
+    replica a   [open P1, delta P2   ✗ lost
+    replica b                        [open P2, delta P3 ─▶ AnswerChunk ...      ✗ lost now: BackendError
+
+Knows nothing of Ray: tests have replicas in their own process.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from streamrag.backends.ray.choosing import Choosing
+from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
+from streamrag.core import AnswerChunk, BackendEvent, Prompt, SamplingParams, common_prefix_len
+from streamrag.errors import BackendError, EngineDeadError
+from streamrag.tasks import cancel_regardless
+
+NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.025, 0.5
+"""Before a stream that every replica had no room for is offered again: twice as long each time."""
+
+
+TOUCH_S = 2.0
+"""Between calls that tell each replica in use that this caller lives: it ends the streams of one that is gone."""
+
+
+class ReplicaLostError(Exception):
+    """The replica has died, or has let go of the stream. Never leaves this package."""
+
+
+class Replicas(Protocol):
+    """How replicas are reached."""
+
+    def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
+        """Open a stream in the replica that `call.ticket` chooses; closing the generator aborts it.
+
+        :raises ReplicaLostError: that has died.
+        """
+
+    async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
+        """Send a stream's next prompt; whether the stream is still there.
+
+        :raises ReplicaLostError: the replica has died.
+        """
+
+    async def touch(self, replica_id: str, caller_id: str) -> None:
+        """Tell a replica that the caller of streams there lives.
+
+        :raises ReplicaLostError: the replica has died.
+        """
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of streams."""
+
+    num_asked: int = 0
+    num_answered: int = 0
+    num_replayed: int = 0
+    """Times that a stream was opened again because its replica was lost."""
+    num_lost: int = 0
+    """Queries that ended with an error because their replica was lost."""
+
+
+class Newest:
+    """Pulls a query's prompts as they come, and keeps the newest.
+
+    What `prompts` raises is raised by whoever waits. Its own task is ended by `aclose`.
+    """
+
+    def __init__(self, prompts: AsyncIterator[Prompt]) -> None:
+        self.prompt: Prompt | None = None
+        self.number = 0
+        """Of the newest prompt, from 1; 0 while there is none."""
+        self._has_more = asyncio.Event()
+        self.pulling = asyncio.create_task(self._pull(prompts), name="pull prompts")
+        self.pulling.add_done_callback(lambda task: self._has_more.set())
+
+    async def _pull(self, prompts: AsyncIterator[Prompt]) -> None:
+        async for prompt in prompts:
+            self.prompt = prompt
+            self.number += 1
+            self._has_more.set()
+            if prompt.is_complete:
+                return
+        raise BackendError(NO_COMPLETE_PROMPT)
+
+    async def after(self, number: int) -> Prompt:
+        """The newest prompt, once there is one behind that number.
+
+        :raises BaseException: as `prompts` did.
+        """
+        while self.number <= number:
+            if self.pulling.done():
+                self.pulling.result()
+            self._has_more.clear()
+            await self._has_more.wait()
+        assert self.prompt is not None
+        return self.prompt
+
+    async def pause(self, duration_s: float) -> None:
+        """Wait so long, or less if the prompts end.
+
+        :raises BaseException: as `prompts` did.
+        """
+        if self.pulling.done():
+            await asyncio.sleep(duration_s)
+        else:
+            await asyncio.wait([self.pulling], timeout=duration_s)
+        if self.pulling.done():
+            self.pulling.result()
+
+    async def aclose(self) -> None:
+        """Stop pulling."""
+        await cancel_regardless([self.pulling])
+
+
+class Replaying:
+    """Streams in replicas.
+
+    max_replays: most times that a query is opened again because its replica was lost.
+    """
+
+    def __init__(self, replicas: Replicas, choosing: Choosing, *, max_replays: int = 3) -> None:
+        self._replicas = replicas
+        self._choosing = choosing
+        self._max_replays = max_replays
+        self.counts = Counts()
+        self._caller_id = uuid.uuid4().hex
+
+    async def touch(self) -> None:
+        """Tell the replicas in use that this caller lives."""
+        told = [self._replicas.touch(each, self._caller_id) for each in self._choosing.in_use()]
+        await asyncio.gather(*told, return_exceptions=True)  # who reads a stream there hears of one that is lost
+
+    async def touch_forever(self) -> None:
+        """Run beside the streams, as long as there may be any."""
+        while True:
+            await asyncio.sleep(TOUCH_S)
+            await self.touch()
+
+    async def generate(
+        self, prompts: AsyncIterator[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """As `Backend.generate`.
+
+        :raises BackendError: a replica was lost that had shown tokens, or too many were; else as the engine's backend.
+        """
+        self.counts.num_asked += 1
+        num_replays = num_shown = 0
+        is_finished = False
+        async with aclosing(Newest(prompts)) as newest:
+            await newest.after(0)
+            while True:
+                try:
+                    async with aclosing(self._attempt(newest, params)) as events:
+                        async for event in events:
+                            if isinstance(event, AnswerChunk):
+                                num_shown += max(len(event.token_ids), bool(event.text))
+                                if event.finish_reason is not None:
+                                    is_finished = True
+                                    self.counts.num_answered += 1
+                            yield event
+                    return
+                except ReplicaLostError as error:
+                    if is_finished:
+                        return
+                    if num_shown:
+                        self.counts.num_lost += 1
+                        raise BackendError(
+                            f"the replica that answered was lost after {num_shown} tokens of the answer were shown: "
+                            f"ask again ({error})"
+                        ) from None
+                    num_replays += 1
+                    if num_replays > self._max_replays:
+                        self.counts.num_lost += 1
+                        raise BackendError(f"{num_replays} replicas were lost, one after another: {error}") from None
+                    self.counts.num_replayed += 1
+
+    async def _attempt(self, newest: Newest, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            stream = _Stream(self._replicas, self._choosing, newest, params, self._caller_id)
+            async with aclosing(stream.events()) as events:
+                async for event in events:
+                    yield event
+            if not stream.is_refused:
+                return
+            await newest.pause(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+class _Stream:
+    """One stream in one replica."""
+
+    def __init__(
+        self, replicas: Replicas, choosing: Choosing, newest: Newest, params: SamplingParams, caller_id: str
+    ) -> None:
+        self._replicas = replicas
+        self._choosing = choosing
+        self._newest = newest
+        self._params = params
+        self._caller_id = caller_id
+        self._id = uuid.uuid4().hex
+        self._replica_id: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.is_refused = False
+        self._has_shown = False
+
+    async def events(self) -> AsyncGenerator[BackendEvent, None]:
+        first, number = await self._newest.after(0), self._newest.number
+        ticket = self._choosing.ticket(self._id, first)
+        call = Open(self._id, Delta.of(first, number=number, num_shared=0), self._params, self._caller_id, ticket)
+        pushing = asyncio.create_task(self._push(first, number), name="push prompts")
+        others: set[asyncio.Task[Any]] = {pushing, self._newest.pulling}
+        reading: asyncio.Task[tuple[WireEvent, ...] | None] | None = None
+        async with aclosing(self._replicas.open(call)) as batches:
+            try:
+                while not self.is_refused:
+                    reading = asyncio.create_task(anext(batches, None), name="read events")
+                    while not reading.done():
+                        await asyncio.wait({reading, *others}, return_when=asyncio.FIRST_COMPLETED)
+                        for done in [task for task in others if task.done() and not reading.done()]:
+                            others.remove(done)
+                            done.result()
+                    batch = reading.result()
+                    if batch is None:
+                        return
+                    for event in batch:
+                        for shown in self._follow(event):
+                            yield shown
+            finally:
+                await cancel_regardless([pushing] if reading is None else [pushing, reading])
+                self._choosing.ended(self._id)
+
+    def _follow(self, event: WireEvent) -> tuple[BackendEvent, ...]:
+        match event:
+            case Opened(replica_id):
+                self._replica_id.set_result(replica_id)
+            case Refused():
+                self.is_refused = True
+            case Failed():
+                error = event.error()
+                if isinstance(error, EngineDeadError) and self._replica_id.done():
+                    self._choosing.died(self._replica_id.result())
+                    raise ReplicaLostError(str(error))
+                raise error
+            case AnswerChunk():
+                if not self._has_shown and self._newest.prompt is not None:
+                    self._has_shown = True
+                    self._choosing.computed(self._id, self._newest.prompt.token_ids, self._replica_id.result())
+                return (event,)
+            case _:
+                return (event,)
+        return ()
+
+    async def _push(self, sent: Prompt, number: int) -> None:
+        """Send each prompt that comes; those that come while one is on its way are joined into the next."""
+        while not sent.is_complete:
+            replica_id = await asyncio.shield(self._replica_id)
+            prompt = await self._newest.after(number)
+            number = self._newest.number
+            num_shared = common_prefix_len(sent.token_ids, prompt.token_ids)
+            delta = Delta.of(prompt, number=number, num_shared=num_shared)
+            if not await self._replicas.update(replica_id, self._id, delta):
+                raise ReplicaLostError(f"replica {replica_id} has let go of the stream")
+            sent = prompt

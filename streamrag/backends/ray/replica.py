@@ -1,0 +1,257 @@
+"""A replica: an engine, the streams that are open in it, and what it says of itself."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
+from streamrag.clock import Clock, monotonic
+from streamrag.core import AnswerChunk, Backend, BackendEvent, Prefilled, Prompt, Startable
+from streamrag.errors import EngineDeadError, StreamRagError
+from streamrag.routing import Report
+from streamrag.tasks import cancel_regardless
+
+MakeBackend: TypeAlias = Callable[[], Backend]
+
+SILENT_S = 10.0
+"""From a caller that has not been heard of for so long, streams are ended: it was killed, or is out of reach."""
+
+KEPT = 0.9
+"""What a query before weighs in an average beside the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What callers must know of the model behind a replica. They have a tokenizer of their own."""
+
+    model_name: str
+    max_model_len: int
+    is_exact: bool
+    breaks_look_alikes: bool
+
+
+class PromptFeed:
+    """A stream's prompts as they come from afar. Holds the newest only: what is overtaken is left out."""
+
+    def __init__(self, first: Delta) -> None:
+        self._newest = first.after(())
+        self._number = first.number
+        self._num_shared = 0
+        """Tokens that the newest prompt shares with the one that was pulled last."""
+        self._is_new = asyncio.Event()
+        self._is_new.set()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the newest prompt."""
+        return len(self._newest.token_ids)
+
+    def take(self, delta: Delta) -> None:
+        """The next prompt. One that was taken before changes nothing."""
+        if delta.number <= self._number:
+            return
+        has_pulled = not self._is_new.is_set()
+        self._newest = delta.after(self._newest.token_ids)
+        self._number = delta.number
+        self._num_shared = delta.num_shared if has_pulled else min(self._num_shared, delta.num_shared)
+        self._is_new.set()
+
+    async def prompts(self) -> AsyncGenerator[Prompt, None]:
+        """Each as soon as it is there, up to the complete one."""
+        while True:
+            await self._is_new.wait()
+            self._is_new.clear()
+            prompt, num_shared = self._newest, self._num_shared
+            yield Prompt(prompt.token_ids, num_shared, prompt.is_complete, prompt.hint, prompt.source_name)
+            if prompt.is_complete:
+                return
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    feed: PromptFeed
+    caller_id: str
+    num_prefilled: int = 0
+    is_abandoned: bool = False
+    has_more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+        self.has_more.set()
+
+
+class EngineReplica:
+    """Answers the streams that callers open in it.
+
+    make_backend: makes the engine.
+    max_open: most streams at once; it refuses more.
+    """
+
+    def __init__(self, make_backend: MakeBackend, *, max_open: int, replica_id: str, clock: Clock = monotonic) -> None:
+        self._backend = make_backend()
+        self._max_open = max_open
+        self._replica_id = replica_id
+        self._clock = clock
+        self._streams: dict[str, _Stream] = {}
+        self._heard_s: dict[str, float] = {}
+        """When callers that have streams here were heard of last."""
+        self._hit_rate = 0.0
+        self._tokens_per_s = 0.0
+        self._why_dead: str | None = None
+
+    # ------------------------------------------------------------------------------------------- starting and stopping
+
+    async def start(self) -> None:
+        """:raises StreamRagError: the engine cannot be started."""
+        if isinstance(self._backend, Startable):
+            await self._backend.start(lambda line: None)
+
+    async def aclose(self) -> None:
+        """End the engine."""
+        if isinstance(self._backend, Startable):
+            await self._backend.aclose()
+
+    def check_health(self) -> None:
+        """:raises EngineDeadError: the engine has died."""
+        if self._why_dead is not None:
+            raise EngineDeadError(self._why_dead)
+        check = getattr(self._backend, "check_health", None)
+        if check is not None:
+            check()
+
+    # ------------------------------------------------------------------------------------------------------- answering
+
+    async def generate(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
+        """The events of a stream, as many at a time as there are. Closing it aborts the stream."""
+        if len(self._streams) >= self._max_open:
+            yield (Refused(),)
+            return
+        stream = _Stream(PromptFeed(call.first), call.caller_id)
+        self._streams[call.stream_id] = stream
+        self.touch(call.caller_id)
+        try:
+            yield (Opened(self._replica_id),)
+            async with (
+                aclosing(stream.feed.prompts()) as prompts,
+                aclosing(self._backend.generate(prompts, call.params)) as events,  # type: ignore[type-var]
+                aclosing(together(self._noted(stream, events), stream)) as batches,
+            ):
+                async for batch in batches:
+                    yield batch
+        except EngineDeadError as error:
+            self._why_dead = str(error)
+            yield (Failed.of(error),)
+        except StreamRagError as error:
+            yield (Failed.of(error),)
+        finally:
+            del self._streams[call.stream_id]
+
+    def update(self, stream_id: str, delta: Delta) -> bool:
+        """A stream's next prompt; whether that stream is here."""
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return False
+        stream.feed.take(delta)
+        stream.num_prefilled = min(stream.num_prefilled, delta.num_shared)
+        return True
+
+    def touch(self, caller_id: str) -> None:
+        """That caller lives."""
+        self._heard_s[caller_id] = self._clock()
+
+    def end_abandoned(self) -> None:
+        """End the streams of callers that have not been heard of for `SILENT_S`."""
+        before_s = self._clock() - SILENT_S
+        for stream in self._streams.values():
+            if self._heard_s[stream.caller_id] < before_s:
+                stream.abandon()
+        there = {stream.caller_id for stream in self._streams.values()}
+        self._heard_s = {name: at_s for name, at_s in self._heard_s.items() if name in there}
+
+    async def _noted(self, stream: _Stream, events: AsyncIterator[BackendEvent]) -> AsyncGenerator[BackendEvent, None]:
+        async for event in events:
+            if isinstance(event, Prefilled):
+                stream.num_prefilled = event.num_tokens
+            else:
+                stream.num_prefilled = stream.feed.num_tokens
+                self._note_record(event)
+            yield event
+
+    def _note_record(self, event: AnswerChunk) -> None:
+        record = event.record
+        if record is None or not record.num_prompt_tokens:
+            return
+        found = record.num_from_cache / record.num_prompt_tokens
+        self._hit_rate = KEPT * self._hit_rate + (1 - KEPT) * found
+        if record.last_kv_s is not None and record.scheduled_s is not None and record.num_computed:
+            speed = record.num_computed / max(record.last_kv_s - record.scheduled_s, 1e-3)
+            self._tokens_per_s = KEPT * self._tokens_per_s + (1 - KEPT) * speed if self._tokens_per_s else speed
+
+    # ---------------------------------------------------------------------------------------------- what it says of it
+
+    def facts(self) -> Facts:
+        """Of its model."""
+        model = self._backend.model
+        return Facts(model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes)
+
+    @property
+    def num_open(self) -> int:
+        """Streams that are open in it."""
+        return len(self._streams)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of prompts that are not known to be computed."""
+        return sum(max(each.feed.num_tokens - each.num_prefilled, 0) for each in self._streams.values())
+
+    def report(self) -> Report:
+        """What routers are told, every half second or so."""
+        use = getattr(self._backend, "kv_use", None)
+        held = 0 if use is None else sum(each.num_tokens for each in use.by_state.values())
+        num_kv_tokens = 0 if use is None else use.num_capacity
+        return Report(
+            max_open=self._max_open,
+            kv_usage=min(held / num_kv_tokens, 1.0) if num_kv_tokens else 0.0,
+            cache_hit_rate=self._hit_rate,
+            queued_tokens=self.num_queued_tokens,
+            num_kv_tokens=num_kv_tokens,
+            tokens_per_s=self._tokens_per_s,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """`report` in plain values; `told_s` is new each time."""
+        return {**asdict(self.report()), "told_s": self._clock()}
+
+
+async def together(
+    events: AsyncIterator[BackendEvent], stream: _Stream
+) -> AsyncGenerator[tuple[BackendEvent, ...], None]:
+    """All events that have come since the last were taken; of several Prefilled in a row only the last."""
+    waiting: list[BackendEvent] = []
+
+    async def pull() -> None:
+        async for event in events:
+            if waiting and isinstance(event, Prefilled) and isinstance(waiting[-1], Prefilled):
+                waiting.pop()
+            waiting.append(event)
+            stream.has_more.set()
+
+    pulling = asyncio.create_task(pull(), name="pull events")
+    pulling.add_done_callback(lambda task: stream.has_more.set())
+    try:
+        is_last = False
+        while not is_last:
+            await stream.has_more.wait()
+            stream.has_more.clear()
+            if stream.is_abandoned:
+                return
+            is_last = pulling.done()
+            if waiting:
+                batch = tuple(waiting)
+                waiting.clear()
+                yield batch
+        await pulling
+    finally:
+        await cancel_regardless([pulling])

@@ -1,0 +1,118 @@
+"""The service as an application of Ray Serve's, for `serve run` and `serve deploy`.
+
+    serve run streamrag.serve:ray_application config=service.toml
+    serve deploy FILE, such as the one in deploy/ray
+
+    proxy ──▶ Front: gate, interfaces, sessions, pipeline ──▶ engines      each a deployment that scales on its own
+                                                          └─▶ sources
+
+The front may have several replicas, each with books and a router of its own.
+"""
+
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from streamrag.backends.ray.deployment import engines
+from streamrag.backends.ray.replica import MakeBackend
+from streamrag.backends.ray.source import RaySource
+from streamrag.core import Progress
+from streamrag.errors import ConfigurationError
+from streamrag.serve.app import create_app
+from streamrag.serve.config.checking import hosts_of
+from streamrag.serve.config.configuration import load
+from streamrag.serve.config.keys import read_keys
+from streamrag.serve.config.parts import (
+    make_backend,
+    make_observers,
+    make_replicated,
+    make_source,
+    make_sources,
+    replica_options,
+    service_of,
+)
+from streamrag.serve.config.settings import Settings
+from streamrag.serve.gate import Gate
+
+FRONT = "front"
+"""The deployment's name."""
+
+log = logging.getLogger("streamrag.serve")
+
+
+class Attached:
+    """Replicas that are deployed with the service, and outlive it. See `backends.ray.backend.Connects`."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def start(self, progress: Progress) -> DeploymentHandle:
+        """They are there."""
+        return self._handle
+
+    async def aclose(self) -> None:
+        """They stay."""
+
+
+class Front:
+    """The service in a replica: everything but engines, and sources that have a pool of their own."""
+
+    async def __init__(  # type: ignore[misc]
+        self, settings: Settings, engines: DeploymentHandle, sources: DeploymentHandle | None = None
+    ) -> None:
+        keys = read_keys(settings.keys)
+        observers, self._close_observers = make_observers(settings, keys)
+        backend = make_replicated(settings.model, settings.engine, settings.replicas, Attached(engines))
+        source = make_source(settings.source) if sources is None else RaySource(Attached(sources))
+        self._drain_s = settings.limits.drain_s
+        self._service = service_of(settings, backend, source, observers)
+        await self._service.start(log.info)
+        hosts = hosts_of(settings, has_keys=bool(keys))
+        self._app = create_app(self._service, keys=keys, hosts=hosts, origins=frozenset(settings.server.origins))
+
+    def __serve_build_asgi_app__(self) -> Gate:
+        return self._app
+
+    async def __del__(self) -> None:
+        """Called once by Ray Serve, when the replica has no requests any more."""
+        await self._service.aclose(drain_s=self._drain_s)
+        await self._close_observers()
+
+
+def ray_application(told: dict[str, str]) -> Any:
+    """The service as an application of Ray Serve's, for `serve run` and `serve deploy`.
+
+    told: `config`, the path of a TOML file, and any setting by name, as "replicas.number".
+
+    :raises ConfigurationError: something is wrong with them; says all of it.
+    """
+    options = dict(told)
+    config = options.pop("config", None)
+    settings = load(None if config is None else Path(config), os.environ, options).settings
+    return application(settings)
+
+
+def application(settings: Settings, *, make_engine: MakeBackend | None = None) -> Any:
+    """The service with these settings; `make_engine` makes another engine than they tell.
+
+    :raises ConfigurationError: there are no replicas to be made.
+    """
+    replicas = settings.replicas
+    if not replicas.number:
+        raise ConfigurationError("replicas.number is 0: an application of Ray Serve's has one engine at least")
+    make_engine = make_engine or partial(make_backend, settings.model, settings.engine)
+    parts = [engines(make_engine, replica_options(replicas))]
+    if replicas.sources:
+        parts.append(make_sources(settings.source, replicas))
+    limits = settings.limits
+    front = serve.deployment(
+        name=FRONT,
+        max_ongoing_requests=limits.max_connections,
+        graceful_shutdown_timeout_s=limits.drain_s,
+    )(serve.ingress()(Front))
+    return front.bind(settings, *parts)

@@ -1,0 +1,204 @@
+"""Books, routers and tickets; what a replica says of itself; and how many of them there should be."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+
+import anyio
+import pytest
+from in_process import Fewest
+
+pytest.importorskip("ray")
+
+from ray.serve.config import AutoscalingContext
+
+from streamrag.backends.ray.choosing import Candidate, Choosing
+from streamrag.backends.ray.options import ReplicaOptions
+from streamrag.backends.ray.replica import EngineReplica
+from streamrag.backends.ray.scaling import QUEUED_TOKENS, QueuedTokensPolicy
+from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused
+from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
+from streamrag.errors import ConfigurationError, PromptTooLongError
+from streamrag.routing import Opening, ReplicaState
+from streamrag.scripted import ScriptedBackend
+
+FIRST = Prompt((1, 2, 3), 0, is_complete=False, source_name="search")
+STATS = {
+    "max_open": 4, "kv_usage": 0.5, "cache_hit_rate": 0.25, "queued_tokens": 7, "num_kv_tokens": 100,
+    "tokens_per_s": 9.0,
+}  # fmt: skip
+
+
+class Seeing(Fewest):
+    """Keeps what it was asked with."""
+
+    def rank(self, opening, replicas, now_s):  # type: ignore[no-untyped-def, override]
+        self.opening, self.states = opening, list(replicas)
+        return super().rank(opening, replicas, now_s)
+
+
+def test_a_router_is_told_what_replicas_told_when_it_was_heard_and_what_is_open_there_now() -> None:
+    now_s = 5.0
+    router = Seeing()
+    choosing = Choosing(router, clock=lambda: now_s, get_session=lambda: "of alice")
+    there = [Candidate("a", 3, {}), Candidate("b", 3, {**STATS, "told_s": 77.0})]
+    assert choosing.ticket("1", FIRST).rank(there) == ["a", "b"]
+    assert router.opening == Opening(FIRST.token_ids, "search", "of alice")
+    told = ReplicaState(
+        "b", max_open=4, kv_usage=0.5, cache_hit_rate=0.25, queued_tokens=7, num_kv_tokens=100, tokens_per_s=9.0
+    )
+    assert router.states == [ReplicaState("a", max_open=3), replace(told, measured_s=5.0)]
+    now_s = 6.0
+    choosing.ticket("2", FIRST).rank(there)
+    assert router.states[0] == ReplicaState("a", num_queued=1, num_open=1, max_open=3, num_new_tokens=3)
+    assert router.states[1].measured_s == 5.0  # it has told nothing new
+    there[1] = Candidate("b", 3, {**STATS, "told_s": 78.0})
+    choosing.ticket("3", FIRST).rank(there)
+    assert router.states[1].measured_s == 6.0
+
+
+def test_full_replicas_are_left_out_and_a_stream_counts_where_it_went() -> None:
+    router = Seeing()
+    choosing = Choosing(router, clock=lambda: 0.0)
+    there = [Candidate("a", 1, {}), Candidate("b", 1, {})]
+    ticket = choosing.ticket("1", FIRST)
+    assert ticket.rank(there) == ["a", "b"]
+    ticket.went_to("b")
+    assert choosing.ticket("2", FIRST).rank(there) == ["a"]
+    assert choosing.ticket("3", FIRST).rank(there) == []
+    choosing.ended("1")
+    assert choosing.ticket("3", FIRST).rank(there) == ["b"]
+    choosing.computed("2", (1, 2, 3, 4), "a")
+    assert router.computed == [((1, 2, 3, 4), "a")]
+
+
+def test_what_lay_in_a_replica_that_is_gone_or_dead_is_forgotten() -> None:
+    router = Seeing()
+    choosing = Choosing(router, clock=lambda: 0.0)
+    there = [Candidate("a", 9, {}), Candidate("b", 9, {})]
+    choosing.ticket("1", FIRST).rank(there)
+    choosing.died("a")
+    assert choosing.ticket("2", FIRST).rank(there) == ["b"]
+    assert choosing.ticket("3", FIRST).rank(there[1:]) == ["b"]
+    choosing.computed("1", (1,), "a")
+    assert router.computed == []
+    assert choosing.ticket("4", FIRST).rank([Candidate("c", 9, {})]) == ["c"]
+    assert set(router.gone) == {"a", "b"}
+
+
+async def test_a_replica_tells_what_waits_in_it_and_refuses_what_it_has_no_room_for() -> None:
+    hold = anyio.Event()
+    replica = EngineReplica(lambda: ScriptedBackend(hold=hold), max_open=1, replica_id="a")
+    await replica.start()
+    call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me")
+    async with aclosing(replica.generate(call)) as batches:
+        assert await anext(batches) == (Opened("a"),)
+        assert (replica.num_open, replica.num_queued_tokens) == (1, 3)
+        async with aclosing(replica.generate(call)) as refused:
+            assert [batch async for batch in refused] == [(Refused(),)]
+        assert replica.report().queued_tokens == replica.stats()["queued_tokens"] == 3
+        hold.set()
+        assert await anext(batches) == (Prefilled(3),)
+        assert replica.num_queued_tokens == 0
+        longer = Prompt((1, 2, 9, 9, 9), 2, is_complete=True)
+        assert replica.update("1", Delta.of(longer, number=2, num_shared=2))
+        assert not replica.update("2", Delta.of(longer, number=2, num_shared=2))
+        assert replica.num_queued_tokens == 3
+        events = [event async for batch in batches for event in batch]
+    assert "".join(event.text for event in events if isinstance(event, AnswerChunk)) == "An answer."
+    assert (replica.num_open, replica.facts().model_name) == (0, "scripted")
+    await replica.aclose()
+
+
+async def test_an_engine_s_error_is_the_last_thing_that_a_replica_says_of_a_stream() -> None:
+    backend = ScriptedBackend(error=PromptTooLongError("no"))
+    replica = EngineReplica(lambda: backend, max_open=1, replica_id="a")
+    call = Open("1", Delta.of(replace(FIRST, is_complete=True), number=1, num_shared=0), SamplingParams(), "me")
+    async with aclosing(replica.generate(call)) as batches:
+        *_, last = [event async for batch in batches for event in batch]
+    assert last == Failed("PromptTooLongError", "no")
+    replica.check_health()
+
+
+async def test_events_that_come_while_nobody_takes_them_are_taken_together() -> None:
+    class Quick(ScriptedBackend):
+        async def generate(self, prompts, params):  # type: ignore[no-untyped-def, override]
+            for number in range(1, 4):
+                yield Prefilled(number)
+            yield AnswerChunk("a", (1,))
+            yield AnswerChunk("b", (2,), "stop")
+
+    replica = EngineReplica(Quick, max_open=1, replica_id="a")
+    call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me")
+    async with aclosing(replica.generate(call)) as batches:
+        assert [batch async for batch in batches] == [
+            (Opened("a"),),
+            (Prefilled(3), AnswerChunk("a", (1,)), AnswerChunk("b", (2,), "stop")),
+        ]
+
+
+async def test_streams_of_a_caller_that_is_not_heard_of_any_more_are_ended() -> None:
+    now_s = 0.0
+    backend = ScriptedBackend(is_endless=True)
+    replica = EngineReplica(lambda: backend, max_open=9, replica_id="a", clock=lambda: now_s)
+
+    async def read(name: str, *, is_complete: bool) -> None:
+        first = Delta.of(replace(FIRST, is_complete=is_complete), number=1, num_shared=0)
+        async with aclosing(replica.generate(Open(f"{name} {is_complete}", first, SamplingParams(), name))) as batches:
+            async for _ in batches:
+                pass
+
+    reading = {
+        name: [asyncio.create_task(read(name, is_complete=is_complete)) for is_complete in (True, False)]
+        for name in ("gone", "here")
+    }
+    await anyio.wait_all_tasks_blocked()
+    assert replica.num_open == backend.num_requests == 4
+    now_s = 9.0
+    replica.touch("here")
+    replica.end_abandoned()
+    now_s = 11.0
+    replica.end_abandoned()
+    await asyncio.gather(*reading["gone"])
+    assert replica.num_open == backend.num_requests == 2
+    now_s = 20.0
+    replica.end_abandoned()
+    await asyncio.gather(*reading["here"])
+    assert replica.num_open == backend.num_requests == 0
+
+
+def test_the_autoscaler_s_policy_reads_what_replicas_told_it() -> None:
+    def context(told: dict[str, float]) -> AutoscalingContext:
+        return AutoscalingContext(
+            deployment_id=None, deployment_name="engines", app_name="streamrag", current_num_replicas=2,
+            target_num_replicas=2, running_replicas=[], total_num_requests=0, total_queued_requests=0,
+            aggregated_metrics={QUEUED_TOKENS: told} if told else {}, raw_metrics={}, policy_state={},
+            capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=9, last_scale_up_time=None,
+            last_scale_down_time=None, current_time=None, config=None,
+        )  # fmt: skip
+
+    policy = QueuedTokensPolicy(target=100)
+    assert policy(context({"a": 250, "b": 50})) == (3, {})
+    assert policy(context({})) == (2, {})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"min_number": 1}, "set max_number too"),
+        ({"number": 3, "max_number": 2}, "must be from"),
+        ({"number": 1, "min_number": 2, "max_number": 4}, "must be from min_number=2 to max_number=4"),
+        ({"max_open": 0}, "max_open=0 must be over 0"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(values: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        ReplicaOptions(**values)  # type: ignore[arg-type]
+
+
+def test_what_an_engine_needs_of_its_node_is_passed_to_ray() -> None:
+    options = ReplicaOptions(num_cpus=4, num_gpus=1, accelerator="H100", resources={"rack_7": 1})
+    assert options.for_actor == {
+        "num_cpus": 4, "num_gpus": 1, "accelerator_type": "H100", "resources": {"rack_7": 1},
+    }  # fmt: skip
+    assert ReplicaOptions().for_actor == {"num_cpus": 1.0, "resources": {}}

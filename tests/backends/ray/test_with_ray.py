@@ -1,0 +1,230 @@
+"""Replicas of Ray Serve itself, with engines that answer at once."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, suppress
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from in_process import Fewest, after, growing
+from obedient_engine import Engine
+
+pytest.importorskip("ray")
+
+from ray import serve
+
+from streamrag.backends.ray import RayBackend
+from streamrag.backends.ray.cluster import Cluster
+from streamrag.backends.ray.deployment import engines
+from streamrag.backends.ray.options import ReplicaOptions
+from streamrag.backends.tokenizer import CodePointTokenizer
+from streamrag.core import AnswerChunk, SamplingParams
+from streamrag.errors import BackendError
+from streamrag.serve.config.configuration import load
+from streamrag.serve.server import listen
+from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write_trace
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def processes() -> set[int]:
+    """That were started with this test's mark in their environment, but this one."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                environment = (folder / "environ").read_bytes()
+            except OSError:  # it has just ended, or is another user's
+                continue
+            if f"STREAMRAG_TEST_RAY={os.getpid()}".encode() in environment:
+                found.add(int(folder.name))
+    return found
+
+
+def listening(process_ids: set[int]) -> set[str]:
+    """Addresses that these processes listen on, as the kernel writes them."""
+    address_of = {}
+    for name in ("tcp", "tcp6"):
+        rows = [line.split() for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+        address_of |= {f"socket:[{row[9]}]": row[1].partition(":")[0] for row in rows if row[3] == "0A"}
+    found = set()
+    for process_id in process_ids:
+        for descriptor in Path(f"/proc/{process_id}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                found.add(address_of.get(os.readlink(descriptor)))
+    return {address for address in found if address is not None}
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    with listen("127.0.0.1", 0) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def environment(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("STREAMRAG_TEST_FOLDER", str(tmp_path_factory.mktemp("ray")))
+        patch.setenv("RAY_raylet_start_wait_time_s", "120")
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("STREAMRAG_TEST_RAY", str(os.getpid()))
+        start = serve.start  # the application is asked over HTTP
+        at = {"host": "127.0.0.1", "port": port}
+        patch.setattr(serve, "start", lambda **_: start(proxy_location="HeadOnly", http_options=at))
+        yield
+
+
+OPTIONS = ReplicaOptions(number=2, num_cpus=0.5, health_s=0.5, max_open=8, drain_s=20)
+CLUSTER = Cluster(partial(engines, Engine, OPTIONS), num_cpus=4)
+
+
+@pytest.fixture(scope="module")
+async def backend(environment: None) -> AsyncIterator[RayBackend]:
+    backend = RayBackend(CLUSTER, make_tokenizer=CodePointTokenizer, router=Fewest())
+    await backend.start(lambda line: None)
+    yield backend
+    await backend.aclose()
+    assert processes() == set()
+
+
+async def ask(backend: RayBackend, *texts: str, waits: tuple[asyncio.Event, ...] = ()) -> str:
+    text = ""
+    async with aclosing(backend.generate(after(growing(*texts), *waits), SamplingParams())) as events:
+        async for event in events:
+            text += event.text if isinstance(event, AnswerChunk) else ""
+    return text
+
+
+async def who(backend: RayBackend) -> dict[int, int]:
+    """By process id of each replica: queries that are open in its engine."""
+    found: dict[int, int] = {}
+    while len(found) < 2:
+        told = await asyncio.gather(*[ask(backend, "how many") for _ in range(6)])
+        found = {int(pid): int(num) for num, pid in map(str.split, told)}
+    return found
+
+
+async def test_answers_come_from_both_replicas_and_prompts_reach_the_one_that_has_the_stream(
+    backend: RayBackend,
+) -> None:
+    assert backend.model.name.startswith("engine ")
+    assert backend.model.max_model_len == 100_000
+    assert await asyncio.gather(*[ask(backend, "W", "Why", "Why?") for _ in range(12)]) == ["An answer."] * 12
+    assert len(await who(backend)) == 2
+
+
+async def test_ray_listens_on_loopback(backend: RayBackend) -> None:
+    """All but replicas themselves, to which nobody talks without the cluster's token."""
+    of_ray = processes() - set(await who(backend))
+    assert listening(of_ray) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+@pytest.mark.parametrize("question", ["hold", "endless", "slower"])
+async def test_who_walks_away_leaves_nothing_in_the_replica(backend: RayBackend, question: str) -> None:
+    asking = [asyncio.create_task(ask(backend, question)) for _ in range(4)]
+    while sum((await who(backend)).values()) < 4:
+        pass
+    for task in asking:
+        task.cancel()
+    await asyncio.wait(asking)
+    while sum((await who(backend)).values()):
+        pass
+
+
+async def test_a_query_whose_prompts_are_still_to_come_is_replayed_when_its_replica_is_killed(
+    backend: RayBackend,
+) -> None:
+    last = asyncio.Event()
+    asking = [asyncio.create_task(ask(backend, "Wh", "Why?", waits=(last,))) for _ in range(6)]
+    killed = min(await who(backend))
+    os.kill(killed, signal.SIGKILL)
+    replayed = backend.counts.num_replayed
+    last.set()
+    assert await asyncio.gather(*asking) == ["An answer."] * 6
+    assert backend.counts.num_replayed > replayed
+    assert backend.counts.num_lost == 0
+    assert killed not in await who(backend)
+
+
+async def test_a_query_that_has_shown_tokens_ends_with_an_error_when_its_replica_is_killed(backend: RayBackend) -> None:
+    shown: list[str] = []
+
+    async def ask_one() -> None:
+        async with aclosing(backend.generate(after(growing("endless")), SamplingParams())) as events:
+            async for event in events:
+                shown.append(event.text if isinstance(event, AnswerChunk) else "")  # noqa: PERF401
+
+    asking = [asyncio.create_task(ask_one()) for _ in range(2)]
+    while "".join(shown).count("r") < 2:
+        replicas = await who(backend)
+    os.kill(min(replicas), signal.SIGKILL)
+    done, still = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(BackendError, match="lost after 9 tokens of the answer were shown: ask again"):
+        raise done.pop().exception() or AssertionError
+    for task in still:
+        task.cancel()
+    await asyncio.wait(still)
+
+
+async def test_a_replica_whose_engine_has_died_is_started_again(backend: RayBackend) -> None:
+    before = await who(backend)
+    assert await ask(backend, "die once") == "An answer."
+    while len(set(before) & set(await who(backend))) > 1:
+        pass
+
+
+async def test_a_rolling_restart_under_load_fails_no_query(backend: RayBackend) -> None:
+    before = set(await who(backend))
+    is_done = asyncio.Event()
+    num_answered = 0
+
+    async def keep_asking(number: int) -> None:
+        nonlocal num_answered
+        while not is_done.is_set():
+            assert await ask(backend, "W", "Why", "slow" if number % 2 else "Why?") == "An answer."
+            num_answered += 1
+
+    asking = [asyncio.create_task(keep_asking(number)) for number in range(6)]
+    await CLUSTER.redeploy()
+    is_done.set()
+    await asyncio.gather(*asking)
+    assert num_answered > 6
+    assert not before & set(await who(backend))
+
+
+async def test_the_whole_service_as_an_application_with_a_pool_of_sources(
+    backend: RayBackend, port: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    from streamrag.serve.ray_app import application
+
+    page = TracedAppend(0.0, TracedChunk("a", 4, "The printer jams.", "printer.md", title="Printers"))
+    write_trace(Trace((TracedQuery("1", 0.0, "Why?", (page,), 0.0),)), tmp_path / "search.jsonl")
+    options = {
+        "model.name": str(tiny_model),
+        "source.trace": str(tmp_path / "search.jsonl"),
+        "replicas.number": "1",
+        "replicas.num_cpus": "0.5",
+        "replicas.sources": "1",
+        "limits.drain_s": "5",
+    }
+    app = application(load(None, {}, options).settings, make_engine=Engine)
+    serve.run(app, name="service", route_prefix="/")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        assert (await client.get("/readyz")).text == "ready\n"
+        asked = {"messages": [{"role": "user", "content": "Why?"}]}
+        answer = (await client.post("/v1/chat/completions", json=asked)).json()
+        assert answer["choices"][0]["message"]["content"] == "An answer."
+        assert "printer.md" in str(answer)
+        asked_else = {"messages": [{"role": "user", "content": "What?"}]}
+        failed = (await client.post("/v1/chat/completions", json=asked_else)).json()
+        assert "retrieval failed" in failed["error"]["message"]
+        async with client.stream("POST", "/v1/chat/completions", json={**asked, "stream": True}) as response:
+            lines = [line async for line in response.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert len(lines) > 3
+    serve.delete("service")

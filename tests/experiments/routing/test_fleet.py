@@ -1,0 +1,63 @@
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from experiments.routing.cells import ROUTERS, SETS, Cell, cells, make_engine, run_cell
+from experiments.routing.fleet import Fault, Fleet, simulate
+from experiments.routing.loads import LOADS
+from streamrag.bench.virtual_time import run_virtual
+
+FIGURES = ("mean_s", "p99_s", "hit_rate", "imbalance")
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("load", ["conversations", "rag"])
+def test_each_query_is_answered_once_and_the_books_are_empty_afterwards(router, load):
+    queries = LOADS[load](2.0, 60, 1)
+
+    async def run():
+        fleet = Fleet(3, make_engine("lean"), ROUTERS[router]())
+        outcome = await fleet.run(queries)
+        assert all(not (state.num_open or state.num_new_tokens) for state in fleet._books.states(fleet._engines))
+        return outcome
+
+    outcome = run_virtual(run())
+    assert sorted(done.query.arrival_s for done in outcome.done) == [query.arrival_s for query in queries]
+    figures = outcome.figures()
+    assert figures["num_failed"] == figures["num_replays"] == 0
+    assert figures["imbalance"] >= 1
+    assert figures["hit_rate"] < 1
+
+
+def test_a_replica_that_is_killed_loses_only_queries_that_have_shown_a_token():
+    queries = LOADS["conversations"](12.0, 200, 1)
+    outcome = simulate(2, make_engine("lean"), ROUTERS["round robin"](), queries, Fault(0.5, 0.8, inf))
+    figures = outcome.figures()
+    assert len(outcome.done) == 200
+    assert figures["num_failed"] > 0
+    assert figures["num_replays"] > 0
+    assert all(done.ttft_s > 0 for done in outcome.done if not done.has_failed)
+    assert {done.replica for done in outcome.done if done.num_replays and not done.has_failed} == {"r1"}
+
+
+def test_a_slow_replica_delays_queries_while_it_is_slow():
+    queries = LOADS["azure"](4.0, 100, 1)
+    slow, usual = (
+        simulate(2, make_engine("lean"), ROUTERS["round robin"](), queries, fault).figures()
+        for fault in (Fault(0.2, 0.8, 3.0), None)
+    )
+    assert slow["p99_s"] > 1.5 * usual["p99_s"]
+
+
+def test_a_cell_gives_the_same_figures_every_time():
+    one, other = (run_cell(Cell("rag", 2, "soonest", "soonest", 30), {}) for _ in range(2))
+    assert {name: one[name] for name in FIGURES} == {name: other[name] for name in FIGURES}
+
+
+def test_each_cell_is_planned_once_and_names_a_router_of_its_set():
+    planned = cells(1.0, {"azure": Path("folder/trace.csv")})
+    assert len(set(planned)) == len(planned)
+    assert all(cell.router in SETS[cell.of] for cell in planned)
+    assert {cell.trace for cell in planned if cell.load == "azure"} == {"trace.csv"}
+    assert {cell.trace for cell in planned if cell.load != "azure"} == {""}
