@@ -110,7 +110,8 @@ class SessionLog:
         self._has_work.set()
 
     async def aclose(self, *, removes: bool = False) -> None:
-        """Write what is left, and let others have the file; with `removes` it is gone."""
+        """Write what is left, and let others have the file; with `removes` it is gone. That is done later if
+        the disk does not answer."""
         end = self._file.remove if removes else self._file.close
         if self._task is not None:
             self._is_closing = True
@@ -118,9 +119,15 @@ class SessionLog:
             self._hurry.set()
             await wait_regardless([self._task], at_most_s=LET_GO_S)
             if not self._task.done():
-                log.warning("%s: the disk has not answered for %g s, and the log is left as it is", self.path, LET_GO_S)
+                what = "%s: the disk has not answered for %g s, and the log is left as it is until it does"
+                log.warning(what, self.path, LET_GO_S)
+                self._task.add_done_callback(partial(self._end_late, end))
                 return
         await _in_thread(end)
+
+    def _end_late(self, end: Callable[[], None], writing: "asyncio.Task[None]") -> None:
+        if not writing.cancelled():  # else the program ends
+            self._task = asyncio.create_task(_in_thread(end), name="streamrag session's log ends")
 
     # ------------------------------------------------------------------------------------------------------------ data
 

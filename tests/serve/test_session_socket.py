@@ -14,7 +14,6 @@ import websockets
 
 from streamrag.errors import BackendError
 from streamrag.serve import Limits
-from streamrag.serve.failures import ENGINE_FAILED
 from streamrag.testing import ScriptedBackend
 from tests.serve.responses.talking import freed as all_freed
 from tests.serve.serving import Serving, serving
@@ -181,7 +180,11 @@ async def test_an_engine_that_fails_is_an_error_with_the_questions_id() -> None:
         for id in "ab":
             await talk.send("ask", id=id, question="Rising?")
             error = await talk.next("error")
-            assert (error["id"], error["status"], error["error"]["message"]) == (id, 502, ENGINE_FAILED)
+            assert (error["id"], error["status"], error["error"]["message"]) == (
+                id,
+                502,
+                "the engine failed; the service's log says why",
+            )
 
 
 async def test_a_socket_goes_on_behind_the_event_that_its_client_saw_last() -> None:

@@ -403,8 +403,9 @@ async def test_a_start_that_fails_or_is_cancelled_lets_others_have_the_log(tmp_p
             pass
 
 
-async def test_closing_waits_no_longer_for_a_disk_than_for_anything_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_closing_waits_no_longer_for_a_disk_than_for_anything_else_and_ends_once_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forgets: bool
 ) -> None:
     from threading import Event
 
@@ -414,10 +415,13 @@ async def test_closing_waits_no_longer_for_a_disk_than_for_anything_else(
     session = opened(tmp_path / "log")
     await session.start()
     await session.append(line(1))
-    await session.aclose()
+    await session.aclose(forgets=forgets)
     assert "left as it is" in caplog.text
     goes_on.set()
     await until(lambda: len(asyncio.all_tasks()) == 1)
+    assert names_in(tmp_path) == ([] if forgets else ["log"])
+    async with opened(tmp_path / "log") as session:
+        assert session.state.num_appended == (0 if forgets else 1)
 
 
 async def test_a_session_may_forget(tmp_path: Path) -> None:
