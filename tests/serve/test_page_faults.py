@@ -44,7 +44,7 @@ async def test_errors_are_told_in_words_and_can_be_tried_again() -> None:
     steps: list[list[Step]] = [[*CHUNKS, SourceError("the site is gone")], [*CHUNKS]]
     async with serving(lambda query: steps.pop(0)) as served, browsing(served.url) as seen:  # type: ignore[arg-type]
         await seen.ask()
-        await expect(seen.page.get_by_role("alert")).to_contain_text("Retrieval failed: ")
+        await expect(seen.page.get_by_role("alert")).to_contain_text("Retrieval failed; ")
         await expect(seen.page.locator(".passage")).to_have_count(2)
         await seen.page.get_by_role("button", name="Ask again").click()
         await seen.answered("It is Paris [1].")
@@ -56,7 +56,7 @@ async def test_what_was_said_before_an_error_stays() -> None:
     backend = ScriptedBackend(answer="It is Paris.", error=BackendError("out of memory"))
     async with serving(backend=backend) as served, browsing(served.url) as seen:
         await seen.ask()
-        await expect(seen.page.get_by_role("alert")).to_contain_text("The engine failed: ")
+        await expect(seen.page.get_by_role("alert")).to_contain_text("The engine failed; ")
         await seen.answered("I")
 
 

@@ -17,11 +17,9 @@ const reaching = (promise, signal) =>
   });
 
 const MEANINGS = {
-  backend_failed: "The engine failed",
   context_length_exceeded: "This conversation is too long for the model",
   deadline_exceeded: "It took too long",
   engine_dead: "The engine has died",
-  retrieval_failed: "Retrieval failed",
 };
 
 // An error of the service, in OpenAI's form, for a person.
