@@ -55,7 +55,7 @@ mutants: .venv/installed ## breaks the scheduler, and sessions, in one line each
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.mutants
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.sessions.mutants
 
-bench-serve: .venv/installed ## what HTTP costs, idle streams, goodput at twice saturation, a soak; scripted and real engine, five minutes
+bench-serve: .venv/installed ## what HTTP costs, idle streams, goodput at twice saturation, a soak; scripted and real engine, eight minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/serve_load.py --json experiments/results/serve.json
 
 bench-engine: .venv/installed ## what a step and an update cost, then time to the first token in four arms, real engine
