@@ -255,12 +255,12 @@ class OneOnly(RoundRobin):
 
 async def demo(folder: str) -> None:
     """Asks two replicas, kills one of them under load, and compares the answers with those of one engine."""
-    given = queries(48, 4.0, seed=1, parts=4, gap_s=0.15)
+    given = queries(48, 6.0, seed=1, parts=4, gap_s=0.3)
     async with replicas(engine(folder), OPTIONS) as (_, (handle, _told)), AsyncExitStack() as stack:
         async with reaching(handle, Choosing(OneOnly(), clock=clock.monotonic)) as alone:
             expected = await load(alone.generate, given)
         console.print("one engine alone has answered all queries")
-        choosing = Choosing(make_router("soonest"), clock=clock.monotonic)
+        choosing = Choosing(make_router("round_robin"), clock=clock.monotonic)  # so that whichever dies has some
         streams = await stack.enter_async_context(reaching(handle, choosing))
         asking = asyncio.create_task(load(streams.generate, given))
         await asyncio.sleep(given[len(given) // 3].at_s)
