@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 import anyio.to_thread
@@ -26,6 +26,21 @@ class Connects(Protocol):
 
     async def aclose(self) -> None:
         """Free what that took."""
+
+
+@asynccontextmanager
+async def left_on_failure(cluster: Connects) -> AsyncIterator[None]:
+    """Let go of the replicas if the block raises.
+
+    :raises BackendError: a replica was lost in it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        await cluster.aclose()
+        if isinstance(error, ReplicaLostError):
+            raise BackendError(f"a replica was lost while it started: {error}") from None
+        raise
 
 
 class RayBackend:
@@ -74,14 +89,9 @@ class RayBackend:
         :raises BackendError: no engine can be started.
         """
         replicas = RayReplicas(await self._cluster.start(progress))
-        try:
+        async with left_on_failure(self._cluster):
             facts = await replicas.facts()
             tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer)
-        except BaseException as error:
-            await self._cluster.aclose()
-            if isinstance(error, ReplicaLostError):
-                raise BackendError(f"a replica was lost while it started: {error}") from None
-            raise
         self._info = ModelInfo(
             facts.model_name,
             tokenizer,

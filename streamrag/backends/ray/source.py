@@ -5,7 +5,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.ray.backend import Connects
+from streamrag.backends.ray.backend import Connects, left_on_failure
 from streamrag.backends.ray.connection import translated
 from streamrag.backends.ray.replaying import ReplicaLostError
 from streamrag.backends.ray.wire import Failed
@@ -31,14 +31,9 @@ class RaySource:
         :raises BackendError: no source can be started.
         """
         handle = await self._cluster.start(progress)
-        try:
+        async with left_on_failure(self._cluster):
             with translated():
                 self.name = await handle.name.remote()
-        except BaseException as error:
-            await self._cluster.aclose()
-            if isinstance(error, ReplicaLostError):
-                raise BackendError(f"a replica was lost while it started: {error}") from None
-            raise
         self._handle = handle.options(method_name="stream", stream=True)
 
     async def aclose(self) -> None:
