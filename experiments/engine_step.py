@@ -24,12 +24,14 @@ from streamrag.backends.vllm.scheduler.scheduler import StreamingScheduler
 
 NUM_PROMPT_TOKENS = 7_000
 BLOCK_SIZE = 16
+NUM_BLOCKS = 250_000
 
 
-def engine(num_seqs: int, make: Callable[..., Any], policy: str = "fcfs", num_blocks: int = 250_000) -> SimulatedEngine:
-    shape = EngineShape(
-        num_blocks, BLOCK_SIZE, max_model_len=32_768, max_num_seqs=num_seqs, streamrag={"policy": policy}
-    )
+def engine(
+    num_seqs: int, make: Callable[..., Any], policy: str = "fcfs", num_blocks: int = NUM_BLOCKS, **options: Any
+) -> SimulatedEngine:
+    streamrag = {"policy": policy, **options}
+    shape = EngineShape(num_blocks, BLOCK_SIZE, max_model_len=32_768, max_num_seqs=num_seqs, streamrag=streamrag)
     return SimulatedEngine(shape, BlindRunner(), always(0.05), make)
 
 
@@ -75,12 +77,12 @@ def step_times(engine: SimulatedEngine, num_steps: int) -> tuple[float, float]:
     return statistics.median(schedule_s) * 1e3, statistics.median(update_s) * 1e3
 
 
-def decode(made: SimulatedEngine, num: int) -> None:
-    """All requests decode."""
+def decode(made: SimulatedEngine, num: int, chunk: PromptMessage | None = None) -> None:
+    """So many requests decode."""
     rng = random.Random(0)
     for i in range(num):
-        made.add(f"d{i}", prompt(rng, 200), SamplingParams(max_tokens=500))
-    while any(not r.num_output_tokens for r in made.scheduler.requests.values()):
+        made.add(f"d{i}", prompt(rng, 200), SamplingParams(max_tokens=500), chunk)
+    while any(not made.scheduler.requests[f"d{i}"].num_output_tokens for i in range(num)):
         made.step()
 
 
@@ -100,9 +102,13 @@ def half_and_half(made: SimulatedEngine, num: int) -> None:
 
 
 def loaded(
-    load: Callable[[SimulatedEngine, int], None], num: int, make: Callable[..., Any], policy: str = "fcfs"
+    load: Callable[[SimulatedEngine, int], None],
+    num: int,
+    make: Callable[..., Any],
+    policy: str = "fcfs",
+    **options: Any,
 ) -> SimulatedEngine:
-    made = engine(num, make, policy)
+    made = engine(num, make, policy, **options)
     load(made, num)
     return made
 

@@ -1,8 +1,18 @@
-"""Headers that tie what is asked of other servers for a query to that query's trace: W3C's trace context."""
+"""What goes along with a query to wherever its tasks go."""
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from hashlib import blake2b
 from types import MappingProxyType
 
 trace_headers: ContextVar[Mapping[str, str]] = ContextVar("streamrag_trace_headers", default=MappingProxyType({}))
-"""Of the query that this task works for; none if nobody traces it."""
+"""Of the query that this task works for, to tie what is asked of other servers to its trace: W3C's trace context.
+None if nobody traces it."""
+
+conversation: ContextVar[str | None] = ContextVar("streamrag_conversation", default=None)
+"""Names the conversation or session that this task works for: where engines are several, its KV lies in one."""
+
+
+def conversation_of(client: str, first_question: str) -> str:
+    """The same for each turn of a conversation, which brings its first question along. Tells nothing of the text."""
+    return blake2b(f"{client}\n{first_question}".encode(errors="replace"), digest_size=16).hexdigest()

@@ -72,6 +72,13 @@ class Lines(NamedTuple):
     lines: Mapping[str, Line]
 
 
+class Pairs(NamedTuple):
+    """One panel of values that belong together by twos."""
+
+    title: str
+    pairs: Sequence[tuple[float, float]]
+
+
 def style(name: str) -> dict[str, Any]:
     found = STYLES.get(name) or {"color": OTHERS[sum(map(ord, name)) % len(OTHERS)]}
     return {"linestyle": "-", "linewidth": 1.4, **found}
@@ -187,6 +194,27 @@ def draw_ratios(titles: Sequence[str], groups: Sequence[str], bars: Sequence[Seq
         axis.set_xlim(left=0)
         axis.grid(axis="x", color=GRID, linewidth=0.7)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def draw_pairs(panels: Sequence[Pairs], x_label: str, y_label: str) -> Any:
+    """A dot a pair on logarithmic axes; below the line, the second is less."""
+    figure, axes = make_panels(len(panels), 3.1, num_columns=2)
+    for place, (axis, (title, pairs)) in enumerate(zip(axes, panels, strict=True)):
+        axis.set_title(title, loc="left", fontsize=9)
+        x, y = ([max(value, MIN_S) for value in values] for values in zip(*pairs, strict=True))
+        axis.plot(x, y, linestyle="", marker=".", markersize=2.5, alpha=0.5, color="#0072b2")
+        ends = min(*x, *y) / 1.3, max(*x, *y) * 1.3
+        axis.plot(ends, ends, color="#d62728", linewidth=1)
+        for scaled, limited in ((axis.set_xscale, axis.set_xlim), (axis.set_yscale, axis.set_ylim)):
+            scaled("log")
+            limited(*ends)
+        plain_log_ticks(axis.xaxis)
+        plain_log_ticks(axis.yaxis)
+        axis.set_xlabel(x_label)
+        if place % 2 == 0:
+            axis.set_ylabel(y_label)
+        axis.grid(color=GRID, linewidth=0.7)
     return figure
 
 

@@ -46,6 +46,8 @@ SHORT = Scale(
         "pressure": Size((1,), 1_000),
         "held-out": Size((8,), 700),
         "overload": Size((1,), 600, 300),
+        "more seeds": Size(tuple(range(2, 8)), 700),
+        "more pressure": Size((2, 3, 4), 1_000),
     },
     has_all_ways=False,
 )
@@ -56,6 +58,8 @@ FULL = Scale(
         "pressure": Size(tuple(range(1, 11)), None),
         "held-out": Size(HELD_OUT_SEEDS, None),
         "overload": Size(tuple(range(1, 11)), 2_000, 500),
+        "more seeds": Size((), None),
+        "more pressure": Size((), None),
     },
     has_all_ways=True,
 )
@@ -86,7 +90,7 @@ COPYING_CRAWL, COPYING_SEARCH = 4.0, 2.2
 
 def expected_s(cell: CellSettings) -> float:
     """Seconds of one core that a cell takes, roughly."""
-    is_crawler = cell.workload == "crawler"
+    is_crawler = cell.workload.startswith("crawler")
     num_queries = cell.num_queries or (4_322 if is_crawler else 500)
     seconds = num_queries * (S_PER_CRAWL if is_crawler else S_PER_SEARCH)
     if cell.arm == "no-streaming":

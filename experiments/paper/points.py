@@ -8,7 +8,7 @@ from streamrag.bench.cell import CellSettings
 from streamrag.bench.workload import load_trace, make_load, num_tokens_after
 from streamrag.trace.values import TracedQuery
 
-Kind: TypeAlias = Literal["open", "pressure", "held-out", "overload"]
+Kind: TypeAlias = Literal["open", "pressure", "held-out", "overload", "more seeds", "more pressure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,10 @@ OVERLOAD = tuple(Point(*load, kind="overload") for load in (("crawler", 6.0), ("
 BEATEN = LIGHT + LOADED + PRESSED
 """Where ours is set against the paper's."""
 
+MORE_SEEDS = tuple(replace(point, kind="more seeds") for point in (LIGHT[0], LIGHT[2], LOADED[0], LOADED[2]))
+"""With a P99 of 700 requests, which is seven of them, one seed decides little."""
+MORE_PRESSED = tuple(replace(point, kind="more pressure") for point in PRESSED)
+
 
 class Demand(NamedTuple):
     """What a load wants of the KV cache if nothing is ever evicted."""
@@ -82,8 +86,14 @@ def demand(point: Point, seed: int = 1) -> Demand:
     return Demand(
         sum(query.end_s - query.events[0].at_s for query in queries) / num,
         point.qps * sum(map(_token_seconds, queries)) / num,
-        point.qps * retrieval_s * sum(map(_num_tokens, queries)) / num,
+        point.qps * retrieval_s * sum(map(num_tokens, queries)) / num,
     )
+
+
+@cache
+def queries_of(cell: CellSettings) -> tuple[TracedQuery, ...]:
+    """What a cell's clients ask, in order of arrival."""
+    return make_load(cell, load_trace(cell))
 
 
 def _token_seconds(query: TracedQuery) -> float:
@@ -94,8 +104,9 @@ def _token_seconds(query: TracedQuery) -> float:
     return total + num_tokens * (query.end_s - before_s)
 
 
-def _num_tokens(query: TracedQuery) -> int:
-    num_tokens = 0
+def num_tokens(query: TracedQuery) -> int:
+    """Length of its last context."""
+    num = 0
     for event in query.events:
-        num_tokens = num_tokens_after(event, num_tokens)
-    return num_tokens
+        num = num_tokens_after(event, num)
+    return num

@@ -13,14 +13,26 @@ from .markdown import command
 from .pictures import Pictures
 from .plan import Plan, Scale
 from .results import Results
-from .sections import ablations, arrivals, beat, copying, included, invalidated, pressure, throughput, ttft
+from .sections import (
+    ablations,
+    arrivals,
+    beat,
+    copying,
+    hints,
+    included,
+    invalidated,
+    payers,
+    pressure,
+    seeds,
+    throughput,
+    ttft,
+)
 from .sections.section import Report
 from .standing import floor_of, seconds_of
 from .ways import OURS_BUDGET, PROFILE
 
-SECTIONS = tuple(
-    module.SECTION for module in (beat, ablations, ttft, pressure, throughput, invalidated, arrivals, copying, included)
-)
+MODULES = (beat, seeds, hints, payers, ablations, ttft, pressure, throughput, invalidated, arrivals, copying, included)
+SECTIONS = tuple(module.SECTION for module in MODULES)
 
 HEAD = """# The paper's evaluation, simulated, and what beats it
 

@@ -62,6 +62,8 @@ class Standing:
     """Time in which the engine computed, over that of not streaming."""
     hinted: Seconds | None = None
     """Ours, on a load whose chunks tell what is still to come."""
+    bound: Seconds | None = None
+    """What no schedule gets below, see `bound`."""
 
     @property
     def over_fcfs(self) -> Seconds:
@@ -83,3 +85,8 @@ class Standing:
     def to_floor(self) -> Seconds:
         """At least about 1; less is better for us."""
         return ratios(self.ours, self.floor)
+
+    @property
+    def to_bound(self) -> Seconds:
+        """At least 1."""
+        return ratios(self.ours, self.bound)

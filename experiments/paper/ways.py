@@ -35,12 +35,14 @@ class Way:
     budget: int | None = None
     """If given, tokens a step."""
     profile: str = PROFILE
+    hints: str = ""
+    """Ending of the workload's name: "-hints" or "-oracle", see `streamrag.bench.workload.HINTS`."""
 
     def cell(self, point: Point, seed: int, num_queries: int | None) -> CellSettings:
         """This way, at a point."""
         return CellSettings(
             "virtual",
-            point.workload,
+            point.workload + self.hints,
             self.arm,
             policy=self.policy,
             eviction=self.eviction,
@@ -62,8 +64,10 @@ NOT_STREAMING = Way("not streaming", arm="no-streaming")
 PAPER_OPTIONS: Mapping[str, Any] = {
     "can_partial_evict": True,
     "num_partial_tokens": None,
+    "sizes_steps": False,
     "late_binding": False,
     "low_water": 0.0,
+    "looks_up_again": False,
 }
 """What makes our scheduler the paper's: steps are full, every request may take the memory of those behind it, and who
 was evicted starts again at once. Whatever else ours does by default has to be switched off here."""
@@ -128,13 +132,16 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "full steps": {"num_partial_tokens": None},
     "no partial prompt evicts": {"can_partial_evict": False},
     "all partial prompts evict": {"can_partial_evict": True},
+    "steps of any length": {"sizes_steps": False},
     "a step ahead": {"late_binding": False},
     "always recompute": {"eviction": "recompute"},
 }
 """Ours without each of its parts: what is changed of `SchedulerOptions()`. One that changes nothing is left out."""
 
-HINTED: Way | None = None
-"""Ours on a load whose chunks tell how many are still to come; None as long as no generated load has such hints."""
+HINTED = replace(OURS, name="ours, told what is left", hints="-hints")
+"""Ours where each chunk says when the retriever expects to end, by what it could know: see docs/workloads.md."""
+ORACLE = replace(OURS, name="ours, told the end", hints="-oracle")
+"""Ours where each chunk says when retrieval will end, which nobody knows."""
 
 
 def ablations() -> tuple[Way, ...]:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streamrag.bench.cell import ARMS, Arm, CellSettings
+from streamrag.bench.workload import HINTS
 from streamrag.engine.eviction import EVICTIONS, EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY, make_policy
 from streamrag.errors import ConfigurationError
 
-GENERATED = ("crawler", "anns", "anns-last")
-"""Workloads that are generated; any other is a trace file."""
+PLAIN = ("crawler", "anns", "anns-last")
+"""Workloads that are generated, without hints."""
+GENERATED = (*PLAIN, *(name + ending for name in PLAIN for ending in HINTS))
+"""All that are generated; any other workload is a trace file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class Grid:
                 )
         elif not Path(self.workload).exists():
             raise ConfigurationError(
-                f"workload {self.workload!r} is none of {', '.join(GENERATED)}, nor a trace that is there"
+                f"workload {self.workload!r} is none of {', '.join(PLAIN)}, nor a trace that is there"
             )
 
     def cells(self) -> tuple[CellSettings, ...]:

@@ -3,25 +3,39 @@
 import asyncio
 import random
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamrag.bench.cell import CellSettings
 from streamrag.core import Hint
 from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
 
+if TYPE_CHECKING:
+    from streamrag.trace.generate_hints import HintKind
+
 BUDGETS = {"crawler": 2_048, "anns": 8_192, "anns-last": 8_192}
 """Tokens per step as published for the workloads that are generated. "anns-last" has its long window last."""
+HINTS: Mapping[str, "HintKind"] = {"-hints": "estimated", "-oracle": "exact"}
+"""Endings of the names of generated workloads whose chunks tell what is still to come; see `trace.generate_hints`."""
 NUM_TAIL_TOKENS = 32
 """End of the template and the question, which stand last in every prompt. The paper does not tell how many."""
 
 
 def token_budget(settings: CellSettings) -> int:
     """Most tokens in one step: as set, or as published for the workload; for other traces that of the crawler."""
-    return settings.max_num_batched_tokens or BUDGETS.get(settings.workload, BUDGETS["crawler"])
+    return settings.max_num_batched_tokens or BUDGETS.get(without_hints(settings.workload), BUDGETS["crawler"])
+
+
+def without_hints(workload: str) -> str:
+    """The workload whose chunks say nothing of what is still to come."""
+    for ending in HINTS:
+        if workload.removesuffix(ending) in BUDGETS:
+            return workload.removesuffix(ending)
+    return workload
 
 
 def load_trace(settings: CellSettings) -> Trace:
@@ -29,14 +43,18 @@ def load_trace(settings: CellSettings) -> Trace:
 
     :raises ConfigurationError: there is no such trace, or a generated one without a rate of arrivals.
     """
-    if settings.workload in BUDGETS:
+    workload = without_hints(settings.workload)
+    if workload in BUDGETS:
         if settings.qps is None:
             raise ConfigurationError(f"workload {settings.workload!r} has no arrivals of its own: give qps")
         from streamrag.trace.generate import LongWindow, WorkloadName, generate
+        from streamrag.trace.generate_hints import with_hints
 
-        name: WorkloadName = "crawler" if settings.workload == "crawler" else "anns"
-        long_window: LongWindow = "last" if settings.workload == "anns-last" else "first"
-        return generate(name, settings.num_queries, settings.seed, settings.qps, long_window=long_window)
+        name: WorkloadName = "crawler" if workload == "crawler" else "anns"
+        long_window: LongWindow = "last" if workload == "anns-last" else "first"
+        trace = generate(name, settings.num_queries, settings.seed, settings.qps, long_window=long_window)
+        kind = HINTS.get(settings.workload.removeprefix(workload))
+        return with_hints(trace, kind) if kind else trace
     if not Path(settings.workload).exists():
         raise ConfigurationError(f"workload {settings.workload!r}: neither {', '.join(BUDGETS)}, nor a trace's file")
     from streamrag.trace.read import read_trace

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from streamrag.backends.vllm.client.arguments import default_eviction
 from streamrag.bench.cell import ARMS
-from streamrag.bench.grid import GENERATED, Grid
+from streamrag.bench.grid import PLAIN, Grid
 from streamrag.bench.summary import LIMITS
 from streamrag.engine.eviction import EVICTIONS, EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
@@ -180,7 +180,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _add_load(parser: argparse.ArgumentParser, *, workload: str | None = None) -> None:
     add = parser.add_argument_group("load (lists have commas between their values)").add_argument
-    about = f"{', '.join(GENERATED)} (generated), or a trace file"
+    about = f"{', '.join(PLAIN)} (generated; -hints behind the name: with hints), or a trace file"
     add("--workload", required=workload is None, default=workload, metavar="LOAD", help=about)
     add("--qps", type=floats, default=[], metavar="LIST", help="queries per second, Poisson; else the trace's own")
     add("--delay", type=floats, default=[1.0], metavar="LIST", help="multiplies the gaps between chunks (1)")

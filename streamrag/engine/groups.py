@@ -28,7 +28,7 @@ class Groups:
     def must_wait(self, request: RequestView, num_present: int) -> bool:
         """Whether somebody computes what `request` lacks next, and it would have more of that by waiting.
 
-        One that holds a slot could not take it from the cache. One that holds nothing finds in this very step what its
+        One that holds a slot goes on. One that holds nothing finds in this very step what its
         leader computes: it waits only if the leader has more to compute that they share. And no complete prompt waits
         for a partial one, of which steps have little.
         """

@@ -8,6 +8,7 @@ behind could give up. Phase 2 names the victims that the grants need, from the o
 Source: arXiv 2604.16395, two-phase scheduling.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,7 @@ from typing import Protocol
 from streamrag.engine.eviction import Fate
 from streamrag.engine.groups import Groups, NextBlock
 from streamrag.engine.request import RequestView
+from streamrag.engine.step_size import StepSize
 
 BACKLOG_SHARE = 1 / 32
 """Share of what waits to be computed up to which partial prompts fill any step: who has that much before it is hardly
@@ -62,9 +64,12 @@ class Limits:
     num_partial_tokens: int | None = None
     """If given, steps are lean: partial prompts compute so many tokens at most, and none beside a complete one, so that
     neither those that wait for an answer nor those that come to do so wait for a long step. See `BACKLOG_SHARE`."""
+    step_size: StepSize | None = None
+    """If given, a step computes only as many tokens of complete prompts as are worth that others wait for its end."""
     is_early: bool = False
     """Whether there is time to plan later, because a step computes prompts now. A step of partial prompts only is put
-    off: nobody waits for it, and a prompt that becomes complete before it starts would wait for its end."""
+    off: nobody waits for it, and a prompt that becomes complete before it starts would wait for its end. So is a long
+    one of complete prompts, see `StepSize.is_better_late`."""
     num_blocks_kept_free: int = 0
     """Blocks that must be left free where a partial prompt that was evicted starts again. What it needs before it is
     complete is likely to be wanted by others soon, and then computed in vain a second time."""
@@ -86,8 +91,9 @@ class Memory(Protocol):
 
     num_free_blocks: int
 
-    def num_cached_tokens(self, request: RequestView) -> int:
-        """Leading tokens that `request`, which holds nothing, would find in the prefix cache if it started now."""
+    def num_present_tokens(self, request: RequestView) -> int:
+        """Leading tokens that `request` would not compute if it ran now: what it holds, and what the prefix cache has
+        of the rest."""
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
         """Free blocks that must be there for `request` to compute `num_tokens` more."""
@@ -191,21 +197,46 @@ def plan(
     if shown := [r for r in order if r.has_output]:
         shown.sort(key=lambda r: not r.is_running)
         order = shown + [r for r in order if not r.has_output]
+    num_waiting = _num_waiting(order, limits.step_size) if limits.step_size else 0.0
     for num_tries in (MOST_TRIES, len(order)):
         victims = _Victims(order, idle, memory)
         groups = Groups(next_block)
-        grants, num_missing, last, waiting = _select(order, victims, limits, memory, num_tries, groups)
+        grants, num_missing, last, waiting = _select(order, num_waiting, victims, limits, memory, num_tries, groups)
         if grants or limits.num_ahead or num_tries >= len(order):
             break  # else nobody has anything to do, and there is time to ask everybody
-    if limits.is_early and grants and not (limits.num_ahead or any(g.request.is_complete for g in grants)):
+    if limits.is_early and grants and not limits.num_ahead and _is_better_late(grants, num_waiting, limits.step_size):
         return Plan((), (), is_put_off=True)
     taken, _ = victims.take(num_missing, last) if num_missing > 0 else ([], 0)
     evictions = tuple(Eviction(victim, fate(victim)) for victim in taken)
     return Plan(tuple(grants), evictions, waiting=tuple(waiting))
 
 
+def _num_waiting(order: Sequence[RequestView], size: StepSize) -> float:
+    """Complete prompts that have something to compute, and those that will come while they are computed."""
+    waiting = [r for r in order if r.is_complete and not r.has_output and r.num_likely_tokens]
+    return len(waiting) + size.arrivals * sum(_length(r, r.num_likely_tokens, size) for r in waiting)
+
+
+def _length(request: RequestView, num_tokens: int, size: StepSize) -> float:
+    return size.length(num_tokens, request.num_tokens - request.num_likely_tokens)
+
+
+def _is_better_late(grants: Sequence[Grant], num_waiting: float, size: StepSize | None) -> bool:
+    """Whether this step should be planned when the one under way has ended."""
+    if not any(grant.request.is_complete for grant in grants):
+        return True
+    length = sum(_length(g.request, g.num_tokens, size) for g in grants) if size else 0.0
+    return size is not None and size.is_better_late(length, num_waiting)
+
+
 def _select(
-    order: Sequence[RequestView], victims: _Victims, limits: Limits, memory: Memory, num_tries: int, groups: Groups
+    order: Sequence[RequestView],
+    num_waiting: float,
+    victims: _Victims,
+    limits: Limits,
+    memory: Memory,
+    num_tries: int,
+    groups: Groups,
 ) -> tuple[list[Grant], int, int, list[RequestView]]:
     """Phase 1: the grants, the free blocks that they miss, the position of the last, and who waits for memory."""
     grants: list[Grant] = []
@@ -213,13 +244,15 @@ def _select(
     num_tokens_left = limits.num_tokens - limits.num_ahead
     num_seqs_left = limits.num_seqs - limits.num_ahead
     num_lean_left, num_filling_left = _num_partial_tokens(order, limits, memory)
+    num_ready, size = 0, limits.step_size if num_waiting else None
+    length_left = size.longest(num_waiting) if size is not None else math.inf
     num_most_of_data = _num_data_tokens(order, limits)
     budget, is_over_budget = limits.budget, False
     num_kept_from_data = limits.num_blocks_kept_from_data
     deferred: list[RequestView] = []
     num_needed, last, is_blocked, num_tries_left = 0, -1, False, num_tries
     for position, request in enumerate(order):
-        if num_tokens_left <= 0 or len(grants) >= num_seqs_left:
+        if num_tokens_left <= 0 or length_left < 1 or len(grants) >= num_seqs_left:
             break
         is_new, is_complete = request.num_blocks == 0, request.is_complete
         if request.num_remaining_tokens <= 0 or (is_blocked and is_new):
@@ -244,8 +277,14 @@ def _select(
         if needs_claim and is_over_budget:
             victims.yields(request, position)
             continue
-        num_present = request.num_computed_tokens or (memory.num_cached_tokens(request) if is_new else 0)
+        num_present = memory.num_present_tokens(request)
         num_tokens = min(request.num_tokens - num_present, num_most)
+        is_waiting, length = is_complete and not request.has_output, 0.0
+        if size is not None:
+            num_tokens = int(min(num_tokens, max(size.num_fitting(length_left, num_present), 1)))
+            length = size.length(num_tokens, num_present)
+            if is_waiting and not size.is_worth(length, num_ready, num_waiting):
+                break
         if groups.must_wait(request, num_present):
             continue
         num_claimed = _num_claimed(request, num_present, memory) if needs_claim else None
@@ -280,6 +319,10 @@ def _select(
         if budget is not None and num_claimed is not None:
             budget = Budget(budget.num_blocks - num_claimed, has_claims=True)
         num_tokens_left -= num_tokens
+        length_left -= length
+        if is_waiting:
+            num_waiting -= 1
+            num_ready += num_present + num_tokens == request.num_tokens
         num_needed, last = num_needed_now, position
         num_filling_left -= num_tokens
         if not is_complete:
@@ -318,5 +361,5 @@ def _num_partial_tokens(order: Sequence[RequestView], limits: Limits, memory: Me
     num_tokens = 0
     for request in order:
         if request.is_complete or not (request.is_speculative or (is_memory_short and not request.num_blocks)):
-            num_tokens += request.num_remaining_tokens
+            num_tokens += request.num_likely_tokens
     return limits.num_partial_tokens, int(num_tokens * BACKLOG_SHARE)

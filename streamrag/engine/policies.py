@@ -154,7 +154,7 @@ class ShortestRemainingPolicy(KeyPolicy):
     def _key(self, r: RequestView, now_s: float) -> tuple[bool, float]:
         if not r.is_complete:
             return (True, r.arrival_s if r.expected_complete_s is None else r.expected_complete_s - TYPICAL_S)
-        return (False, r.num_remaining_tokens / self._tokens_per_s + self._ageing * r.last_chunk_s)
+        return (False, r.num_likely_tokens / self._tokens_per_s + self._ageing * r.last_chunk_s)
 
 
 class LongestPrefixPolicy:

@@ -39,6 +39,8 @@ class RequestView(NamedTuple):
     """What kind of retriever its chunks come from, as the client calls it."""
     was_evicted: bool = False
     """Whether it has lost KV to others before."""
+    num_kept_tokens: int = 0
+    """Leading tokens whose KV it has lost to host memory, and may have back; 0 if it holds KV."""
     is_speculative: bool = False
     """Whether the prompt is partial and its next chunk is likely to replace a good part of it."""
     request_class: RequestClass = "pool"
@@ -52,5 +54,10 @@ class RequestView(NamedTuple):
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Tokens still to compute."""
+        """Tokens still to compute, or to be had back."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_likely_tokens(self) -> int:
+        """Tokens that are likely to be computed: had back, the others take hardly any time."""
+        return self.num_tokens - max(self.num_computed_tokens, self.num_kept_tokens)

@@ -192,3 +192,17 @@ def test_a_budget_is_the_smaller_of_what_is_set_and_what_there_is_room_for() -> 
     ):
         with pytest.raises(ConfigurationError, match=message):
             fitted(settings(**changes), [query], length)
+
+
+def test_a_generated_workload_is_the_same_with_hints_but_for_the_hints() -> None:
+    for name in ("crawler", "anns-last"):
+        plain, hinted, exact = (
+            settings(workload=f"{name}{ending}", qps=2.0, num_queries=10) for ending in ("", "-hints", "-oracle")
+        )
+        assert token_budget(plain) == token_budget(hinted) == token_budget(exact)
+        loads = [make_load(each, load_trace(each)) for each in (plain, hinted, exact)]
+        assert len({tuple(event.at_s for query in load for event in query.events) for load in loads}) == 1
+        hints = [[event.hint for query in load for event in query.events] for load in loads]
+        assert set(hints[0]) == {None}
+        assert None not in hints[1] + hints[2]
+        assert hints[1] != hints[2]

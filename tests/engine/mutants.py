@@ -56,7 +56,7 @@ AFFINITY, SIMPLE, ROUTERS_TEST = (
 )
 CLASSES, GROUPS = "streamrag.engine.classes", "streamrag.engine.groups"
 ADMISSION = "streamrag.backends.vllm.scheduler.admission"
-GROUPING = "streamrag.backends.vllm.scheduler.grouping"
+LATER = "streamrag.backends.vllm.scheduler.later_hits"
 OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"
 
 MUTANTS = (
@@ -270,6 +270,54 @@ MUTANTS = (
         "::test_a_prompt_that_becomes_complete_waits_for_one_step_of_partial_prompts_at_most",
     ),
     Mutant(
+        "who is ready with a step waits for all that fits into it",
+        PLANNING,
+        "is_waiting and not size.is_worth(length, num_ready, num_waiting)",
+        "False",
+        0,  # as above
+        "tests/engine/test_planning.py::test_who_is_ready_with_a_step_does_not_wait_for_much_more_than_its_overhead",
+    ),
+    Mutant(
+        "steps are as long as the budget, however many come",
+        PLANNING,
+        "length_left = size.longest(num_waiting) if size is not None else math.inf",
+        "length_left = math.inf",
+        0,  # as above
+        "tests/engine/test_planning.py::test_a_long_prompt_is_cut_where_others_come_often",
+    ),
+    Mutant(
+        "a step is as long whatever its tokens attend to",
+        PLANNING,
+        "size.num_fitting(length_left, num_present)",
+        "length_left",
+        0,  # as above
+        "tests/engine/test_planning.py::test_behind_a_long_prompt_a_step_has_fewer_tokens",
+    ),
+    Mutant(
+        "a long step of complete prompts is planned early",
+        PLANNING,
+        "    return size is not None and size.is_better_late(length, num_waiting)",
+        "    return False",
+        0,  # as above
+        "tests/engine/test_planning.py::test_a_long_step_of_complete_prompts_is_put_off_where_others_come_often",
+    ),
+    Mutant(
+        "who comes back from host memory is ordered as if all were to be computed",
+        SCHEDULER,
+        "            request.num_kept_tokens = request.num_computed_tokens\n",
+        "",
+        0,  # as above
+        "tests/backends/vllm/scheduler/test_had_back.py::test_who_comes_back_from_host_memory_has_little_left",
+    ),
+    Mutant(
+        "what an update replaced is still counted as had back",
+        INTAKE,
+        "        stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)\n",
+        "",
+        0,  # as above
+        "tests/backends/vllm/scheduler/test_had_back.py::test_what_an_update_replaces_is_not_had_back",
+    ),
+    Mutant(
         "who is stuck is remembered in a pause",
         SCHEDULER,
         "        self._num_free_when_stuck = None  # only a plan says who is stuck, and while paused there is none\n",
@@ -436,8 +484,45 @@ MUTANTS = (
         0,
         f"{OF_CLASSES}::test_streams_that_get_the_same_chunk_compute_it_once",
     ),
-    Mutant("followers keep the block that is not whole", GROUPING, "blocks[start:] = found", "blocks += found", 100),
-    Mutant("followers do not hold what they have", GROUPING, "    manager.block_pool.touch(found)\n", "", 100),
+    Mutant("a later hit: the block that is not whole is kept", LATER, "blocks[start:] = found", "blocks += found", 100),
+    Mutant("a later hit: nobody holds it", LATER, "        self._pool.touch(found)\n", "", 100),
+    Mutant("a later hit: the blocks behind the next", LATER, "in range(start, end):", "in range(start + 1, end):", 100),
+    Mutant(
+        "a later hit: nothing is left to compute",
+        LATER,
+        "end = min((request.num_tokens - 1) // self._block_size, len(block_hashes))",
+        "end = min(request.num_tokens // self._block_size, len(block_hashes))",
+        100,
+    ),
+    Mutant(
+        "a later hit: its block is known by its last hash, and not by its own",
+        LATER,
+        "get_cached_block(block_hashes[index], self._group_ids)",
+        "get_cached_block(block_hashes[-1], self._group_ids)",
+        100,
+    ),
+    Mutant(
+        "a later hit: it is taken for a block that a step in flight still writes",
+        LATER,
+        "start = request.num_computed_tokens // self._block_size\n        self._pool",
+        "start = -(-request.num_computed_tokens // self._block_size)\n        self._pool",
+        100,
+    ),
+    Mutant(
+        "a later hit: cached blocks are counted as before",
+        LATER,
+        "        self._group.num_cached_block[request.request_id] = len(blocks)\n",
+        "",
+        100,
+    ),
+    Mutant(
+        "a later hit: the model runner goes on with the old blocks",
+        SCHEDULER,
+        "        if request.status == RequestStatus.RUNNING:\n            self._leave_running(request)\n"
+        "            request.status = RequestStatus.WAITING\n",
+        "",
+        100,
+    ),
     Mutant(
         "acknowledged while still computing",
         INTAKE,

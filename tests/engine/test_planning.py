@@ -1,6 +1,7 @@
 """What a plan promises, whatever the requests and the policy."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from strategies import BLOCK_SIZE, SPECS, policy_of, view_lists, views
 
 from streamrag.engine import Budget, Limits, Plan, RequestView, make_policy, plan
 from streamrag.engine.planning import BACKLOG_SHARE, MOST_TRIES, NUM_IN_TURN
+from streamrag.engine.step_size import LEAST_TOKENS, StepSize
 
 
 @dataclass
@@ -18,11 +20,11 @@ class Blocks:
     num_free_blocks: int
     asked: list[str] = field(default_factory=list)
 
-    def num_cached_tokens(self, request: RequestView) -> int:
-        return request.num_cached_tokens
+    def num_present_tokens(self, request: RequestView) -> int:
+        return request.num_computed_tokens or request.num_cached_tokens
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
-        num_present = request.num_computed_tokens or request.num_cached_tokens
+        num_present = self.num_present_tokens(request)
         return max(-(-(num_present + num_tokens) // BLOCK_SIZE) - request.num_blocks, 0)
 
     def num_blocks_freed(self, request: RequestView) -> int:
@@ -36,6 +38,7 @@ LIMITS = st.builds(
     st.integers(1, 6),
     st.booleans(),
     num_partial_tokens=st.none() | st.integers(1, 200),
+    step_size=st.none() | st.builds(StepSize, st.floats(0, 200), st.floats(0, 1)),
     is_early=st.booleans(),
     num_blocks_kept_from_data=st.none() | st.integers(0, 20),
     max_data_tokens=st.none() | st.integers(1, 200),
@@ -217,6 +220,68 @@ def test_a_step_of_partial_prompts_only_is_put_off_while_another_computes(is_ear
         assert not made.is_put_off
     ahead = Limits(100, 8, num_partial_tokens=64, is_early=is_early, num_ahead=1)
     assert [g.num_tokens for g in plan([partial], list, ahead, Blocks(100)).grants] == [64]
+
+
+def test_who_is_ready_with_a_step_does_not_wait_for_much_more_than_its_overhead() -> None:
+    short, next_one, long = (RequestView(str(i), i, i, num) for i, num in enumerate((100, 150, 5_000)))
+    partial = RequestView("partial", 3, 3, 400_000, is_complete=False)
+    limits = Limits(8_192, 8, num_partial_tokens=64, step_size=StepSize(overhead=60, arrivals=0.0))
+    shared = plan([short, next_one, long, partial], list, limits, Blocks(1_000))
+    of_two = plan([short, next_one, partial], list, limits, Blocks(1_000))
+    alone = plan([long, partial], list, limits, Blocks(1_000_000))
+    assert [g.num_tokens for g in shared.grants] == [100]  # 150 tokens would cost it more than two overheads of 60
+    assert [g.num_tokens for g in of_two.grants] == [100]
+    assert [g.num_tokens for g in alone.grants] == [5_000, 3_192]
+    dear = replace(limits, step_size=StepSize(overhead=80, arrivals=0.0))
+    assert [g.num_tokens for g in plan([short, next_one, long], list, dear, Blocks(1_000)).grants] == [100, 150]
+
+
+def test_a_long_prompt_is_cut_where_others_come_often() -> None:
+    prompts = [RequestView("long", 0, 0, 5_000), RequestView("longer", 0, 0, 6_000)]
+    size = StepSize(overhead=300, arrivals=1e-4)
+    limits = Limits(8_192, 8, num_partial_tokens=64, step_size=size)
+    for waiting in (prompts[:1], prompts):
+        made = plan(waiting, list, limits, Blocks(1_000))
+        num_coming = size.arrivals * sum(r.num_tokens for r in waiting)
+        assert [g.num_tokens for g in made.grants] == [int(size.longest(len(waiting) + num_coming))]
+    partial = RequestView("partial", 0, 0, 5_000, is_complete=False)
+    shown = RequestView("preempted", 0, 0, 5_000, has_output=True)
+    for other in (partial, shown):  # nobody waits for the first token of these
+        made = plan([other], list, replace(limits, num_partial_tokens=None), Blocks(1_000))
+        assert [g.num_tokens for g in made.grants] == [5_000]
+    assert LEAST_TOKENS < 300
+
+
+def test_behind_a_long_prompt_a_step_has_fewer_tokens() -> None:
+    size = StepSize(overhead=300, arrivals=1e-4, pair=1e-4)
+    limits = Limits(8_192, 8, step_size=size)
+    fresh, far = RequestView("fresh", 0, 0, 9_000), RequestView("far", 0, 0, 39_000, 30_000, 2_000)
+    num_fresh, num_far = (plan([r], list, limits, Blocks(9_999)).grants[0].num_tokens for r in (fresh, far))
+    assert num_far < num_fresh / 2
+    for num_tokens, request in ((num_fresh, fresh), (num_far, far)):
+        before = request.num_computed_tokens
+        num_waiting = 1 + size.arrivals * size.length(9_000, before)
+        assert size.length(num_tokens, before) <= size.longest(num_waiting) < size.length(num_tokens + 1, before)
+    # What comes back from host memory is not counted as work, but what is there is attended to.
+    kept = RequestView("kept", 0, 0, 39_000, num_kept_tokens=30_000)
+    assert kept.num_likely_tokens == 9_000
+
+
+def test_a_long_step_of_complete_prompts_is_put_off_where_others_come_often() -> None:
+    often, seldom = StepSize(overhead=300, arrivals=1e-4), StepSize(overhead=300, arrivals=1e-6)
+    long, short = RequestView("long", 0, 0, 9_000), RequestView("short", 0, 0, 100)
+
+    def is_put_off(*order: RequestView, size: StepSize | None = often, **limits: Any) -> bool:
+        made = plan(order, list, Limits(8_192, 8, is_early=True, step_size=size, **limits), Blocks(9_999))
+        assert made.is_put_off == (not made.grants)
+        return made.is_put_off
+
+    assert is_put_off(long)
+    assert not is_put_off(short)
+    assert not is_put_off(long, size=None)
+    assert not is_put_off(long, size=seldom)
+    assert not is_put_off(long, num_ahead=1), "who reads an answer waits for its next token"
+    assert not is_put_off(*(long._replace(request_id=str(i)) for i in range(40))), "many wait, and a step is full"
 
 
 def test_nothing_is_put_off_where_nothing_can_be_done() -> None:

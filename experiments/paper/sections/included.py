@@ -24,6 +24,7 @@ class Included(NamedTuple):
 
 INCLUDED = (
     Included("k_lpm", "k-LPM: P99 TTFT by rate of arrivals (arXiv 2502.04677)", "experiments/k_lpm.py"),
+    Included("busy_price", "What it costs to keep the engine less busy", "make bench-busy"),
     Included("step_cost", "What planning a step costs with 50 and 500 requests", "experiments/step_cost.py"),
 )
 

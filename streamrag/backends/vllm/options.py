@@ -31,6 +31,9 @@ class SchedulerOptions:
     """See `streamrag.engine.Limits`; None fills every step."""
     partial_step_s: float = 0.05
     """See `streamrag.engine.Pace`."""
+    sizes_steps: bool = True
+    """Whether complete prompts have steps of the length that suits them all; see `streamrag.engine.step_size`. Else
+    each is as long as the engine's token budget allows."""
     late_binding: bool = True
     """See `streamrag.engine.Limits.is_early`; it matters with asynchronous scheduling, which plans a step ahead."""
     low_water: float = 0.1
@@ -42,9 +45,13 @@ class SchedulerOptions:
     kv_budget: float | None = None
     """Share of the KV blocks that complete prompts and their answers may come to need, 0.5 say; those that would go
     beyond wait for others to end. None for no such limit."""
+    looks_up_again: bool = True
+    """Whether a stream that holds KV is looked up in the prefix cache again before each step that computes it, because
+    its prompt may have grown, and others have computed the same. It needs attention of one kind, and no KV connector
+    but ours."""
     groups_prefills: bool = False
-    """Whether requests whose next tokens are the same compute them once; see `streamrag.engine.groups`. It needs the
-    prefix cache, and attention of one kind."""
+    """Whether requests whose next tokens are the same compute them once; see `streamrag.engine.groups`. It needs what
+    `looks_up_again` needs."""
     eviction: EvictionMode = "cost"
     """What becomes of a victim's KV: see `streamrag.engine.eviction`. Without our KV connector it is recomputed."""
     host_kv_bytes: int | None = None

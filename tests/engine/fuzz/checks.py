@@ -82,6 +82,7 @@ class Checks:
         request = scheduler.requests[client.request_id]
         memory = scheduler.kv_memory
         memory.start_step()
+        memory.num_present_tokens(memory.view(request))  # what it needs depends on what it finds
         num_tokens = min(request.num_remaining_tokens, self.scenario.max_num_batched_tokens)
         num_missing = memory.num_blocks_needed(memory.view(request), num_tokens) - memory.num_free_blocks
         memory.end_step()

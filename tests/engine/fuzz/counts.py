@@ -1,8 +1,10 @@
-"""Which of the rarer situations a chunk meets. Only counted, so that it can be seen that the fuzz comes across them."""
+"""Which of the rarer situations are met. Only counted, so that it can be seen that the fuzz comes across them."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
+
+from streamrag.backends.vllm.scheduler.request import StreamRequest
 
 from .clients import Client
 from .events import Chunk
@@ -10,7 +12,7 @@ from .events import Chunk
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["count_chunk"]
+__all__ = ["count_chunk", "count_later_hits"]
 
 
 def count_chunk(run: "Run", event: Chunk, client: Client) -> None:
@@ -36,3 +38,22 @@ def count_chunk(run: "Run", event: Chunk, client: Client) -> None:
     met["prompts that change token 0"] += bool(old) and old[0] != new[0]
     met["prompts that invalidate KV"] += old[: stream.num_computed_tokens] != new[: stream.num_computed_tokens]
     met["prompts that outgrow the model"] += len(new) >= run.scenario.max_model_len
+
+
+def count_later_hits(run: "Run") -> None:
+    """From now on."""
+    later_hits, met = run.scheduler.kv_memory.later_hits, run.met
+    if later_hits is None:
+        return
+    take = later_hits.take
+
+    def counted(request: StreamRequest, found: Any) -> None:
+        met["later hits"] += 1
+        met["later hits of those that run"] += request.status == RequestStatus.RUNNING
+        met["later hits with steps in flight"] += request.num_in_flight_tokens > 0
+        met["later hits that give a block back"] += request.num_computed_tokens % run.scenario.block_size > 0
+        met["later hits of blocks that nobody holds"] += any(block.ref_cnt == 0 for block in found)
+        met["later hits after an eviction"] += request.was_evicted
+        take(request, found)
+
+    later_hits.take = counted  # type: ignore[method-assign]

@@ -23,11 +23,12 @@ from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import TableProfile
 from streamrag.engine.profile_files import save_profile
+from streamrag.engine.step_size import LEAST_TOKENS, StepSize, StepSizes
 from tests.engine.oracle import OracleRunner
 from tests.engine.sizes import container_sizes
 
 from .clients import VOCABULARY, AcceptedTokens, Client, check
-from .counts import count_chunk
+from .counts import count_chunk, count_later_hits
 from .events import (
     Abort,
     Chunk,
@@ -60,6 +61,23 @@ BY_ARRIVAL = ("fcfs", "arrival")
 """Policies under which of two complete prompts the earlier one is started first."""
 
 
+class AnySizes(StepSizes):
+    """Of steps that were never that long: any will do, and those of the fuzz all take a second."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._chance = random.Random(-13 * seed - 5)
+
+    def at(self, now_s: float) -> StepSize | None:
+        overhead, arrivals, pair = map(self._chance.choice, ([0, 2, 20], [0.0, 0.01, 1.0], [0.0, 0.1]))
+        return self._chance.choice([None, AnySize(overhead, arrivals, pair)])
+
+
+class AnySize(StepSize):
+    def longest(self, num_waiting: float) -> float:
+        return super().longest(num_waiting) - LEAST_TOKENS + 1
+
+
 class Run:
     """One scenario, its engine and its clients. `checks` looks at it."""
 
@@ -80,8 +98,10 @@ class Run:
         self.engine.on_step = self._on_step
         assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
         self.scheduler = self.engine.scheduler
+        self.scheduler.step_sizes = AnySizes(scenario.seed)
         self.host_memory = self.scheduler.host_memory
         check((self.host_memory is None) == (scenario.eviction == "recompute"), "host memory for nothing, or none")
+        count_later_hits(self)
         self.sizes_at_start = container_sizes(self.scheduler)
         self.clients: dict[str, Client] = {}
         """By name: all that there ever were."""

@@ -112,6 +112,10 @@ def make_load(seed: int) -> Scenario:
             "kv_budget": classing.choice([None, 0.1, 0.5, 1.0]),
             "groups_prefills": classing.random() < 0.7,
         }
+    if random.Random(-11 * seed - 3).random() < 0.2:
+        options["sizes_steps"] = False
+    if random.Random(-13 * seed - 29).random() < 0.15:
+        options |= {"looks_up_again": False}
     return Scenario(
         seed=seed,
         request_classes=request_classes,

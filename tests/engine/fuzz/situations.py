@@ -40,10 +40,43 @@ def make_scenario(seed: int) -> Scenario:
     names = rng.sample(sorted(SITUATIONS), rng.choice([0, 1, 1, 2, 2, 4]))
     names.sort(key=lambda name: name != "reused ids")  # copies requests as they are, to which the others add
     scenario = make_load(seed)
+    twins = random.Random(-11 * seed - 23)  # drawn apart too: the situations of a seed stay what they were
+    if twins.random() < 0.5:
+        scenario = _twins(twins, scenario)
     for name in names:
         scenario = SITUATIONS[name](rng, scenario)
     events = tuple(sorted(scenario.events, key=lambda e: e[0]))
     return replace(scenario, situations=tuple(names), events=events)
+
+
+def _twins(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Streams that send what others send, a little earlier or later and in other pieces, and an end of their own."""
+    events = list(scenario.events)
+    for name, chunks in _streams(scenario):
+        for number in range(rng.choice([1, 1, 2])):
+            delay_s, keeps_pace = rng.choice([-1.0, 0.0, 0.3, 2.0, 8.0]), rng.random() < 0.5
+            own = tuple(rng.randrange(4) for _ in range(rng.randrange(8)))
+            sent = [timed for timed in chunks[:-1] if rng.random() < 0.7] + chunks[-1:]
+            for index, (at_s, chunk) in enumerate(sent):
+                is_last = index == len(sent) - 1
+                prompt = (chunk.prompt + own)[: scenario.max_model_len - 1] if is_last else chunk.prompt
+                twin = replace(chunk, request_id=f"{name}twin{number}", index=index, prompt=prompt, num_kept=0)
+                pause_s = 0.0 if keeps_pace else rng.expovariate(1.0)
+                events.append((max(at_s + delay_s, 0.0) + pause_s, twin))
+    events += [(rng.uniform(0, _last_s(scenario) + 5), Evict(rng.randrange(100))) for _ in range(rng.choice([0, 2, 8]))]
+    return replace(scenario, events=_in_order(events))
+
+
+def _in_order(events: list[Timed]) -> tuple[Timed, ...]:
+    """By time, the chunks of a stream by their index."""
+    ready_s: dict[str, float] = {}
+    ordered: list[Timed] = []
+    chunks = [(event.index, at_s, event) for at_s, event in events if isinstance(event, Chunk)]
+    for _, at_s, chunk in sorted(chunks, key=lambda each: each[:2]):
+        ready_s[chunk.request_id] = max(at_s, ready_s.get(chunk.request_id, 0.0))
+        ordered.append((ready_s[chunk.request_id], chunk))
+    ordered += [timed for timed in events if not isinstance(timed[1], Chunk)]
+    return tuple(sorted(ordered, key=lambda timed: timed[0]))
 
 
 def _ends(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -72,16 +72,22 @@ def test_each_limit_is_missed_just_past_it() -> None:
     ]
 
 
-def test_a_limit_that_the_floor_forbids_is_said_to_be_impossible() -> None:
-    # The envelope takes 0.40 at P95, and the requests alone 0.38: nobody can be 1.1 times as fast.
-    close = made_standing(LOADED[0], seconds(0.045, 0.39, 0.8), floor=seconds(0.02, 0.38, 0.4))
+def test_a_limit_that_the_bound_forbids_is_said_to_be_impossible() -> None:
+    # The envelope takes 0.40 at P95, and any schedule 0.38: nobody can be 1.1 times as fast.
+    close = made_standing(LOADED[0], seconds(0.045, 0.39, 0.8), bound=seconds(0.02, 0.38, 0.4))
     (target,) = (t for t in TARGETS if t.text == "the envelope over ours" and t.ranks == ("P95",))
     (found,) = target.at([close])
     assert (found.is_met, found.is_possible) == (False, False)
     assert found.bound == pytest.approx(0.40 / 0.38)
-    assert target.why([found]) == "the floor allows 1.05 (P95, crawler 4 QPS)"
-    assert replace(target, reason="known").why([found._replace(is_possible=True)]) == "known"
-    assert target.why([found._replace(is_met=True)]) == ""
+    assert target.why([found]) == "impossible: no schedule gets past 1.05 (P95, crawler 4 QPS)"
+    possible = replace(target, reason="known").why([found._replace(is_possible=True, bound=2.0)])
+    assert possible == "1.03 (P95, crawler 4 QPS; the bound allows 2.00); known"
+    (alone,) = target.at([replace(close, floor=seconds(0.02, 0.38, 0.4), bound=seconds(0.02, 0.2, 0.4))])
+    assert alone.is_possible
+    assert "a request alone on the engine 1.05" in target.why([alone])
+    assert target.why([found._replace(is_met=True)]) == target.why_beside_best([found._replace(is_met=True)]) == ""
+    told = replace(target, budget_reason="long steps").why_beside_best([found])
+    assert told == "with the best budget 1.03 (P95, crawler 4 QPS): long steps"
 
 
 def test_limits_differ_by_point() -> None:

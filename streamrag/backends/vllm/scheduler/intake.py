@@ -24,6 +24,7 @@ from streamrag.backends.vllm.scheduler.record_file import RecordFile
 from streamrag.backends.vllm.scheduler.replacement import drop_output_in_flight, replace_prompt
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.engine.forecast import ChunkForecast
+from streamrag.engine.step_size import StepSizes
 from streamrag.records import ChunkRecord
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class StreamIntakeMixin(_Base):
         """In seconds; of `Request.arrival_time`, which is all that vLLM says about when a plain request was sent."""
         self.record_file: RecordFile | None = None
         self.forecast = ChunkForecast()
+        self.step_sizes = StepSizes()
         self.host_memory: HostMemory | None = host_memory_of(self.connector)
         self._outbox: list[tuple[int, EngineCoreOutput]] = []
         # Ids of the last that failed or were aborted. Their clients know, and may use them again.
@@ -120,6 +122,8 @@ class StreamIntakeMixin(_Base):
             stream.log.on_chunk(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0), num_left=0)
             stream.is_replaced = self.forecast.replaces(stream.source_name)
         super().add_request(stream)
+        if stream.is_complete:
+            self.step_sizes.observe_complete(self.clock())
         self._settle(stream)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
@@ -135,6 +139,7 @@ class StreamIntakeMixin(_Base):
         num_shared = replace_prompt(self, stream, message.num_kept, request)
         self.forecast.observe(message.source_name, now_s - stream.last_chunk_s, num_shared / num_held)
         stream.is_replaced = self.forecast.replaces(message.source_name)
+        stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)
         if self.host_memory is not None:
             self.host_memory.on_chunk(stream, num_computed, num_shared)
         stream.sampling_params = request.sampling_params
@@ -147,6 +152,8 @@ class StreamIntakeMixin(_Base):
         chunk = ChunkRecord(stream.last_chunk_s, stream.num_prompt_tokens, num_shared, num_computed)
         stream.log.on_chunk(chunk, num_left=stream.num_computed_tokens)
         self._requeue(stream)
+        if stream.is_complete:
+            self.step_sizes.observe_complete(now_s)
         self._settle(stream)
 
     def _requeue(self, stream: StreamRequest) -> None:

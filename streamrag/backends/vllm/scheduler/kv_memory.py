@@ -1,7 +1,7 @@
 """vLLM's KV cache as a plan sees it."""
 
-from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -9,9 +9,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.vllm.scheduler.host_memory import HostMemory
+from streamrag.backends.vllm.scheduler.later_hits import LaterHits
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine import RequestView
 from streamrag.records import KvHeld, KvUse
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class _Hit(NamedTuple):
@@ -28,13 +32,15 @@ class _Hit(NamedTuple):
 class KvMemory:
     """Answers as `Scheduler.schedule` would: what it says fits is then allocated. Implements `engine.Memory`."""
 
-    def __init__(self, scheduler: Scheduler, host_memory: HostMemory | None) -> None:
+    def __init__(self, scheduler: Scheduler, host_memory: HostMemory | None, later_hits: LaterHits | None) -> None:
         self._scheduler = scheduler
         self._host_memory = host_memory
         self._manager = scheduler.kv_cache_manager
         self.groups = self._manager.coordinator.single_type_managers
         self.smallest_block_size = min(group.block_size for group in self.groups)
+        self.later_hits = later_hits
         self._hits: dict[str, _Hit] = {}
+        self._found: dict[str, Sequence[KVCacheBlock]] = {}
         self.num_free_blocks = 0
 
     def start_step(self) -> None:
@@ -45,6 +51,7 @@ class KvMemory:
     def end_step(self) -> None:
         """Keep nothing of requests that may be gone by the next."""
         self._hits.clear()
+        self._found.clear()
 
     def use(self, idle: Iterable[Request]) -> KvUse:
         """What the KV memory is used for now; `idle` are requests outside of vLLM's queues."""
@@ -90,11 +97,49 @@ class KvMemory:
             request = self._request(view)
             blocks, num_local, _ = self._manager.get_computed_blocks(request)
             match = self._host_memory.look_up(request, num_local) if self._host_memory else None
-            self._hits[view.request_id] = _Hit(blocks, num_local, num_local + (match.num_tokens if match else 0))
+            hit = _Hit(blocks, num_local, num_local + (match.num_tokens if match else 0))
+            self._hits[view.request_id] = hit
+            if hit.num_tokens < request.num_kept_tokens - self.smallest_block_size:
+                request.num_kept_tokens = hit.num_tokens  # host memory has let go of some
+                request.view = None
         return self._hits[view.request_id]
 
-    def num_cached_tokens(self, request: RequestView) -> int:
-        return self._hit(request).num_tokens
+    def num_present_tokens(self, request: RequestView) -> int:
+        if not request.num_blocks:
+            return self._hit(request).num_tokens
+        found = self._find(request)
+        if not found:
+            return request.num_computed_tokens
+        return (request.num_computed_tokens // self.smallest_block_size + len(found)) * self.smallest_block_size
+
+    def _find(self, request: RequestView) -> "Sequence[KVCacheBlock]":
+        """What there is behind what it holds."""
+        if self.later_hits is None or request.has_output:
+            return ()
+        if request.request_id not in self._found:
+            of_vllm = self._request(request)
+            found = self.later_hits.find(of_vllm)
+            # Who runs would have to begin as those that wait. It must not come to wait for memory by that.
+            if found and request.is_running and self._num_needed_with(of_vllm, found, 0) > self.num_free_blocks:
+                found = ()
+            self._found[request.request_id] = found
+        return self._found[request.request_id]
+
+    def _num_needed_with(self, request: StreamRequest, found: "Sequence[KVCacheBlock]", end: int) -> int:
+        """Free blocks that must be there for `request` to take `found` and to compute its tokens before `end`."""
+        assert self.later_hits is not None
+        num_tokens = request.num_tokens if self._scheduler.scheduler_reserve_full_isl else end
+        return self.later_hits.num_needed(request, found, num_tokens) + self._manager.watermark_blocks
+
+    def take_later(self, view: RequestView) -> bool:
+        """Have a request that runs in this step take what was found behind what it holds, and say whether there was
+        any."""
+        found = self._found.get(view.request_id)
+        if not found:
+            return False
+        assert self.later_hits is not None
+        self.later_hits.take(self._request(view), found)
+        return True
 
     def next_block(self, request: RequestView, num_tokens: int) -> Hashable | None:
         """See `engine.groups.NextBlock`."""
@@ -105,6 +150,8 @@ class KvMemory:
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
         of_vllm = self._request(request)
+        if found := self._found.get(request.request_id):
+            return self._num_needed_with(of_vllm, found, self.num_present_tokens(request) + num_tokens)
         is_running = of_vllm.status == RequestStatus.RUNNING
         if is_running and len(self.groups) == 1:
             num_blocks = cdiv(request.num_computed_tokens + num_tokens, self.groups[0].block_size)

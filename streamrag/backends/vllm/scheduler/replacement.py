@@ -17,6 +17,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.core import common_prefix_len
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
 
@@ -89,11 +90,16 @@ def keep_kv(scheduler: Scheduler, request: StreamRequest, num_valid: int) -> int
     if request.request_id in group.num_cached_block:
         num_full = num_valid // group.block_size
         group.num_cached_block[request.request_id] = min(group.num_cached_block[request.request_id], num_full)
+    free_blocks(scheduler, request, freed)
+    return num_valid
+
+
+def free_blocks(scheduler: Scheduler, request: StreamRequest, freed: list["KVCacheBlock"]) -> None:
+    """Free what `request` does not hold any more, the last one first; later, if a step in flight may still write it."""
     if scheduler._request_blocks_can_be_freed(request):
-        manager.block_pool.free_blocks(reversed(freed))
+        scheduler.kv_cache_manager.block_pool.free_blocks(reversed(freed))
     elif freed:
         scheduler.deferred_frees.append((scheduler.sched_step_seq, freed))
-    return num_valid
 
 
 def release_kv(scheduler: Scheduler, request: StreamRequest) -> None:

@@ -51,6 +51,8 @@ class StreamRequest(Request):
     released_blocks: set[int]
     """Device blocks that it had to give up and wants back; some may hold something else by now."""
     was_evicted: bool
+    num_kept_tokens: int
+    """Of its prompt, leading tokens whose KV went to host memory when it was evicted last."""
     """Whether it has lost KV to others."""
     num_blocks_claimed: int | None
     """Of the budget; None while it has no part in that."""
@@ -88,6 +90,7 @@ class StreamRequest(Request):
         request.num_loaded_tokens = 0
         request.released_blocks = set()
         request.was_evicted = False
+        request.num_kept_tokens = 0
         request.num_blocks_claimed = None
         request.comparison = None
         request.view = None
@@ -143,6 +146,7 @@ class StreamRequest(Request):
             expected_complete_s=self.expected_complete_s,
             source_name=self.source_name,
             was_evicted=self.was_evicted,
+            num_kept_tokens=0 if num_blocks else self.num_kept_tokens,
             is_speculative=not self.is_complete and self.is_replaced,
             request_class=self.request_class,
             since_s=self.since_s,

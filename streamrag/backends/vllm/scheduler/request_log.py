@@ -54,6 +54,13 @@ class RequestLog:
         self.num_known = max(self.num_known, end)
         self.num_present = end
 
+    def on_later_hit(self, num_tokens: int, now_s: float) -> None:
+        """Others have computed its first `num_tokens` tokens meanwhile, and it has taken what it lacked of them."""
+        self.num_from_cache += num_tokens - self.num_present
+        self.num_present = num_tokens
+        if self.first_kv_s is None:
+            self.first_kv_s = now_s
+
     def on_step_end(self, now_s: float, *, is_complete: bool) -> None:
         """A step that computed prompt tokens has ended; of the complete prompt, the last ones."""
         if self.first_kv_s is None:

@@ -24,10 +24,10 @@ from vllm.v1.request import Request, RequestStatus
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.admission import Admission
-from streamrag.backends.vllm.scheduler.grouping import can_group, take_cached
 from streamrag.backends.vllm.scheduler.host_loads import Suspects
 from streamrag.backends.vllm.scheduler.intake import StreamIntakeMixin
 from streamrag.backends.vllm.scheduler.kv_memory import KvMemory
+from streamrag.backends.vllm.scheduler.later_hits import LaterHits, can_look_again
 from streamrag.backends.vllm.scheduler.record_file import RecordFile
 from streamrag.backends.vllm.scheduler.replacement import release_kv
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
@@ -68,7 +68,12 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self.record_file = RecordFile(Path(self.options.records)) if self.options.records else None
         policy, ageing_s = make_policy(self.options.policy), self.options.class_ageing_s
         self.streaming_policy: Policy = policy if ageing_s is None else ClassPolicy(policy, ageing_s)
-        self.kv_memory = KvMemory(self, self.host_memory)
+        # Connectors of others are not told of blocks that a request gets later.
+        can_share = can_look_again(self) and (self.connector is None or self.host_memory is not None)
+        self._is_grouped = self.options.groups_prefills and can_share
+        has_later_hits = self._is_grouped or (self.options.looks_up_again and can_share)
+        later_hits = LaterHits(self, are_of_all=self._is_grouped) if has_later_hits else None
+        self.kv_memory = KvMemory(self, self.host_memory, later_hits)
         self.is_lean = self.options.num_partial_tokens is not None
         self.pace = Pace(self.options.num_partial_tokens or 0, self.options.partial_step_s)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
@@ -79,10 +84,10 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         # With more than that, the largest step leaves free what must be.
         largest_step = self.max_num_scheduled_tokens // self.kv_memory.smallest_block_size + self.max_num_active_reqs
         self._num_free_if_short = self._num_kept_free + largest_step
-        self._is_grouped = self.options.groups_prefills and can_group(self)
         self._step_s = 0.0
         self._last_output_s = 0.0
-        self._started_s: deque[float] = deque()  # for each step whose output is still to come
+        # Of each step whose output is still to come: when it was planned, and its pairs, see `StepSizes.observe_step`.
+        self._started: deque[tuple[float, float]] = deque()
         self._num_free_when_stuck: int | None = None
 
     # ----------------------------------------------------------------------------------------------------- one step
@@ -101,6 +106,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         for grant in step.plan.grants:
             if grant.num_blocks_claimed is not None:
                 self.admission.claim(self._request(grant.request), grant.num_blocks_claimed)
+            if self.kv_memory.take_later(grant.request):
+                self._begin_anew(self._request(grant.request))
         for view in step.plan.waiting:
             self._on_waiting_for_memory(self._request(view))
         running, waiting = self._set_aside(step)
@@ -132,9 +139,12 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
     ) -> dict[int, "EngineCoreOutputs"]:
-        now_s, started_s = self.clock(), self._started_s.popleft()
+        now_s, (started_s, num_pairs) = self.clock(), self._started.popleft()
         duration_s = now_s - max(started_s, self._last_output_s)
-        self.pace.observe(scheduler_output.total_num_scheduled_tokens, duration_s)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        self.pace.observe(num_tokens, duration_s)
+        if num_tokens:
+            self.step_sizes.observe_step(num_tokens, num_pairs, duration_s)
         if self.pace.tokens_per_s:
             self.streaming_policy.on_speed(self.pace.tokens_per_s)
         if self.host_memory is not None:
@@ -160,9 +170,6 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self.kv_memory.start_step()
         if self.host_memory is not None:
             self.host_memory.start_step(self._step_s)
-        if self._is_grouped:
-            for request in self.waiting:
-                take_cached(self, self._request(request))
         decoding, others = self._split_running()
         views, held_up = [self.kv_memory.view(r) for r in others], []
         for request in self.waiting:
@@ -183,6 +190,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             can_growing_evict=self.options.can_partial_evict is None and self._is_kv_kept(),
             num_ahead=len(decoding),
             num_partial_tokens=num_partial_tokens,
+            step_size=self.step_sizes.at(self._step_s) if self.options.sizes_steps else None,
             is_early=self.options.late_binding and any(self._prefills_in_flight),
             num_blocks_kept_free=self._num_kept_free,
             num_blocks_kept_from_data=self._num_kept_from_data,
@@ -231,6 +239,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self.deferred_waiting.discard(request)
         return request.num_stale_output_tokens > 0 and not request.drop_stale_output
 
+    def _begin_anew(self, request: StreamRequest) -> None:
+        """Have the model runner be sent `request` as a whole: it holds other blocks than the runner knows."""
+        request.log.on_later_hit(request.num_computed_tokens, self._step_s)
+        if request.status == RequestStatus.RUNNING:
+            self._leave_running(request)
+            request.status = RequestStatus.WAITING
+
     def _set_aside(self, step: _Step) -> tuple[list[Request], list[Request]]:
         """Leave in the queues what may run, in the plan's order. Returns what was taken out, running and waiting."""
         granted: set[str] = set()
@@ -245,7 +260,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             else:
                 starting.append(request)
                 if not request.is_complete:
-                    num_present = grant.request.num_computed_tokens or self.kv_memory.num_cached_tokens(grant.request)
+                    num_present = self.kv_memory.num_present_tokens(grant.request)
                     request.num_visible_tokens = num_present + grant.num_tokens
         rest: list[Request] = []
         waiting = step.held_up.copy()
@@ -287,9 +302,11 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         requests = self.requests
         partial: list[StreamRequest] = []
         prefills: list[tuple[StreamRequest, bool]] = []
+        num_pairs = 0.0
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = requests[request_id]
             request.view = None
+            num_pairs += num_tokens * (request.num_computed_tokens + num_tokens / 2)
             if request.log.num_present >= request.num_prompt_tokens:
                 continue  # a decode
             prefills.append((request, self._record_prefill(request, num_tokens)))
@@ -299,7 +316,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
                     self.host_memory.on_partial(request)
         self._prefills_in_flight.append(prefills)
         self._counts_in_flight.append(scheduler_output.num_scheduled_tokens)
-        self._started_s.append(self._step_s)
+        self._started.append((self._step_s, num_pairs))
         super()._update_after_schedule(scheduler_output)
         for request in partial:
             # The prompt is not at its end, whatever the numbers say: no token comes from this step.
@@ -346,8 +363,10 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
     def _give_up_kv(self, request: StreamRequest) -> None:
         self.admission.release(request)
         comparison = request.comparison or self._compare(request)
+        request.num_kept_tokens = 0
         if self.host_memory is not None and comparison.choice == "swap":
             self.host_memory.on_release(request)
+            request.num_kept_tokens = request.num_computed_tokens
         request.view = request.comparison = None
         request.was_evicted = True
         request.log.on_loss(request.num_computed_tokens, comparison, self.clock())

@@ -142,6 +142,33 @@ def test_a_spawned_process_looks_for_garbage_as_soon_as_it_runs(log: EngineLog) 
     assert log.last_lines() == "False True"
 
 
+ENDS = """
+import atexit, sys
+class Last:
+    def __del__(self):
+        print("taken apart")
+sys.last = Last()
+atexit.register(print, "about to end", end="")
+print("runs")
+raise error
+"""
+
+
+@pytest.mark.parametrize(("error", "code"), [(SystemExit(3), 3), (SystemExit(), 0), (KeyboardInterrupt(), 1)])
+def test_a_spawned_process_does_what_is_to_be_done_at_its_end_and_is_not_taken_apart(
+    log: EngineLog, error: BaseException, code: int
+) -> None:
+    with log.redirected():
+        process = multiprocessing.get_context("spawn").Process(target=exec, args=(ENDS, {"error": error}))
+        process.start()
+    process.join(20)
+    assert process.exitcode == code
+    printed = log.path.read_text()
+    assert printed.startswith("runs\n")
+    assert printed.endswith("about to end")
+    assert "taken apart" not in printed
+
+
 def test_where_scripts_may_not_run_processes_print_as_usual(log: EngineLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with log.redirected():

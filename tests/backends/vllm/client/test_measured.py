@@ -60,6 +60,7 @@ def test_a_program_that_measures_an_engine_prints_only_what_it_prints_itself(tin
     assert run.returncode == 0
 
 
+@pytest.mark.long  # as `test_start` shows it of a backend
 @pytest.mark.engine
 async def test_the_reason_of_an_engine_that_does_not_start_is_found_in_its_log(tiny_model: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)KV cache does not fit: .*512.*--kv-tokens"):

@@ -264,6 +264,25 @@ def test_a_prompt_that_becomes_complete_waits_for_one_step_of_partial_prompts_at
     assert b.tokens("complete soon")[:1] == b.fresh_answer([*range(500, 510), 1, 2])[:1]
 
 
+def test_the_length_of_steps_follows_from_steps_and_from_each_prompt_that_becomes_complete(bench: Make) -> None:
+    b = bench()
+    complete: list[float] = []
+    steps: list[tuple[int, float, float]] = []
+    b.scheduler.step_sizes.observe_complete = complete.append
+    b.scheduler.step_sizes.observe_step = lambda *of_step: steps.append(of_step)
+    b.plain("plain", 10)
+    b.chunk("s", list(range(100, 120)))
+    b.step()
+    assert complete == [0.0]
+    b.chunk("s", [1, 2], kept=20, is_complete=True)
+    b.run()
+    assert complete == [0.0, 1.0]
+    assert sum(num_tokens for num_tokens, _, _ in steps) >= 32
+    assert all(duration_s == 1.0 for _, _, duration_s in steps)
+    # Of 10 and of 22 tokens each attends to all before it; those sampled to all of the prompt.
+    assert sum(num_pairs for _, num_pairs, _ in steps) >= 10**2 / 2 + 22**2 / 2
+
+
 def test_the_policy_named_in_the_configuration_is_used(bench: Make) -> None:
     b = bench(streamrag={"policy": "srpf(0)"})
     b.plain("long", 100)

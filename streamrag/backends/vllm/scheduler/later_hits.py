@@ -1,0 +1,85 @@
+"""Later hits: what others have computed since a request began is taken from the prefix cache.
+
+    held       [ b0 ][ b1 ][ b2 ..  ]            the last block is not whole, and is given back
+    cached                 [ b2 ][ b3 ][ b4 ]    by others
+    then       [ b0 ][ b1 ][ b2 ][ b3 ][ b4 ]    one token at least is left to compute
+
+vLLM looks only for those that hold nothing: once for each request. But prompts of streams grow, and what comes may
+have been computed for another meanwhile. A block's hash is of its tokens and of all before it, so what is found is what
+would be computed. Who was running is sent to the model runner as a whole again: that is how it learns of other blocks.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from streamrag.backends.vllm.scheduler.replacement import drop_output_in_flight, free_blocks
+from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+def can_look_again(scheduler: Scheduler) -> bool:
+    """Whether blocks are cached, and of one kind that is kept whole and hashed by the block."""
+    groups = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if not scheduler.kv_cache_manager.enable_caching or len(groups) != 1:
+        return False
+    return type(groups[0].kv_cache_spec) is FullAttentionSpec and groups[0].block_size == scheduler.hash_block_size
+
+
+class LaterHits:
+    """For an engine that `can_look_again`.
+
+    are_of_all: whether plain requests are looked up again as well, and not streams only.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, are_of_all: bool) -> None:
+        self._scheduler = scheduler
+        self._are_of_all = are_of_all
+        self._pool = scheduler.kv_cache_manager.block_pool
+        (self._group,) = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self._group_ids = [self._group.kv_cache_group_id]
+        self._block_size = self._group.block_size
+
+    def find(self, request: StreamRequest) -> Sequence["KVCacheBlock"]:
+        """The cached blocks behind the whole ones of `request`. Mostly there are none, and one lookup shows it."""
+        block_hashes = request.block_hashes
+        start = request.num_computed_tokens // self._block_size
+        end = min((request.num_tokens - 1) // self._block_size, len(block_hashes))
+        found: list[KVCacheBlock] = []
+        for index in range(start, end):
+            cached = self._pool.get_cached_block(block_hashes[index], self._group_ids)
+            if cached is None:
+                break
+            found += cached
+        return found if found and self._may_take(request) else ()
+
+    def _may_take(self, request: StreamRequest) -> bool:
+        if not (request.is_stream or self._are_of_all):
+            return False
+        if request.skip_reading_prefix_cache or has_prompt_logprobs(request) or request.has_encoder_inputs:
+            return False
+        return request.status in (RequestStatus.WAITING, RequestStatus.RUNNING)
+
+    def num_needed(self, request: StreamRequest, found: Sequence["KVCacheBlock"], num_tokens: int) -> int:
+        """Free blocks that must be there for it to take `found`, and to hold its first `num_tokens` tokens."""
+        num_held = request.num_computed_tokens // self._block_size + len(found)
+        num_blocks = -(-num_tokens // self._block_size)
+        return max(num_blocks - num_held, 0) + sum(block.ref_cnt == 0 for block in found)
+
+    def take(self, request: StreamRequest, found: Sequence["KVCacheBlock"]) -> None:
+        """Give `request`, which runs in the next step, `found`: nothing was allocated since that was looked up."""
+        start = request.num_computed_tokens // self._block_size
+        self._pool.touch(found)
+        blocks = self._group.req_to_blocks[request.request_id]
+        given_back = blocks[start:]
+        blocks[start:] = found
+        self._group.num_cached_block[request.request_id] = len(blocks)
+        free_blocks(self._scheduler, request, given_back)
+        request.num_computed_tokens = len(blocks) * self._block_size
+        request.view = None
+        drop_output_in_flight(request)  # which is none: a prompt that is not at its end is not sampled from

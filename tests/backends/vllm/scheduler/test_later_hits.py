@@ -1,0 +1,54 @@
+"""Streams that hold KV take from the prefix cache what others have computed meanwhile."""
+
+from collections.abc import Callable
+from typing import Any
+
+Make = Callable[..., Any]
+FRONT, SAME = list(range(10)), list(range(10, 50))
+"""What two streams have at first, in blocks of four, and what both get then."""
+
+
+def test_a_chunk_that_another_has_computed_is_computed_once(bench: Make) -> None:
+    computed, answers = {}, {}
+    for looks_up_again in (True, False):
+        b = bench(streamrag={"looks_up_again": looks_up_again})
+        for name in ("a", "b"):
+            b.chunk(name, FRONT)
+        b.run()
+        for name in ("a", "b"):
+            b.chunk(name, SAME, kept=10)
+            b.run()
+            b.chunk(name, [900, ord(name)], kept=50, is_complete=True)
+            b.run()
+        record = b.record("b")
+        computed[looks_up_again] = record.num_computed
+        answers[looks_up_again] = b.tokens("b")
+        assert record.num_computed - record.num_recomputed + record.num_from_cache == 52
+        assert b.tokens("b") == b.fresh_answer([*FRONT, *SAME, 900, ord("b")])
+    assert answers[True] == answers[False]
+    assert computed[False] - computed[True] == 48 - 8
+
+
+def test_who_is_in_mid_prefill_takes_what_another_is_ahead_with(bench: Make) -> None:
+    for is_async in (True, False):
+        b = bench(is_async=is_async, max_num_batched_tokens=8, streamrag={"policy": "fcfs", "num_partial_tokens": None})
+        b.chunk("late", FRONT)
+        b.chunk("early", FRONT[:5])
+        b.run()
+        b.chunk("early", [*FRONT, *SAME], is_complete=True)
+        b.step()
+        b.step()
+        b.chunk("late", SAME, kept=10, is_complete=True)
+        b.run()
+        records = [b.record(name) for name in ("early", "late")]
+        assert sum(record.num_computed for record in records) < 50 + 20
+        assert b.tokens("early") == b.tokens("late") == b.fresh_answer([*FRONT, *SAME])
+
+
+def test_plain_requests_are_looked_up_once_as_in_vllm(bench: Make) -> None:
+    b = bench(max_num_batched_tokens=8)
+    b.plain("a", 40)
+    b.step()
+    b.chunk("s", list(range(40)), is_complete=True)
+    b.run()
+    assert b.record("a").num_from_cache == 0
