@@ -5,9 +5,10 @@ python examples/search_the_web.py http://127.0.0.1:8888 "Why does the printer ja
 
 import argparse
 import asyncio
+import sys
 from contextlib import aclosing
 
-from streamrag import Append, Skipped, WebSource, search_engine
+from streamrag import Append, Skipped, StreamRagError, WebSource, search_engine
 
 
 async def main(engine: str, question: str, allow_private: bool) -> None:
@@ -30,4 +31,7 @@ if __name__ == "__main__":
     parser.add_argument("question")
     parser.add_argument("--allow-private", action="store_true", help="read pages of private addresses too")
     arguments = parser.parse_args()
-    asyncio.run(main(arguments.engine, arguments.question, arguments.allow_private))
+    try:
+        asyncio.run(main(arguments.engine, arguments.question, arguments.allow_private))
+    except StreamRagError as error:  # an engine that is not there, pages that cannot be reached
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -9,18 +9,20 @@ is right if it has the words that it must contain, and cites rightly if the firs
 these words. Every setting answers all questions, not streaming. The best by one half of the questions is then asked in
 both ways, one after another: tokens must be equal. The other half is the test. With `--only "2 sentences"` nothing
 is chosen, and that setting is asked in both ways: minutes instead of most of an hour. `--keep` uses what an earlier
-run made, also if the documentation has changed since.
+run made, also if the documentation has changed since: the model, indexes, what was retrieved and the answers of each
+setting that was finished. So a run that was stopped goes on there.
 """
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,8 @@ MAX_TOKENS = 80
 CITED = re.compile(r"\[(\d+)\]")
 GAP_S = 0.2
 """Between the updates of a search that streams."""
+
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
@@ -170,10 +174,17 @@ Found = dict[str, list[tuple[Chunk, ...]]]
 async def retrieve(folder: Path, settings: Sequence[Setting], asked: Sequence[str]) -> dict[Search, Found]:
     """For each search and each question, what the index gives at last."""
     build_site(DOCS, folder / "site")
-    most = max(setting.k for setting in settings)
+    most = max(setting.k for setting in SETTINGS)
     found: dict[Search, Found] = {}
     for search in {setting.search: None for setting in settings}:
         words, by_vectors, k_narrowed = search
+        kept = folder / f"found-{words}-{by_vectors}-{k_narrowed}-{len(asked)}.json"
+        if kept.exists():
+            found[search] = {
+                question: [tuple(Chunk(**fields) for fields in chunks) for chunks in updates]
+                for question, updates in json.loads(kept.read_text()).items()
+            }
+            continue
         index = folder / str(words)
         if not index.exists():
             with console.status(f"indexing passages of {words} words"):
@@ -182,13 +193,18 @@ async def retrieve(folder: Path, settings: Sequence[Setting], asked: Sequence[st
         if by_vectors:
             source: VectorSource | HybridSource = VectorSource(index, k=most)
         else:
-            sentences = max(setting.sentences or 0 for setting in settings) if k_narrowed else None
+            sentences = max(setting.sentences or 0 for setting in SETTINGS) if k_narrowed else None
             source = HybridSource(index, k=k_narrowed or most, reranker="late-interaction", sentences=sentences)
         async with aclosing(source):
             await source.start(lambda line: None)
             for question in asked:
                 async with aclosing(source.stream(question)) as events:
                     found[search][question] = [event.chunks async for event in events if isinstance(event, Update)]
+        as_json = {
+            question: [[asdict(chunk) for chunk in chunks] for chunks in updates]
+            for question, updates in found[search].items()
+        }
+        write_whole(kept, json.dumps(as_json))
     return found
 
 
@@ -253,32 +269,53 @@ def chosen(results: dict[str, list[Row]]) -> str:
     return max(results, key=lambda name: sum(r.is_cited for r in results[name] if not r.is_held_out))
 
 
+class Asking:
+    """Settings on an engine that starts with the first one whose answers `folder` does not have."""
+
+    def __init__(self, folder: Path, arguments: argparse.Namespace, found: dict[Search, Found]) -> None:
+        self._folder = folder
+        self._found = found
+        self._engine = {"model": str(arguments.model), "dtype": arguments.dtype}
+        self._backend = VllmBackend(max_model_len=8192, kv_cache_bytes=1 << 30, **self._engine)
+        self._open = AsyncExitStack()
+        self._is_started = False
+
+    async def __aenter__(self) -> "Asking":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._open.aclose()
+
+    async def rows(self, setting: Setting, *, overlap: bool, at_once: int) -> list[Row]:
+        found = self._found[setting.search]
+        asked = repr((setting, overlap, at_once, self._engine, found))
+        kept = self._folder / f"answers-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+        if not kept.exists():
+            if not self._is_started:
+                with console.status("starting the engine"):
+                    await self._open.enter_async_context(aclosing(self._backend))
+                    await self._backend.start(lambda line: None)
+                self._is_started = True
+            with Progress(*COLUMNS, console=console, transient=True) as progress:
+                task = progress.add_task(setting.name, total=len(found))
+                rows = await ask(
+                    self._backend, setting, found, overlap=overlap, at_once=at_once, bar=lambda: progress.advance(task)
+                )
+            write_whole(kept, json.dumps([asdict(each) for each in rows]))
+        return [Row(**each | {"token_ids": tuple(each["token_ids"])}) for each in json.loads(kept.read_text())]
+
+
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     settings = [s for s in SETTINGS if not arguments.only or s.name in arguments.only]
     found = await retrieve(folder, settings, [*QUESTIONS][: arguments.questions])
-    backend = VllmBackend(arguments.model, max_model_len=8192, dtype=arguments.dtype, kv_cache_bytes=1 << 30)
     results: dict[str, list[Row]] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    async with aclosing(backend):
-        with console.status("starting the engine"):
-            await backend.start(lambda line: None)
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("asking", total=(len(settings) + 2 - (len(settings) == 1)) * arguments.questions)
-
-            def bar() -> None:
-                progress.advance(task)
-
-            for setting in settings if len(settings) > 1 else ():
-                results[setting.name] = await ask(
-                    backend, setting, found[setting.search], overlap=False, at_once=8, bar=bar
-                )
-                progress.console.print(f"{setting.name}: {sum(r.is_cited for r in results[setting.name])}")
-            best = next(s for s in settings if s.name == chosen(results)) if results else settings[0]
-            both = [
-                await ask(backend, best, found[best.search], overlap=overlap, at_once=1, bar=bar)
-                for overlap in (True, False)
-            ]
-            results = results or {best.name: both[1]}
+    async with Asking(folder, arguments, found) as asking:
+        for setting in settings if len(settings) > 1 else ():
+            results[setting.name] = await asking.rows(setting, overlap=False, at_once=8)
+            console.print(f"{setting.name}: {sum(r.is_cited for r in results[setting.name])}")
+        best = next(s for s in settings if s.name == chosen(results)) if results else settings[0]
+        both = [await asking.rows(best, overlap=overlap, at_once=1) for overlap in (True, False)]
+    results = results or {best.name: both[1]}
     num_equal = sum(a.token_ids == b.token_ids for a, b in zip(*both, strict=True))
     return {"settings": results, "chosen": best.name, "streaming": both[0], "waiting": both[1], "num_equal": num_equal}
 
@@ -290,7 +327,7 @@ def main() -> int:
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--only", action="append", choices=names, metavar="SETTING", help=f"of {'; '.join(names)}")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), metavar="N", help="only the first N")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the model and the indexes, for the next run")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of what is made and answered, for the next run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the answers")
     arguments = parser.parse_args()
     pages = {path.name: plain(path.read_text()) for path in sorted(DOCS.glob("*.md")) if path.name != "api.md"}
@@ -312,7 +349,9 @@ def main() -> int:
     console.print(f"streaming and not, the same tokens: {measured['num_equal']} of {arguments.questions}")
     if arguments.json:
         as_json = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": " ".join(
+                ["python experiments/answers.py", *(f'--only "{name}"' for name in arguments.only or ())]
+            ),
             "versions": versions(),
             "dtype": arguments.dtype,
             "chosen": measured["chosen"],

@@ -147,6 +147,31 @@ async def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on() -> None:
         assert talk.conversation.turns == ()
 
 
+async def test_ctrl_c_at_the_prompt_says_how_to_leave_and_the_next_one_ends_the_program() -> None:
+    """The answer that it was to stop may have ended just before."""
+    ends: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: ends.append(number))
+    typed, terminal = pty.openpty()
+    try:
+        async with Pipeline(ScriptedSource([]), ScriptedBackend("So it is.")) as pipeline:
+            talk = Talk(pipeline)
+            talking = asyncio.ensure_future(converse(talk.conversation, talk.progress, talk.output, file=terminal))
+            for seen in ("> ", "another Ctrl-C\n> "):
+                while not talk.seen.endswith(seen):
+                    await asyncio.wait([talking], timeout=0.01)
+                    assert not talking.done()
+                assert ends == []
+                os.kill(os.getpid(), signal.SIGINT)
+            assert ends == [signal.SIGINT]
+            os.write(typed, b"Why?\n\x04")
+            assert await talking == 0
+            assert [answer.text for answer in talk.answers] == ["So it is."]
+    finally:
+        signal.signal(signal.SIGINT, before)
+        os.close(typed)
+        os.close(terminal)
+
+
 async def test_another_signal_or_a_second_ctrl_c_ends_the_program_and_not_only_the_answer() -> None:
     ends: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: ends.append(number))

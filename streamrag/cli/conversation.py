@@ -7,10 +7,10 @@ all of that but the last turn, and that one is prefilled while retrieval runs.
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.cli.output import Output, markup
@@ -23,6 +23,7 @@ READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 4 * (MAX_QUERY_CHARACTERS + 1)
 """What is behind it in a line is not kept: a query of as many characters is refused."""
 
+T = TypeVar("T")
 Ask: TypeAlias = Callable[[str, tuple[Turn, ...]], Awaitable[Answer]]
 
 
@@ -57,41 +58,55 @@ class Conversation:
 async def converse(conversation: Conversation, progress: Output, output: Output, *, file: int = 0) -> int:
     """Answer every line of `file` until it ends; returns how many could not be answered.
 
-    Ctrl-C stops an answer, and the conversation goes on; without an answer under way it ends the program.
+    Ctrl-C stops an answer, and the conversation goes on. Without one under way it says how to leave, and the next one
+    ends the program: the answer that it was meant for may have ended just before.
 
     :raises EngineDeadError: no question could be answered any more.
     """
     num_failed = 0
     is_terminal = os.isatty(file)
-    async for question in questions(file, lambda: progress.print(PROMPT, end="") if is_terminal else None):
-        asking = asyncio.ensure_future(conversation.ask(question))
-        with stopped_by_ctrl_c(asking):
-            try:
-                await asking
-            except asyncio.CancelledError:
-                this = asyncio.current_task()
-                if this is None or this.cancelling():
-                    raise
+
+    def prompt() -> None:
+        progress.print(PROMPT, end="")
+
+    def say_how_to_leave() -> None:
+        progress.print(markup("\n[dim]Ctrl-D leaves, and so does another Ctrl-C"))
+        prompt()
+
+    if is_terminal:
+        progress.print(markup("[dim]Each line is a question. Ctrl-C stops an answer, Ctrl-D leaves"))
+        asked = questions(file, prompt, say_how_to_leave)
+    else:
+        asked = questions(file)
+    async for question in asked:
+        try:
+            if await unless_stopped(conversation.ask(question)) is None:
                 num_failed += 1
                 output.print()  # behind a half of an answer
                 progress.print(markup("[yellow]stopped"))
-            except (EngineDeadError, PipelineClosedError):
-                raise
-            except StreamRagError as error:
-                num_failed += 1
-                progress.print_line(markup(f"[red]{type(error).__name__}:[/] {{}}", error))
+        except (EngineDeadError, PipelineClosedError):
+            raise
+        except StreamRagError as error:
+            num_failed += 1
+            progress.print_line(markup(f"[red]{type(error).__name__}:[/] {{}}", error))
     if is_terminal:
         progress.print()
     return num_failed
 
 
-async def questions(file: int, before_each: Callable[[], None]) -> AsyncIterator[str]:
-    """The lines of a file that say something."""
+async def questions(
+    file: int, before_each: Callable[[], None] = lambda: None, at_ctrl_c: Callable[[], None] | None = None
+) -> AsyncIterator[str]:
+    """The lines of a file that say something. With `at_ctrl_c`, the first Ctrl-C while one is waited for calls it."""
     kept = b""
     while True:
         if not kept:
             before_each()
-        part = await _read(file)
+        part = await _read(file) if at_ctrl_c is None else await unless_stopped(_read(file))
+        if part is None:
+            assert at_ctrl_c is not None
+            at_ctrl_c()
+            part = await _read(file)
         *ended, begun = part.split(b"\n")
         for line in ended:
             if question := _text(kept + line):
@@ -137,6 +152,19 @@ class OnCtrlC:
             self.otherwise(number, frame)
         self._has_stopped = True
         self._loop.call_soon_threadsafe(self._task.cancel)
+
+
+async def unless_stopped(doing: Coroutine[Any, Any, T]) -> T | None:
+    """What it returns; None if Ctrl-C has stopped it."""
+    task = asyncio.ensure_future(doing)
+    with stopped_by_ctrl_c(task):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if this is None or this.cancelling():
+                raise
+            return None
 
 
 @contextmanager

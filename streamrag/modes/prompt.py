@@ -106,7 +106,8 @@ class PromptAssembler:
         self._passages: dict[tuple[int, Chunk], list[int]] = {}
         self._previous: tuple[int, ...] = ()
         self._fit: list[Included] | None = None  # of the previous prompt, if that was partial
-        self._head, self._tail = self._split(question, history)
+        self._head, self._end = self._split(history)
+        self._tail = self.tail_of(question)
         self._no_context = tokenizer.encode(template.no_context)
         self._cut_short = tokenizer.encode(template.cut_short)
         num_fixed = len(self._head) + len(self._tail) + max(len(self._no_context), len(self._cut_short))
@@ -172,7 +173,12 @@ class PromptAssembler:
     @property
     def tail(self) -> tuple[int, ...]:
         """Token ids behind the passages of a complete prompt."""
-        return tuple(self._tail)
+        return self._tail
+
+    def tail_of(self, question: str) -> tuple[int, ...]:
+        """The same if this were the question: what stands before it has nothing to do with it."""
+        tail = self._encode(self._template.after_context.format(question=question))
+        return (*tail, *self._tokenizer.encode(self._end, allow_special=True))
 
     def count_tokens(self, chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
         """Tokens of each chunk as the passage of this number; they are kept for `assemble`."""
@@ -196,8 +202,8 @@ class PromptAssembler:
         """Token ids of a text that is not part of the chat template; if it cannot fit, those of its beginning."""
         return encode_at_most(self._tokenizer, text, self._max_model_len)
 
-    def _split(self, question: str, history: Sequence[Turn]) -> tuple[list[int], list[int]]:
-        """Token ids before and after the context.
+    def _split(self, history: Sequence[Turn]) -> tuple[list[int], str]:
+        """Token ids before the context, and what the chat template has behind the question.
 
         The texts are tokenised apart from the chat template, as text, so that nothing in them can pass for a token of
         the template.
@@ -215,9 +221,7 @@ class PromptAssembler:
             head += self._encode(text)
             if len(head) > self._max_model_len:
                 break  # no need to know by how much
-        tail = self._encode(self._template.after_context.format(question=question))
-        tail += self._tokenizer.encode(pieces[-1], allow_special=True)
-        return head, tail
+        return head, pieces[-1]
 
 
 def _escaped(text: str) -> str:

@@ -95,8 +95,8 @@ class Manifest(BaseModel):
     graph_degree: _Count | None = None
     """DiskANN's, as is the next."""
     build_complexity: _Count | None = None
-    num_lists: _Count | None = None
-    """The inverted lists of an IVF index."""
+    num_lists: Annotated[int, Field(gt=0, lt=1 << 15)] | None = None
+    """The inverted lists of an IVF index; what opening it may take in memory grows with them."""
     packages: dict[str, str]
     """Versions."""
     files: dict[str, FileEntry]

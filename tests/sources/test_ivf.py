@@ -243,6 +243,9 @@ async def test_a_manifest_without_lists_is_corrupt(index: Path) -> None:
     resign(index, num_lists=25)
     with pytest.raises(IndexCorruptError, match="holds no 25 lists"):
         await IvfSource(index, embedder=EMBEDDER).start(lambda line: None)
+    resign(index, num_lists=1 << 15)  # what faiss may take in memory grows with them
+    with pytest.raises(IndexCorruptError, match="damaged at num_lists"):
+        check_index(index)
 
 
 async def test_cancelling_a_search_frees_its_worker(built: Path, tmp_path: Path) -> None:

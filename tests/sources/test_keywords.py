@@ -147,6 +147,11 @@ def test_what_is_no_keyword_index_is_corrupt(broken: Path, damage: object, messa
         KeywordIndex(broken, len(TEXTS)).search("brake", 5)
 
 
+def test_an_index_that_claims_two_billion_passages_is_corrupt(folder: Path) -> None:
+    with pytest.raises(IndexCorruptError, match="has 7 passages, not 2147483647"):
+        KeywordIndex(folder, (1 << 31) - 1)
+
+
 def test_a_disk_that_is_full_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(sqlite3.Connection):
         def executemany(self, *args: object) -> sqlite3.Cursor:

@@ -696,6 +696,28 @@ async def test_words_that_take_longer_than_embedding_are_stopped(dsn: str, monke
     assert first.hint == Hint(num_chunks=5)
 
 
+async def test_nobody_waits_until_the_words_have_stopped(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, may_end = asyncio.Event(), asyncio.Event()
+
+    async def stop_late(self: Search, connection: Any, query: str, configuration: str) -> None:
+        runs.set()
+        while not may_end.is_set():
+            with suppress(asyncio.CancelledError):
+                await may_end.wait()
+
+    async def until_it_runs(self: InThisProcess, text: str, share: Share) -> str:
+        await runs.wait()
+        return as_vector(vectors_of([text])[0])
+
+    monkeypatch.setattr(Search, "words", stop_late)
+    monkeypatch.setattr(InThisProcess, "query", until_it_runs)
+    async with started(dsn) as source, aclosing(source.stream(TEXTS[3])) as events:
+        first = await anext(events)
+        may_end.set()
+    assert isinstance(first, Update)
+    assert first.hint == Hint(num_chunks=5)
+
+
 async def test_a_connection_that_dies_is_an_error_of_its_query_and_the_pool_recovers(dsn: str) -> None:
     async with started(dsn, table="slow", num_connections=1) as source:
         task = asyncio.create_task(updates(source, QUERIES[0]))

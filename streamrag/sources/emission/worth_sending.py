@@ -1,6 +1,5 @@
 """A source whose updates are sent when they are worth it."""
 
-import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -19,8 +18,8 @@ from streamrag.retrieving import Retrieval
 from streamrag.sources.emission.best_length import EngineGuess, Held, best_length, futures
 from streamrag.sources.emission.calibrating import Place, place, stages_left
 from streamrag.sources.emission.calibration import Calibration, Odds, Stage, Times
+from streamrag.sources.emission.silence import with_silences
 from streamrag.sources.wrapped import WrappedSource
-from streamrag.tasks import cancel_regardless
 
 CHARACTERS_PER_TOKEN = 4
 """Of English, with the tokenizers of current models."""
@@ -31,8 +30,6 @@ NUM_LOOKS, MIN_WAIT_S = 8, 0.002
 ROUNDING_S = 1e-6
 PRICE = 0.1
 """Higher ones made requests wait longer in experiments/emission.py, and saved little more on a busy engine."""
-
-_END = object()
 
 
 def estimate_tokens(chunk: Chunk) -> int:
@@ -106,25 +103,17 @@ class WorthSending(WrappedSource):
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """The source's events, some of them later or never; close it if it is not read to its end."""
         self.num_streams += 1
-        pending: asyncio.Task[object] | None = None
-        events = Retrieval(self._source, query).events()
         try:
-            async with aclosing(events):
+            async with aclosing(Retrieval(self._source, query).events()) as events:
                 state = _State(self)
                 try:
-                    while True:
-                        pending = pending or asyncio.create_task(_next(events), name="streamrag held back")
-                        await asyncio.wait([pending], timeout=state.patience_s())
-                        if not pending.done():
-                            if (update := state.waited()) is not None:
+                    async with aclosing(with_silences(events, state.patience_s)) as coming:
+                        async for event in coming:
+                            if event is not None:
+                                for each in state.arrived(event):
+                                    yield each
+                            elif (update := state.waited()) is not None:
                                 yield update
-                            continue
-                        event, pending = pending.result(), None
-                        if event is _END:
-                            break
-                        assert isinstance(event, Append | Update | Skipped | CutShort)
-                        for each in state.arrived(event):
-                            yield each
                 except Exception:  # whatever a source of anybody's raises: what it had sent before counts
                     if (update := state.rest()) is not None:
                         yield update
@@ -133,18 +122,12 @@ class WorthSending(WrappedSource):
                     yield update
         finally:
             self.num_streams -= 1
-            if pending is not None:
-                await cancel_regardless([pending])
 
     def num_others(self) -> float:
         """Requests of others at the same time, as far as is known."""
         if self._others is None:
             return self.num_streams - 1
         return _checked("others", self._others() if callable(self._others) else self._others)
-
-
-async def _next(events: AsyncGenerator[SourceEvent, None]) -> object:
-    return await anext(events, _END)
 
 
 def _checked(name: str, value: object) -> float:

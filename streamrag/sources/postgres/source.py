@@ -290,10 +290,13 @@ class PgVectorSource:
 
 
 async def _unless_first(words: "asyncio.Task[list[Row]]", embedding: "asyncio.Task[str]") -> list[Row]:
-    """What the words found; nothing, and they are stopped, if the query is embedded first: its vector finds better."""
+    """What the words found; nothing, and they are stopped, if the query is embedded first: its vector finds better.
+
+    Stopping them in the server takes a connection of its own, and is not waited for.
+    """
     await asyncio.wait([words, embedding], return_when=asyncio.FIRST_COMPLETED)
     if not words.done():
-        await cancel_regardless([words])
+        words.cancel()
         return []
     return words.result()
 

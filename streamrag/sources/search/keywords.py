@@ -38,6 +38,9 @@ MAX_LENGTH, MAX_COUNT = (1 << 16) - 1, (1 << 8) - 1
 K1, B = 1.2, 0.75
 """Lucene's: how soon further occurrences of a term stop to count, and how much long passages are held back."""
 
+SQLITE_MOST_BYTES = 1_000_000_000
+"""Of one value; more cannot be asked for."""
+
 MAX_QUERY_TERMS = 256
 """Terms of a query that are looked up, the first ones: it may be a whole book."""
 
@@ -115,7 +118,7 @@ class KeywordIndex:
             address = f"file:{quote(str(folder / KEYWORDS))}?mode=ro&immutable=1"
             self._file = sqlite3.connect(address, uri=True, check_same_thread=False)
             # No array is longer than one number for each passage: a longer value is an error, not memory.
-            self._file.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * num_passages + 10_000)
+            self._file.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(4 * num_passages + 10_000, SQLITE_MOST_BYTES))
             schema = self._file.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY name")
             if tuple(sql for (sql,) in schema) != SCHEMA:  # not views, which could compute anything
                 raise ValueError("its tables are others")
