@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag import AnswerChunk, BackendError, Prompt, SamplingParams, VllmBackend, clock
-from streamrag.backends.ray.choosing import Choosing
+from streamrag.backends.ray.choosing import Candidate, Choosing
 from streamrag.backends.ray.cluster import Cluster
 from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.deployment import ENGINES, engines
@@ -66,7 +66,8 @@ RAYS = {
     ),
 }
 OURS = ("round_robin", "consistent_hash", "flowguard", "flowguard_mended", "soonest")
-UNDER_STRESS = ("round_robin", "flowguard", "soonest")
+UNDER_STRESS = ("round_robin", "flowguard", "flowguard_mended", "soonest")
+SCENARIOS = ("plain", "hot", "slowed", "killed")
 
 console = Console(highlight=False, width=None if Console().is_terminal else 150)
 
@@ -205,6 +206,13 @@ def processes_of_replicas() -> list[int]:
     return sorted(found)
 
 
+def process_of(replica_id: str) -> int:
+    """The process id of a replica, as Serve's controller knows it."""
+    told = serve.context._get_global_client().get_serve_details()
+    there = told["applications"][APP]["deployments"][ENGINES]["replicas"]
+    return next(int(each["pid"]) for each in there if each["replica_id"] == replica_id)
+
+
 def family(process_id: int) -> list[int]:
     """A process and all that descend from it."""
     children: dict[int, list[int]] = {}
@@ -280,44 +288,58 @@ async def demo(folder: str) -> None:
     for text, num in Counter(each.error.partition(" (")[0] for each in asked if each.error).items():
         console.print(f"  {num} x {text}")
     assert not shown_nothing
+    console.print("no query that had shown nothing was lost")
 
 
 # ---------------------------------------------------------------------------------------------------------------- bench
 
 
 class ByReplica(Choosing):
-    """Notes where queries were sent."""
+    """Notes where queries were sent, and how fast replicas said that they were."""
 
     def __init__(self, router: str) -> None:
         super().__init__(make_router(router), clock=clock.monotonic)
         self.sent: Counter[str] = Counter()
+        self.tokens_per_s: dict[str, float] = {}
+
+    def rank(self, stream_id: str, opening: Opening, candidates: Sequence[Candidate]) -> list[str]:
+        self.tokens_per_s = {each.id: round(each.stats.get("tokens_per_s", 0.0)) for each in candidates}
+        return super().rank(stream_id, opening, candidates)
 
     def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str) -> None:
         self.sent[replica_id] += 1
         super().computed(stream_id, token_ids, replica_id)
 
 
-async def bench(folder: str, num: int, rate: float, path: Path) -> None:
-    """The same queries through each router, in turn, in the same engines; each turn asks documents of its own."""
+def kept_rows(path: Path) -> list[dict[str, Any]]:
+    """What earlier turns have left."""
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return rows
+
+
+async def bench(folder: str, num: int, rate: float, scenarios: Sequence[str], names: Sequence[str], path: Path) -> None:
+    """The same queries through each router, in turn, in the same engines; each turn asks documents of its own.
+
+    Rows of other turns that stand in `path` stay there.
+    """
     Open.prompt = property(lambda call: "".join(map(chr, call.ticket.opening.token_ids)))  # type: ignore[attr-defined]
-    rows: list[dict[str, Any]] = []
+    rows = kept_rows(path)
     async with replicas(engine(folder), OPTIONS) as (cluster, (handle, told)):
 
         async def take(scenario: str, name: str) -> None:
-            rows.append(await turn(handle, scenario, name, num, rate, seed=len(rows)))
+            row = await turn(handle, scenario, name, num, rate, seed=SCENARIOS.index(scenario) * 100 + len(rows))
+            rows[:] = [each for each in rows if (each["scenario"], each["router"]) != (scenario, name)] + [row]
             write_whole(path, json.dumps(rows, indent=1) + "\n")
 
-        for name in OURS:
-            await take("plain", name)
+        for scenario in scenarios:
+            for name in OURS if scenario == "plain" else UNDER_STRESS:
+                if name in names:
+                    await take(scenario, name)
         for name, of_ray in RAYS.items():
-            told["options"] = replace(OPTIONS, request_router=of_ray)
-            await cluster.redeploy()
-            await take("plain", name)
-        told["options"] = OPTIONS
-        await cluster.redeploy()
-        for scenario in ("hot", "slowed", "killed"):
-            for name in UNDER_STRESS:
-                await take(scenario, name)
+            if "plain" in scenarios and name in names:
+                told["options"] = replace(OPTIONS, request_router=of_ray)
+                await cluster.redeploy()
+                await take("plain", name)
 
 
 async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *, seed: int) -> dict[str, Any]:
@@ -328,9 +350,10 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
     began_s = time.monotonic()
     async with AsyncExitStack() as stack:
         streams = await stack.enter_async_context(reaching(handle, choosing))
-        if scenario == "slowed":
-            await stack.enter_async_context(slowed(processes_of_replicas()[0], 1 / 3))
         asking = asyncio.create_task(load(streams.generate, given))
+        if scenario == "slowed":
+            await asyncio.sleep(given[num // 3].at_s)
+            await stack.enter_async_context(slowed(process_of(choosing.sent.most_common(1)[0][0]), 1 / 3))
         if scenario == "killed":
             await asyncio.sleep(given[num // 3].at_s)
             os.kill(processes_of_replicas()[0], signal.SIGKILL)
@@ -351,6 +374,8 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
         "ttft_p95_s": percentile(firsts, 0.95),
         "ttft_p99_s": percentile(firsts, 0.99),
         "queries_per_s": len(answered) / took_s,
+        "sent": [num for _, num in choosing.sent.most_common()],
+        "tokens_per_s": [choosing.tokens_per_s.get(name, 0.0) for name, _ in choosing.sent.most_common()],
         "imbalance": max(choosing.sent.values()) * 2 / max(sum(choosing.sent.values()), 1),
     }
     print_row(row)
@@ -362,7 +387,7 @@ def print_row(row: dict[str, Any]) -> None:
         f"{row['scenario']:8} {row['router']:22} hits {row['hit_rate']:5.1%}  TTFT P50/P95/P99 "
         f"{row['ttft_p50_s']:.3f}/{row['ttft_p95_s']:.3f}/{row['ttft_p99_s']:.3f} s  {row['queries_per_s']:.2f}/s  "
         f"imbalance {row['imbalance']:.2f}  answered {row['num_answered']} of {row['num_asked']}, "
-        f"replayed {row['num_replayed']}, lost {row['num_lost']}"
+        f"replayed {row['num_replayed']}, lost {row['num_lost']}  sent {row['sent']}, tokens/s {row['tokens_per_s']}"
     )
 
 
@@ -446,8 +471,10 @@ async def _one() -> AsyncIterator[Prompt]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["demo", "bench", "costs"])
-    parser.add_argument("--num", type=int, default=48, help="queries a turn")
+    parser.add_argument("--num", type=int, default=64, help="queries a turn")
     parser.add_argument("--rate", type=float, default=4.0, help="queries a second")
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS, help="turns (default: all)")
+    parser.add_argument("--routers", nargs="+", choices=(*OURS, *RAYS), default=(*OURS, *RAYS), help="default: all")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     os.environ |= {MARK: str(os.getpid()), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
@@ -465,7 +492,8 @@ def main() -> None:
             if arguments.what == "demo":
                 asyncio.run(demo(model))
             else:
-                asyncio.run(bench(model, arguments.num, arguments.rate, arguments.json or Path(folder) / "rows.json"))
+                path = arguments.json or Path(folder) / "rows.json"
+                asyncio.run(bench(model, arguments.num, arguments.rate, arguments.scenarios, arguments.routers, path))
     if arguments.json is not None and found is not None:
         write_whole(arguments.json, json.dumps(found, indent=1) + "\n")
 

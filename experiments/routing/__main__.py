@@ -21,7 +21,7 @@ from rich.progress import Progress
 from streamrag.bench.provenance import versions
 from streamrag.files import write_whole
 
-from .cells import KV_TOKENS, PROFILE, RATES, Cell, cells, run_cell
+from .cells import PROFILE, PROFILES, RATES, SETS, Cell, cells, run_cell
 from .decisions import held_bytes, microseconds
 from .report import draw, show
 
@@ -34,6 +34,7 @@ def parse() -> argparse.Namespace:
     add("--scale", type=float, default=1.0, help="stretches the number of queries of each run (default: 1)")
     add("--mooncake", type=Path, metavar="FILE", help="Mooncake's conversation_trace.jsonl")
     add("--azure", type=Path, metavar="FILE", help="Azure's AzureLLMInferenceTrace_conv.csv")
+    add("--of", nargs="+", choices=SETS, default=list(SETS), help="parts of it (default: all)")
     add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     add("--output", type=Path, default=Path("bench-results/routing.jsonl"), metavar="FILE", help="default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -60,7 +61,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     paths = {name: path for name in ("mooncake", "azure") if (path := getattr(arguments, name))}
     decisions, held = list(microseconds()), held_bytes()
     finished = read(arguments.output)
-    planned = sorted(cells(arguments.scale, paths), key=lambda cell: -cell.num_queries)
+    all_cells = [cell for cell in cells(arguments.scale, paths) if cell.of in arguments.of]
+    planned = sorted(all_cells, key=lambda cell: -cell.num_queries)
     todo = [cell for cell in planned if cell not in finished]
     with (
         Progress(console=Console(stderr=True)) as progress,
@@ -77,7 +79,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": "make bench-routing",
         "profile": PROFILE,
-        "kv_tokens": KV_TOKENS,
+        "kv_tokens": PROFILES[PROFILE][0],
         "queries_per_s_and_replica": RATES,
         "traces": sorted(paths),
         "scale": arguments.scale,

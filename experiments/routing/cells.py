@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from .lean import LeanEngine
 from .loads import BLOCK, LOADS
 
 PROFILE = "a40-llama8b-tp2"
-KV_TOKENS = 436_000
+PROFILES: Mapping[str, tuple[int, float]] = {PROFILE: (436_000, 1.0), "h100-llama8b-tp2": (890_000, 5.0)}
+"""Tokens that the KV of a replica holds, and how many times the load's rate it is given."""
 RATES = {
     "mooncake": 0.4,
     "azure": 5.0,
@@ -57,6 +60,7 @@ class Blind:
     def __init__(self, router: Router, **fields: Any) -> None:
         self._router, self._fields = router, fields
         self.routed, self.completed, self.lost = router.routed, router.completed, router.lost
+        self.prefilled = router.prefilled
 
     def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
         return self._router.rank(opening, [replace(replica, **self._fields) for replica in replicas], now_s)
@@ -96,7 +100,22 @@ SOONEST_WITHOUT: Mapping[str, Callable[[], Router]] = {
     "recomputing counts once": lambda: soonest(recompute=1.0),
     "without growth": lambda: Constant(open_tokens=OPEN_TOKENS / BLOCK, index=index()),
 }
-SETS = {"routers": ROUTERS, "FlowGuard": FLOWGUARD_WITHOUT, "soonest": SOONEST_WITHOUT}
+SEVERAL = ("round robin", "consistent hash", "prefix affinity, 10", "soonest")
+"""Routers of which several are tried side by side."""
+PARAMETERS: Mapping[str, Callable[[], Router]] = {
+    "soonest": soonest,
+    **{f"open {num:g}": partial(soonest, open_tokens=num / BLOCK) for num in (128, 1_152)},
+    **{f"recompute {num:g}": partial(soonest, recompute=num) for num in (1.0, 4.0)},
+}
+SETS = {
+    "routers": ROUTERS,
+    "FlowGuard": FLOWGUARD_WITHOUT,
+    "soonest": SOONEST_WITHOUT,
+    "parameters": PARAMETERS,
+    "callers": ROUTERS,
+}
+SEEDS = (1, 2, 3)
+"""Of the parameters. The others have the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +134,32 @@ class Cell:
     trace: str = ""
     """Name of the file of its arrivals; empty: they are generated."""
     seed: int = 1
+    profile: str = PROFILE
+    num_callers: int = 1
+    """Who route, and do not know of each other."""
+    is_sticky: bool = False
+    """Whether a session always comes to the same caller."""
 
 
-def make_engine(kind: str) -> Callable[[], Engine]:
-    profile = load_profile(PROFILE)
+def make_engine(kind: str, profile_name: str = PROFILE) -> Callable[[], Engine]:
+    profile, kv_tokens = load_profile(profile_name), PROFILES[profile_name][0]
     if kind == "whole":
         from .whole import WholeEngine  # vLLM takes seconds to import
 
-        return lambda: WholeEngine(profile, KV_TOKENS)
-    return lambda: LeanEngine(profile, KV_TOKENS, looks_again=kind == "looks again")
+        return lambda: WholeEngine(profile, kv_tokens)
+    return lambda: LeanEngine(profile, kv_tokens, looks_again=kind != "looks once")
 
 
 def run_cell(cell: Cell, paths: Mapping[str, Path]) -> dict[str, Any]:
     """The cell and its figures. `paths` are files of traces, by load."""
-    rate = (cell.rate or RATES[cell.load]) * cell.num_replicas
+    rate = (cell.rate or RATES[cell.load]) * cell.num_replicas * PROFILES[cell.profile][1]
     files = {"path": paths[cell.load]} if cell.trace else {}
     queries = LOADS[cell.load](rate, cell.num_queries, cell.seed, **files)
-    engine = make_engine(cell.engine)
+    engine = make_engine(cell.engine, cell.profile)
+    routers = [SETS[cell.of][cell.router]() for _ in range(cell.num_callers)]
     began_s = time.process_time()
-    outcome = simulate(cell.num_replicas, engine, SETS[cell.of][cell.router](), queries, FAULTS.get(cell.fault))
+    fault = FAULTS.get(cell.fault)
+    outcome = simulate(cell.num_replicas, engine, routers, queries, fault, is_sticky=cell.is_sticky)
     return {**asdict(cell), **outcome.figures(), "cpu_s": time.process_time() - began_s}
 
 
@@ -148,18 +174,27 @@ def cells(scale: float, paths: Mapping[str, Path]) -> list[Cell]:
         for load in LOADS:
             found.append(Cell(load, 2, "routers", router, num(500)))
             found.append(Cell(load, 8, "routers", router, num(1_500)))
-        found += [Cell(load, 64, "routers", router, num(5_000)) for load in ("mooncake", "conversations", "rag")]
+        found += [Cell(load, 64, "routers", router, num(5_000)) for load in LOADS]
         found += [Cell("conversations", 8, "routers", router, num(1_500), fault) for fault in FAULTS]
         found.append(Cell("trees", 8, "routers", router, num(1_500), "killed"))
         found += [Cell("azure", 2, "routers", router, num(800), rate=rate) for rate in (1.0, 3.0)]
         found += [Cell("rag", 2, "routers", router, num(300), engine=engine) for engine in ("lean", "whole")]
         if router in ("round robin", "prefix affinity, 10", "soonest"):
-            found.append(Cell("rag", 8, "routers", router, num(1_500), engine="looks again"))
+            found.append(Cell("rag", 8, "routers", router, num(1_500), engine="looks once"))
             found += [
                 Cell(load, 2, "routers", router, num(200), engine=engine)
                 for load in ("conversations", "trees")
                 for engine in ("lean", "whole")
             ]
+    for router, num_callers in product(SEVERAL, (1, 2, 4)):
+        for load in ("conversations", "trees", "rag"):
+            found.append(Cell(load, 8, "callers", router, num(1_500), num_callers=num_callers))
+        sticky = Cell("conversations", 8, "callers", router, num(1_500), num_callers=num_callers, is_sticky=True)
+        found += [sticky] * (num_callers > 1)
+    for router, profile in product(PARAMETERS, PROFILES):
+        for load, seed in product(LOADS, SEEDS):
+            found.append(Cell(load, 8, "parameters", router, num(1_500), seed=seed, profile=profile))
+        found.append(Cell("hot document", 64, "parameters", router, num(5_000), profile=profile))
     for of in ("FlowGuard", "soonest"):
         for router in SETS[of]:
             found += [Cell(load, 8, of, router, num(1_500)) for load in ("conversations", "trees", "rag")]

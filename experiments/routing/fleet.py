@@ -101,21 +101,34 @@ class Outcome:
         }
 
 
+@dataclass(slots=True)
+class Caller:
+    """Whoever routes, and knows of no query but its own."""
+
+    router: Router
+    books: Books = field(default_factory=Books)
+
+
 class Fleet:
-    """One run: replicas, a router, and what is asked of them."""
+    """One run: replicas, routers, and what is asked of them.
+
+    With several routers each query comes to one of them at random; if that is sticky, all of a session to the same.
+    """
 
     def __init__(
         self,
         num_replicas: int,
         make_engine: Callable[[], Engine],
-        router: Router,
+        routers: Sequence[Router],
         *,
+        is_sticky: bool = False,
         seed: int = 1,
     ) -> None:
-        self._make_engine, self._router = make_engine, router
+        self._is_sticky = is_sticky
+        self._make_engine = make_engine
+        self.callers = [Caller(router) for router in routers]
         self._rng = random.Random(f"fleet {seed}")
         self._engines = {f"r{n}": make_engine() for n in range(num_replicas)}
-        self._books = Books()
         self._to_replay: set[str] = set()
         self._attempts: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._engines}
         self.outcome = Outcome(busy_s=dict.fromkeys(self._engines, 0.0))
@@ -129,7 +142,7 @@ class Fleet:
         asked = []
         for n, query in enumerate(queries):
             await asyncio.sleep(query.arrival_s - loop.time())
-            asked.append(loop.create_task(self._ask(f"q{n}", query)))
+            asked.append(loop.create_task(self._ask(f"q{n}", query, self._caller_of(query))))
         await asyncio.gather(*asked)
         for task in background:
             task.cancel()
@@ -140,14 +153,19 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------------- queries
 
-    async def _ask(self, query_id: str, query: Query) -> None:
+    def _caller_of(self, query: Query) -> Caller:
+        if len(self.callers) == 1:
+            return self.callers[0]
+        return (random.Random(query.session) if self._is_sticky else self._rng).choice(self.callers)
+
+    async def _ask(self, query_id: str, query: Query, caller: Caller) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(query.texts[0][0])
         opening = Opening(blocks(query.texts[0][1]), session=query.session)
         num_replays = 0
         while True:
-            name = self._route(query_id, opening)
-            attempt = loop.create_task(self._try(query_id, query, name, num_replays))
+            name = self._route(query_id, opening, caller)
+            attempt = loop.create_task(self._try(query_id, query, caller, name, num_replays))
             self._attempts[name].add(attempt)
             await asyncio.wait([attempt])
             self._attempts[name].discard(attempt)
@@ -160,22 +178,22 @@ class Fleet:
             self._to_replay.discard(query_id)
             num_replays += 1
             opening = Opening(self._newest(query), session=query.session)
-        self._books.ended(query_id)
+        caller.books.ended(query_id)
 
     def _newest(self, query: Query) -> tuple[int, ...]:
         """What the caller's side holds of its prompt by now."""
         now_s = asyncio.get_running_loop().time() - query.arrival_s
         return blocks([text for at_s, text in query.texts if at_s <= now_s + 1e-9][-1])
 
-    def _route(self, query_id: str, opening: Opening) -> str:
-        states = self._books.states(self._engines)
-        ranked = self._router.rank(opening, states, asyncio.get_running_loop().time())
+    def _route(self, query_id: str, opening: Opening, caller: Caller) -> str:
+        states = caller.books.states(self._engines)
+        ranked = caller.router.rank(opening, states, asyncio.get_running_loop().time())
         full = {state.id for state in states if state.num_open >= state.max_open > 1}
         name = next((name for name in ranked if name not in full), ranked[0])
-        self._books.routed(query_id, name, self._router.routed(opening, name))
+        caller.books.routed(query_id, name, caller.router.routed(opening, name))
         return name
 
-    async def _try(self, query_id: str, query: Query, name: str, num_replays: int) -> None:
+    async def _try(self, query_id: str, query: Query, caller: Caller, name: str, num_replays: int) -> None:
         loop = asyncio.get_running_loop()
         newest, now_s = self._newest(query), loop.time() - query.arrival_s
         coming = [(at_s, text) for at_s, text in query.texts if at_s > now_s + 1e-9]
@@ -188,8 +206,8 @@ class Fleet:
             async for _ in stream:
                 if first_s is None:
                     first_s = loop.time()
-                    self._books.first_token(query_id)
-                    self._router.completed(newest, name)
+                    caller.books.first_token(query_id)
+                    caller.router.completed(newest, name)
             assert first_s is not None
             end_s = loop.time()
         ttft_s = first_s - query.arrival_s - query.texts[-1][0]
@@ -208,7 +226,8 @@ class Fleet:
 
     def _reported(self, name: str, engine: Engine, report: Report) -> None:
         if self._engines.get(name) is engine:
-            self._books.reported(name, report, asyncio.get_running_loop().time())
+            for caller in self.callers:
+                caller.books.reported(name, report, asyncio.get_running_loop().time())
 
     async def _sampling(self) -> None:
         while True:
@@ -230,8 +249,9 @@ class Fleet:
             self._engines[name].slowdown = 1.0
             return
         self.outcome.busy_s[name] += self._engines.pop(name).busy_s
-        self._to_replay.update(self._books.lost(name)[0])
-        self._router.lost(name)
+        for caller in self.callers:
+            self._to_replay.update(caller.books.lost(name)[0])
+            caller.router.lost(name)
         for attempt in self._attempts[name]:
             attempt.cancel()
         await asyncio.sleep((fault.end - fault.start) * last_s)
@@ -241,14 +261,16 @@ class Fleet:
 def simulate(
     num_replicas: int,
     make_engine: Callable[[], Engine],
-    router: Router,
+    routers: Sequence[Router],
     queries: Sequence[Query],
     fault: Fault | None = None,
+    *,
+    is_sticky: bool = False,
 ) -> Outcome:
     """One run in virtual time."""
 
     async def run() -> Outcome:
-        return await Fleet(num_replicas, make_engine, router).run(queries, fault)
+        return await Fleet(num_replicas, make_engine, routers, is_sticky=is_sticky).run(queries, fault)
 
     return run_virtual(run())
 

@@ -9,7 +9,7 @@ scheduler. Prompts and all counts are in blocks of `BLOCK` tokens, answers in to
 import asyncio
 import math
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -17,13 +17,12 @@ from streamrag.core import common_prefix_len
 from streamrag.engine.costs import StepProfile
 from streamrag.routing import Report
 from streamrag.routing.prefix_index import PrefixIndex
+from streamrag.routing.speed import QUERY_TOKENS, Speed
 
 from .loads import BLOCK
 
 MOST_OPEN = 256
 """Requests that an engine runs at once."""
-LEAST_TIMED = 8
-"""Steps with fewer blocks of prompts say nothing of the speed of computing prompts."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +41,8 @@ class LeanStream:
     is_complete: bool = False
     is_running: bool = False
     num_shown: int = 0
+    waited_s: float = 0.0
+    """Its share of the time for which prompts have waited."""
     _events: "asyncio.Queue[int]" = field(default_factory=asyncio.Queue)
 
     @property
@@ -73,11 +74,11 @@ class LeanEngine:
     """One replica. To be used on a loop whose time is virtual.
 
     budget: tokens in a step.
-    looks_again: whether a stream whose prompt has grown looks for it in the prefix cache again. vLLM's scheduler and
-        ours look once, before a request has computed anything.
+    looks_again: whether a stream whose prompt has grown looks for it in the prefix cache again. vLLM's scheduler
+        looks once, before a request has computed anything; ours does so again unless `looks_up_again` is off.
     """
 
-    def __init__(self, profile: StepProfile, kv_tokens: int, *, budget: int = 8_192, looks_again: bool = False) -> None:
+    def __init__(self, profile: StepProfile, kv_tokens: int, *, budget: int = 8_192, looks_again: bool = True) -> None:
         self._profile, self._budget, self._looks_again = profile, budget // BLOCK, looks_again
         self.slowdown = 1.0
         """Every step takes so many times as long."""
@@ -94,7 +95,8 @@ class LeanEngine:
         self._step: tuple[float, float, int, list[tuple[LeanStream, int]]] | None = None
         self._end: asyncio.TimerHandle | None = None
         self._found_and_asked = [0.0, 0.0]
-        self._tokens_and_seconds = [0.0, 0.0]
+        self._speed = Speed(QUERY_TOKENS / BLOCK)
+        self._now: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
 
     # --------------------------------------------------------------------------------------------------- for clients
 
@@ -130,21 +132,22 @@ class LeanEngine:
 
     def report(self) -> Report:
         found, asked = self._found_and_asked
-        tokens, seconds = self._tokens_and_seconds
         return Report(
             max_open=MOST_OPEN,
             kv_usage=min((len(self._users) + self._num_private) / self._num_blocks, 1.0),
             cache_hit_rate=found / asked if asked else 0.0,
             queued_tokens=sum(stream.num_left for streams in (self._waiting, self._running) for stream in streams),
             num_kv_tokens=self._num_blocks,
-            tokens_per_s=tokens / seconds if seconds else 0.0,
+            tokens_per_s=self._speed.tokens_per_s(self._now()),
         )
 
     # --------------------------------------------------------------------------------------------------------- steps
 
     def _go_on(self) -> None:
         """Something has come in or gone."""
-        now_s = asyncio.get_running_loop().time()
+        self._now = asyncio.get_running_loop().time
+        now_s = self._now()
+        self._note_queue(now_s)
         if self._step is None:
             self._begin(now_s)
             return
@@ -178,20 +181,26 @@ class LeanEngine:
         _, step_s, num_steps, parts = self._step
         self.busy_s += step_s * num_steps
         self.num_steps += num_steps
-        num_prefilled = sum(num for _, num in parts)
-        if num_prefilled >= LEAST_TIMED:
-            tokens, seconds = self._tokens_and_seconds
-            self._tokens_and_seconds = [0.9 * tokens + num_prefilled, 0.9 * seconds + step_s]
+        now_s = asyncio.get_running_loop().time()
         for stream, num in parts:
             if not stream.is_running:
                 continue  # it was aborted
             stream.num_computed += stream.num_in_flight
             stream.num_in_flight = 0
+            if num and not stream.num_left:
+                stream.waited_s += self._speed.computed(now_s)
             if stream.is_decoding:
+                if not stream.num_shown:
+                    self._speed.add(stream.num_spent, stream.waited_s, now_s)
                 stream.show(1 if num else num_steps)
             if stream.num_shown == stream.num_output:
                 self._finish(stream)
-        self._begin(asyncio.get_running_loop().time())
+        self._note_queue(now_s)
+        self._begin(now_s)
+
+    def _note_queue(self, now_s: float) -> None:
+        is_waiting = any(stream.num_left for streams in (self._waiting, self._running) for stream in streams)
+        self._speed.waiting(is_waiting, now_s)
 
     def _plan(self, budget: int) -> list[tuple[LeanStream, int]]:
         parts = []

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -82,13 +82,14 @@ def zipf(rng: random.Random, num: int, exponent: float) -> Callable[[], int]:
 def mooncake(rate: float, num: int, seed: int, path: Path | None = None) -> list[Query]:
     """Conversations, in blocks of 512 tokens. Without a file they are generated in the likeness of Mooncake's.
 
-    A file's arrivals are sped up or slowed down to `rate`.
+    A file's arrivals are sped up or slowed down to `rate`; another seed takes other rows of it.
     """
     if path is None:
         return _like_mooncake(rate, num, random.Random(f"mooncake {seed}"))
     with path.open() as lines:
-        rows = [json.loads(line) for _, line in zip(range(num), lines, strict=False)]
-    stretch = len(rows) / rate / max(rows[-1]["timestamp"], 1)
+        rows = [json.loads(line) for line in islice(lines, (seed - 1) * num, seed * num)]
+    first = rows[0]["timestamp"]
+    stretch = len(rows) / rate / max(rows[-1]["timestamp"] - first, 1)
     named = Pieces()
     queries: list[Query] = []
     for row in rows:
@@ -96,7 +97,7 @@ def mooncake(rate: float, num: int, seed: int, path: Path | None = None) -> list
         whole = [named(number, 512) for number in row["hash_ids"][: row["input_length"] // 512]]
         rest = row["input_length"] - 512 * len(whole)
         text = (*whole, named(f"rest {len(queries)}", rest)) if rest > 0 else tuple(whole)
-        queries.append(Query(row["timestamp"] * stretch, ((0.0, text),), max(row["output_length"], 2)))
+        queries.append(Query((row["timestamp"] - first) * stretch, ((0.0, text),), max(row["output_length"], 2)))
     return queries
 
 
@@ -133,7 +134,7 @@ def azure(rate: float, num: int, seed: int, path: Path | None = None) -> list[Qu
         ]
     else:
         with path.open(newline="") as lines:
-            read = [row for _, row in zip(range(num), csv.DictReader(lines), strict=False)]
+            read = list(islice(csv.DictReader(lines), (seed - 1) * num, seed * num))
         times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in read]
         stretch = len(read) / rate / (times[-1] - times[0])
         rows = [

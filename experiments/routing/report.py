@@ -11,7 +11,7 @@ from rich.table import Table
 from streamrag.bench.report_canvas import make_panels, plain_log_ticks
 from streamrag.files import write_whole
 
-from .cells import FLOWGUARD_WITHOUT, ROUTERS, SOONEST_WITHOUT
+from .cells import FLOWGUARD_WITHOUT, PARAMETERS, PROFILES, ROUTERS, SOONEST_WITHOUT
 from .loads import LOADS
 
 Rows = Sequence[dict[str, Any]]
@@ -47,12 +47,40 @@ def show(rows: Rows, console: Console) -> None:
             _table(
                 console, chosen(rows, of=of, fault=fault), f"8 replicas{', one slow' if fault else ''}", tuple(names)
             )
-    _table(console, chosen(rows, engine="looks again"), "8 replicas, if streams looked into the prefix cache again")
+    _table(
+        console,
+        chosen(rows, engine="looks once"),
+        "8 replicas, if streams looked into the prefix cache once, as vLLM's requests do",
+    )
     for engine in ("lean", "whole"):
         checked = [row for row in rows if row["engine"] == engine and _is_check(rows, row)]
         _table(console, checked, f"2 replicas, fewer queries, {engine} engine")
+    _parameters(console, rows)
     for rate in (1.0, 3.0):
         _table(console, chosen(rows, rate=rate), f"2 replicas, {rate:g} chats a second and replica")
+
+
+def _parameters(console: Console, rows: Rows) -> None:
+    """Mean TTFT with other parameters, as a share of that with ours: over seeds the mean, the least and the most."""
+    for profile in PROFILES:
+        there = chosen(rows, of="parameters", profile=profile)
+        if not there:
+            continue
+        table = Table(title=f"soonest, {profile}: mean TTFT against the default's", title_justify="left")
+        columns = [(load, num) for load in LOADS for num in (8, 64) if chosen(there, load=load, num_replicas=num)]
+        for name in ("parameter", *(f"{load}, {num}" for load, num in columns)):
+            table.add_column(name, justify="right")
+        for router in PARAMETERS:
+            cells = []
+            for load, num in columns:
+                usual, other = (
+                    {row["seed"]: row["mean_s"] for row in chosen(there, load=load, num_replicas=num, router=name)}
+                    for name in ("soonest", router)
+                )
+                shares = [other[seed] / usual[seed] for seed in usual if seed in other]
+                cells.append(f"{sum(shares) / len(shares):.2f} ({min(shares):.2f}-{max(shares):.2f})")
+            table.add_row(router, *cells)
+        console.print(table)
 
 
 def _most_queries(rows: Rows) -> int:

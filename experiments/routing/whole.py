@@ -12,8 +12,11 @@ from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.costs import StepProfile
 from streamrag.routing import Report
 
-from .lean import LEAST_TIMED, MOST_OPEN
+from .lean import MOST_OPEN
 from .loads import BLOCK
+
+LEAST_TIMED = 8
+"""Steps with fewer blocks of prompts say nothing of the speed of computing prompts."""
 
 
 class WholeStream:

@@ -26,6 +26,9 @@ class Remembering:
         return len(opening.token_ids) - num_found
 
     def completed(self, token_ids: Sequence[int], replica_id: str) -> None:
+        self.prefilled(token_ids, replica_id)
+
+    def prefilled(self, token_ids: Sequence[int], replica_id: str) -> None:
         self._index.hold(self._index.keys(token_ids), replica_id)
 
     def lost(self, replica_id: str) -> None:

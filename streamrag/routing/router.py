@@ -56,5 +56,8 @@ class Router(Protocol):
     def completed(self, token_ids: Sequence[int], replica_id: str) -> None:
         """This complete prompt has been computed there, so its KV lies there for a while."""
 
+    def prefilled(self, token_ids: Sequence[int], replica_id: str) -> None:
+        """This prompt has been computed there, is not complete, and is kept for others that begin like it."""
+
     def lost(self, replica_id: str) -> None:
         """That replica is gone, or has started afresh: nothing lies there any more."""

@@ -21,6 +21,9 @@ class Forgetful:
     def completed(self, token_ids: Sequence[int], replica_id: str) -> None:
         """Nothing is remembered."""
 
+    def prefilled(self, token_ids: Sequence[int], replica_id: str) -> None:
+        """Nothing is remembered."""
+
     def lost(self, replica_id: str) -> None:
         """Nothing is remembered."""
 

@@ -50,7 +50,6 @@ class RayBackend:
     make_tokenizer: makes the model's tokenizer, in a thread of this process.
     router: who chooses the replica of a query.
     max_replays: most times that a query that has shown nothing is opened again because its replica was lost.
-    get_session: names the session of the query that asks, if there is one.
     """
 
     def __init__(
@@ -60,11 +59,10 @@ class RayBackend:
         make_tokenizer: Callable[[], Tokenizer],
         router: Router,
         max_replays: int = 3,
-        get_session: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._cluster = cluster
         self._make_tokenizer = make_tokenizer
-        self._choosing = Choosing(router, clock=monotonic, get_session=get_session)
+        self._choosing = Choosing(router, clock=monotonic)
         self._max_replays = max_replays
         self._replaying: Replaying | None = None
         self._touching: asyncio.Task[None] | None = None

@@ -4,13 +4,14 @@ Whoever opens a stream gives it a ticket; the code that sends it asks the ticket
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
 
 from streamrag.clock import Clock
 from streamrag.core import Prompt
+from streamrag.propagation import conversation
 from streamrag.routing import Books, Opening, Report, Router
 
 REPORTED = tuple(field.name for field in fields(Report))
@@ -28,18 +29,14 @@ class Candidate:
 
 
 class Choosing:
-    """A router and its books; everything may be called from any thread.
+    """A router and its books; everything may be called from any thread."""
 
-    get_session: names the session of the query that asks, if there is one.
-    """
-
-    def __init__(self, router: Router, *, clock: Clock, get_session: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(self, router: Router, *, clock: Clock) -> None:
         self._router = router
         self._clock = clock
-        self._get_session = get_session
         self._books = Books()
-        self._where: dict[str, str] = {}
-        """The replica of each stream."""
+        self._where: dict[str, str | None] = {}
+        """The replica of each open stream; None until it has one."""
         self._told_s: dict[str, Any] = {}
         """By each replica that is there, when it told what the books have of it, on its own clock."""
         self._dead: set[str] = set()
@@ -47,8 +44,10 @@ class Choosing:
         self._lock = threading.Lock()
 
     def ticket(self, stream_id: str, first: Prompt) -> "Ticket":
-        """For a stream that is about to be opened."""
-        return Ticket(self, stream_id, Opening(first.token_ids, first.source_name, self._get_session()))
+        """For a stream that is about to be opened; to be made in its query's own task. It is open until `ended`."""
+        with self._lock:
+            self._where[stream_id] = None
+        return Ticket(self, stream_id, Opening(first.token_ids, first.source_name, conversation.get()))
 
     def rank(self, stream_id: str, opening: Opening, candidates: Sequence[Candidate]) -> list[str]:
         """Ids of the replicas that it may go to, best first; none while all have as many streams as they take."""
@@ -57,14 +56,14 @@ class Choosing:
             states = self._books.states(each.id for each in candidates if each.id not in self._dead)
             free = [state for state in states if state.num_open < state.max_open]
             ranked = self._router.rank(opening, free, self._clock())
-            if ranked:  # counted at once: others are routed before it has arrived
+            if ranked and stream_id in self._where:  # counted at once: others are routed before it has arrived
                 self._route(stream_id, opening, ranked[0])
             return ranked
 
     def went_to(self, stream_id: str, opening: Opening, replica_id: str) -> None:
         """Where it is now: not always the best, which may have had no room."""
         with self._lock:
-            if self._where.get(stream_id, replica_id) != replica_id:
+            if self._where.get(stream_id, replica_id) != replica_id:  # it may have ended meanwhile
                 self._route(stream_id, opening, replica_id)
 
     def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str) -> None:
@@ -74,10 +73,17 @@ class Choosing:
             if replica_id in self._told_s:
                 self._router.completed(token_ids, replica_id)
 
+    def prefilled(self, stream_id: str, token_ids: Sequence[int], replica_id: str) -> None:
+        """This prompt, which is kept there for others, is computed; the stream waits for more of it."""
+        with self._lock:
+            self._books.first_token(stream_id)
+            if replica_id in self._told_s:
+                self._router.prefilled(token_ids, replica_id)
+
     def in_use(self) -> set[str]:
         """Replicas that have streams of ours."""
         with self._lock:
-            return set(self._where.values())
+            return {replica_id for replica_id in self._where.values() if replica_id is not None}
 
     def ended(self, stream_id: str) -> None:
         """It has its answer, failed, or was given up."""
@@ -103,11 +109,9 @@ class Choosing:
             told_s = each.stats.get("told_s")
             if each.id not in self._told_s or told_s != self._told_s[each.id]:
                 self._told_s[each.id] = told_s
-                if told_s is None:
-                    self._books.reported(each.id, Report(max_open=each.max_open), -inf)
-                else:
-                    report = Report(**{name: each.stats[name] for name in REPORTED})
-                    self._books.reported(each.id, report, self._clock())
+                told = {name: each.stats[name] for name in REPORTED if name in each.stats}  # versions may differ
+                report = Report(**{"max_open": each.max_open, **told})
+                self._books.reported(each.id, report, -inf if told_s is None else self._clock())
 
     def _forget(self, replica_ids: Iterable[str]) -> None:
         for replica_id in replica_ids:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 from ray.serve.handle import DeploymentHandle
 
 from streamrag.core import Progress
@@ -18,8 +18,14 @@ from streamrag.errors import BackendError, ConfigurationError
 from streamrag.kinds import message_of
 from streamrag.tasks import run_regardless
 
+log = logging.getLogger("streamrag.ray")
+
 OBJECT_STORE_BYTES = 100 << 20
 """For a cluster of this machine's own: what travels is small. Ray would take a third of the memory."""
+
+LEAVE_S = 60.0
+"""Longest that leaving takes. Ray may wait for ever, if it is stopped while it deploys; what was started here is then
+killed, which ends that wait too."""
 
 LOOPBACK = "127.0.0.1"
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -64,6 +70,8 @@ class Cluster:
         self._num_cpus = num_cpus
         self._thread: ThreadPoolExecutor | None = None
         """Lives as long as the cluster: the kernel ends Ray's processes with the thread that started them."""
+        self._started: list[Any] = []
+        """Processes of Ray's own that were started here, as Popen knows them."""
         self._has_connected = False
         self._has_deployed = False
 
@@ -100,8 +108,16 @@ class Cluster:
     async def _leave(self) -> None:
         thread = self._thread
         assert thread is not None
+        closing = asyncio.ensure_future(self._in_thread(self._close))
         try:
-            await self._in_thread(self._close)
+            done, _ = await asyncio.wait([closing], timeout=LEAVE_S)
+            if done:
+                closing.result()
+                return
+            log.warning("Ray has not been left within %g s: its processes are killed", LEAVE_S)
+            closing.add_done_callback(lambda each: each.cancelled() or each.exception())  # nobody waits for it
+            for process in self._started:
+                process.kill()
         finally:
             self._thread = None
             thread.shutdown(wait=False)
@@ -129,6 +145,9 @@ class Cluster:
         except Exception as error:  # bare, where a node takes longer than half a minute to start
             raise BackendError(f"Ray cannot be started: {message_of(error)}") from error
         self._has_connected = True
+        if self._address is None:
+            there = worker._global_node.all_processes.values()
+            self._started = [each.process for infos in there for each in infos]
 
     def _deploy(self) -> DeploymentHandle:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it tells of each call to a replica that has died

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, TaskCancelledError
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -61,7 +61,7 @@ def translated() -> Iterator[None]:
     """
     try:
         yield
-    except (RayActorError, TaskCancelledError) as error:  # it died, is out of reach, or is being stopped
+    except (RayActorError, NodeDiedError, ObjectLostError, TaskCancelledError) as error:  # or is being stopped
         raise ReplicaLostError(_first_line(error)) from None
     except (RayError, RayServeException) as error:
         raise BackendError(f"a replica failed: {_first_line(error)}") from error

@@ -14,10 +14,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from streamrag.backends.ray.choosing import Choosing
+from streamrag.backends.ray.choosing import Choosing, Ticket
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
-from streamrag.core import AnswerChunk, BackendEvent, Prompt, SamplingParams, common_prefix_len
+from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, EngineDeadError
+from streamrag.kinds import kind_of
 from streamrag.tasks import cancel_regardless
 
 NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
@@ -136,7 +137,9 @@ class Replaying:
 
     async def touch(self) -> None:
         """Tell the replicas in use that this caller lives."""
-        told = [self._replicas.touch(each, self._caller_id) for each in self._choosing.in_use()]
+        told = [  # one that hangs does not keep the others from being told
+            asyncio.wait_for(self._replicas.touch(each, self._caller_id), TOUCH_S) for each in self._choosing.in_use()
+        ]
         await asyncio.gather(*told, return_exceptions=True)  # who reads a stream there hears of one that is lost
 
     async def touch_forever(self) -> None:
@@ -167,6 +170,8 @@ class Replaying:
                                     is_finished = True
                                     self.counts.num_answered += 1
                             yield event
+                    if not is_finished:
+                        raise ReplicaLostError("its stream ended without the end of an answer")
                     return
                 except ReplicaLostError as error:
                     if is_finished:
@@ -231,16 +236,17 @@ class _Stream:
                     batch = reading.result()
                     if batch is None:
                         return
-                    for event in batch:
-                        for shown in self._follow(event):
+                    for event in batch if isinstance(batch, tuple) else (batch,):
+                        for shown in self._follow(event, ticket):
                             yield shown
             finally:
+                self._choosing.ended(self._id)  # first: what follows raises if somebody cancels meanwhile
                 await cancel_regardless([pushing] if reading is None else [pushing, reading])
-                self._choosing.ended(self._id)
 
-    def _follow(self, event: WireEvent) -> tuple[BackendEvent, ...]:
+    def _follow(self, event: WireEvent, ticket: Ticket) -> tuple[BackendEvent, ...]:
         match event:
-            case Opened(replica_id):
+            case Opened(replica_id) if not self._replica_id.done():
+                ticket.went_to(replica_id)  # not always the best, which may have had no room
                 self._replica_id.set_result(replica_id)
             case Refused():
                 self.is_refused = True
@@ -250,14 +256,23 @@ class _Stream:
                     self._choosing.died(self._replica_id.result())
                     raise ReplicaLostError(str(error))
                 raise error
-            case AnswerChunk():
+            case AnswerChunk() if self._replica_id.done():
                 if not self._has_shown and self._newest.prompt is not None:
                     self._has_shown = True
                     self._choosing.computed(self._id, self._newest.prompt.token_ids, self._replica_id.result())
                 return (event,)
-            case _:
+            case Prefilled(num_tokens) if self._replica_id.done():
+                self._note_prefilled(num_tokens)
                 return (event,)
+            case _:
+                raise BackendError(f"a replica sent {kind_of(event)} here: have all nodes the same streamrag?")
         return ()
+
+    def _note_prefilled(self, num_tokens: int) -> None:
+        """A session's data are kept computed for its questions, which should find them. The last token is left."""
+        prompt = self._newest.prompt
+        if prompt is not None and prompt.request_class == "stream" and num_tokens >= len(prompt.token_ids) - 1:
+            self._choosing.prefilled(self._id, prompt.token_ids, self._replica_id.result())
 
     async def _push(self, sent: Prompt, number: int) -> None:
         """Send each prompt that comes; those that come while one is on its way are joined into the next."""

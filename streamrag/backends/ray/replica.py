@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
@@ -11,6 +11,7 @@ from streamrag.clock import Clock, monotonic
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Prefilled, Prompt, Startable
 from streamrag.errors import EngineDeadError, StreamRagError
 from streamrag.routing import Report
+from streamrag.routing.speed import Speed
 from streamrag.tasks import cancel_regardless
 
 MakeBackend: TypeAlias = Callable[[], Backend]
@@ -64,7 +65,7 @@ class PromptFeed:
             await self._is_new.wait()
             self._is_new.clear()
             prompt, num_shared = self._newest, self._num_shared
-            yield Prompt(prompt.token_ids, num_shared, prompt.is_complete, prompt.hint, prompt.source_name)
+            yield replace(prompt, num_shared=num_shared)
             if prompt.is_complete:
                 return
 
@@ -74,8 +75,20 @@ class _Stream:
     feed: PromptFeed
     caller_id: str
     num_prefilled: int = 0
+    waited_s: float = 0.0
+    """Its share of the time for which prompts have waited."""
+    has_shown: bool = False
     is_abandoned: bool = False
     has_more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return max(self.feed.num_tokens - self.num_prefilled, 0)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Engines leave the last token of a prompt to its answer, which may be far away."""
+        return self.num_queued_tokens > 1
 
     def abandon(self) -> None:
         self.is_abandoned = True
@@ -98,7 +111,7 @@ class EngineReplica:
         self._heard_s: dict[str, float] = {}
         """When callers that have streams here were heard of last."""
         self._hit_rate = 0.0
-        self._tokens_per_s = 0.0
+        self._speed = Speed()
         self._why_dead: str | None = None
 
     # ------------------------------------------------------------------------------------------- starting and stopping
@@ -130,6 +143,7 @@ class EngineReplica:
             return
         stream = _Stream(PromptFeed(call.first), call.caller_id)
         self._streams[call.stream_id] = stream
+        self._note_queue()
         self.touch(call.caller_id)
         try:
             yield (Opened(self._replica_id),)
@@ -147,6 +161,7 @@ class EngineReplica:
             yield (Failed.of(error),)
         finally:
             del self._streams[call.stream_id]
+            self._note_queue()
 
     def update(self, stream_id: str, delta: Delta) -> bool:
         """A stream's next prompt; whether that stream is here."""
@@ -155,6 +170,7 @@ class EngineReplica:
             return False
         stream.feed.take(delta)
         stream.num_prefilled = min(stream.num_prefilled, delta.num_shared)
+        self._note_queue()
         return True
 
     def touch(self, caller_id: str) -> None:
@@ -174,20 +190,29 @@ class EngineReplica:
         async for event in events:
             if isinstance(event, Prefilled):
                 stream.num_prefilled = event.num_tokens
+                self._note_computed(stream)
             else:
-                stream.num_prefilled = stream.feed.num_tokens
-                self._note_record(event)
+                self._note_answer(stream, event)
             yield event
 
-    def _note_record(self, event: AnswerChunk) -> None:
+    def _note_answer(self, stream: _Stream, event: AnswerChunk) -> None:
+        if not stream.has_shown:
+            stream.has_shown = True
+            stream.num_prefilled = stream.feed.num_tokens
+            self._note_computed(stream)
         record = event.record
-        if record is None or not record.num_prompt_tokens:
-            return
-        found = record.num_from_cache / record.num_prompt_tokens
-        self._hit_rate = KEPT * self._hit_rate + (1 - KEPT) * found
-        if record.last_kv_s is not None and record.scheduled_s is not None and record.num_computed:
-            speed = record.num_computed / max(record.last_kv_s - record.scheduled_s, 1e-3)
-            self._tokens_per_s = KEPT * self._tokens_per_s + (1 - KEPT) * speed if self._tokens_per_s else speed
+        if record is not None and record.num_prompt_tokens:
+            found = record.num_from_cache / record.num_prompt_tokens
+            self._hit_rate = KEPT * self._hit_rate + (1 - KEPT) * found
+            self._speed.add(record.num_computed, stream.waited_s, self._clock())
+
+    def _note_computed(self, stream: _Stream) -> None:
+        if not stream.is_waiting:
+            stream.waited_s += self._speed.computed(self._clock())
+        self._note_queue()
+
+    def _note_queue(self) -> None:
+        self._speed.waiting(any(stream.is_waiting for stream in self._streams.values()), self._clock())
 
     # ---------------------------------------------------------------------------------------------- what it says of it
 
@@ -204,7 +229,7 @@ class EngineReplica:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens of prompts that are not known to be computed."""
-        return sum(max(each.feed.num_tokens - each.num_prefilled, 0) for each in self._streams.values())
+        return sum(each.num_queued_tokens for each in self._streams.values())
 
     def report(self) -> Report:
         """What routers are told, every half second or so."""
@@ -217,7 +242,7 @@ class EngineReplica:
             cache_hit_rate=self._hit_rate,
             queued_tokens=self.num_queued_tokens,
             num_kv_tokens=num_kv_tokens,
-            tokens_per_s=self._tokens_per_s,
+            tokens_per_s=self._speed.tokens_per_s(self._clock()),
         )
 
     def stats(self) -> dict[str, Any]:

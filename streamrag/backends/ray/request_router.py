@@ -3,10 +3,14 @@
 Ray sends this module by value, so it holds nothing that must be one for all.
 """
 
-from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+import logging
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from streamrag.backends.ray.choosing import Candidate
 from streamrag.backends.ray.wire import Open
+
+log = logging.getLogger("streamrag.ray")
 
 CALLS_PER_STREAM = 2
 """Most calls that a stream has with its replica at once: itself, and one update."""
@@ -29,13 +33,10 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
                     Candidate(name, replica.max_ongoing_requests // CALLS_PER_STREAM, replica.routing_stats)
                     for name, replica in by_id.items()
                 ]
-                return [[by_id[name]] for name in ticket.rank(candidates)]
+                try:
+                    return [[by_id[name]] for name in ticket.rank(candidates)]
+                except Exception:  # Ray would log it too, and the query wait for ever
+                    log.exception("the router failed: a query goes to any replica")
             case [str(name), *_] if name in by_id:
                 return [[by_id[name]]]
         return [candidate_replicas]  # of an update to a replica that is gone, any other one says so
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """It may have gone to another one than the best, if that had no room."""
-        match pending_request.args:
-            case [Open(ticket=ticket), *_] if ticket is not None:
-                ticket.went_to(replica_id.unique_id)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from streamrag.core import BackendEvent, Hint, Prompt, SamplingParams
+from streamrag.core import BackendEvent, Hint, Prompt, RequestClass, SamplingParams
 from streamrag.errors import BackendError, MissingDependencyError, StreamRagError
 from streamrag.kinds import message_of
 
@@ -31,18 +31,21 @@ class Delta:
     is_complete: bool
     hint: Hint | None = None
     source_name: str = ""
+    request_class: RequestClass = "pool"
 
     @classmethod
     def of(cls, prompt: Prompt, *, number: int, num_shared: int) -> "Delta":
         tail = array("I", prompt.token_ids[num_shared:]).tobytes()
-        return cls(number, num_shared, tail, prompt.is_complete, prompt.hint, prompt.source_name)
+        told = prompt.is_complete, prompt.hint, prompt.source_name, prompt.request_class
+        return cls(number, num_shared, tail, *told)
 
     def after(self, token_ids: tuple[int, ...]) -> Prompt:
         """The prompt, where the last one had `token_ids`."""
         tail = array("I")
         tail.frombytes(self.tail)
         whole = (*token_ids[: self.num_shared], *tail)
-        return Prompt(whole, self.num_shared, self.is_complete, self.hint, self.source_name)
+        told = self.is_complete, self.hint, self.source_name, self.request_class
+        return Prompt(whole, self.num_shared, *told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ class Fewest:
     def completed(self, token_ids: Sequence[int], replica_id: str) -> None:
         self.computed.append((tuple(token_ids), replica_id))
 
+    def prefilled(self, token_ids: Sequence[int], replica_id: str) -> None:
+        """Nothing is kept of it."""
+
     def lost(self, replica_id: str) -> None:
         self.gone.append(replica_id)
 

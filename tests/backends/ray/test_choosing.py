@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -15,11 +16,15 @@ from ray.serve.config import AutoscalingContext
 from streamrag.backends.ray.choosing import Candidate, Choosing
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica
+from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.ray.scaling import QUEUED_TOKENS, QueuedTokensPolicy
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
 from streamrag.errors import ConfigurationError, PromptTooLongError
+from streamrag.propagation import conversation
+from streamrag.records import RequestRecord
 from streamrag.routing import Opening, ReplicaState
+from streamrag.routing.speed import LASTS_S, QUERY_TOKENS
 from streamrag.scripted import ScriptedBackend
 
 FIRST = Prompt((1, 2, 3), 0, is_complete=False, source_name="search")
@@ -40,7 +45,8 @@ class Seeing(Fewest):
 def test_a_router_is_told_what_replicas_told_when_it_was_heard_and_what_is_open_there_now() -> None:
     now_s = 5.0
     router = Seeing()
-    choosing = Choosing(router, clock=lambda: now_s, get_session=lambda: "of alice")
+    choosing = Choosing(router, clock=lambda: now_s)
+    conversation.set("of alice")
     there = [Candidate("a", 3, {}), Candidate("b", 3, {**STATS, "told_s": 77.0})]
     assert choosing.ticket("1", FIRST).rank(there) == ["a", "b"]
     assert router.opening == Opening(FIRST.token_ids, "search", "of alice")
@@ -70,6 +76,47 @@ def test_full_replicas_are_left_out_and_a_stream_counts_where_it_went() -> None:
     assert choosing.ticket("3", FIRST).rank(there) == ["b"]
     choosing.computed("2", (1, 2, 3, 4), "a")
     assert router.computed == [((1, 2, 3, 4), "a")]
+
+
+def test_a_stream_that_is_ranked_once_more_after_it_has_ended_counts_nowhere() -> None:
+    """Ray's router has a thread of its own, and asks again until it hears that nobody waits."""
+    choosing = Choosing(Fewest(), clock=lambda: 0.0)
+    there = [Candidate("a", 1, {})]
+    ticket = choosing.ticket("1", FIRST)
+    assert ticket.rank(there) == ["a"]
+    choosing.ended("1")
+    assert ticket.rank(there) == ["a"]
+    ticket.went_to("a")
+    assert choosing.in_use() == set()
+    assert choosing.ticket("2", FIRST).rank(there) == ["a"]
+
+
+def test_a_replica_of_another_version_may_tell_less_or_more() -> None:
+    router = Seeing()
+    told = {"cache_hit_rate": 0.5, "num_wings": 2, "told_s": 1.0}
+    Choosing(router, clock=lambda: 0.0).ticket("1", FIRST).rank([Candidate("a", 3, told)])
+    assert router.states == [ReplicaState("a", max_open=3, cache_hit_rate=0.5, measured_s=0.0)]
+
+
+async def test_a_router_that_fails_does_not_hold_up_queries(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Fewest):
+        def rank(self, opening, replicas, now_s):  # type: ignore[no-untyped-def, override]
+            raise ZeroDivisionError
+
+    replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"), max_ongoing_requests=6, routing_stats={})
+    ticket = Choosing(Failing(), clock=lambda: 0.0).ticket("1", FIRST)
+    call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me", ticket)
+    pending = SimpleNamespace(args=[call], routing_context=SimpleNamespace())
+    assert await StreamRouter.choose_replicas(None, [replica], pending) == [[replica]]
+    assert pending.routing_context.should_backoff
+    assert "goes to any replica" in caplog.text
+
+
+def test_a_stream_that_another_router_has_sent_counts_where_it_is() -> None:
+    choosing = Choosing(Fewest(), clock=lambda: 0.0)
+    choosing.ticket("1", FIRST).went_to("a")
+    assert choosing.in_use() == {"a"}
+    assert choosing.ticket("2", FIRST).rank([Candidate("a", 1, {}), Candidate("b", 1, {})]) == ["b"]
 
 
 def test_what_lay_in_a_replica_that_is_gone_or_dead_is_forgotten() -> None:
@@ -108,6 +155,35 @@ async def test_a_replica_tells_what_waits_in_it_and_refuses_what_it_has_no_room_
     assert "".join(event.text for event in events if isinstance(event, AnswerChunk)) == "An answer."
     assert (replica.num_open, replica.facts().model_name) == (0, "scripted")
     await replica.aclose()
+
+
+async def test_a_replica_s_speed_is_what_it_computed_while_prompts_waited_there() -> None:
+    """Whoever waits for retrieval, and what lies in the cache, does not make it slow."""
+    now_s = 0.0
+
+    class Timed(ScriptedBackend):
+        async def generate(self, prompts, params):  # type: ignore[no-untyped-def, override]
+            nonlocal now_s
+            async for prompt in prompts:
+                now_s += 0.5
+                yield Prefilled(len(prompt.token_ids))
+            yield AnswerChunk("a", (1,))
+            now_s += 5
+            record = RequestRecord("1", "finished", True, 0, 0, 0, 0, 0, 0, 1_616, 2, 616, 0, 0, 1_000)
+            yield AnswerChunk("b", (2,), "stop", record=record)
+
+    replica = EngineReplica(Timed, max_open=9, replica_id="a", clock=lambda: now_s)
+    call = Open("1", Delta.of(Prompt((1,) * 800, 0, is_complete=False), number=1, num_shared=0), SamplingParams(), "me")
+    async with aclosing(replica.generate(call)) as batches:
+        assert [await anext(batches), await anext(batches)] == [(Opened("a"),), (Prefilled(800),)]
+        assert replica.report().tokens_per_s == 0
+        now_s += 100
+        replica.update("1", Delta.of(Prompt((1,) * 1_616, 800, is_complete=True), number=2, num_shared=800))
+        async for _ in batches:
+            pass
+    assert replica.report().tokens_per_s == 616 + QUERY_TOKENS
+    now_s += LASTS_S
+    assert replica.report().tokens_per_s == 0
 
 
 async def test_an_engine_s_error_is_the_last_thing_that_a_replica_says_of_a_stream() -> None:

@@ -6,7 +6,9 @@ import anyio
 import pytest
 from in_process import Fewest, InProcess, after, answer, growing, replaying
 
-from streamrag.core import BackendEvent, Prefilled, Prompt
+from streamrag.backends.ray.choosing import Candidate
+from streamrag.backends.ray.wire import Opened
+from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
 from streamrag.errors import BackendError, EngineDeadError, PromptTooLongError, SourceError
 from streamrag.scripted import ScriptedBackend
 
@@ -15,6 +17,11 @@ async def settled() -> None:
     """Let everything that can run do so."""
     for _ in range(50):
         await asyncio.sleep(0)
+
+
+def all_tasks() -> list[asyncio.Task[object]]:
+    """But this test's."""
+    return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
 async def test_a_query_is_routed_once_and_all_its_prompts_go_there() -> None:
@@ -84,6 +91,61 @@ async def test_a_query_whose_engine_died_is_replayed_and_nothing_goes_to_that_re
     with pytest.raises(EngineDeadError, match="out of memory"):
         replicas.replicas["a"].check_health()
     replicas.replicas["b"].check_health()
+
+
+async def test_a_stream_that_a_replica_ends_by_itself_is_replayed_or_is_an_error() -> None:
+    """As it does where the caller was not heard of for too long: a laptop that slept, say."""
+    a = ScriptedBackend(hold=anyio.Event())
+    replicas = InProcess({"a": a})
+    streams = replaying(replicas)
+    asking = asyncio.create_task(answer(streams, after(growing("Why?"))))
+    await settled()
+    for stream in replicas.replicas["a"]._streams.values():
+        stream.abandon()
+    a._hold = None
+    assert await asking == "An answer."
+    assert (streams.counts.num_replayed, a.num_requests) == (1, 0)
+
+    replicas = InProcess({"a": ScriptedBackend(is_endless=True)})
+    streams = replaying(replicas)
+    asking = asyncio.create_task(answer(streams, after(growing("Why?"))))
+    await settled()
+    for stream in replicas.replicas["a"]._streams.values():
+        stream.abandon()
+    with pytest.raises(BackendError, match=r"were shown: ask again \(its stream ended without the end of an answer"):
+        await asking
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ([(AnswerChunk("a", (1,)),)], "an AnswerChunk"),
+        ([(Prefilled(3),)], "a Prefilled"),
+        ([(Opened("a"),), (Opened("b"),)], "an Opened"),
+        ([(Opened("a"),), ("An answer.",)], "a str"),
+        ([(Opened("a"),), 42], "an int"),
+        ([None], "lost, one after another"),
+    ],
+)
+async def test_what_no_replica_sends_ends_the_query(sent: list[object], said: str) -> None:
+    replicas, router = InProcess({"a": ScriptedBackend()}), Fewest()
+    is_closed = []
+
+    async def garbled(call):  # type: ignore[no-untyped-def]
+        call.ticket.rank([Candidate("a", 8, {})])
+        try:
+            for batch in sent:
+                yield batch
+        finally:
+            is_closed.append(True)
+
+    replicas.open = garbled  # type: ignore[method-assign]
+    streams = replaying(replicas, router)
+    with pytest.raises(BackendError, match=said):
+        await answer(streams, after(growing("Why", "Why?"), asyncio.Event()))
+    assert len(is_closed) == 1 + streams.counts.num_replayed
+    assert streams._choosing.in_use() == set()
+    assert all_tasks() == []
 
 
 async def test_a_query_that_has_shown_tokens_ends_with_an_error_that_says_so() -> None:
@@ -170,8 +232,32 @@ async def test_walking_away_leaves_nothing_behind(stage: str) -> None:
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert replicas.replicas["a"].num_open == a.num_requests == 0
-    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    assert left == []
+    assert all_tasks() == []
+
+
+async def test_whoever_walks_away_while_a_query_is_replayed_leaves_nothing_behind_wherever_it_is() -> None:
+    """Cancelled after one step of the loop, after two, and so on, until the answer is there."""
+    num_steps, is_answered = 0, False
+    while not is_answered:
+        engines = {name: ScriptedBackend(hold=None if name == "b" else anyio.Event()) for name in "ab"}
+        replicas, second = InProcess(dict(engines)), asyncio.Event()
+        streams = replaying(replicas)
+        asking = asyncio.create_task(answer(streams, after(growing("Why", "Why?"), second)))
+        await settled()
+        second.set()
+        replicas.kill("a")
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        asking.cancel()
+        (told,) = await asyncio.gather(asking, return_exceptions=True)
+        is_answered = told == "An answer."
+        assert is_answered or isinstance(told, asyncio.CancelledError)
+        assert sum(engine.num_requests for engine in engines.values()) == replicas.replicas["b"].num_open == 0
+        assert streams._choosing.in_use() == set()
+        assert streams._choosing._books._queries == {}
+        assert all_tasks() == []
+        num_steps += 1
+    assert num_steps > 20
 
 
 async def test_prompts_that_come_while_one_is_on_its_way_are_joined() -> None:
@@ -218,3 +304,25 @@ async def test_replicas_in_use_are_told_that_their_caller_lives() -> None:
     await asyncio.wait(asking)
     await streams.touch()
     assert sorted(heard) == ["a", "b"]
+
+
+async def test_a_replica_that_hangs_does_not_keep_others_from_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.backends.ray.replaying.TOUCH_S", 0.01)
+    replicas = InProcess({name: ScriptedBackend(hold=anyio.Event()) for name in "ab"})
+    streams = replaying(replicas)
+    asking = [asyncio.create_task(answer(streams, after(growing("Why?")))) for _ in range(2)]
+    await settled()
+    heard: list[str] = []
+
+    async def touch(replica_id: str, caller_id: str) -> None:
+        if replica_id == "a":
+            await asyncio.Event().wait()
+        heard.append(replica_id)
+
+    replicas.touch = touch  # type: ignore[method-assign]
+    await streams.touch()
+    await streams.touch()
+    assert heard == ["b", "b"]
+    for task in asking:
+        task.cancel()
+    await asyncio.wait(asking)

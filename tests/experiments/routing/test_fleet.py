@@ -17,9 +17,10 @@ def test_each_query_is_answered_once_and_the_books_are_empty_afterwards(router, 
     queries = LOADS[load](2.0, 60, 1)
 
     async def run():
-        fleet = Fleet(3, make_engine("lean"), ROUTERS[router]())
+        fleet = Fleet(3, make_engine("lean"), [ROUTERS[router]()])
         outcome = await fleet.run(queries)
-        assert all(not (state.num_open or state.num_new_tokens) for state in fleet._books.states(fleet._engines))
+        (caller,) = fleet.callers
+        assert all(not (state.num_open or state.num_new_tokens) for state in caller.books.states(fleet._engines))
         return outcome
 
     outcome = run_virtual(run())
@@ -32,7 +33,7 @@ def test_each_query_is_answered_once_and_the_books_are_empty_afterwards(router, 
 
 def test_a_replica_that_is_killed_loses_only_queries_that_have_shown_a_token():
     queries = LOADS["conversations"](12.0, 200, 1)
-    outcome = simulate(2, make_engine("lean"), ROUTERS["round robin"](), queries, Fault(0.5, 0.8, inf))
+    outcome = simulate(2, make_engine("lean"), [ROUTERS["round robin"]()], queries, Fault(0.5, 0.8, inf))
     figures = outcome.figures()
     assert len(outcome.done) == 200
     assert figures["num_failed"] > 0
@@ -44,7 +45,7 @@ def test_a_replica_that_is_killed_loses_only_queries_that_have_shown_a_token():
 def test_a_slow_replica_delays_queries_while_it_is_slow():
     queries = LOADS["azure"](4.0, 100, 1)
     slow, usual = (
-        simulate(2, make_engine("lean"), ROUTERS["round robin"](), queries, fault).figures()
+        simulate(2, make_engine("lean"), [ROUTERS["round robin"]()], queries, fault).figures()
         for fault in (Fault(0.2, 0.8, 3.0), None)
     )
     assert slow["p99_s"] > 1.5 * usual["p99_s"]
