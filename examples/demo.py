@@ -25,6 +25,7 @@ from rich.table import Table
 
 from streamrag import (
     HybridSource,
+    NearEnd,
     Pipeline,
     PromptTemplate,
     SamplingParams,
@@ -54,6 +55,8 @@ QUESTIONS = (
     "How does a search refine its result in stages?",
 )
 CITED = re.compile(r"\[(\d+)\]")
+LEAD_S = 0.3
+"""Before the end of the search. Reranking and prefill want the same cores here, and this prompt needs no more time."""
 
 console = Console(highlight=False)
 
@@ -281,7 +284,9 @@ async def run(arguments: argparse.Namespace) -> None:
             dtype="auto" if arguments.model else "float32",
         )
         crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
-        search = HybridSource(index, k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES)
+        search = NearEnd(
+            HybridSource(index, k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES), LEAD_S
+        )
         with console.status("starting") as status:
             for part in (backend, crawl, search):
                 stack.push_async_callback(part.aclose)
@@ -291,7 +296,9 @@ async def run(arguments: argparse.Namespace) -> None:
             (
                 "search",
                 search,
-                "Keywords, then vectors, then a reranker update the context, each when it knows better.",
+                "Keywords, then vectors, then a reranker update the context, each when it knows better. The first "
+                "question shows all of it; then it is known how long a search takes, and only what comes near its end "
+                "is sent.",
             ),
         ):
             console.rule(f"[bold]{name}", align="left")

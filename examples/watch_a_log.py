@@ -9,6 +9,7 @@ long from the same lines afresh. Without FILE a log is written, so that there is
 
 import argparse
 import asyncio
+import os
 import random
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import median
+from typing import BinaryIO
 
 from rich.console import Console
 
@@ -25,24 +27,39 @@ from streamrag.testing import make_demo_model
 
 QUESTIONS = ["Is there an error in the newest line?", "Is billing slower than search?"]
 WINDOW = 3000
+TAIL_BYTES = 10_000
 ANSWERS = ("yes", "no")
 PARAMS = SamplingParams(max_tokens=16)
 console = Console(highlight=False)
 
 
 async def new_lines(path: Path) -> AsyncIterator[str]:
-    """Lines as they are written, from the end of what is there now but for its last hundred lines."""
-    with path.open(errors="replace") as file:
-        for line in file.readlines()[-100:]:
-            yield line.rstrip("\n")
-        rest = ""
-        while True:
-            rest += file.readline()
-            if rest.endswith("\n"):
-                yield rest.rstrip("\n")
-                rest = ""
-            else:
-                await asyncio.sleep(0.05)
+    """The newest that are there, then each as it is written, also after the file was cut or replaced."""
+    while True:
+        with path.open("rb") as file:
+            start = max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0)
+            file.seek(start)
+            if start:
+                file.readline()  # its beginning is missing
+            line = b""
+            while True:
+                line += file.readline()
+                if line.endswith(b"\n"):
+                    yield line.decode(errors="replace").rstrip()
+                    line = b""
+                elif is_over(file, path):
+                    break
+                else:
+                    await asyncio.sleep(0.05)
+
+
+def is_over(file: BinaryIO, path: Path) -> bool:
+    """Whether nothing more comes: it was cut, or another file has its name."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:  # until there is another
+        return False
+    return there.st_size < file.tell() or not os.path.samestat(there, os.fstat(file.fileno()))
 
 
 async def follow(session: Session, path: Path, lines: list[str]) -> None:
@@ -87,9 +104,11 @@ async def run(path: Path, model: Path, questions: list[str], seconds: float, *, 
             telling = [asyncio.create_task(tell(watch, began_s)) for watch in watches]
             feeding = [asyncio.create_task(follow(session, path, lines))]
             feeding += [asyncio.create_task(write_log(path))] if writes else []
-            await asyncio.sleep(seconds)
+            failed, _ = await asyncio.wait(feeding, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in feeding:
                 task.cancel()
+            for task in failed:
+                task.result()
             for watch in watches:
                 await watch.at_least(session.state.num_appended)
             ahead = [await first_token_s(session, question, ANSWERS) for question in questions]
@@ -122,9 +141,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or make_demo_model(Path(folder) / "model")
         path = arguments.file or Path(folder) / "service.log"
-        path.touch()
+        if arguments.file is None:
+            path.touch()
         questions = arguments.question or QUESTIONS
-        asyncio.run(run(path, model, questions, arguments.seconds, writes=arguments.file is None))
+        try:
+            asyncio.run(run(path, model, questions, arguments.seconds, writes=arguments.file is None))
+        except KeyboardInterrupt:
+            sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -206,11 +206,13 @@ async def most_flash(device: Device, interval_s: float, num_watched: int = 256) 
 
 
 async def many(device: Device, num_sessions: int, for_s: float = 20.0) -> Row:
-    """Sessions of 100 samples, to each of which one more comes every second, and a question a second to each tenth."""
+    """Sessions of 100 samples, to each of which one more comes every second, and a question a second to each tenth.
+
+    Their system texts differ: the same data behind the same text would be one session's KV for all."""
     firsts: list[float] = []
     async with simulated(device) as site, AsyncExitStack() as stack:
         sessions = [
-            await stack.enter_async_context(opened(site, window_tokens=4_000, name=f"session {i}"))
+            await stack.enter_async_context(opened(site, window_tokens=4_000, name=f"{i}", system=f"You watch {i}."))
             for i in range(num_sessions)
         ]
         for session in sessions:

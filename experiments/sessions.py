@@ -138,7 +138,10 @@ async def many(pipeline: Pipeline, num_sessions: int, done: Done) -> Row:
     lines = samples(50)
     async with AsyncExitStack() as stack:
         before = resident_bytes()
-        sessions = [await stack.enter_async_context(pipeline.session(window_tokens=2_000)) for _ in range(num_sessions)]
+        sessions = [  # the same data behind the same text would be one session's KV for all
+            await stack.enter_async_context(pipeline.session(system=f"You watch {i}.", window_tokens=2_000))
+            for i in range(num_sessions)
+        ]
         for line in lines:
             for session in sessions:
                 await session.append(line)

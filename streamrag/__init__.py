@@ -56,9 +56,11 @@ if TYPE_CHECKING:
     from streamrag.errors import PromptTooLongError as PromptTooLongError
     from streamrag.errors import ServerError as ServerError
     from streamrag.errors import SessionLogError as SessionLogError
+    from streamrag.errors import SessionLogInUseError as SessionLogInUseError
     from streamrag.errors import SourceError as SourceError
     from streamrag.errors import StreamRagError as StreamRagError
     from streamrag.errors import TooManyQueriesError as TooManyQueriesError
+    from streamrag.errors import TooManySessionsError as TooManySessionsError
     from streamrag.errors import TraceError as TraceError
     from streamrag.errors import UnreachableError as UnreachableError
     from streamrag.errors import UnsafeUrlError as UnsafeUrlError
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from streamrag.sources.crawl.web import WebSource as WebSource
     from streamrag.sources.emission.calibrating import calibrate as calibrate
     from streamrag.sources.emission.calibration import Calibration as Calibration
+    from streamrag.sources.emission.near_end import NearEnd as NearEnd
     from streamrag.sources.emission.worth_sending import WorthSending as WorthSending
     from streamrag.sources.generators import from_passages as from_passages
     from streamrag.sources.generators import from_rankings as from_rankings
@@ -120,6 +123,7 @@ _HOMES = {
     "IndexSummary": "streamrag.sources.index.build",
     "IvfSource": "streamrag.sources.search.ivf",
     "Merged": "streamrag.sources.merged",
+    "NearEnd": "streamrag.sources.emission.near_end",
     "MissingDependencyError": "streamrag.errors",
     "Mode": "streamrag.core",
     "ModelError": "streamrag.errors",
@@ -142,6 +146,7 @@ _HOMES = {
     "Skipped": "streamrag.core",
     "Source": "streamrag.core",
     "SessionLogError": "streamrag.errors",
+    "SessionLogInUseError": "streamrag.errors",
     "SourceError": "streamrag.errors",
     "SourceEvent": "streamrag.core",
     "Startable": "streamrag.core",
@@ -152,6 +157,7 @@ _HOMES = {
     "TokenStreams": "streamrag.backends.vllm.client.token_streams",
     "Tokenizer": "streamrag.core",
     "TooManyQueriesError": "streamrag.errors",
+    "TooManySessionsError": "streamrag.errors",
     "TraceError": "streamrag.errors",
     "TraceRecorder": "streamrag.trace.recorder",
     "Turn": "streamrag.core",

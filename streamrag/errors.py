@@ -7,6 +7,7 @@
     │   ├── ModelError                the model cannot be loaded
     │   ├── TraceError                a trace cannot be read or written
     │   ├── SessionLogError           a session's log cannot be read or written
+    │   │   └── SessionLogInUseError  another session has it, here or in another process
     │   └── VectorIndexError          a vector index cannot be used
     │       ├── IndexMissingError     there is none at this path
     │       ├── IndexCorruptError     its files are damaged or incomplete
@@ -14,6 +15,7 @@
     │       └── IndexExistsError      building would overwrite it
     ├── PipelineClosedError           a query on a pipeline that has been closed, or was before its end
     ├── TooManyQueriesError           refused: the pipeline is full
+    ├── TooManySessionsError          refused: the tenant has as many sessions as may be, or all have
     ├── DeadlineExceededError         the query's deadline passed
     ├── PromptTooLongError            the question does not fit the model's length
     ├── SourceError                   retrieval failed
@@ -61,6 +63,10 @@ class SessionLogError(ConfigurationError):
     """A session's log cannot be read or written, or is in use; the message names the file."""
 
 
+class SessionLogInUseError(SessionLogError):
+    """Another session has the log, here or in another process."""
+
+
 class VectorIndexError(ConfigurationError):
     """A vector index cannot be used."""
 
@@ -87,6 +93,17 @@ class PipelineClosedError(StreamRagError):
 
 class TooManyQueriesError(StreamRagError):
     """Refused: as many queries as the pipeline allows are running."""
+
+
+class TooManySessionsError(StreamRagError):
+    """Refused: as many sessions are open as may be, of one tenant or of all, or their windows hold as many tokens.
+
+    `limit` is "sessions" or "session_tokens", or with "client_" before it, if it is the tenant's.
+    """
+
+    def __init__(self, message: str, limit: str = "sessions") -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class DeadlineExceededError(StreamRagError, TimeoutError):

@@ -23,6 +23,7 @@ from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
+    from streamrag.sessions.limits import SessionBooks, SessionLimits
     from streamrag.sessions.session import Session
     from streamrag.trace.recorder import TraceRecorder
 
@@ -47,6 +48,7 @@ class Pipeline:
     on_source_error: "raise", or "answer" from what had arrived when the source failed, and tell the model so.
     on_progress: called with a line for a person at each step of starting.
     recorder: writes what retrieval does to a trace file; it is started and stopped with the rest.
+    session_limits: how many sessions may be open at once, and how many tokens they may hold, of each tenant and of all.
     clock: what times are told by.
 
     :raises ConfigurationError: values that cannot work.
@@ -67,6 +69,7 @@ class Pipeline:
         on_source_error: Literal["raise", "answer"] = "raise",
         on_progress: Progress | None = None,
         recorder: "TraceRecorder | None" = None,
+        session_limits: "SessionLimits | None" = None,
         clock: Clock = monotonic,
     ) -> None:
         mode = UpdateMode() if mode is None else mode
@@ -96,6 +99,8 @@ class Pipeline:
         self._refuses = when_full == "refuse"
         self._answers_despite_source_error = on_source_error == "answer"
         self._recorder = recorder
+        self._session_limits = session_limits
+        self._session_books: SessionBooks | None = None
         self._on_progress = on_progress or (lambda line: None)
         self._clock = clock
         self._admission = anyio.CapacityLimiter(self.max_concurrent_queries)
@@ -154,8 +159,10 @@ class Pipeline:
         window_tokens: int | None = None,
         slide_share: float = 0.5,
         max_waiting: int = 4096,
+        batch_interval_s: float = 0.0,
         log: str | os.PathLike[str] | None = None,
         name: str = "session",
+        tenant: str = "",
     ) -> "Session":
         """Context that streams in for as long as the session is open, and questions about it; see `Session`.
 
@@ -166,14 +173,21 @@ class Pipeline:
         window_tokens: most tokens of data in the prompt; three quarters of the model's length by default.
         slide_share: share of the window that goes at a time when it is full.
         max_waiting: chunks that wait for the engine at most; beyond it the oldest are dropped.
+        batch_interval_s: least seconds between two batches of data: askers wait for fewer steps of the engine, and for
+            newer data.
         log: a file that the session's text is kept in; if it is there, the session goes on where it ended, with its
             system text and its versions.
         name: for errors and schedulers.
+        tenant: whose it is, for the pipeline's `session_limits`. One more than these allow raises
+            TooManySessionsError when it is entered.
         """
+        from streamrag.sessions.limits import SessionBooks
         from streamrag.sessions.session import Session
 
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one")
+        if self._session_books is None and self._session_limits is not None:
+            self._session_books = SessionBooks(self._session_limits)
         return Session(
             self.backend,
             system=system,
@@ -181,8 +195,11 @@ class Pipeline:
             window_tokens=window_tokens,
             slide_share=slide_share,
             max_waiting=max_waiting,
+            batch_interval_s=batch_interval_s,
             log=log,
             name=name,
+            tenant=tenant,
+            books=self._session_books,
             clock=self._clock,
         )
 

@@ -130,3 +130,19 @@ def test_examples_of_docstrings_are_true(path: Path) -> None:
     ran = doctest.testmod(module)
     assert ran.attempted > 0
     assert ran.failed == 0
+
+
+@pytest.mark.parametrize("page", ["web-crawling", "vector-search", "ivf-search", "hybrid-search", "postgres"])
+def test_the_page_of_a_source_says_when_to_use_it_its_options_its_limits_and_figures(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert [text.count(f"\n## {what}\n") for what in ("When to use it", "Options", "Limits", "Figures")] == [1] * 4
+
+
+def test_the_tests_that_stand_beside_threats_exist() -> None:
+    text = (ROOT / "docs" / "safety.md").read_text()
+    rows = re.findall(r"\| `(test_\w+\.py)`: (.+) \|$", text, re.MULTILINE)
+    assert len(rows) > 20
+    for file, named in rows:
+        tests = (ROOT / "tests" / "sources" / file).read_text()
+        for name in re.findall(r"`(\w+)`", named):
+            assert f"def {name}(" in tests

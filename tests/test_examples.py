@@ -4,9 +4,11 @@ import importlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -37,6 +39,19 @@ def run(name: str, *arguments: str) -> str:
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """As `run`, but in this process, which has imported vLLM already."""
+
+    def run_it(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_it
 
 
 def test_every_example_is_tested_here() -> None:
@@ -205,8 +220,8 @@ def test_wrap_a_function(tiny_model: Path) -> None:
 
 
 @pytest.mark.engine
-def test_push_tokens(tiny_model: Path) -> None:
-    *_, made, shared = run("push_tokens.py", str(tiny_model)).splitlines()
+def test_push_tokens(tiny_model: Path, run_here: Callable[..., str]) -> None:
+    *_, made, shared = run_here("push_tokens.py", str(tiny_model)).splitlines()
     assert re.fullmatch(r"5 chunks made a prompt of \d+ tokens", made)
     common = [int(number) for number in re.findall(r"\d+", shared)]
     assert common[0] == 0
@@ -232,7 +247,7 @@ def test_own_policy(tiny_model: Path) -> None:
 
 
 @pytest.mark.engine
-def test_ask_the_web(tiny_model: Path, tmp_path: Path) -> None:
+def test_ask_the_web(tiny_model: Path, tmp_path: Path, run_here: Callable[..., str]) -> None:
     (tmp_path / "index.html").write_text(
         "<title>Printers</title><h1>Printers</h1><p>The printer on floor two jams when the paper is thick.</p>"
     )
@@ -242,7 +257,8 @@ def test_ask_the_web(tiny_model: Path, tmp_path: Path) -> None:
     try:
         assert site.stdout
         url = f"http://127.0.0.1:{int(site.stdout.readline())}/index.html"
-        lines = run("ask_the_web.py", "--allow-private", str(tiny_model), "Why does the printer jam?", url).splitlines()
+        question = "Why does the printer jam?"
+        lines = run_here("ask_the_web.py", "--allow-private", str(tiny_model), question, url).splitlines()
     finally:
         site.terminate()
         site.communicate()

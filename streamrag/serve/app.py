@@ -87,7 +87,9 @@ def create_app(
 
 async def _explain(request: Request, error: Exception) -> Response:
     failure = failure_of(error)
-    if failure.status == 500 or (failure.status == 502 and not hasattr(error, OF_ERROR)):  # which no query's line has
+    if failure.outcome == "internal_error" or (
+        failure.status == 502 and not hasattr(error, OF_ERROR)  # which no query's line has
+    ):
         log.error("a request failed", exc_info=error)
     return JSONResponse(failure.body(), failure.status, failure.headers())
 

@@ -22,10 +22,12 @@ from streamrag.core import (
     Source,
     SourceEvent,
     Startable,
+    Turn,
 )
 from streamrag.errors import DeadlineExceededError, EngineDeadError, PipelineClosedError, StreamRagError
 from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
+from streamrag.propagation import conversation, conversation_of
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.engine_watch import EngineWatch, Restarts
 from streamrag.serve.failures import RefusedError, failure_of
@@ -285,11 +287,13 @@ class Service:
         max_tokens: int = 0,
         num_prompt_tokens: int | None = None,
         deadline_s: float | None = None,
+        first_question: str | None = None,
     ) -> AsyncIterator[OpenQuery]:
         """A place for one query; it ends with the block, which raises what ended it.
 
         `max_tokens` and `num_prompt_tokens` are what it claims of the engine. With `deadline_s` the block is cancelled
-        after so many seconds; a pipeline has a deadline of its own.
+        after so many seconds; a pipeline has a deadline of its own. `first_question` is the conversation's, if that is
+        not `text`: by it the engine is found that has computed the turns before.
 
         :raises RefusedError: there is no place for it.
         :raises PipelineClosedError: the service was stopped meanwhile.
@@ -308,6 +312,7 @@ class Service:
         self._empty.clear()
         ended_by: BaseException | None = None
         token = current_query.set(query)
+        of_conversation = conversation.set(conversation_of(caller.client, first_question or text))
         try:
             self._observer.query_started(query)
             with opened.scope:
@@ -320,6 +325,7 @@ class Service:
             ended_by = raised
             raise
         finally:
+            conversation.reset(of_conversation)
             current_query.reset(token)
             del self._open[opened]
             if not self._open:
@@ -354,7 +360,14 @@ class Service:
                 pipeline = self._make_pipeline(source)
                 ends.push_async_callback(pipeline.aclose)
             handle = pipeline.events(text, **asked)  # raises for what cannot work, before it takes a place
-            opened = await ends.enter_async_context(self.open(caller, interface, text, max_tokens=params.max_tokens))
+            place = self.open(
+                caller,
+                interface,
+                text,
+                max_tokens=params.max_tokens,
+                first_question=first_question(options.get("history", ())),
+            )
+            opened = await ends.enter_async_context(place)
             events = await ends.enter_async_context(handle)
             yield await ends.enter_async_context(aclosing(opened.noted(events)))
 
@@ -365,6 +378,11 @@ class Service:
         async with aclosing(self.backend.generate(prompts, params)) as events:  # type: ignore[type-var]
             async for event in events:
                 yield event
+
+
+def first_question(turns: Sequence[Turn]) -> str | None:
+    """Of a conversation; None if nobody has asked in it."""
+    return next((turn.text for turn in turns if turn.role == "user"), None)
 
 
 def _outcome(opened: OpenQuery, error: BaseException | None) -> Outcome:

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from math import inf, isfinite
 from typing import Any
 
 from streamrag.core import AnswerChunk, Backend, Prompt, RequestClass, SamplingParams
@@ -48,7 +49,7 @@ async def answered(
         return (first.token_ids[0], first.logprobs and first.logprobs[0]) if first else (None, None)
 
     if answers:
-        found = await chosen(answers, one_pass)
+        found = await chosen(answers, one_pass, asked.decisive_gap)
         text, answer_ids, first_s = found.text, found.token_ids, clock() - submitted_s
         gap = found.gap if asked.with_gap else None
         finish_reason = "stop"
@@ -118,8 +119,10 @@ async def _one_prompt(token_ids: tuple[int, ...], request_class: RequestClass) -
 
 
 def _gap(logprobs: Any) -> float | None:
-    """Between the two most likely of the first token, of those that the engine was asked for."""
+    """Between the two most likely of the first token, of those that the engine was asked for; None where one alone is
+    possible."""
     if not logprobs:
         return None
     best = sorted((entry.logprob for entry in logprobs[0].values()), reverse=True)
-    return float(best[0] - best[1]) if len(best) > 1 else None
+    gap = float(best[0] - best[1]) if len(best) > 1 else inf
+    return gap if isfinite(gap) else None

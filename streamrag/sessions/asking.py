@@ -3,11 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any
 
 from streamrag.core import RequestClass, SamplingParams
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import plain_text, short
+from streamrag.kinds import is_number, plain_text, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,9 @@ class Asked:
     """The only ones there may be; any, if there are none."""
     params: SamplingParams
     with_gap: bool
-    key: tuple[str, frozenset[str], str]
+    decisive_gap: float
+    """As of `choosing.chosen`."""
+    key: tuple[str, frozenset[str], float, str]
     """Equal for those with the same answer. Its last part is empty where each time may have another."""
     request_class: RequestClass = "session"
 
@@ -35,7 +38,9 @@ class Asked:
         return replace(self.params, extra={**self.params.extra, **extra})
 
 
-def asked(question: str, answers: tuple[str, ...], params: SamplingParams, with_gap: bool) -> Asked:
+def asked(
+    question: str, answers: tuple[str, ...], params: SamplingParams, with_gap: bool, decisive_gap: float
+) -> Asked:
     """The question as it was asked, checked.
 
     :raises ConfigurationError: it cannot work.
@@ -46,10 +51,14 @@ def asked(question: str, answers: tuple[str, ...], params: SamplingParams, with_
         raise ConfigurationError(f"answers={short(answers)} must be a tuple of texts, as in ('yes', 'no')")
     if not isinstance(params, SamplingParams):
         raise ConfigurationError(f"params={short(params)} must be a SamplingParams")
+    if not is_number(decisive_gap) or not 0 <= decisive_gap < inf:
+        raise ConfigurationError(f"decisive_gap={short(decisive_gap)} must be a number, 0 or more")
     question, answers = plain_text(question), tuple(map(plain_text, answers))
     if answers:
         params = replace(params, max_tokens=1, temperature=0.0)
-    return Asked(question, answers, params, bool(with_gap), (question, frozenset(answers), _exact(params)))
+    decisive_gap = float(decisive_gap)
+    key = (question, frozenset(answers), decisive_gap if answers else 0.0, _exact(params))
+    return Asked(question, answers, params, bool(with_gap), decisive_gap, key)
 
 
 def _exact(params: SamplingParams) -> str:

@@ -10,14 +10,15 @@ before any question, and gives each question the same answer. Here it is the end
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import Any, TypeAlias
 
 from streamrag.core import Tokenizer
 from streamrag.errors import BackendError, ConfigurationError
 
 DECISIVE_GAP = 2.0
-"""In log-probability: an answer that leads by so much needs no further pass, though it has tokens left. The paper's."""
+"""In log-probability: an answer that leads by so much needs no further pass, though it has tokens left. The paper's;
+each question may have its own."""
 
 TokenIds: TypeAlias = tuple[int, ...]
 Pass: TypeAlias = Callable[[TokenIds, Sequence[int]], Awaitable[tuple[int | None, Any]]]
@@ -33,7 +34,8 @@ class Chosen:
     token_ids: TokenIds
     """Its tokens, as far as they had to be computed."""
     gap: float | None
-    """By how much it leads; None where the engine has no log-probabilities, or there is no other."""
+    """By how much it leads; None where the engine has no log-probabilities, or there is no other, or none that is
+    possible at all."""
 
 
 def spelled(tokenizer: Tokenizer, answers: Sequence[str]) -> dict[TokenIds, str]:
@@ -72,7 +74,7 @@ async def chosen(answers: Mapping[TokenIds, str], one_pass: Pass, decisive_gap: 
         others = [value for token_ids, value in likely.items() if token_ids != best]
         lead = likely[best] - max(others, default=-inf)
         if best in answers or (best and len(left) == 1 and lead >= decisive_gap):
-            return Chosen(answers[left[0]], best, lead if others else None)
+            return Chosen(answers[left[0]], best, lead if isfinite(lead) else None)
         after = list(dict.fromkeys(token_ids[len(best)] for token_ids in left))
         if len(after) == 1 and not others:  # what all have in common decides nothing
             likely = {(*best, after[0]): 0.0}

@@ -65,9 +65,9 @@ class Ingestion:
         self._take_in(pieces)
         self.ready = Snapshot(self._buffer.num_appended, self._prompts.head + self.window.token_ids)
 
-    def start(self, on_version: Callable[[], None]) -> None:
+    def start(self, on_version: Callable[[], None], batch_interval_s: float) -> None:
         """Begin. `on_version` is called whenever another version stands, and at the end."""
-        self._task = asyncio.create_task(self._run(on_version), name=f"streamrag {self._name}")
+        self._task = asyncio.create_task(self._run(on_version, batch_interval_s), name=f"streamrag {self._name}")
         self._task.add_done_callback(lambda _: on_version())
         self._task.add_done_callback(lambda _: self._wake())
 
@@ -109,8 +109,9 @@ class Ingestion:
         self._has_news.set()
         self._has_news = asyncio.Event()
 
-    async def _run(self, on_version: Callable[[], None]) -> None:
+    async def _run(self, on_version: Callable[[], None], batch_interval_s: float) -> None:
         snapshot, has_slid = self.ready, False
+        next_s = 0.0
         try:
             while True:
                 stands = await self._computed(snapshot, has_slid)
@@ -122,6 +123,8 @@ class Ingestion:
                     await asyncio.sleep(RETRY_S)
                 if stands or self._has_data.is_set():
                     await self._has_data.wait()
+                    await asyncio.sleep(max(next_s - asyncio.get_running_loop().time(), 0.0))
+                    next_s = asyncio.get_running_loop().time() + batch_interval_s
                     snapshot, has_slid = await self._next()
         finally:
             await self._close_lanes()

@@ -19,7 +19,18 @@ from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SessionLogError
 from streamrag.kinds import message_of, short
 from streamrag.sessions.buffer import Numbered, num_characters
-from streamrag.sessions.log_file import MAX_CHARACTERS, Header, LogFile, Logged
+from streamrag.sessions.log_file import LogFile
+from streamrag.sessions.log_lines import (
+    MAX_CHARACTERS,
+    Dropped,
+    Entry,
+    Header,
+    KeptWatch,
+    Logged,
+    Reserved,
+    Unwatched,
+    num_characters_of,
+)
 from streamrag.sessions.state import LogState
 from streamrag.tasks import LET_GO_S, wait_regardless
 
@@ -29,6 +40,10 @@ RETRY_S = 5.0
 MAX_QUEUED = 4096
 MAX_QUEUED_CHARACTERS = 4_000_000
 """What waits for the disk. When there is more, the log is written anew from what the session holds."""
+
+EVENTS_AHEAD = 1024
+"""Numbers of events that are reserved at a time, and when half of them are left: none is given twice, also by a process
+that is killed."""
 
 MAX_THREADS = 4
 """That wait for disks, in one event loop."""
@@ -57,7 +72,12 @@ class SessionLog:
         self._header: Header
         self._held: OrderedDict[int, Chunk] = OrderedDict()
         """All that the session holds: in its window, and not there yet."""
-        self._queued: list[Numbered | int] = []
+        self._watches: dict[str, KeptWatch] = {}
+        self.num_events = 0
+        """Told so far, and before: a new event's number is one more."""
+        self._num_reserved = 0
+        self._has_events = False
+        self._queued: list[Entry] = []
         self._num_queued_characters = 0
         self._is_behind = True
         """Whether the file has to be written anew."""
@@ -75,6 +95,11 @@ class SessionLog:
         """Where it is."""
         return self._file.path
 
+    @property
+    def watches(self) -> tuple[KeptWatch, ...]:
+        """Those that are kept."""
+        return tuple(self._watches.values())
+
     # --------------------------------------------------------------------------------------------- starting and ending
 
     async def open(self) -> Logged | None:
@@ -90,13 +115,15 @@ class SessionLog:
         if logged is not None:
             self.state = LogState(is_resumed=True, is_torn=logged.is_torn)
             self._newest = logged.num_appended
+            self._watches = dict(logged.watches)
+            self.num_events = logged.num_events
             self._held.update((each.number, each.chunk) for each in logged.chunks)
             if logged.is_torn:
                 log.warning("%s: its last line was not finished, and is left out", self.path)
         return logged
 
     def start(self, system: str, window_tokens: int, slide_share: float, logged: Logged | None) -> None:
-        """Begin to write.
+        """Begin to write. Events may be told once `begun` has returned.
 
         :raises SessionLogError: the system text is too long for a log.
         """
@@ -106,14 +133,25 @@ class SessionLog:
         if logged is not None:
             num_slid, owner = logged.header.num_slid, logged.header.owner
             self._header = replace(self._header, owner=owner, num_dropped=logged.num_dropped, num_slid=num_slid)
+        self._num_reserved = self.num_events + EVENTS_AHEAD
+        self._is_closing = False
         self._task = asyncio.create_task(self._write_all(), name="streamrag session's log")
         self._has_work.set()
 
+    async def begun(self) -> None:
+        """Wait for the first attempt to write, which reserves numbers for events."""
+        await self._has_news.wait()
+
     async def aclose(self, *, removes: bool = False) -> None:
         """Write what is left, and let others have the file; with `removes` it is gone. That is done later if
-        the disk does not answer."""
+        the disk does not answer.
+
+        :raises SessionLogInUseError: it is to go, was never opened, and another session has it.
+        """
         end = self._file.remove if removes else self._file.close
         if self._task is not None:
+            if self._has_events:
+                self._reserve(self.num_events)
             self._is_closing = True
             self._has_work.set()
             self._hurry.set()
@@ -121,13 +159,9 @@ class SessionLog:
             if not self._task.done():
                 what = "%s: the disk has not answered for %g s, and the log is left as it is until it does"
                 log.warning(what, self.path, LET_GO_S)
-                self._task.add_done_callback(partial(self._end_late, end))
+                self._task = asyncio.create_task(_end_late(end, self._task), name="streamrag session's log ends")
                 return
         await _in_thread(end)
-
-    def _end_late(self, end: Callable[[], None], writing: "asyncio.Task[None]") -> None:
-        if not writing.cancelled():  # else the program ends
-            self._task = asyncio.create_task(_in_thread(end), name="streamrag session's log ends")
 
     # ------------------------------------------------------------------------------------------------------------ data
 
@@ -136,6 +170,35 @@ class SessionLog:
         """:raises SessionLogError: it is too long for a log."""
         if num_characters(chunk) > MAX_CHARACTERS:
             raise SessionLogError(f"a chunk has more than {MAX_CHARACTERS:,} characters, the most in a log: split it")
+
+    def watched(self, watch: KeptWatch) -> None:
+        """This question is watched.
+
+        :raises SessionLogError: it is too long for a log.
+        :raises ConfigurationError: its parameters cannot be written.
+        """
+        size = num_characters_of(watch)
+        if size > MAX_CHARACTERS:
+            raise SessionLogError(f"a watch has more than {MAX_CHARACTERS:,} characters, the most in a log: shorten it")
+        self._watches[watch.watch] = watch
+        self._queue(watch, size)
+
+    def unwatched(self, name: str) -> None:
+        """It is not any more."""
+        del self._watches[name]
+        self._queue(Unwatched(name), len(name))
+
+    def next_event(self) -> int:
+        """The number of a new event."""
+        self.num_events += 1
+        self._has_events = True
+        if self.num_events + EVENTS_AHEAD // 2 > self._num_reserved:
+            self._reserve(self.num_events + EVENTS_AHEAD)
+        return self.num_events
+
+    def _reserve(self, num_events: int) -> None:
+        self._num_reserved = num_events
+        self._queue(Reserved(num_events), 0)
 
     def append(self, numbered: Numbered) -> None:
         """It was appended. Never waits."""
@@ -147,7 +210,7 @@ class SessionLog:
         """It was, before it came into the window."""
         self._held.pop(number, None)
         self._header = replace(self._header, num_dropped=self._header.num_dropped + 1)
-        self._queue(number, 0)
+        self._queue(Dropped(number), 0)
 
     def forget(self, number: int) -> None:
         """It takes no room in the window."""
@@ -181,7 +244,7 @@ class SessionLog:
 
     # --------------------------------------------------------------------------------------------------------- writing
 
-    def _queue(self, entry: Numbered | int, num_characters: int) -> None:
+    def _queue(self, entry: Entry, num_characters: int) -> None:
         self._has_work.set()
         if self._is_behind:
             return
@@ -217,9 +280,9 @@ class SessionLog:
         if not queued and not self._is_behind:
             return True
         if self._is_behind or self._file.has_grown:
-            header = replace(self._header, num_appended=newest)
+            header = replace(self._header, num_appended=newest, num_events=self._num_reserved)
             held = [Numbered(number, chunk) for number, chunk in self._held.items()]
-            work = partial(self._file.write_anew, header, held)
+            work = partial(self._file.write_anew, header, [*self._watches.values(), *held])
         else:
             work = partial(self._file.append, queued)
         self._is_behind = False
@@ -238,6 +301,11 @@ class SessionLog:
         if is_news:
             log.warning("%s cannot be written: %s. The session goes on; it is tried again", self.path, reason)
             self._on_failure(reason)
+
+
+async def _end_late(end: Callable[[], None], writing: "asyncio.Task[None]") -> None:
+    await asyncio.wait([writing])
+    await _in_thread(end)
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

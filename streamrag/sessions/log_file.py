@@ -1,8 +1,4 @@
-"""The file that a session's text is kept in: JSON lines, written by one process at a time. All of it blocks.
-
-    {"format": "streamrag-session", "version": 1, "system": "...", "window_tokens": 32000, "num_appended": 16, ...}
-    {"number": 17, "text": "...", "uri": "..."}
-    {"dropped": 17}
+"""The file that a session's text is kept in: lines as `log_lines` has them, written by one process at a time. Blocking.
 
 At any time the file is whole, but for a last line that a killed writer did not finish. What went out of the window is
 taken out by writing the file anew beside itself and renaming it.
@@ -10,80 +6,20 @@ taken out by writing the file anew beside itself and renaming it.
 
 import fcntl
 import glob
-import json
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
-from streamrag.core import Chunk
-from streamrag.errors import SessionLogError
+from streamrag.errors import SessionLogError, SessionLogInUseError
 from streamrag.files import sync
-from streamrag.reading import as_dataclass, lines_of, parse_json
-from streamrag.retrieving import MAX_COUNT
-from streamrag.sessions.buffer import Numbered
-
-FORMAT = "streamrag-session"
-VERSION = 1
-
-MAX_CHARACTERS = 1_000_000
-"""Of one chunk's texts: a line of it is one that is read again."""
-MAX_LINE_BYTES = 16_000_000
-"""A character that is no ASCII takes up to twelve."""
+from streamrag.sessions.log_lines import MAX_LINE_BYTES, Entry, Header, Logged, header_of, line_of, read
 
 SLACK_BYTES = 1 << 20
 """What a log may have grown by, beside what it had when it was last written anew, before it is again."""
-
-Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """How a session is made again, and what it had counted when its log was last written anew."""
-
-    system: str
-    window_tokens: Annotated[int, Field(ge=1)]
-    slide_share: Annotated[float, Field(gt=0, lt=1)]
-    owner: str = ""
-    num_appended: Count = 0
-    num_dropped: Count = 0
-    num_slid: Count = 0
-    format: Literal["streamrag-session"] = "streamrag-session"
-    version: Literal[1] = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """What a log holds."""
-
-    header: Header
-    chunks: list[Numbered]
-    num_appended: int
-    num_dropped: int
-    is_torn: bool
-    """Whether its last line was not finished; that is left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Appended:
-    number: Annotated[int, Field(ge=1, lt=1 << 53)]
-    text: str
-    uri: str = ""
-    title: str = ""
-    passage: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    score: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    dropped: Annotated[int, Field(ge=1, lt=1 << 53)]
 
 
 class LogFile:
@@ -117,8 +53,8 @@ class LogFile:
             self.close()
             raise
 
-    def append(self, entries: Iterable[Numbered | int]) -> None:
-        """Write chunks, or the numbers of those that were dropped, and wait until they are on the disk.
+    def append(self, entries: Iterable[Entry]) -> None:
+        """Write these behind the others, and wait until they are on the disk.
 
         :raises OSError, SessionLogError: nothing was written.
         """
@@ -126,14 +62,14 @@ class LogFile:
         if not _is_same(self._file, self.path):
             raise SessionLogError(f"{self.path} was removed or replaced by somebody else")
         try:
-            num_bytes = _write(self._file, map(_line_of, entries))
+            num_bytes = _write(self._file, map(line_of, entries))
             os.fsync(self._file)
         except BaseException:
             os.ftruncate(self._file, self._num_bytes)
             raise
         self._num_bytes += num_bytes
 
-    def write_anew(self, header: Header, chunks: Iterable[Numbered]) -> None:
+    def write_anew(self, header: Header, entries: Iterable[Entry]) -> None:
         """Have the file hold just these, once they are on the disk; until then it is what it was.
 
         :raises OSError, SessionLogError: it is what it was.
@@ -144,7 +80,7 @@ class LogFile:
         file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before anybody can find it by the log's name
-            num_bytes = _write(file, (_json(asdict(header)), *map(_line_of, chunks)))
+            num_bytes = _write(file, map(line_of, (header, *entries)))
             os.fsync(file)
             unfinished.replace(self.path)
         except BaseException:
@@ -163,12 +99,20 @@ class LogFile:
             os.utime(self.path, (at_s, at_s))
 
     def remove(self) -> None:
-        """Take the file away, also one that is not open, unless another process has it; and close it."""
-        with suppress(OSError, SessionLogError):
+        """Take the file away, also one that is not open, and close it.
+
+        :raises SessionLogInUseError: another process has it; it stays.
+        """
+        try:
             self._file = self._locked() if self._file is None else self._file
             if _is_same(self._file, self.path):
                 self.path.unlink()
-        self.close()
+        except SessionLogInUseError:
+            raise
+        except (OSError, SessionLogError):
+            return  # it is none, or cannot be taken away
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Let others have it."""
@@ -188,7 +132,7 @@ class LogFile:
                     return file
             except BlockingIOError:
                 os.close(file)
-                raise SessionLogError(
+                raise SessionLogInUseError(
                     f"{self.path} is the log of a session that is open, here or in another process: close that first"
                 ) from None
             except BaseException:
@@ -204,85 +148,9 @@ def read_header(path: Path) -> Header:
     """
     try:
         with path.open("rb") as file:
-            return _header(path, file.readline(MAX_LINE_BYTES))
+            return header_of(path, file.readline(MAX_LINE_BYTES))
     except OSError as error:
         raise SessionLogError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def read(path: Path, blocks: Iterator[bytes]) -> Logged | None:
-    """What the blocks of this file hold; None if that is nothing.
-
-    :raises SessionLogError: they are damaged, or no log.
-    """
-    chunks: dict[int, Chunk] = {}
-    header: Header | None = None
-    is_torn = False
-    num_lines = newest = num_dropped = 0
-    try:
-        for line in lines_of(blocks, MAX_LINE_BYTES):
-            num_lines += 1
-            if header is None:
-                header = _header(path, line)
-                num_dropped = header.num_dropped
-                continue
-            if not line.endswith(b"\n"):
-                is_torn = True
-                break
-            entry = _entry(line)
-            if isinstance(entry, _Dropped):
-                num_dropped += 1
-                chunks.pop(entry.dropped, None)
-                continue
-            if entry.number <= newest:
-                raise ValueError(f"chunk {entry.number} stands behind chunk {newest}")
-            newest = entry.number
-            chunks[entry.number] = Chunk(entry.text, entry.uri, entry.title, entry.passage, entry.score)
-    except SessionLogError:
-        raise
-    except ValueError as error:
-        raise SessionLogError(
-            f"{path}, line {num_lines}, is damaged: {error}. Nothing was changed. Move the file away to begin anew, or "
-            "take that line out"
-        ) from error
-    if header is None:
-        return None
-    numbered = [Numbered(number, chunk) for number, chunk in chunks.items()]
-    return Logged(header, numbered, max(header.num_appended, newest), num_dropped, is_torn)
-
-
-def _header(path: Path, line: bytes) -> Header:
-    try:
-        values = parse_json(line)
-        if not line.endswith(b"\n") or not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ValueError("its first line does not say so")
-        if isinstance(version := values.get("version"), int) and version > VERSION:
-            raise SessionLogError(f"{path} was written by a newer streamrag: update this one")
-        return as_dataclass(Header, values)
-    except SessionLogError:
-        raise
-    except ValueError as error:
-        raise SessionLogError(f"{path} is no log of a session: {error}. Nothing was changed") from error
-
-
-def _entry(line: bytes) -> _Appended | _Dropped:
-    values = parse_json(line)
-    if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")
-    return as_dataclass(_Dropped, values) if "dropped" in values else as_dataclass(_Appended, values)
-
-
-def _line_of(entry: Numbered | int) -> bytes:
-    if isinstance(entry, int):
-        return _json({"dropped": entry})
-    values = {name: getattr(entry.chunk, name) for name in ("uri", "title", "passage", "score")}
-    given = {
-        name: value for name, value in values.items() if value not in ("", None) and (name, value) != ("passage", 0)
-    }
-    return _json({"number": entry.number, "text": entry.chunk.text, **given})
-
-
-def _json(values: dict[str, Any]) -> bytes:
-    return json.dumps(values, separators=(",", ":")).encode() + b"\n"
 
 
 def _write(file: int, lines: Iterable[bytes]) -> int:

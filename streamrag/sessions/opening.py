@@ -1,5 +1,6 @@
 """How a session begins: its prompts, its window, and what a log holds of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,12 +26,15 @@ class Opening:
     slide_share: float
     name: str
     log: SessionLog | None
+    admit: Callable[[int], None]
+    """Called with the tokens of its window; raises TooManySessionsError if there is no place for it."""
 
     async def begin(self, backend: Backend, buffer: Buffer) -> tuple[SessionPrompts, Ingestion]:
         """Prompts and ingestion, not started; with what the log holds, if there is one.
 
         :raises PromptTooLongError: window and system text do not fit the model's length.
         :raises SessionLogError: the log cannot be opened, or is of another session. It is closed, whatever is raised.
+        :raises TooManySessionsError: there is no place for it.
         """
         try:
             return await self._begin(backend, buffer)
@@ -59,6 +63,7 @@ class Opening:
                 f"window_tokens={window_tokens} and {len(prompts.head)} tokens of system text leave no room for a "
                 f"question: the model's length is {model.max_model_len}"
             )
+        self.admit(window_tokens)
         window = Window(window_tokens, self.slide_share, prompts.passage_end)
         ingestion = Ingestion(backend, self.name, buffer, window, prompts, self.log)
         pieces = []
@@ -68,5 +73,7 @@ class Opening:
             buffer.num_appended, buffer.num_dropped = logged.num_appended, logged.num_dropped
         if self.log is not None:
             self.log.start(template.system, window_tokens, self.slide_share, logged)
+            if logged is not None:
+                await self.log.begun()
         ingestion.resume(pieces)
         return prompts, ingestion

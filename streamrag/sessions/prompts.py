@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from string import Formatter
+from typing import Any
 
-from streamrag.core import ModelInfo
+from streamrag.core import Chunk, ModelInfo
 from streamrag.errors import ConfigurationError, PromptTooLongError
 from streamrag.kinds import plain_text, short
 from streamrag.modes import PromptAssembler, PromptTemplate
@@ -15,6 +16,9 @@ from streamrag.tokenizing import in_thread
 
 MAX_CHARACTERS = 50_000
 """Of chunks that are tokenised at once: some ten milliseconds."""
+
+PASSAGE = {"number": 1, "title": "", "uri": "", "text": ""}
+"""What a template's `passage` may name."""
 
 SESSION_TEMPLATE = PromptTemplate(
     system="Answer the question from the data below, in a few words. The newest data stand last.",
@@ -33,21 +37,34 @@ class SessionPrompts:
 
     def __init__(self, model: ModelInfo, template: PromptTemplate) -> None:
         self._model = model
-        self._template = template
         self.tokenizer = model.tokenizer
-        assembler = self._assembler("?")
-        self._passages = assembler
-        self.head = assembler.head
+        self._assembler = PromptAssembler(
+            model.tokenizer, template, "?", max_model_len=model.max_model_len, max_tokens=1
+        )
+        self.head = self._assembler.head
+        bare = template.passage.format(**PASSAGE)
+        self._hidden: dict[str, Any] = {
+            name: "" for name in ("uri", "title") if template.passage.format(**{**PASSAGE, name: "@"}) == bare
+        }
         end = ""
         for literal, name, *_ in Formatter().parse(template.passage):
             end = end + literal if name is None else ""
+        self._end = end
         self.passage_end = tuple(model.tokenizer.encode(end)) if end else ()
         """What each chunk ends with, behind all that is its own: its line break."""
         self._no_data = tuple(model.tokenizer.encode(template.no_context))
 
+    def shown(self, chunk: Chunk) -> Chunk:
+        """What of it stands in the prompt: no window would ever bound the rest."""
+        return replace(chunk, **self._hidden)
+
     def pieces(self, numbered: Sequence[Numbered]) -> list[Piece]:
         """Chunks as they stand in the prompt."""
-        return [Piece(each.number, tuple(self._passages.encode_passage(each.number, each.chunk))) for each in numbered]
+        return [Piece(each.number, tuple(self._assembler.encode_passage(each.number, each.chunk))) for each in numbered]
+
+    def text_of(self, piece: Piece) -> str:
+        """As it stands in the prompt, without what each chunk ends with."""
+        return self.tokenizer.decode(piece.token_ids).removesuffix(self._end)
 
     async def pieces_in_background(self, numbered: Sequence[Numbered]) -> list[Piece]:
         """The same in threads: the tokenizer is there for others every `MAX_CHARACTERS` characters."""
@@ -67,7 +84,7 @@ class SessionPrompts:
 
         :raises PromptTooLongError: the question is too long, by itself or beside the data.
         """
-        tail = self._assembler(question).tail
+        tail = self._assembler.tail_of(question)
         token_ids = data + (self._no_data if data == self.head else ()) + tail
         if len(token_ids) >= self._model.max_model_len:
             raise PromptTooLongError(
@@ -75,12 +92,6 @@ class SessionPrompts:
                 f"answer beside it in the model's length of {self._model.max_model_len}: lower window_tokens"
             )
         return token_ids
-
-    def _assembler(self, question: str) -> PromptAssembler:
-        model = self._model
-        return PromptAssembler(
-            model.tokenizer, self._template, question, max_model_len=model.max_model_len, max_tokens=1
-        )
 
 
 def session_template(template: PromptTemplate | None, system: str | None) -> PromptTemplate:

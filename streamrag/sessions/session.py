@@ -3,9 +3,11 @@
 import asyncio
 import os
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, Self
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
@@ -13,12 +15,15 @@ from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
 from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import PromptTemplate
+from streamrag.propagation import conversation
 from streamrag.retrieving import checked_chunk
 from streamrag.sessions.answering import again, answered
 from streamrag.sessions.asking import Asked, asked
 from streamrag.sessions.buffer import Buffer
+from streamrag.sessions.choosing import DECISIVE_GAP
 from streamrag.sessions.following import append_all
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
+from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog, session_log
 from streamrag.sessions.opening import Opening
 from streamrag.sessions.prompts import SessionPrompts, session_template
@@ -26,6 +31,7 @@ from streamrag.sessions.running import Running
 from streamrag.sessions.state import SessionState
 from streamrag.tasks import run_regardless
 from streamrag.telemetry import Answer, Answered, TokensGenerated
+from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
     from streamrag.sessions.watch import Watch
@@ -45,7 +51,10 @@ class Session:
     slide_share: share of the window that goes at a time. The rest is then computed anew, in the background, while
         questions are answered from the version before.
     max_waiting, max_waiting_characters: data that waits while the engine computes; beyond it the oldest is dropped.
+    batch_interval_s: least seconds between two batches of data, each of which takes the engine a step at least: askers
+        wait for fewer steps, and for newer data.
     log: a file that the session's text is kept in; if it is there, the session goes on where it ended.
+    tenant, books: whose it is, and where it is counted while it is open; nowhere, without.
     """
 
     def __init__(
@@ -58,8 +67,11 @@ class Session:
         slide_share: float = 0.5,
         max_waiting: int = 4096,
         max_waiting_characters: int = 4_000_000,
+        batch_interval_s: float = 0.0,
         log: SessionLog | str | os.PathLike[str] | None = None,
         name: str = "session",
+        tenant: str = "",
+        books: SessionBooks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for option, value in (
@@ -71,14 +83,24 @@ class Session:
                 raise ConfigurationError(f"{option}={short(value)} must be a whole number, at least 1")
         if not is_number(slide_share) or not 0 < slide_share < 1:
             raise ConfigurationError(f"slide_share={short(slide_share)} must be a share between 0 and 1")
+        if not is_number(batch_interval_s) or not 0 <= batch_interval_s < inf:
+            raise ConfigurationError(
+                f"batch_interval_s={short(batch_interval_s)} must be a number of seconds, 0 or more"
+            )
         self._backend = backend
         self._clock = clock
         self._log = session_log(log)
         is_text_given = system is not None or template is not None
         words = session_template(template, system)
-        self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log)
+        if not isinstance(tenant, str):
+            raise ConfigurationError(f"tenant={short(tenant)} must be a str")
+        self._books = books
+        admit = partial(self._admit, tenant)
+        self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log, admit)
+        self._batch_interval_s = float(batch_interval_s)
         self._buffer = Buffer(max_waiting, max_waiting_characters, self._log.dropped if self._log else lambda _: None)
         self._running = Running(name)
+        self._conversation = f"session {uuid.uuid4().hex}"
         self._answers: dict[tuple[Any, bool], Answer] = {}
         """To the version that stands, by what was asked and whether it has a gap."""
         self._is_closed = self._is_forgotten = self._has_begun = False
@@ -95,6 +117,7 @@ class Session:
         :raises PipelineClosedError: the session was closed, also meanwhile.
         :raises ConfigurationError: it has been started before.
         :raises SessionLogError: the log cannot be opened, or is of another session.
+        :raises TooManySessionsError: of this tenant, or of all, as many are open as may be.
         """
         self._check_not_closed()
         if self._has_begun:
@@ -104,12 +127,19 @@ class Session:
             self._prompts, ingestion = await self._opening.begin(self._backend, self._buffer)
         except BaseException:
             self._has_begun = False
+            self._leave_books()
             raise
-        if self._is_closed and self._log is not None:
-            await self._log.aclose()
+        if self._is_closed:
+            self._leave_books()
+            if self._log is not None:
+                await self._log.aclose()
         self._check_not_closed()
-        ingestion.start(self._data_updated)
+        token = conversation.set(self._conversation)  # for the task that it starts
+        ingestion.start(self._data_updated, self._batch_interval_s)
+        conversation.reset(token)
         self._ingestion = ingestion
+        for kept in self._log.watches if self._log else ():
+            self._watching().resume(kept)
 
     async def aclose(self, *, forgets: bool = False) -> None:
         """End all questions and watches, and free the session's KV; with `forgets`, remove its log too."""
@@ -117,7 +147,22 @@ class Session:
         self._is_forgotten = forgets
         await run_regardless(self._close(), "streamrag session closes")
 
+    def _admit(self, tenant: str, window_tokens: int) -> None:
+        if self._books is not None:
+            self._books.check(tenant, window_tokens)
+            self._books.put(self, tenant, window_tokens)
+
+    def _leave_books(self) -> None:
+        if self._books is not None:
+            self._books.remove(self)
+
     async def _close(self) -> None:
+        try:
+            await self._end_all()
+        finally:
+            self._leave_books()
+
+    async def _end_all(self) -> None:
         if self._watches is not None:
             await self._watches.aclose()
         await self._running.aclose()
@@ -132,6 +177,16 @@ class Session:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
+
+    @property
+    def version(self) -> int:
+        """Of the data that questions are answered from at once."""
+        return self._started().ready.version
+
+    @property
+    def watches(self) -> dict[str, "Watch"]:
+        """Those that have a name, by that."""
+        return dict(self._watches.named) if self._watches else {}
 
     @property
     def state(self) -> SessionState:
@@ -161,7 +216,7 @@ class Session:
         :raises PipelineClosedError: the session was closed.
         """
         self.check_open()
-        chunk = checked_chunk(Chunk(data, "") if isinstance(data, str) else data)
+        chunk = self._prompts.shown(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
         if self._log is not None:
             self._log.check(chunk)
         return self._started().append(chunk)
@@ -189,12 +244,30 @@ class Session:
         await self._running.begin(partial(append_all, source, query, self.append), "source")
         return self._buffer.num_appended
 
+    async def newest(self, *, behind: int = 0, at_most: int = 100) -> list[tuple[int, str]]:
+        """The newest data in the window, oldest first, each with its version and its text as it stands in the prompt.
+
+        behind: only what came after this version.
+        at_most: so many.
+        """
+        for option, value, least in (("behind", behind, 0), ("at_most", at_most, 1)):
+            if not is_whole(value) or value < least:
+                raise ConfigurationError(f"{option}={short(value)} must be a whole number, at least {least}")
+        self.check_open()
+        pieces = self._started().window.newest(behind, at_most)
+        prompts = self._prompts
+
+        def texts() -> list[tuple[int, str]]:
+            return [(piece.number, prompts.text_of(piece)) for piece in pieces]
+
+        return await in_thread(prompts.tokenizer, texts, is_background=True)
+
     async def versions(self) -> AsyncGenerator[int, None]:
         """The version that questions are answered from, whenever it has changed; a slow reader gets the newest.
 
         :raises PipelineClosedError: the session was closed.
         """
-        version = self._started().ready.version
+        version = self.version
         while True:
             version = (await self._at_least(version + 1)).version
             yield version
@@ -220,6 +293,7 @@ class Session:
         params: SamplingParams | None = None,
         deadline_s: float | None = None,
         with_gap: bool = False,
+        decisive_gap: float = DECISIVE_GAP,
     ) -> AnswerStream:
         """The answer to `question`, chunk by chunk, from the newest version that is computed.
 
@@ -228,11 +302,13 @@ class Session:
         at_least: wait until that holds the data of this version, as `append` returned it.
         deadline_s: most seconds until the last token.
         with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
+        decisive_gap: of `answers`: the one that leads by so much, in log-probability, is taken before all its tokens
+            are computed.
 
         Raises, when iterated, DeadlineExceededError, PromptTooLongError, BackendError and PipelineClosedError; and
         ConfigurationError for answers that cannot be told from each other.
         """
-        return AnswerStream(self._asked(question, answers, at_least, params, deadline_s, with_gap))
+        return AnswerStream(self._asked(question, answers, at_least, params, deadline_s, with_gap, decisive_gap))
 
     def ask_ahead(self, asked: Asked) -> AnswerStream:
         """The same for a watch: nobody has asked yet, and who does is to have the answer at once."""
@@ -247,9 +323,10 @@ class Session:
         params: SamplingParams | None = None,
         deadline_s: float | None = None,
         with_gap: bool = False,
+        decisive_gap: float = DECISIVE_GAP,
     ) -> EventStream:
         """The same as events: each piece of the answer, then the whole with its version and timings."""
-        return EventStream(self._asked(question, answers, at_least, params, deadline_s, with_gap))
+        return EventStream(self._asked(question, answers, at_least, params, deadline_s, with_gap, decisive_gap))
 
     def _asked(
         self,
@@ -259,8 +336,9 @@ class Session:
         params: SamplingParams | None,
         deadline_s: float | None,
         with_gap: bool,
+        decisive_gap: float,
     ) -> StartQuery:
-        what = asked(question, answers, SamplingParams() if params is None else params, with_gap)
+        what = asked(question, answers, SamplingParams() if params is None else params, with_gap, decisive_gap)
         if at_least is not None and (not is_whole(at_least) or at_least > self._buffer.num_appended):
             raise ConfigurationError(
                 f"at_least={short(at_least)} must be a version that append returned: "
@@ -288,24 +366,35 @@ class Session:
         priority: int = 0,
         params: SamplingParams | None = None,
         with_gap: bool = False,
+        decisive_gap: float = DECISIVE_GAP,
+        name: str | None = None,
     ) -> "Watch":
         """Have `question` answered ahead after each change of the data; iterate it for answers that changed.
 
         Whoever asks the same question of the same version, in the same way, has the answer at once: with the same
         `answers`, or else the same `params`.
 
-        answers, with_gap: as of `ask`.
+        answers, with_gap, decisive_gap: as of `ask`.
         every_s: least seconds between two answers.
         priority: the higher are answered first; who was answered longest ago, among equals.
+        name: under which it is found in `watches`; another one of that name goes. In a session with a log it is there
+            again when that is resumed, unless it was closed before the session.
+
+        :raises ConfigurationError: values that cannot work.
+        :raises SessionLogError: it has a name, and is too long for the log.
         """
+        self.check_open()
+        return self._watching().add(question, answers, every_s, priority, params, with_gap, decisive_gap, name)
+
+    def _watching(self) -> "Watches":
         from streamrag.sessions.watching import Watches
 
-        self.check_open()
         if self._watches is None:
-            self._watches = Watches(self)
-        return self._watches.add(question, answers, every_s, priority, params, with_gap)
+            self._watches = Watches(self, self._log)
+        return self._watches
 
     async def _answered(self, asked: Asked, at_least: int, emit: Emit) -> Answer:
+        conversation.set(self._conversation)  # this task is this question's alone
         submitted_s = self._clock()
         snapshot = await self._at_least(at_least)
         ahead = self._watches.answer_to(asked, snapshot.version) if self._watches else None
@@ -316,7 +405,7 @@ class Session:
             await emit(TokensGenerated(answer.timings.ttft_s, answer.text, answer.token_ids, answer.finish_reason))
         else:
             answer = await answered(self._backend, self._prompts, snapshot, asked, submitted_s, self._clock, emit)
-            if asked.key[-1] and answer.version == self._started().ready.version and len(self._answers) < MAX_ANSWERS:
+            if asked.key[-1] and answer.version == self.version and len(self._answers) < MAX_ANSWERS:
                 self._answers[key] = answer
         await emit(Answered(answer.timings.total_s, answer))
         return answer

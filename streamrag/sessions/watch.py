@@ -35,8 +35,11 @@ class Watch(AsyncIterator[WatchedAnswer]):
     A reader that is slow misses answers that were overtaken, and gets the newest. `aclose` ends it.
     """
 
-    def __init__(self, watches: "Watches", asked: Asked, every_s: float, priority: int) -> None:
+    def __init__(
+        self, watches: "Watches", asked: Asked, every_s: float, priority: int, name: str | None = None
+    ) -> None:
         self.asked = asked
+        self.name = name
         self.priority = priority
         self.every_s = every_s
         self.newest: WatchedAnswer | None = None
@@ -49,7 +52,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self._unread: WatchedAnswer | None = None
         self._told: str | None = None
         """What the reader has read last."""
-        self.work: asyncio.Task[WatchedAnswer] | None = None
+        self.work: asyncio.Task[None] | None = None
         """Under way, to answer it."""
         self._has_news = asyncio.Event()
         self._has_answered = asyncio.Event()
@@ -98,11 +101,16 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self._end(error)
 
     async def aclose(self) -> None:
-        """The question is no longer answered ahead."""
+        """The question is no longer answered ahead, nor when its session is resumed."""
         self.end()
 
     def end(self) -> None:
         """The same, at once."""
+        self._watches.forget(self)
+        self.stop()
+
+    def stop(self) -> None:
+        """End it for now: a session that is resumed has it again, if it has a name."""
         if not self._is_closed:
             self._end(None)
 

@@ -1,16 +1,18 @@
 """Questions that are kept answered, all those of a session: Flash Queries, after arXiv 2605.13784, section 3.9."""
 
 import asyncio
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from streamrag.core import SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, PipelineClosedError, PromptTooLongError, StreamRagError
-from streamrag.kinds import is_number, is_whole, short
+from streamrag.kinds import is_number, is_whole, plain_text, short
 from streamrag.sessions.asking import Asked, asked
+from streamrag.sessions.at_once import AtOnce
+from streamrag.sessions.log import SessionLog
+from streamrag.sessions.log_lines import KeptWatch
 from streamrag.sessions.watch import Watch, WatchedAnswer
-from streamrag.tasks import cancel_regardless, is_cancelled
+from streamrag.tasks import cancel_regardless
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
@@ -21,17 +23,24 @@ RETRY_S = 1.0
 
 
 class Watches:
-    """All registered questions of a session, answered one after the other by one task.
+    """All registered questions of a session, as many at once as end before the data change again: see `AtOnce`.
 
     After each new version, in order of priority; when another version stands before all are answered, those that were
     left go first among their equals, so that none starves.
+
+    log: keeps those that have a name.
     """
 
-    def __init__(self, session: "Session") -> None:
+    def __init__(self, session: "Session", log: SessionLog | None) -> None:
         self._session = session
+        self._log = log
         self._watches: list[Watch] = []
+        self.named: dict[str, Watch] = {}
+        """Also those that cannot be answered, until their owner ends them."""
+        self._at_once = AtOnce()
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def add(
         self,
@@ -41,14 +50,40 @@ class Watches:
         priority: int,
         params: SamplingParams | None,
         with_gap: bool,
+        decisive_gap: float,
+        name: str | None,
     ) -> Watch:
-        """Register a question."""
+        """Register a question; another one of this name goes."""
         if not is_number(every_s) or every_s < 0:
             raise ConfigurationError(f"every_s={short(every_s)} must be a number of seconds, 0 or more")
         if not is_whole(priority):
             raise ConfigurationError(f"priority={short(priority)} must be a whole number")
+        if name is not None and not (isinstance(name, str) and name):
+            raise ConfigurationError(f"name={short(name)} must be a text, or None")
         given = SamplingParams(max_tokens=64) if params is None else params
-        watch = Watch(self, asked(question, answers, given, with_gap), float(every_s), int(priority))
+        what = asked(question, answers, given, with_gap, decisive_gap)
+        every_s, priority = float(every_s), int(priority)
+        if name is None:
+            return self._begin(what, every_s, priority, None)
+        name = plain_text(name)
+        if self._log is not None:
+            kept = KeptWatch(
+                name, what.question, what.answers, every_s, priority, what.with_gap, what.decisive_gap, given
+            )
+            self._log.watched(kept)
+        return self._begin(what, every_s, priority, name)
+
+    def resume(self, kept: KeptWatch) -> None:
+        """Register what a log has."""
+        self._begin(kept.asked(), kept.every_s, kept.priority, kept.watch)
+
+    def _begin(self, what: Asked, every_s: float, priority: int, name: str | None) -> Watch:
+        watch = Watch(self, what, every_s, priority, name)
+        if name is not None:
+            before = self.named.get(name)
+            self.named[name] = watch
+            if before is not None:
+                before.stop()
         self._watches.append(watch)
         self._has_work.set()
         if self._task is None:
@@ -60,8 +95,16 @@ class Watches:
         with suppress(ValueError):
             self._watches.remove(watch)
 
+    def forget(self, watch: Watch) -> None:
+        """Its owner has ended it: no session that is resumed has it."""
+        if watch.name is not None and self.named.get(watch.name) is watch and not self._is_closed:
+            del self.named[watch.name]
+            if self._log is not None:
+                self._log.unwatched(watch.name)
+
     def data_updated(self) -> None:
         """Another version stands."""
+        self._at_once.stands(_now_s())
         self._has_work.set()
 
     def answer_to(self, asked: Asked, version: int) -> Answer | None:
@@ -74,22 +117,23 @@ class Watches:
         return None
 
     async def aclose(self) -> None:
-        """End all."""
-        if self._task is not None:
-            await cancel_regardless([self._task])
+        """End all; a log keeps those with a name."""
+        self._is_closed = True
+        under_way = [watch.work for watch in self._watches if watch.work is not None]
+        await cancel_regardless([*under_way, *([self._task] if self._task else [])])
         for watch in list(self._watches):
-            await watch.aclose()
+            watch.stop()
 
     async def _run(self) -> None:
         while True:
-            wait_s = await self._answer_due()
+            self._has_work.clear()
+            wait_s = self._start_due()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._has_work.wait()
 
-    async def _answer_due(self) -> float | None:
-        """Answer whatever is due; seconds until the next is, None if that takes other data."""
-        self._has_work.clear()
+    def _start_due(self) -> float | None:
+        """Have answered what is due, as far as there is room; seconds until another is, None if none will be."""
         try:
             self._session.check_open()
         except PipelineClosedError:
@@ -97,39 +141,44 @@ class Watches:
         except BackendError as error:  # the session has failed: there will be no other version
             for watch in list(self._watches):
                 watch.fail(error)
-        while stale := [watch for watch in self._watches if watch.version < self._session.state.version]:
-            now = asyncio.get_running_loop().time()
-            due = [watch for watch in stale if watch.due_s <= now]
-            if not due:
-                return min(watch.due_s for watch in stale) - now
-            watch = min(due, key=lambda watch: (-watch.priority, watch.version))
+        now, version = _now_s(), self._session.version
+        stale = [watch for watch in self._watches if watch.version < version and watch.work is None]
+        due = sorted((each for each in stale if each.due_s <= now), key=lambda each: (-each.priority, each.version))
+        num_working = sum(watch.work is not None for watch in self._watches)
+        starting = due[: max(self._at_once.most - num_working, 0)]
+        for watch in starting:
             watch.due_s = now + watch.every_s
-            watch.work = asyncio.create_task(self._answered(watch), name="streamrag watched question")
-            try:
-                watch.put(await watch.work)
-            except asyncio.CancelledError:
-                if is_cancelled():
-                    raise
-            except PipelineClosedError:
-                return None
-            except (ConfigurationError, PromptTooLongError) as error:  # this question's fault
-                watch.fail(error)
-            except Exception as error:  # whatever the engine raises, the others are answered, and this one again
-                watch.error = (
-                    error if isinstance(error, StreamRagError) else BackendError(f"the engine failed: {error!r:.300}")
-                )
-                watch.due_s = asyncio.get_running_loop().time() + max(watch.every_s, RETRY_S)
-            finally:
-                watch.work = None
-        return None
+            work = self._answer(watch, num_working + len(starting))
+            watch.work = asyncio.create_task(work, name="streamrag watched question")
+        return min((each.due_s - now for each in stale if each.due_s > now), default=None)
+
+    async def _answer(self, watch: Watch, num_at_once: int) -> None:
+        try:
+            answered = await self._answered(watch)
+        except (ConfigurationError, PromptTooLongError) as error:  # this question's fault
+            watch.work = None
+            watch.fail(error)
+        except Exception as error:  # whatever the engine raises, the others are answered, and this one again
+            watch.error = (
+                error if isinstance(error, StreamRagError) else BackendError(f"the engine failed: {error!r:.300}")
+            )
+            watch.due_s = _now_s() + max(watch.every_s, RETRY_S)
+        else:
+            self._at_once.took(num_at_once, answered.took_s)
+            watch.put(answered)
+        finally:
+            watch.work = None
+            self._has_work.set()
 
     async def _answered(self, watch: Watch) -> WatchedAnswer:
-        began_s = time.monotonic()
+        began_s = _now_s()
         async with self._session.ask_ahead(watch.asked) as stream:
             async for _ in stream:
                 pass
         answer = stream.result
         assert answer.version is not None
-        return WatchedAnswer(
-            watch.question, answer.text, answer.version, time.monotonic() - began_s, answer.gap, answer
-        )
+        return WatchedAnswer(watch.question, answer.text, answer.version, _now_s() - began_s, answer.gap, answer)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class Window:
     def token_ids(self) -> tuple[int, ...]:
         """Of all pieces, in order."""
         return tuple(self._token_ids)
+
+    def newest(self, behind: int, most: int) -> list[Piece]:
+        """Pieces behind the one of this number, in order; the last of them, if there are more."""
+        newer = takewhile(lambda piece: piece.number > behind, reversed(self._pieces))
+        return list(islice(newer, most))[::-1]
 
     @property
     def oldest(self) -> int | None:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -174,3 +175,38 @@ def test_settings_in_the_files_for_ray_are_settings_and_both_name_the_same_appli
         for mount in group["template"]["spec"]["containers"][0]["volumeMounts"]
     ]
     assert mounts.count(str(Path(config).parent)) == 2
+
+
+def test_ray_s_own_schema_takes_the_files_for_ray() -> None:
+    schema = pytest.importorskip("ray.serve.schema")
+    alone = yaml.safe_load((ROOT / "deploy/ray/serve.yaml").read_text())
+    kuberay = yaml.safe_load((ROOT / "deploy/ray/rayservice.yaml").read_text())
+    for config in (alone, yaml.safe_load(kuberay["spec"]["serveConfigV2"])):
+        schema.ServeDeploySchema.model_validate(config)
+        assert config.keys() <= schema.ServeDeploySchema.model_fields.keys()  # it lets others pass
+        for app in config["applications"]:
+            assert app.keys() <= schema.ServeApplicationSchema.model_fields.keys()
+
+
+def test_the_file_for_kuberay_has_the_fields_of_its_resource() -> None:
+    """By its v1 types; a field that it does not know would be dropped, or refused."""
+    kuberay = yaml.safe_load((ROOT / "deploy/ray/rayservice.yaml").read_text())
+    spec = kuberay["spec"]
+    cluster = spec["rayClusterConfig"]
+    assert (kuberay["apiVersion"], kuberay["kind"]) == ("ray.io/v1", "RayService")
+    assert spec.keys() <= {"serveConfigV2", "rayClusterConfig", "serveService", "upgradeStrategy"}
+    assert cluster.keys() <= {"rayVersion", "enableInTreeAutoscaling", "headGroupSpec", "workerGroupSpecs"}
+    assert cluster["headGroupSpec"].keys() == {"rayStartParams", "template"}
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers.keys() == {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+    for group in (cluster["headGroupSpec"], workers):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        assert pod.keys() == {"containers", "volumes"}
+        (container,) = pod["containers"]
+        assert container.keys() <= {"name", "image", "resources", "ports", "volumeMounts"}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    (app,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    assert cluster["enableInTreeAutoscaling"], "else no pod comes for what replicas.max_number asks"
+    assert workers["maxReplicas"] == int(app["args"]["replicas.max_number"])
+    assert version("ray") == cluster["rayVersion"]

@@ -1,5 +1,7 @@
 """Sessions in the page: in a real browser against a service on a real socket."""
 
+import asyncio
+import json
 import re
 from typing import Any
 
@@ -113,7 +115,10 @@ async def test_a_watch_that_cannot_work_says_why() -> None:
         await opened(seen)
         await seen.page.get_by_label("When kept, only these answers").fill("yes, yesterday")
         await ask(seen, "Any?", "Keep answered")
-        await expect(seen.page.locator("#watches .about")).to_contain_text("same token")
+        for _ in range(2):
+            await expect(seen.page.locator("#watches .about")).to_contain_text("same token")
+            await expect(seen.page.locator("#watches h4")).to_have_text("Any?")
+            await seen.page.reload()
 
 
 async def test_a_text_file_is_appended_whole_and_no_faster_than_it_is_taken_in() -> None:
@@ -213,6 +218,33 @@ async def test_a_connection_that_breaks_is_made_again_and_a_session_that_ends_is
         await expect(page.locator("#opening .note")).to_have_text("The session has ended.")
         await page.reload()
         await expect(page.get_by_role("button", name="Open a session")).to_be_visible()
+
+
+async def test_a_session_that_cannot_be_had_at_the_moment_is_asked_for_again() -> None:
+    async with serving() as served, browsing(served.url) as seen:
+        page, routes = seen.page, []
+        error = {"message": "another service has this session: ask that one", "code": "session_in_use"}
+        is_back = asyncio.Event()
+
+        async def connect(route: Any) -> None:
+            routes.append(route)
+            if len(routes) == 2:
+                route.send(json.dumps({"type": "error", "status": 409, "error": error}))
+                await expect(page.locator("#notice")).to_have_text("Another service has this session: ask that one.")
+                await route.close(code=1008)
+                return
+            route.connect_to_server()
+            if len(routes) == 3:
+                is_back.set()
+
+        await page.route_web_socket(re.compile("/socket"), connect)
+        session = await opened(seen)
+        await routes[0].close(code=1001)
+        await is_back.wait()
+        await expect(page.locator("#notice")).to_have_text("")
+        await append(seen, "one")
+        await expect(page.locator("#regions .stands")).to_contain_text("version 1")
+        assert await session_of(seen) == session
 
 
 async def test_a_service_with_too_many_sessions_says_so() -> None:

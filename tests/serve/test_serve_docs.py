@@ -18,7 +18,7 @@ async def test_the_examples_with_curl_work() -> None:
     assert len(examples) == 2
     async with serving() as served:
         for example in examples:
-            command = example.replace("http://127.0.0.1:8000", served.url).replace("curl ", "curl -s ", 1)
+            command = example.replace("http://127.0.0.1:8080", served.url).replace("curl ", "curl -s ", 1)
             shell = await asyncio.create_subprocess_shell(command, stdout=asyncio.subprocess.PIPE)
             said, _ = await shell.communicate()
             assert shell.returncode == 0
@@ -31,7 +31,7 @@ async def test_the_example_of_a_sessions_socket_works() -> None:
     (example,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     async with serving() as served:
         shell = await asyncio.create_subprocess_shell(
-            example.replace("http://127.0.0.1:8000", served.url),
+            example.replace("http://127.0.0.1:8080", served.url),
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         )

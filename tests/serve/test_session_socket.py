@@ -67,7 +67,7 @@ async def test_data_and_questions_go_in_and_all_that_comes_of_them_goes_out() ->
         url = await opened(served)
         async with talking(served, url) as talk:
             session = await talk.next("session")
-            assert (url.endswith(session["id"]), session["version"], session["watches"]) == (True, 0, [])
+            assert (url.endswith(session["id"]), session["version"], session["watches"]) == (True, 0, {})
             assert 0 < session["num_frozen_tokens"] == session["num_tokens"] < session["window_tokens"]
             await talk.send("append", data=["one", {"text": "two", "uri": "feed"}], id="a")
             appended = await talk.next("appended")

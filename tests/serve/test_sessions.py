@@ -92,7 +92,7 @@ async def test_a_watched_answer_is_pushed_when_it_changes() -> None:
         assert (await anext(again)).event == "session"
         assert [(await anext(again)).id for _ in seen] == [event.id for event in seen]
         assert (await served.http.delete(f"{url}/watches/alarm")).status_code == 204
-        assert (await served.http.get(url)).json()["watches"] == []
+        assert (await served.http.get(url)).json()["watches"] == {}
         await again.aclose()
 
 
@@ -234,3 +234,25 @@ async def test_who_asks_a_session_that_is_closed_meanwhile_is_told_so(stream: bo
         assert "session_not_found" in answer.text
         assert stream or answer.status_code == 404
         assert served.backend.num_requests == 0
+
+
+async def test_what_the_window_holds_can_be_read() -> None:
+    async with serving() as served:
+        url = await opened(served)
+        await served.http.post(f"{url}/data", json={"data": ["one", "two", "three"]})
+        await served.http.post(f"{url}/ask", json={"question": "There?", "at_least": 3})
+        answer = await served.http.get(f"{url}/data", params={"behind": 1})
+        assert answer.json() == {"data": [{"version": 2, "text": "two"}, {"version": 3, "text": "three"}]}
+        assert len((await served.http.get(f"{url}/data")).json()["data"]) == 3
+        assert (await served.http.get(f"{url}/data", params={"behind": "x"})).status_code == 400
+
+
+async def test_how_early_an_answer_is_taken_is_the_clients_choice() -> None:
+    async with serving(backend=ScriptedBackend(answer="no")) as served:
+        url = await opened(served)
+        for gap, status in ((0, 200), (5.5, 200), (-1, 400), ("x", 400)):
+            question = {"question": "Any?", "answers": ["yes", "no"], "decisive_gap": gap}
+            assert (await served.http.post(f"{url}/ask", json=question)).status_code == status
+            assert (await served.http.put(f"{url}/watches/a", json=question)).status_code == (
+                201 if status == 200 else 400
+            )

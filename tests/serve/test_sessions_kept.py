@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from httpx_sse import ServerSentEvent
 from websockets.asyncio.client import connect
 
 from streamrag.errors import ConfigurationError
@@ -344,3 +345,97 @@ async def test_data_are_appended_all_or_none_and_of_each_its_text_is_kept(tmp_pa
         answer = await served.http.post(f"{url}/data", json={"data": data, "flush": True})
         assert answer.json()["flushed"] == 1
         assert len((tmp_path / f"{url.rpartition('/')[2]}.jsonl").read_text()) < 1000
+
+
+async def named(events: AsyncIterator[ServerSentEvent], name: str) -> ServerSentEvent:
+    """The next event of this name."""
+    async with asyncio.timeout(20):
+        while (event := await anext(events)).event != name:
+            pass
+    return event
+
+
+async def test_watches_are_there_after_a_restart_and_events_go_on(tmp_path: Path) -> None:
+    watch = {"question": "Any?", "answers": ["yes", "no"], "priority": 2, "every_s": 0.5, "with_gap": True}
+    ids: list[int] = []
+    for number in range(3):
+        async with kept(tmp_path) as (served, _):
+            if not ids:
+                url = await opened(served)
+                assert (await served.http.put(f"{url}/watches/alarm", json=watch)).status_code == 201
+                await served.http.put(f"{url}/watches/gone", json=watch)
+                assert (await served.http.delete(f"{url}/watches/gone")).status_code == 204
+            events = events_of(served, url, last=str(ids[0]) if ids else "")
+            session = await anext(events)
+            assert json.loads(session.data)["watches"] == {"alarm": "Any?"}
+            if ids:
+                gap = await anext(events)
+                assert (gap.event, json.loads(gap.data)["after"]) == ("gap", ids[0])
+                assert int(gap.id) >= ids[-1]
+            ready = await named(events, "flash_ready")
+            assert json.loads(ready.data) | {"took_s": 0} == {
+                "name": "alarm",
+                "question": "Any?",
+                "answer": "yes",
+                "version": number,
+                "took_s": 0,
+                "gap": None,
+            }
+            await served.http.post(f"{url}/data", json={"data": ["x"]})
+            updated = await named(events, "data_updated")
+            new = [int(ready.id), int(updated.id)]
+            assert min(new) > max(ids, default=0), "no event has an id of before"
+            ids += new
+            await events.aclose()
+
+
+async def test_a_reader_is_told_of_events_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.serve.interfaces.session_store.MAX_KEPT_EVENTS", 3)
+    async with serving() as served:
+        url = await opened(served)
+        for version in range(1, 8):
+            await served.http.post(f"{url}/data", json={"data": ["x"]})
+            await served.http.post(f"{url}/ask", json={"question": "There?", "at_least": version})
+        for last, expected in (("", []), ("1", ["gap"]), ("9999", [])):
+            events = events_of(served, url, last=last)
+            assert (await anext(events)).event == "session"
+            seen = [await anext(events) for _ in range(len(expected) + 3)]
+            assert [each.event for each in seen] == [*expected, *["data_updated"] * 3]
+            numbers = [int(each.id) for each in seen]
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            await events.aclose()
+
+
+async def test_a_damaged_log_is_said_once_without_a_traceback_and_an_empty_one_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with kept(tmp_path) as (served, _):
+        url = await opened(served)
+        await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})
+    path = tmp_path / f"{url.rpartition('/')[2]}.jsonl"
+    path.write_text(path.read_text() + "rubbish\n")
+    empty = tmp_path / f"sess_{'0' * 32}.jsonl"
+    empty.touch()
+    caplog.clear()
+    async with kept(tmp_path) as (served, _):
+        assert not empty.exists()
+        assert caplog.records == []
+        for _ in range(3):
+            assert (await served.http.get(url)).status_code == 500
+        assert [bool(record.exc_info) for record in caplog.records] == [False]
+
+
+async def test_a_session_of_another_service_is_neither_asked_nor_ended(tmp_path: Path) -> None:
+    async with kept(tmp_path) as (served, _):
+        url, other_url = await opened(served), await opened(served)
+        await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})
+        async with kept(tmp_path, limits=Limits(session_idle_s=1000)) as (second, _):
+            for method in ("DELETE", "GET", "DELETE"):
+                answer = await second.http.request(method, url)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (409, "session_in_use")
+            assert (await served.http.get(url)).json()["version"] == 1
+            assert (await served.http.delete(other_url)).status_code == 204
+            assert (await second.http.get(other_url)).status_code == 404, "it is not made anew"
+            assert (await served.http.delete(url)).status_code == 204
+            assert (await second.http.delete(url)).status_code in (204, 404)
+    assert names_in(tmp_path) == []

@@ -127,3 +127,12 @@ def test_an_answer_without_tokens_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="no tokens"):
         spelled(Deaf(), ("yes", "no"))
+
+
+async def test_where_nothing_else_is_possible_there_is_no_gap() -> None:
+    async def certain(begun: Ids, allowed: Sequence[int]) -> tuple[int | None, Any]:
+        values = {each: 0.0 if each == ord("y") else -math.inf for each in allowed}
+        return ord("y"), {each: SimpleNamespace(logprob=value) for each, value in values.items()}
+
+    found = await chosen(spelled(CodePointTokenizer(), ("yes", "no")), certain)
+    assert (found.text, found.token_ids, found.gap) == ("yes", (ord("y"),), None)

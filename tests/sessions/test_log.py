@@ -15,9 +15,12 @@ from typing import Any
 import anyio
 import pytest
 
-from streamrag import Chunk, ConfigurationError, Pipeline, SessionLogError
+from streamrag import Chunk, ConfigurationError, Pipeline, SamplingParams, SessionLogError
 from streamrag.sessions import Session
+from streamrag.sessions.buffer import Numbered
+from streamrag.sessions.log import SessionLog
 from streamrag.sessions.log_file import LogFile, read_header
+from streamrag.tasks import cancel_regardless
 from streamrag.testing import ScriptedSource
 from tests.sessions.test_faults import until
 from tests.sessions.test_session import Engine, lines_of, settled
@@ -186,6 +189,11 @@ HEADER = {"format": "streamrag-session", "version": 1, "system": "s", "window_to
         ([HEADER, {"number": 1, "text": "a", "passage": -1}], "line 2, is damaged: passage"),
         ([HEADER, {"dropped": "all"}], "line 2, is damaged: dropped"),
         ([HEADER, 7], "line 2, is damaged: it is no JSON object"),
+        ([HEADER, {"watch": "a", "question": " "}], "line 2, is damaged: the question is empty"),
+        ([HEADER, {"watch": "a", "question": "?", "every_s": -1}], "line 2, is damaged: every_s"),
+        ([HEADER, {"watch": "a", "question": "?", "params": {"max_tokens": 0}}], "line 2, is damaged: .*max_tokens"),
+        ([HEADER, {"watch": "a", "question": "?", "run": "rm"}], "line 2, is damaged: it has 'run'"),
+        ([HEADER, {"num_events": -1}], "line 2, is damaged: num_events"),
         (json.dumps(HEADER).encode() + b'\n{"number": 1, "te\n{"number": 2, "text": "x"}\n', "line 2, is damaged"),
         (json.dumps(HEADER).encode() + b"\n" + b"x" * 17_000_000, "line of more than"),
     ],
@@ -440,3 +448,85 @@ def test_a_header_is_read_alone(tmp_path: Path) -> None:
         read_header(tmp_path / "none")
     with pytest.raises(SessionLogError):
         LogFile(path).open()
+
+
+async def test_watches_with_a_name_are_there_again(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    params = SamplingParams(max_tokens=7, stop=("END",), extra={"min_tokens": 2})
+    async with opened(path) as session:
+        session.watch("Any over 90?", name="alarm", answers=("yes", "no"), every_s=2.5, priority=3, with_gap=True)
+        session.watch("What is new?", name="news", params=params, decisive_gap=4.0)
+        session.watch("Nameless?")
+        await session.watch("Ended?", name="ended").aclose()
+        for i in range(2):
+            session.watch(f"Version {i}?", name="replaced")
+        await settled(session)
+    for _ in range(2):
+        async with opened(path) as resumed:
+            watches = resumed.watches
+            assert sorted(watches) == ["alarm", "news", "replaced"]
+            alarm, news = watches["alarm"], watches["news"]
+            assert (alarm.question, alarm.asked.answers, alarm.every_s) == ("Any over 90?", ("yes", "no"), 2.5)
+            assert (alarm.priority, alarm.asked.with_gap, alarm.asked.params.max_tokens) == (3, True, 1)
+            assert (news.asked.params, news.asked.decisive_gap) == (params, 4.0)
+            assert watches["replaced"].question == "Version 1?"
+            assert (await news.at_least(0)).text == "yes"
+    async with opened(path) as resumed:
+        await resumed.watches["alarm"].aclose()
+    async with opened(path) as resumed:
+        assert sorted(resumed.watches) == ["news", "replaced"]
+
+
+async def test_what_cannot_be_kept_of_a_watch_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path / "log") as session:
+        for extra in ({"processor": object()}, {"bias": float("nan")}):
+            params = SamplingParams(extra=extra)
+            with pytest.raises(ConfigurationError, match="alarm"):
+                session.watch("Any?", name="alarm", params=params)
+        with pytest.raises(SessionLogError, match="shorten it"):
+            session.watch("?" * 1_000_001, name="alarm")
+        assert session.watches == {}
+        session.watch("Any?", params=params)
+
+
+async def test_watches_that_come_and_go_leave_a_log_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.sessions.log_file.SLACK_BYTES", 2000)
+    path = tmp_path / "log"
+    async with opened(path) as session:
+        session.watch("Kept?", name="kept")
+        for i in range(300):
+            await session.watch(f"Number {i}?", name=f"watch {i}").aclose()
+            await session.append(line(i))
+            await session.flush()
+            assert path.stat().st_size < 20_000
+    async with opened(path) as resumed:
+        assert sorted(resumed.watches) == ["kept"]
+
+
+async def test_no_event_has_a_number_of_before(tmp_path: Path) -> None:
+    path, told = tmp_path / "log", 0
+    for is_killed in (True, False, True, True, False):
+        log = SessionLog(path)
+        logged = await log.open()
+        log.start("s", 300, 0.5, logged)
+        await log.begun()
+        assert log.num_events >= told
+        for _ in range(1500):
+            number = log.next_event()
+            assert number > told
+            told = number
+            if number % 100 == 0:  # as time passes
+                log.append(Numbered(log._newest + 1, Chunk("x", "")))
+                await log.flush()
+        if is_killed:
+            assert log._task is not None
+            await cancel_regardless([log._task])
+            log._file.close()
+        else:
+            await log.aclose()
+            file = LogFile(path)
+            logged = file.open()
+            file.close()
+            assert logged is not None
+            assert logged.num_events == told
+    assert told < 30_000

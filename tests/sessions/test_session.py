@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -340,3 +341,70 @@ def test_all_texts_of_what_waits_count() -> None:
     buffer.append(Chunk("x" * 50, ""))
     buffer.append(Chunk("x" * 50, ""))
     assert len(buffer) == 2
+
+
+async def test_the_system_text_is_tokenised_once_for_all_questions() -> None:
+    engine = Engine(answer="yes")
+    tokenizer, seen = engine.model.tokenizer, []
+    encode = tokenizer.encode
+    object.__setattr__(tokenizer, "encode", lambda text, **options: seen.append(text) or encode(text, **options))
+    async with Session(engine, system="Watch these prices.") as session:
+        for i in range(4):
+            await session.append(f"line {i}")
+            async with session.ask(f"Question {i}?", at_least=i + 1) as answer:
+                async for _ in answer:
+                    pass
+    assert len([text for text in seen if "Watch these" in text]) == 1
+    assert all("Watch these" in prompt for prompt in engine.asked)
+
+
+async def test_of_a_chunk_that_counts_and_is_kept_which_the_prompt_shows() -> None:
+    chunk = Chunk("one", "u" * 5_000, "t" * 4_000)
+    async with Session(Engine(answer="yes"), max_waiting_characters=100) as session:
+        num_tokens = session.state.num_tokens
+        for _ in range(20):
+            await session.append(chunk)
+        await settled(session)
+        assert session.state.num_tokens - num_tokens <= 20 * len("one\n")
+        assert session.state.num_dropped == 0, "what is not shown takes no room"
+    template = replace(SESSION_TEMPLATE, passage="{title}: {text}\n")
+    engine = Engine(answer="yes")
+    async with Session(engine, template=template, window_tokens=500) as session:
+        num_tokens = session.state.num_tokens
+        for _ in range(4):
+            await session.append(chunk)
+        await settled(session)
+        assert session.state.num_tokens - num_tokens <= 500
+        assert session.state.num_slid > 0, "what is shown counts"
+        async with session.ask("Any?") as answer:
+            async for _ in answer:
+                pass
+        assert "t" * 190 in engine.asked[-1], "a title is cut to 200 characters"
+        assert "uuu" not in engine.asked[-1]
+
+
+async def test_the_newest_data_can_be_read_as_the_prompt_has_them() -> None:
+    async with Session(Engine(answer="yes"), window_tokens=40) as session:
+        for i in range(12):
+            await session.append(f"line {i}")
+            await settled(session)
+        held = lines_of(session._backend.asked[-1])
+        assert await session.newest() == [(int(line.split()[1]) + 1, line) for line in held]
+        assert await session.newest(behind=10) == [(11, "line 10"), (12, "line 11")]
+        assert await session.newest(at_most=1) == [(12, "line 11")]
+        assert await session.newest(behind=12) == []
+        for options in ({"behind": -1}, {"at_most": 0}):
+            with pytest.raises(ConfigurationError, match=next(iter(options))):
+                await session.newest(**options)
+
+
+async def test_batches_of_data_keep_their_distance() -> None:
+    async with Session(Engine(answer="yes"), batch_interval_s=3600) as session:
+        await session.append("first")  # at once
+        await settled(session)
+        await session.append("second")
+        await anyio.wait_all_tasks_blocked()
+        assert session.state.num_waiting == 1
+    for value in (-1, "x", float("inf")):
+        with pytest.raises(ConfigurationError, match="batch_interval_s"):
+            Session(Engine(answer="yes"), batch_interval_s=value)

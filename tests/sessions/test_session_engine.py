@@ -4,11 +4,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from streamrag import AnswerChunk, BackendEvent, Pipeline, Prompt, SamplingParams, VllmBackend
+from streamrag.records import read_records
 from streamrag.sessions.choosing import DECISIVE_GAP
 from streamrag.testing import ScriptedSource, make_tiny_llama
 
@@ -18,8 +20,16 @@ BLOCK = 32
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine writes what became of each request, those of sessions' data too."""
+    path = tmp_path_factory.mktemp("records") / "records.jsonl"
+    path.touch()
+    return path
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pipeline(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pipeline]:
+async def pipeline(tmp_path_factory: pytest.TempPathFactory, records: Path) -> AsyncIterator[Pipeline]:
     model = make_tiny_llama(tmp_path_factory.mktemp("model"))
     backend = VllmBackend(  # room for three whole prompts, so that several sessions push each other out
         model,
@@ -28,7 +38,7 @@ async def pipeline(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pi
         kv_cache_bytes=3 << 20,
         host_kv_bytes=64 << 20,
         eviction="swap",
-        engine_args={"block_size": BLOCK},
+        engine_args={"block_size": BLOCK, "additional_config": {"streamrag": {"records": str(records)}}},
     )
     async with Pipeline(ScriptedSource([]), backend) as pipeline:
         yield pipeline
@@ -174,6 +184,19 @@ LOGPROB_TOLERANCE = 1e-3
 """Between a prompt computed piece by piece and in one go: float32 sums in another order, through two layers."""
 
 
+async def worst_difference(pipeline: Pipeline, seen: Seen, params: SamplingParams) -> float:
+    """Between the log-probabilities that came back and those of fresh requests, whose tokens are the same."""
+    worst = 0.0
+    for token_ids, chunks in seen.requests:
+        alone = await fresh_chunks(pipeline, token_ids, params)
+        tokens, expected = ([token for chunk in each for token in chunk.token_ids] for each in (chunks, alone))
+        assert tokens == expected
+        for one, other in zip(logprobs_of(chunks), logprobs_of(alone), strict=True):
+            assert len(one.keys() & other.keys()) >= 4  # of five: the last may have a twin
+            worst = max(worst, *(abs(one[token] - other[token]) for token in one.keys() & other.keys()))
+    return worst
+
+
 async def test_log_probabilities_are_those_of_fresh_requests_after_appends_and_slides(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,16 +222,43 @@ async def test_log_probabilities_are_those_of_fresh_requests_after_appends_and_s
     monkeypatch.undo()
     await idle(pipeline)
     assert len(seen.requests) == 20
-    worst = 0.0
-    for token_ids, chunks in seen.requests:
-        alone = await fresh_chunks(pipeline, token_ids, params)
-        tokens, expected = ([token for chunk in each for token in chunk.token_ids] for each in (chunks, alone))
-        assert tokens == expected
-        for one, other in zip(logprobs_of(chunks), logprobs_of(alone), strict=True):
-            assert len(one.keys() & other.keys()) >= 4  # of five: the last may have a twin
-            worst = max(worst, *(abs(one[token] - other[token]) for token in one.keys() & other.keys()))
+    worst = await worst_difference(pipeline, seen, params)
     print(f"{num_shared} shared; worst {worst:.1e}")
     assert num_shared
+    assert worst < LOGPROB_TOLERANCE
+
+
+async def test_log_probabilities_are_those_of_fresh_requests_after_data_came_back_from_host_memory(
+    pipeline: Pipeline, records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, extra={"logprobs": 5})
+    await idle(pipeline)
+    num_before = len(read_records(records))
+    seen = Seen(pipeline, monkeypatch)
+    rng = random.Random(5)
+    shared: list[int] = []
+    async with AsyncExitStack() as stack:
+        sessions = [
+            await stack.enter_async_context(pipeline.session(system=f"Swap {i}.", window_tokens=950)) for i in range(6)
+        ]
+        for num in (60, 4, 4):  # each time that its turn comes, the others have taken its memory
+            for session in sessions:
+                version = 0
+                for _ in range(num):
+                    version = await session.append(f"reading {rng.randrange(10_000)}")
+                stream = session.ask("Is it rising?", at_least=version, params=params)
+                _ = [chunk async for chunk in stream]
+                record = stream.result.record
+                assert record is not None
+                shared.append(record.num_from_cache)
+        assert not any(session.state.num_slid for session in sessions)
+    monkeypatch.undo()
+    await idle(pipeline)
+    of_data = [record for record in read_records(records)[num_before:] if record.outcome != "finished"]
+    loaded = [record.num_loaded for record in of_data]
+    worst = await worst_difference(pipeline, seen, params)
+    print(f"loaded {loaded}; shared {shared}; worst {worst:.1e}")
+    assert sum(loaded) > 0
     assert worst < LOGPROB_TOLERANCE
 
 

@@ -5,7 +5,7 @@ import asyncio
 import anyio
 import pytest
 
-from streamrag import ConfigurationError, Pipeline, PipelineClosedError, SamplingParams
+from streamrag import AnswerChunk, ConfigurationError, Pipeline, PipelineClosedError, SamplingParams
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from tests.sessions.test_session import Engine, settled
 
@@ -123,3 +123,68 @@ async def test_the_engine_is_told_who_waits_for_each_request() -> None:
             async for _ in answer:
                 pass
     assert seen - {("pool", False)} == {("stream", False), ("flash", True), ("session", True), ("pool", True)}
+
+
+class Counting(Engine):
+    """Knows how many questions were open at once, and in which order they came. None is answered while it is held."""
+
+    def __init__(self) -> None:
+        super().__init__(answer="yes")
+        self.num_open = self.most_open = 0
+        self.holds_questions = False
+        self.lets_go = anyio.Event()
+
+    async def generate(self, prompts, params):  # type: ignore[no-untyped-def]
+        num_before = len(self.asked)
+        is_counted = False
+        try:
+            async for event in super().generate(prompts, params):
+                if len(self.asked) > num_before and not is_counted and isinstance(event, AnswerChunk):
+                    is_counted = True
+                    self.num_open += 1
+                    self.most_open = max(self.most_open, self.num_open)
+                    if self.holds_questions:
+                        await self.lets_go.wait()
+                yield event
+        finally:
+            self.num_open -= is_counted
+
+
+async def test_watches_of_a_version_are_answered_together_the_higher_priorities_first() -> None:
+    engine = Counting()
+    async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:
+        watches = [session.watch(f"priority {i % 4}, number {i}?", priority=i % 4) for i in range(20)]
+        for i in range(6):
+            version = await session.append(f"line {i}")
+            for watch in watches:
+                await watch.at_least(version)
+        assert 1 < engine.most_open <= 20
+        engine.holds_questions, num_before = True, len(engine.asked)
+        version = await session.append("last")
+        await session._at_least(version)
+        await anyio.wait_all_tasks_blocked()
+        first = [prompt.rpartition("priority ")[2][0] for prompt in engine.asked[num_before:]]
+        assert len(first) > 1
+        assert first == sorted(first, reverse=True)
+        engine.holds_questions = False
+        engine.lets_go.set()
+        for watch in watches:
+            await watch.at_least(version)
+        order = [prompt.rpartition("priority ")[2][0] for prompt in engine.asked[num_before:]]
+        assert order == sorted(order, reverse=True)
+
+
+async def test_watches_with_a_name_are_found_by_it_and_another_of_the_name_takes_its_place() -> None:
+    async with Pipeline(ScriptedSource([]), Engine(answer="yes")) as pipeline, pipeline.session() as session:
+        one = session.watch("one?", name="alarm")
+        session.watch("without?")
+        two = session.watch("two?", name="alarm")
+        assert session.watches == {"alarm": two}
+        assert [each async for each in one] == []
+        await one.aclose()
+        assert session.watches == {"alarm": two}, "the one before has gone already"
+        await two.aclose()
+        assert session.watches == {}
+        for name in ("", 5):
+            with pytest.raises(ConfigurationError, match="name"):
+                session.watch("Any?", name=name)

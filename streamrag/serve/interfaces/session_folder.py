@@ -6,10 +6,12 @@ import re
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from streamrag.errors import ConfigurationError, SessionLogError
-from streamrag.sessions.log_file import Header, read_header
+from streamrag.errors import ConfigurationError, SessionLogError, SessionLogInUseError
+from streamrag.sessions.log_file import LogFile, read_header
+from streamrag.sessions.log_lines import Header
 
 _NAME = re.compile(r"(sess_[0-9a-f]{32})\.jsonl")
 
@@ -48,6 +50,10 @@ class SessionFolder:
                 status = path.lstat()
                 if not stat.S_ISREG(status.st_mode):
                     raise SessionLogError(f"{path} is no regular file")
+                if not status.st_size:  # its service was killed before it had written anything
+                    with suppress(SessionLogInUseError):
+                        LogFile(path).remove()
+                    continue
                 yield named[1], read_header(path), max(time.time() - status.st_mtime, 0.0)
             except (OSError, SessionLogError) as error:
                 log.error("a session is not resumed: %s", error)

@@ -13,10 +13,16 @@ from streamrag.serve.bodies import sampling
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_store import Held, gone
 from streamrag.serve.service import Caller, Service
+from streamrag.sessions.choosing import DECISIVE_GAP
 from streamrag.telemetry import Event
+
+MAX_DATA = 500
+"""Chunks that are read at a time."""
 
 Answers: TypeAlias = list[Annotated[str, Field(max_length=1000)]]
 """The only answers there may be; any, if there are none."""
+
+DecisiveGap: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class OpenSession(BaseModel):
@@ -49,6 +55,7 @@ class Question(BaseModel):
     question: str = Field(max_length=MAX_QUERY_CHARACTERS)
     answers: Answers = Field(default_factory=list, max_length=64)
     with_gap: bool = False
+    decisive_gap: DecisiveGap = DECISIVE_GAP
     at_least: int | None = Field(default=None, ge=0)
     max_tokens: int | None = None
     temperature: float | None = None
@@ -65,6 +72,7 @@ class WatchedQuestion(BaseModel):
     priority: int = 0
     max_tokens: int | None = None
     with_gap: bool = False
+    decisive_gap: DecisiveGap = DECISIVE_GAP
 
 
 async def appended(service: Service, held: Held, given: Data) -> dict[str, Any]:
@@ -117,6 +125,7 @@ async def answering(service: Service, caller: Caller, held: Held, asked: Questio
         params=params,
         deadline_s=service.limits.deadline_s,
         with_gap=asked.with_gap,
+        decisive_gap=asked.decisive_gap,
     )
     with held.in_use():
         async with (
@@ -137,11 +146,21 @@ def _ended(service: Service, error: PipelineClosedError) -> StreamRagError:
 
 def state_of(held: Held) -> dict[str, Any]:
     """How it stands, for its client."""
-    return {"id": held.id, **asdict(held.session.state), "watches": sorted(held.watches)}
+    watches = {name: watch.question for name, (watch, _) in sorted(held.watches.items())}
+    return {"id": held.id, **asdict(held.session.state), "watches": watches}
+
+
+async def newest(held: Held, behind: str) -> dict[str, Any]:
+    """Data in the window behind this version, the newest of them, with their versions; those of before are gone.
+
+    :raises RequestError: it is none.
+    """
+    data = await held.session.newest(behind=event_id(behind, "behind"), at_most=MAX_DATA)
+    return {"data": [{"version": version, "text": text} for version, text in data]}
 
 
 def event_id(given: str, param: str) -> int:
-    """The id of the last event that a client has seen.
+    """The id of the last event that a client has seen, or a version.
 
     :raises RequestError: it is none.
     """

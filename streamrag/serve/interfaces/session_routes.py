@@ -3,10 +3,11 @@
 POST   /v1/sessions                        {"system"?, "window_tokens"?, "slide_share"?} -> {"id", ...}
 GET    /v1/sessions/{id}                   its state
 POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...]} -> {"version"}
+GET    /v1/sessions/{id}/data?behind=      {"data": [{"version", "text"}, ...]}, the newest that the window has
 POST   /v1/sessions/{id}/ask               {"question", "answers"?, "at_least"?, "stream"?, ...} -> an answer, or SSE
 PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?}
 DELETE /v1/sessions/{id}/watches/{name}
-GET    /v1/sessions/{id}/events            SSE: flash_ready, flash_failed, data_updated; Last-Event-ID goes on
+GET    /v1/sessions/{id}/events            SSE: flash_ready, flash_failed, data_updated, gap; Last-Event-ID goes on
 GET    /v1/sessions/{id}/socket            WebSocket: data and questions in, all of that out; see `session_socket`
 DELETE /v1/sessions/{id}
 """
@@ -33,6 +34,7 @@ from streamrag.serve.interfaces.session_requests import (
     answering,
     appended,
     event_id,
+    newest,
     state_of,
 )
 from streamrag.serve.interfaces.session_socket import SessionSocket
@@ -62,6 +64,9 @@ def routes(service: Service) -> list[BaseRoute]:
     async def append(request: Request) -> Response:
         given = await read_body(request, Data)
         return JSONResponse(await appended(service, await found(request), given), 202)
+
+    async def data(request: Request) -> Response:
+        return JSONResponse(await newest(await found(request), request.query_params.get("behind", "0")))
 
     async def ask(request: Request) -> Response:
         asked = await read_body(request, Question)
@@ -99,6 +104,7 @@ def routes(service: Service) -> list[BaseRoute]:
             priority=given.priority,
             params=params,
             with_gap=given.with_gap,
+            decisive_gap=given.decisive_gap,
         )
         return JSONResponse({"name": request.path_params["name"]}, 201)
 
@@ -139,6 +145,7 @@ def routes(service: Service) -> list[BaseRoute]:
         Route(one, state, methods=["GET"]),
         Route(one, close, methods=["DELETE"]),
         Route(f"{one}/data", append, methods=["POST"]),
+        Route(f"{one}/data", data, methods=["GET"]),
         Route(f"{one}/ask", ask, methods=["POST"]),
         Route(f"{one}/watches/{{name}}", watch, methods=["PUT"]),
         Route(f"{one}/watches/{{name}}", unwatch, methods=["DELETE"]),

@@ -5,18 +5,19 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from streamrag.errors import SessionLogError, StreamRagError
+from streamrag.errors import SessionLogError, SessionLogInUseError, StreamRagError, TooManySessionsError
 from streamrag.serve.failures import RefusedError, RequestError, failure_of
 from streamrag.serve.interfaces.session_folder import SessionFolder
 from streamrag.serve.limits import Limits
 from streamrag.serve.observing import Refusal
 from streamrag.serve.service import Caller, Service
-from streamrag.sessions import Session, Watch
+from streamrag.sessions import Session, SessionLimits, Watch
+from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog
 from streamrag.tasks import cancel_regardless, run_regardless
 
@@ -32,6 +33,10 @@ TOUCH_SHARE = 0.05
 RETRY_S = 60.0
 """After which whoever was refused may try again: somebody may have closed a session, or one has expired."""
 
+REFUSALS: Mapping[str, Refusal] = {
+    each: each for each in ("sessions", "client_sessions", "session_tokens", "client_session_tokens")
+}
+
 log = logging.getLogger("streamrag.serve")
 
 
@@ -42,7 +47,7 @@ class SessionEvent:
     id: int
     name: str
     """"flash_ready": a watched answer changed; "flash_failed"; "data_updated": another version stands; "log_failed":
-    the session's text cannot be written at the moment."""
+    the session's text cannot be written at the moment; "gap": events before this are not kept any more."""
     values: dict[str, Any]
     at_s: float = field(default_factory=time.monotonic)
     """Of the monotonic clock."""
@@ -59,16 +64,17 @@ class Held:
 
     id: str
     client: str
-    num_tokens: int
-    """Most that its window holds."""
     session: Session
     log: SessionLog | None
     used_s: float
     """When it was last, on `time.monotonic`."""
     was_used: bool = False
     """Since it was opened. If not, whoever opened it may never have heard of it."""
+    is_of_before: bool = False
+    """A restart. It is started by its first request."""
     is_started: bool = False
-    """One of before a restart is started by its first request."""
+    log_error: str = ""
+    """Why its text cannot be had, as the service's log has it."""
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     touched_s: float = 0.0
     """The last use that its log's time says."""
@@ -118,7 +124,7 @@ class Held:
 
     def note(self, name: str, values: dict[str, Any]) -> None:
         """Something happened."""
-        self.num_events += 1
+        self.num_events = self.num_events + 1 if self.log is None else self.log.next_event()
         self.events.append(SessionEvent(self.num_events, name, values))
         self.wake()
 
@@ -128,8 +134,10 @@ class Held:
         self.has_news = asyncio.Event()
 
     async def read(self, after: int, caller: Caller) -> AsyncGenerator[SessionEvent, None]:
-        """Events behind the one of this id, as they come, until the session is closed. Those that are too old to be
-        kept are left out: the ids tell. An id that no event has had yet is of another session: all are read.
+        """Events behind the one of this id, or all, as they come, until the session is closed.
+
+        In place of those that are not kept any more, or were told before a restart, stands one, "gap". An id that no
+        event has had yet is of another session: all are read.
 
         :raises RequestError: the caller's key no longer counts.
         """
@@ -137,6 +145,11 @@ class Held:
         while True:
             if not caller.has_key():
                 raise RequestError("this API key is no longer valid", status=401, code="invalid_api_key")
+            first = self.events[0].id if self.events else self.num_events + 1
+            if 0 < after < first - 1:
+                gap = SessionEvent(first - 1, "gap", {"after": after, "next": first})
+                after = gap.id
+                yield gap
             for event in [each for each in self.events if each.id > after]:
                 after = event.id
                 yield event
@@ -155,13 +168,22 @@ class SessionStore:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._held: dict[str, Held] = {}
+        limits = service.limits
+        self._books = SessionBooks(
+            SessionLimits(
+                limits.max_sessions,
+                limits.max_sessions_per_client,
+                limits.max_session_tokens,
+                limits.max_session_tokens_per_client,
+            )
+        )
         self._looking: asyncio.Task[None] | None = None
         self._folder = None if service.session_log_dir is None else SessionFolder(service.session_log_dir)
         for id, header, idle_s in self._folder.found() if self._folder else ():
             of_log = {"window_tokens": header.window_tokens, "slide_share": header.slide_share}
             held = self._add(id, header.owner, header.window_tokens, of_log)
             held.used_s = held.touched_s = time.monotonic() - idle_s
-            held.was_used = True
+            held.was_used = held.is_of_before = True
         service.closers.append(self.aclose)
         with suppress(RuntimeError):  # there is no event loop yet: the first request begins it
             self._begin_to_look()
@@ -179,7 +201,10 @@ class SessionStore:
         self._begin_to_look()
         most = self._service.model.max_model_len  # of more the session says itself that it cannot be
         num_tokens = min(options["window_tokens"] or most * 3 // 4, most)
-        self._check_room(client, num_tokens)
+        try:  # the log of a session may say anything: no window is longer than the model
+            self._books.check(client, num_tokens, longest_window=most)
+        except TooManySessionsError as error:
+            raise RefusedError(str(error), REFUSALS[error.limit], RETRY_S) from None
         held = self._add(f"sess_{uuid.uuid4().hex}", client, num_tokens, options)  # counted before the first await
         try:
             async with held.starting:
@@ -217,44 +242,34 @@ class SessionStore:
                 self._folder.path_of(id), owner=client, on_failure=lambda why: held.note("log_failed", {"reason": why})
             )
         session = Session(self._service.backend, log=text, **options)
-        held = self._held[id] = Held(id, client, num_tokens, session, text, time.monotonic())
+        held = self._held[id] = Held(id, client, session, text, time.monotonic())
+        self._books.put(id, client, num_tokens)
         return held
 
     async def _start(self, held: Held) -> None:
+        if held.log is not None and held.is_of_before and not await asyncio.to_thread(held.log.path.exists):
+            self._forget(held)  # somebody else has ended it
+            raise gone(NO_SESSION)
         try:
             await held.session.start()
+        except SessionLogInUseError as error:
+            raise _in_use() from error
         except SessionLogError as error:  # says where it is, which is nobody else's business
-            log.error("a session cannot have its text: %s", error)
+            if str(error) != held.log_error:
+                held.log_error = str(error)
+                log.error("a session cannot have its text: %s", error)
             what = "the text of this session cannot be read or written: the log of the service says why"
             raise RequestError(what, status=500, code="session_log_failed") from error
-        held.num_tokens = held.session.state.window_tokens
+        self._books.put(held.id, held.client, held.session.state.window_tokens)
         held.is_started = True
+        held.num_events = 0 if held.log is None else held.log.num_events
+        for name, watch in held.session.watches.items():
+            self._tell_of(held, name, watch)
         held.telling = asyncio.create_task(_tell_versions(held), name="streamrag session's versions")
 
     def _check_not_draining(self) -> None:
         if self._service.admission.is_draining:
             raise RefusedError("the service is stopping", "draining", 5.0)
-
-    def _check_room(self, client: str, num_tokens: int) -> None:
-        limits, all_held = self._service.limits, list(self._held.values())
-        own = [held for held in all_held if held.client == client]
-        checks: tuple[tuple[Refusal, list[Held], int, int], ...] = (
-            ("client_sessions", own, limits.max_sessions_per_client, limits.max_session_tokens_per_client),
-            ("sessions", all_held, limits.max_sessions, limits.max_session_tokens),
-        )
-        for why, there, most, most_tokens in checks:
-            whose = " of yours" if there is own else ""
-            if len(there) >= most:
-                raise RefusedError(f"{most:,} sessions{whose} are open, which is the most: close one", why, RETRY_S)
-            # The log of a session may say anything: no window is longer than the model.
-            taken = sum(min(held.num_tokens, self._service.model.max_model_len) for held in there)
-            if taken + num_tokens > most_tokens:
-                raise RefusedError(
-                    f"the windows of sessions{whose} hold {taken:,} tokens and this one {num_tokens:,}, where "
-                    f"{most_tokens:,} is the most: close one, or ask for smaller window_tokens",
-                    "client_session_tokens" if there is own else "session_tokens",
-                    RETRY_S,
-                )
 
     def watch(self, held: Held, name: str, question: str, **options: Any) -> None:
         """Have a question answered ahead; another one of the same name goes.
@@ -264,11 +279,11 @@ class SessionStore:
         """
         if name not in held.watches and len(held.watches) >= self._service.limits.max_watches:
             raise RequestError(f"a session has at most {self._service.limits.max_watches} watches", status=429)
-        watch = held.session.watch(question, **options)
-        before = held.watches.get(name)
+        self._tell_of(held, name, held.session.watch(question, name=name, **options))
+
+    @staticmethod
+    def _tell_of(held: Held, name: str, watch: Watch) -> None:
         held.watches[name] = (watch, asyncio.create_task(_tell(held, name, watch), name="streamrag watch"))
-        if before is not None:
-            before[0].end()
 
     def unwatch(self, held: Held, name: str) -> None:
         """It is no longer answered.
@@ -280,7 +295,17 @@ class SessionStore:
         held.watches.pop(name)[0].end()
 
     async def close(self, held: Held) -> None:
-        """End it, with all that is asked of it, and with its text."""
+        """End it, with all that is asked of it, and with its text.
+
+        :raises RequestError: it is the session of another service, which has its text: nothing is ended.
+        """
+        if held.log is not None and not held.is_started:
+            try:
+                async with held.starting:
+                    if not held.is_started:
+                        await held.log.aclose(removes=True)
+            except SessionLogInUseError as error:
+                raise _in_use() from error
         await self._close(held, forgets=True)
 
     async def aclose(self) -> None:
@@ -292,9 +317,13 @@ class SessionStore:
         await asyncio.gather(*map(_touch, held))
 
     async def _close(self, held: Held, *, forgets: bool) -> None:
-        self._held.pop(held.id, None)
-        held.is_closed = True
+        self._forget(held)
         await run_regardless(_end(held, forgets), "streamrag session closes")
+
+    def _forget(self, held: Held) -> None:
+        self._held.pop(held.id, None)
+        self._books.remove(held.id)
+        held.is_closed = True
 
     def _begin_to_look(self) -> None:
         if self._looking is None and asyncio.get_running_loop():
@@ -306,7 +335,10 @@ class SessionStore:
             await asyncio.sleep(LOOK_S)
             for held in list(self._held.values()):
                 if held.is_idle(limits):
-                    await self.close(held)
+                    try:
+                        await self.close(held)
+                    except RequestError:  # another service has it, and knows when it was used
+                        self._forget(held)
                     continue
                 if held.num_readers or held.num_users:
                     held.wake()
@@ -320,6 +352,10 @@ NO_SESSION = "there is no such session; it may have been idle for too long"
 def gone(why: str) -> RequestError:
     """For a client whose session is not there, or not any more."""
     return RequestError(why, status=404, code="session_not_found")
+
+
+def _in_use() -> RequestError:
+    return RequestError("another service has this session: ask that one", status=409, code="session_in_use")
 
 
 async def _end(held: Held, forgets: bool) -> None:
@@ -342,7 +378,7 @@ async def _tell(held: Held, name: str, watch: Watch) -> None:
             of = {"version": answered.version, "took_s": answered.took_s, "gap": answered.gap}
             held.note("flash_ready", {**values, **of})
     except StreamRagError as error:
-        held.note("flash_failed", {"name": name, **failure_of(error).body()})
+        held.note("flash_failed", {"name": name, "question": watch.question, **failure_of(error).body()})
 
 
 async def _tell_versions(held: Held) -> None:

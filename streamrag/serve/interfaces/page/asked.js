@@ -151,10 +151,10 @@ export class Watches {
     this._all.delete(name);
   }
 
-  // names: those that the session has.
-  keep(names) {
-    for (const name of [...this._all.keys()].filter((each) => !names.includes(each))) this.remove(name);
-    for (const name of names) this.add(name, name);
+  // questions: those that the session has, by name.
+  keep(questions) {
+    for (const name of [...this._all.keys()].filter((each) => !Object.hasOwn(questions, each))) this.remove(name);
+    for (const [name, question] of Object.entries(questions)) this.add(name, question);
   }
 
   ready({ name, question, answer, version, age_s: ageS }) {
@@ -168,8 +168,9 @@ export class Watches {
     if (ageS < 5) this._say(`${plain(question)} ${plain(answer)}`);
   }
 
-  failed({ name, error }) {
-    const watch = this.add(name, name);
+  failed({ name, question, error }) {
+    const watch = this.add(name, question);
+    watch.ask(question);
     watch.sinceMs = undefined;
     watch.node.classList.remove("waiting");
     watch.fail(plain(inWords(error)));

@@ -1,4 +1,5 @@
-// What is appended to a session: lines that are typed or pasted, and files. Each line is one chunk of data.
+// What is appended to a session: lines that are typed or pasted, files, and what others append. Each line is one chunk
+// of data.
 
 import { count, element, plain } from "./text.js";
 
@@ -52,7 +53,8 @@ async function* batches(all) {
 }
 
 export class Feed {
-  // session: has `append(lines)`, and `stands(version)`, a promise. told: called with what goes wrong.
+  // session: has `append(lines)`, `stands(version)`, a promise, and `newest(behind)`, what its window has behind a
+  // version. told: called with what goes wrong.
   constructor(section, session, told) {
     this._session = session;
     this._told = told;
@@ -61,14 +63,39 @@ export class Feed {
     this._progress = section.querySelector(".progress");
     this._stop = section.querySelector(".file button");
     this._list.replaceChildren();
+    this._newest = 0;
+    this._wasLeft = false;
     this._isReading = false;
     this._wasStopped = false;
+    this._isCatchingUp = false;
+    this._shown = new Map(); // items by version
+    this._seen = 0; // all lines up to this version are shown, or are too old for that
     this._stop.onclick = () => (this._wasStopped = true);
     this._say("or drop one on this page");
   }
 
   drawCount(numAppended) {
     this._count.textContent = `${count(numAppended)} appended`;
+  }
+
+  // Shows what others have appended up to this version.
+  async catchUp(version) {
+    this._newest = version;
+    if (this._isCatchingUp) return;
+    this._isCatchingUp = true;
+    try {
+      while (this._seen < this._newest && !this._wasLeft) {
+        const to = this._newest;
+        let from = Math.max(this._seen, to - MOST_LINES);
+        while (from < to && this._shown.has(from + 1)) from += 1; // our own
+        if (from < to) for (const each of await this._session.newest(from)) this._put(each.text, each.version);
+        this._seen = to;
+      }
+    } catch (error) {
+      this._told(error);
+    } finally {
+      this._isCatchingUp = false;
+    }
   }
 
   // Whether all of it is on its way.
@@ -108,7 +135,7 @@ export class Feed {
   }
 
   leave() {
-    this._wasStopped = true;
+    this._wasStopped = this._wasLeft = true;
   }
 
   // Yields how many lines have gone, after each batch; one more is on its way while the session takes the one before in.
@@ -126,13 +153,22 @@ export class Feed {
   // The newest first, each with the version that it made.
   _show(batch, version) {
     const first = version - batch.length + 1;
-    const items = batch.slice(-MOST_LINES).map((line, i, { length }) => {
-      const item = element("li", "", plain(line));
-      item.dataset.version = count(first + batch.length - length + i);
-      return item;
-    });
-    this._list.prepend(...items.reverse());
-    while (this._list.children.length > MOST_LINES) this._list.lastChild.remove();
+    batch.forEach((line, i) => this._put(line, first + i));
+  }
+
+  _put(line, version) {
+    if (this._shown.has(version) || version <= this._newest - MOST_LINES) return;
+    const item = element("li", "", plain(line));
+    item.dataset.version = count(version);
+    item.version = version;
+    this._shown.set(version, item);
+    let older = this._list.firstChild;
+    while (older && older.version > version) older = older.nextSibling;
+    this._list.insertBefore(item, older);
+    while (this._list.children.length > MOST_LINES) {
+      this._shown.delete(this._list.lastChild.version);
+      this._list.lastChild.remove();
+    }
   }
 
   _say(text) {

@@ -78,6 +78,10 @@ class Session {
     return this._socket.ask(question, hears);
   }
 
+  async newest(behind) {
+    return (await call("GET", `${pathOf(this.id, "data")}?behind=${behind}`, undefined, key.get())).data;
+  }
+
   cancel(id) {
     this._socket.cancel(id);
   }
@@ -156,6 +160,7 @@ class Session {
     this.version = state.version;
     regions.draw(state);
     this.feed.drawCount(state.num_appended);
+    this.feed.catchUp(state.version);
     const ready = this._waiting.filter((each) => each.version <= this.version);
     this._waiting = this._waiting.filter((each) => each.version > this.version);
     for (const { resolve } of ready) resolve();

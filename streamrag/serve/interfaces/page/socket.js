@@ -94,13 +94,11 @@ export class SessionSocket {
   async _closed({ code }) {
     if (this._isOver) return;
     this._fail(new Gone("the connection broke"));
-    if (code === CLOSED || code === REFUSED) {
+    if (code === CLOSED) {
       this._end(new Refused(404, { message: "The session has ended" }, null));
       return;
     }
-    this._lost();
-    await new Promise((resolve) => setTimeout(resolve, this._pauseMs));
-    this._pauseMs = Math.min(2 * this._pauseMs, LONGEST_PAUSE_MS);
+    if (code !== REFUSED) this._lost(); // else it was said why; it may be there later, as after a restart
     try {
       await call("GET", `v1/sessions/${encodeURIComponent(this._id)}`, undefined, key.get());
     } catch (error) {
@@ -110,6 +108,8 @@ export class SessionSocket {
         return;
       }
     }
+    await new Promise((resolve) => setTimeout(resolve, this._pauseMs));
+    this._pauseMs = Math.min(2 * this._pauseMs, LONGEST_PAUSE_MS);
     if (!this._isOver) this._connect();
   }
 

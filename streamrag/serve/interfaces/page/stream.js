@@ -17,7 +17,7 @@ const reaching = (promise, signal) =>
   });
 
 const MEANINGS = {
-  context_length_exceeded: "This conversation is too long for the model",
+  context_length_exceeded: "This is too long for the model",
   deadline_exceeded: "It took too long",
   engine_dead: "The engine has died",
 };

@@ -11,7 +11,7 @@ from streamrag.serve.interfaces.responses.requests import Asked
 from streamrag.serve.interfaces.responses.states import State, StateStore
 from streamrag.serve.interfaces.responses.writing import ServerEvent, Writer
 from streamrag.serve.observing import Interface
-from streamrag.serve.service import Caller, Service
+from streamrag.serve.service import Caller, Service, first_question
 from streamrag.telemetry import Answered, Event
 
 Send = Callable[[ServerEvent], Awaitable[None]]
@@ -40,6 +40,7 @@ async def answering(
         asked.question,
         max_tokens=asked.params.max_tokens,
         deadline_s=service.limits.deadline_s,
+        first_question=first_question(asked.turns),
     ) as opened:
         brought = Brought(service, opened, asked.params)
         await brought.extend(asked.whole, is_complete=True)

@@ -20,6 +20,7 @@ from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.interfaces.responses.answering import Answering
 from streamrag.serve.interfaces.responses.brought import Brought
 from streamrag.serve.interfaces.responses.requests import ResponseRequest, understood
+from streamrag.serve.service import first_question
 from streamrag.serve.sse import MAX_UNSENT
 from streamrag.tasks import cancel_regardless
 from streamrag.telemetry import Event
@@ -100,7 +101,11 @@ class Lane:
         """From the first conversation that is prepared to the answer. What was asked instead, if it is of no use."""
         first = response.asked
         async with self._service.open(
-            self._connection.caller, "websocket", first.question, max_tokens=first.params.max_tokens
+            self._connection.caller,
+            "websocket",
+            first.question,
+            max_tokens=first.params.max_tokens,
+            first_question=first_question(first.turns),
         ) as opened:
             brought = Brought(self._service, opened, first.params)
             async with _reading(brought) as (events, reading):
