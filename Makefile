@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
+.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-busy bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-early-exit demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -58,9 +58,10 @@ mutants: .venv/installed ## breaks the scheduler, and sessions, in one line each
 bench-serve: .venv/installed ## what HTTP costs, idle streams, goodput at twice saturation, a soak; scripted and real engine, eight minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/serve_load.py --json experiments/results/serve.json
 
-bench-engine: .venv/installed ## what a step and an update cost, then time to the first token in four arms, real engine
+bench-engine: .venv/installed ## what a step and an update cost, then time to the first token in four arms, and on the recorded traces beside the simulator; real engine
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/engine_step.py
 	$(RUN) experiments/engine_arms.py --json experiments/results/engine_arms.json
+	$(RUN) experiments/engine_traces.py --json experiments/results/engine_traces.json
 
 bench-validity: .venv/installed ## the same loads on the real engine and on its simulation: do they agree? twenty minutes
 	$(RUN) experiments/validity.py --json experiments/results/validity.json
@@ -95,6 +96,9 @@ paper-full: .venv/installed ## the same with all queries and ten seeds, resumabl
 bench-k-lpm: .venv/installed ## k-LPM on prompts that form a tree, beside its theorem's bound, simulated: a few minutes, resumable
 	$(RUN) experiments/k_lpm.py --json experiments/results/k_lpm.json --plot experiments/results/k_lpm.png
 
+bench-busy: .venv/installed ## what it costs to keep the engine less busy, by sending chunks later, simulated: minutes, resumable
+	$(RUN) experiments/busy_price.py --json experiments/results/busy_price.json --plot experiments/results/busy_price.png
+
 bench-step: .venv/installed ## microseconds that planning a step takes over vLLM's own, with 50 and 500 requests; two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/step_cost.py --json experiments/results/step_cost.json
 
@@ -122,6 +126,9 @@ bench-sessions: .venv/installed ## a session's questions while its context grows
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/sessions_simulated.py --json experiments/results/sessions_simulated.json --plot docs/session-latency.png
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/sessions.py --json experiments/results/sessions.json
 
+bench-early-exit: .venv/installed ## a few answers told apart: passes that the early exit saves, and does it answer the same? small real model, two minutes
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/early_exit.py --json experiments/results/early_exit.json
+
 bench-ray: .venv/installed ## what Ray costs, then routers on two replicas of a tiny engine: hits, time to the first token; minutes
 	$(RUN) experiments/ray_replicas.py costs --json experiments/results/ray_costs.json
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py bench --json experiments/results/ray_replicas.json
@@ -129,7 +136,7 @@ bench-ray: .venv/installed ## what Ray costs, then routers on two replicas of a 
 bench-routing: .venv/installed ## eleven routers on 2, 8 and 64 simulated replicas; MOONCAKE=FILE AZURE=FILE replay traces; minutes, resumable
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 0.4 $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json experiments/results/routing.json --plot docs/routing.png
 
-bench-routing-full: .venv/installed ## the same with ten times the queries: an hour or so
+bench-routing-full: .venv/installed ## the same with ten times the queries; resumable; an hour or more, and never run whole
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 4 --output bench-results/routing-full.jsonl $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json bench-results/routing-full.json
 
 bench-classes: .venv/installed ## what request classes, a budget and grouped prefill do to sessions; five minutes, simulated

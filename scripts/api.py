@@ -31,8 +31,8 @@ MODULES = [
 SECTIONS = {
     "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
     "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages "
-    "from_rankings Merged ReplaySource WorthSending calibrate Calibration search_engine "
-    "PgVectorSource build_table TableSummary HybridSource IvfSource index_source "
+    "from_rankings Merged ReplaySource WorthSending NearEnd calibrate Calibration "
+    "search_engine PgVectorSource build_table TableSummary HybridSource IvfSource index_source "
     "add_documents remove_documents",
     "Modes": "UpdateMode AppendMode",
     "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
