@@ -54,8 +54,8 @@ QUESTIONS = (
     "What happens when a page never ends or is too large?",
     "For which Python does diskannpy have wheels?",
 )
-"""Their answers stand in single sentences of pages that the crawl comes to. docs/demo-model.md tells of 40 such questions
-how many the small model answers rightly."""
+"""Their answers stand in single sentences of pages that the crawl comes to. docs/demo-model.md tells how many such
+questions the small model answers rightly."""
 
 CITED = re.compile(r"\[(\d+)\]")
 LEAD_S = 0.3
