@@ -1,10 +1,11 @@
 """Data that was appended and is not in the window yet."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from streamrag.core import Chunk
+from streamrag.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,23 @@ class Buffer:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether half of what may wait does."""
+        return 2 * len(self._waiting) >= self._max_chunks or 2 * self._num_characters >= self._max_characters
+
+    def check(self, chunks: Sequence[Chunk]) -> None:
+        """Whether so much may wait at once: one chunk may, whatever its length.
+
+        :raises ConfigurationError: some would be dropped for others of them.
+        """
+        num = sum(map(num_characters, chunks))
+        if len(chunks) > self._max_chunks or (len(chunks) > 1 and num > self._max_characters):
+            raise ConfigurationError(
+                f"{len(chunks):,} chunks of {num:,} characters are more than may wait at once, {self._max_chunks:,} of "
+                f"{self._max_characters:,}: append them in parts"
+            )
 
     def append(self, chunk: Chunk) -> int:
         """Its number."""

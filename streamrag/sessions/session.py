@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -40,6 +40,13 @@ if TYPE_CHECKING:
 MAX_ANSWERS = 1024
 """Greedy answers that are kept, for whoever asks the same of the same data."""
 
+MAX_WAITING = 4096
+MAX_WAITING_CHARACTERS = 4_000_000
+"""Data that wait for the engine, unless the caller says otherwise."""
+
+IN_ONE_TURN = 64
+"""Chunks that are appended before others have a turn of the event loop: half a millisecond."""
+
 
 class Session:
     """Context that streams in, kept computed, and any number of questions about it at once.
@@ -65,8 +72,8 @@ class Session:
         template: PromptTemplate | None = None,
         window_tokens: int | None = None,
         slide_share: float = 0.5,
-        max_waiting: int = 4096,
-        max_waiting_characters: int = 4_000_000,
+        max_waiting: int = MAX_WAITING,
+        max_waiting_characters: int = MAX_WAITING_CHARACTERS,
         batch_interval_s: float = 0.0,
         log: SessionLog | str | os.PathLike[str] | None = None,
         name: str = "session",
@@ -99,6 +106,7 @@ class Session:
         self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log, admit)
         self._batch_interval_s = float(batch_interval_s)
         self._buffer = Buffer(max_waiting, max_waiting_characters, self._log.dropped if self._log else lambda _: None)
+        self._num_in_turn = 0
         self._running = Running(name)
         self._conversation = f"session {uuid.uuid4().hex}"
         self._answers: dict[tuple[Any, bool], Answer] = {}
@@ -208,18 +216,51 @@ class Session:
     # ------------------------------------------------------------------------------------------------------------ data
 
     async def append(self, data: Chunk | str) -> int:
-        """Add data at the end; returns at once with its version, which is how many chunks have been appended.
+        """Add data at the end; returns with its version, which is how many chunks have been appended.
 
-        If more comes than the engine can take in, the oldest that waits is dropped: see `state`.
+        It waits for nothing, but gives others a turn of the event loop now and then, and each time while half of what
+        may wait does: what can be taken in is. If more comes than that, the oldest that waits is dropped: see `state`.
+        Who is cancelled there has appended nothing.
 
         :raises SessionLogError: a session with a log takes no chunk of more than a million characters.
         :raises PipelineClosedError: the session was closed.
         """
         self.check_open()
+        chunk = self._shown(data)
+        await self._turn()
+        self.check_open()
+        return self._started().append(chunk)
+
+    async def extend(self, data: Sequence[Chunk | str]) -> int:
+        """Add several chunks at the end, all of them or none, and none for another of them; the newest version.
+
+        :raises ConfigurationError: there are more than may wait at once, `max_waiting` and `max_waiting_characters`.
+        :raises SessionLogError, PipelineClosedError: as of `append`.
+        """
+        if isinstance(data, str) or not isinstance(data, Sequence):
+            raise ConfigurationError(f"data={short(data)} must be a list of chunks or texts; one of them is for append")
+        self.check_open()
+        chunks = []
+        for each in data:
+            chunks.append(self._shown(each))
+            await self._turn()
+        self.check_open()
+        self._buffer.check(chunks)
+        for chunk in chunks:
+            self._started().append(chunk)
+        return self._buffer.num_appended
+
+    def _shown(self, data: Chunk | str) -> Chunk:
         chunk = self._prompts.shown(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
         if self._log is not None:
             self._log.check(chunk)
-        return self._started().append(chunk)
+        return chunk
+
+    async def _turn(self) -> None:
+        self._num_in_turn += 1
+        if self._num_in_turn >= IN_ONE_TURN or self._buffer.is_half_full:
+            self._num_in_turn = 0
+            await asyncio.sleep(0)
 
     async def flush(self) -> int:
         """Wait until all that has been appended is in the log, and on the disk as far as the system knows (`fsync`).

@@ -44,6 +44,25 @@ async def test_data_are_appended_and_asked_about() -> None:
         assert served.backend.num_requests == 0
 
 
+async def test_none_of_a_request_is_dropped_for_the_rest_of_it() -> None:
+    async with serving() as served:
+        url = await opened(served)
+        taken = await served.http.post(f"{url}/data", json={"data": [f"line {i}" for i in range(4096)]})
+        assert (taken.status_code, taken.json()) == (202, {"version": 4096, "num_dropped": 0})
+        more = await served.http.post(f"{url}/data", json={"data": [f"line {i}" for i in range(4097)]})
+        assert more.status_code == 400
+        assert (await served.http.get(url)).json()["num_appended"] == 4096
+
+
+async def test_what_could_not_wait_at_once_is_refused_as_a_whole() -> None:
+    async with serving(limits=Limits(max_body_bytes=10_000_000)) as served:
+        url = await opened(served)
+        more = await served.http.post(f"{url}/data", json={"data": ["x" * 999_999] * 5})
+        assert more.status_code == 400
+        assert "in parts" in more.json()["error"]["message"]
+        assert (await served.http.get(url)).json()["num_appended"] == 0
+
+
 async def test_answers_may_be_restricted() -> None:
     async with serving(backend=ScriptedBackend(answer="no")) as served:
         url = await opened(served)

@@ -108,6 +108,66 @@ async def test_appending_never_waits_and_what_is_too_much_is_dropped_and_counted
     assert lines_of(engine.asked[-1]) == ["first", *(f"line {i}" for i in range(90, 100))]
 
 
+async def test_a_loop_of_appends_lets_the_engine_take_them_in() -> None:
+    """Nothing else in it awaits anything."""
+    async with Session(Engine(answer="yes")) as session:
+        for i in range(10_000):
+            await session.append(f"line {i}")
+        assert session.state.num_dropped == 0
+        await settled(session)
+        assert session.state.version == 10_000
+
+
+async def test_appending_lets_others_have_a_turn() -> None:
+    turns: list[int] = []
+
+    async def other(session: Session) -> None:
+        while True:
+            turns.append(session.state.num_appended)
+            await anyio.lowlevel.checkpoint()
+
+    async with Session(Engine(answer="yes")) as session, anyio.create_task_group() as tasks:
+        tasks.start_soon(other, session)
+        for i in range(500):
+            await session.append(f"line {i}")
+        await session.extend([f"line {i}" for i in range(500)])
+        tasks.cancel_scope.cancel()
+    assert max(after - before for before, after in zip(turns, turns[1:] + [1000], strict=True)) <= 500
+    assert len(turns) >= 10
+
+
+async def test_an_append_that_is_cancelled_has_appended_nothing() -> None:
+    engine = Engine(answer="yes")
+    async with Session(engine, max_waiting=4) as session:
+        await settled(session)
+        engine.is_held = True
+        await session.append("first")
+        await anyio.wait_all_tasks_blocked()
+        for i in range(4):
+            await session.append(f"line {i}")
+        for work in (session.append("left"), session.extend(["left", "too"])):
+            task = asyncio.ensure_future(work)
+            asyncio.get_running_loop().call_soon(task.cancel)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert (session.state.num_appended, session.state.num_dropped) == (5, 0)
+
+
+async def test_several_are_appended_together_or_not_at_all() -> None:
+    engine = Engine(answer="yes")
+    async with Session(engine, max_waiting=4, max_waiting_characters=100) as session:
+        assert await session.extend(["one", Chunk("two", "log")]) == 2
+        await settled(session)
+        for data in (["a"] * 5, ["x" * 60] * 2, ["a", 3], "text", {"a", "b"}):
+            with pytest.raises(ConfigurationError):
+                await session.extend(data)
+        assert await session.extend([]) == 2
+        assert await session.extend(["y" * 200]) == 3  # one chunk may be of any length
+        assert session.state.num_dropped == 0
+        await settled(session)
+    assert lines_of(engine.asked[-1]) == ["one", "two", "y" * 200]
+
+
 async def test_the_window_slides_in_large_steps_and_the_old_version_answers_meanwhile() -> None:
     engine = Engine(answer="yes")
     async with Pipeline(ScriptedSource([]), engine) as pipeline:

@@ -14,6 +14,7 @@ from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_store import Held, gone
 from streamrag.serve.service import Caller, Service
 from streamrag.sessions.choosing import DECISIVE_GAP
+from streamrag.sessions.session import MAX_WAITING
 from streamrag.telemetry import Event
 
 MAX_DATA = 500
@@ -42,9 +43,9 @@ class Datum(BaseModel):
 
 
 class Data(BaseModel):
-    """Data to append, oldest first."""
+    """Data to append, oldest first. No more than may wait: none of a request is dropped for the rest of it."""
 
-    data: list[str | Datum] = Field(min_length=1, max_length=10_000)
+    data: list[str | Datum] = Field(min_length=1, max_length=MAX_WAITING)
     flush: bool = False
     """Whether to answer once they are on the disk."""
 
@@ -80,6 +81,7 @@ async def appended(service: Service, held: Held, given: Data) -> dict[str, Any]:
 
     :raises RequestError: the session was closed; they are to be flushed, and the service keeps no text; or the disk
         does not take them, and they are in the session all the same.
+    :raises ConfigurationError: they are more than may wait at once.
     :raises SessionLogError: one is too long for a log.
     :raises PipelineClosedError: the service is stopping.
     """
@@ -92,8 +94,7 @@ async def appended(service: Service, held: Held, given: Data) -> dict[str, Any]:
     version = 0
     flushed: dict[str, int] = {}
     try:
-        for chunk in chunks:
-            version = await held.session.append(chunk)
+        version = await held.session.extend(chunks)
         if given.flush:
             flushed = {"flushed": await held.session.flush()}
     except PipelineClosedError as error:

@@ -50,8 +50,9 @@ class Truth:
         version = await session.append(text)
         self.texts.append(text)
         check(version == len(self.texts), f"{self.name}: version {version} after {len(self.texts)} texts")
-        oldest = before.num_appended - before.num_waiting + 1
-        self.dropped.update(range(oldest, oldest + session.state.num_dropped - before.num_dropped))
+        state = session.state  # what was dropped stood just before those that wait now
+        oldest = state.num_appended - state.num_waiting + 1
+        self.dropped.update(range(oldest - (state.num_dropped - before.num_dropped), oldest))
         return version
 
     def stands(self, version: int) -> None:
