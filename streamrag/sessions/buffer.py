@@ -24,7 +24,7 @@ def num_characters(chunk: Chunk) -> int:
 class Buffer:
     """Holds at most so many chunks and characters. What is oldest is dropped for what is new, and counted.
 
-    on_drop: called with the number of each that is dropped.
+    on_drop: called with the number of each that is dropped, once it is counted.
     """
 
     def __init__(

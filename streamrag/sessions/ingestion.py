@@ -65,10 +65,11 @@ class Ingestion:
         self._take_in(pieces)
         self.ready = Snapshot(self._buffer.num_appended, self._prompts.head + self.window.token_ids)
 
-    def start(self, on_version: Callable[[], None], batch_interval_s: float) -> None:
-        """Begin. `on_version` is called whenever another version stands, and at the end."""
+    def start(self, on_version: Callable[[], None], on_end: Callable[[], None], batch_interval_s: float) -> None:
+        """Begin. `on_version` is called whenever another version stands, and at the end; then `on_end`."""
         self._task = asyncio.create_task(self._run(on_version, batch_interval_s), name=f"streamrag {self._name}")
         self._task.add_done_callback(lambda _: on_version())
+        self._task.add_done_callback(lambda _: on_end())
         self._task.add_done_callback(lambda _: self._wake())
 
     def append(self, chunk: Chunk) -> int:

@@ -21,6 +21,7 @@ from streamrag.sessions.answering import again, answered
 from streamrag.sessions.asking import Asked, asked
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.choosing import DECISIVE_GAP
+from streamrag.sessions.dropping import DataDropped, Drops
 from streamrag.sessions.following import append_all
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
 from streamrag.sessions.limits import SessionBooks
@@ -105,7 +106,8 @@ class Session:
         admit = partial(self._admit, tenant)
         self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log, admit)
         self._batch_interval_s = float(batch_interval_s)
-        self._buffer = Buffer(max_waiting, max_waiting_characters, self._log.dropped if self._log else lambda _: None)
+        self._buffer = Buffer(max_waiting, max_waiting_characters, self._dropped)
+        self._drops = Drops()
         self._num_in_turn = 0
         self._running = Running(name)
         self._conversation = f"session {uuid.uuid4().hex}"
@@ -143,7 +145,7 @@ class Session:
                 await self._log.aclose()
         self._check_not_closed()
         token = conversation.set(self._conversation)  # for the task that it starts
-        ingestion.start(self._data_updated, self._batch_interval_s)
+        ingestion.start(self._data_updated, self._drops.end, self._batch_interval_s)
         conversation.reset(token)
         self._ingestion = ingestion
         for kept in self._log.watches if self._log else ():
@@ -219,8 +221,8 @@ class Session:
         """Add data at the end; returns with its version, which is how many chunks have been appended.
 
         It waits for nothing, but gives others a turn of the event loop now and then, and each time while half of what
-        may wait does: what can be taken in is. If more comes than that, the oldest that waits is dropped: see `state`.
-        Who is cancelled there has appended nothing.
+        may wait does: what can be taken in is. If more comes than that, the oldest that waits is dropped: see `state`
+        and `drops`. Who is cancelled there has appended nothing.
 
         :raises SessionLogError: a session with a log takes no chunk of more than a million characters.
         :raises PipelineClosedError: the session was closed.
@@ -312,6 +314,23 @@ class Session:
         while True:
             version = (await self._at_least(version + 1)).version
             yield version
+
+    async def drops(self) -> AsyncGenerator[DataDropped, None]:
+        """Data that are dropped from now on, those of a quarter of a second together.
+
+        :raises PipelineClosedError: the session was closed.
+        :raises BackendError: it has failed.
+        """
+        self.check_open()
+        with self._drops.reading() as reader:
+            while (dropped := await reader.next()) is not None:
+                yield dropped
+        self.check_open()
+
+    def _dropped(self, number: int) -> None:
+        if self._log is not None:
+            self._log.dropped(number)
+        self._drops.put(number, self._buffer.num_dropped)
 
     def _data_updated(self) -> None:
         self._answers.clear()

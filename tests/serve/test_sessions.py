@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
+import anyio
 import httpx
 import pytest
 from httpx_sse import ServerSentEvent, aconnect_sse
@@ -52,6 +53,35 @@ async def test_none_of_a_request_is_dropped_for_the_rest_of_it() -> None:
         more = await served.http.post(f"{url}/data", json={"data": [f"line {i}" for i in range(4097)]})
         assert more.status_code == 400
         assert (await served.http.get(url)).json()["num_appended"] == 4096
+
+
+async def test_a_client_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.sessions.dropping.TOGETHER_S", 0.01)
+    hold = anyio.Event()
+    async with serving(backend=ScriptedBackend(hold=hold)) as served:  # it takes nothing in
+        url = await opened(served)
+        for _ in range(2):
+            await served.http.post(f"{url}/data", json={"data": [f"line {i}" for i in range(4096)]})
+        events = events_of(served, url)
+        assert (await anext(events)).event == "session"
+        told = []
+        async with asyncio.timeout(20):
+            while not told or told[-1]["num_dropped"] < 4096:
+                event = await anext(events)
+                assert event.event == "data_dropped"
+                told.append(json.loads(event.data))
+        assert sum(each["num_chunks"] for each in told) == 4096
+        assert (told[0]["from_version"], told[-1]["to_version"]) == (1, 4096)
+        assert len(told) < 10
+        again = events_of(served, url, last=event.id)
+        await anext(again)
+        await served.http.post(f"{url}/data", json={"data": ["one more"]})
+        more = await anext(again)
+        assert int(more.id) == int(event.id) + 1, "numbered and resumed as the others are"
+        assert json.loads(more.data) == {"num_chunks": 1, "from_version": 4097, "to_version": 4097, "num_dropped": 4097}
+        hold.set()
+        await events.aclose()
+        await again.aclose()
 
 
 async def test_what_could_not_wait_at_once_is_refused_as_a_whole() -> None:

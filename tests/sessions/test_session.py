@@ -108,6 +108,47 @@ async def test_appending_never_waits_and_what_is_too_much_is_dropped_and_counted
     assert lines_of(engine.asked[-1]) == ["first", *(f"line {i}" for i in range(90, 100))]
 
 
+async def test_whoever_wants_to_know_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.sessions.dropping.TOGETHER_S", 0.01)
+    engine = Engine(answer="yes")
+    async with Session(engine, max_waiting=10) as session:
+        await settled(session)
+        first, second = session.drops(), session.drops()
+        reading = [asyncio.ensure_future(anext(each)) for each in (first, second)]
+        engine.is_held = True
+        await session.append("first")
+        await anyio.wait_all_tasks_blocked()
+        for i in range(30):
+            await session.append(f"line {i}")
+        async with asyncio.timeout(20):
+            told = [await each for each in reading]
+            while told[-1].num_dropped < 20:
+                told.append(await anext(second))
+        assert told[0].from_version == told[1].from_version == 2
+        assert sum(each.num_chunks for each in told[1:]) == told[-1].num_dropped == 20
+        assert told[-1].to_version == 21
+        await second.aclose()
+        ends = asyncio.ensure_future(anext(first))
+        await anyio.wait_all_tasks_blocked()
+        await session.append("more")
+        await session.aclose()
+        left = sum(each.num_chunks for each in told[1:]) + 1 - told[0].num_chunks
+        assert (await ends).num_chunks == left, "also what was dropped just before the end"
+        with pytest.raises(PipelineClosedError):
+            await anext(first)
+        with pytest.raises(PipelineClosedError):
+            await anext(session.drops())
+
+
+async def test_who_waits_for_drops_is_told_that_the_session_was_closed() -> None:
+    async with Session(Engine(answer="yes")) as session:
+        waits = asyncio.ensure_future(anext(session.drops()))
+        await anyio.wait_all_tasks_blocked()
+        await session.aclose()
+        with pytest.raises(PipelineClosedError):
+            await waits
+
+
 async def test_a_loop_of_appends_lets_the_engine_take_them_in() -> None:
     """Nothing else in it awaits anything."""
     async with Session(Engine(answer="yes")) as session:
@@ -132,7 +173,7 @@ async def test_appending_lets_others_have_a_turn() -> None:
             await session.append(f"line {i}")
         await session.extend([f"line {i}" for i in range(500)])
         tasks.cancel_scope.cancel()
-    assert max(after - before for before, after in zip(turns, turns[1:] + [1000], strict=True)) <= 500
+    assert max(after - before for before, after in zip(turns, [*turns[1:], 1000], strict=True)) <= 500
     assert len(turns) >= 10
 
 

@@ -2,12 +2,15 @@
 
 POST   /v1/sessions                        {"system"?, "window_tokens"?, "slide_share"?} -> {"id", ...}
 GET    /v1/sessions/{id}                   its state
-POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...]} -> {"version"}
+POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...], "flush"?} -> {"version", ...}
 GET    /v1/sessions/{id}/data?behind=      {"data": [{"version", "text"}, ...]}, the newest that the window has
-POST   /v1/sessions/{id}/ask               {"question", "answers"?, "at_least"?, "stream"?, ...} -> an answer, or SSE
-PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?}
+POST   /v1/sessions/{id}/ask               {"question", "answers"?, "with_gap"?, "decisive_gap"?, "at_least"?,
+                                           "stream"?, ...} -> an answer, or SSE
+PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?,
+                                           "decisive_gap"?, "max_tokens"?} -> {"name"}
 DELETE /v1/sessions/{id}/watches/{name}
-GET    /v1/sessions/{id}/events            SSE: flash_ready, flash_failed, data_updated, gap; Last-Event-ID goes on
+GET    /v1/sessions/{id}/events            SSE: session, then flash_ready, flash_failed, data_updated, data_dropped,
+                                           log_failed, gap; Last-Event-ID goes on
 GET    /v1/sessions/{id}/socket            WebSocket: data and questions in, all of that out; see `session_socket`
 DELETE /v1/sessions/{id}
 """
