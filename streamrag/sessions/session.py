@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
 from streamrag.errors import ConfigurationError, PipelineClosedError
@@ -29,6 +29,7 @@ from streamrag.sessions.log import SessionLog, session_log
 from streamrag.sessions.opening import Opening
 from streamrag.sessions.prompts import SessionPrompts, session_template
 from streamrag.sessions.running import Running
+from streamrag.sessions.sharing import KeptAnswers, UnderWay
 from streamrag.sessions.state import SessionState
 from streamrag.tasks import run_regardless
 from streamrag.telemetry import Answer, Answered, TokensGenerated
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from streamrag.sessions.watching import Watches
 
 MAX_ANSWERS = 1024
-"""Greedy answers that are kept, for whoever asks the same of the same data."""
+"""Greedy answers that are kept, for whoever asks the same of the same data: those last asked for."""
 
 MAX_WAITING = 4096
 MAX_WAITING_CHARACTERS = 4_000_000
@@ -111,8 +112,10 @@ class Session:
         self._num_in_turn = 0
         self._running = Running(name)
         self._conversation = f"session {uuid.uuid4().hex}"
-        self._answers: dict[tuple[Any, bool], Answer] = {}
+        self._answers = KeptAnswers(MAX_ANSWERS)
         """To the version that stands, by what was asked and whether it has a gap."""
+        self._under_way = UnderWay(clock)
+        """The same of any version."""
         self._is_closed = self._is_forgotten = self._has_begun = False
         self._watches: Watches | None = None
         self._prompts: SessionPrompts
@@ -464,10 +467,18 @@ class Session:
             answer = again(ahead, submitted_s, self._clock() - submitted_s)
             await emit(TokensGenerated(answer.timings.ttft_s, answer.text, answer.token_ids, answer.finish_reason))
         else:
-            answer = await answered(self._backend, self._prompts, snapshot, asked, submitted_s, self._clock, emit)
-            if asked.key[-1] and answer.version == self.version and len(self._answers) < MAX_ANSWERS:
-                self._answers[key] = answer
+            compute = partial(self._computed, snapshot, asked, submitted_s)
+            if asked.key[-1]:
+                answer = await self._under_way.answer((key, snapshot.version), compute, submitted_s, emit)
+            else:
+                answer = await compute(emit)
         await emit(Answered(answer.timings.total_s, answer))
+        return answer
+
+    async def _computed(self, snapshot: Snapshot, asked: Asked, submitted_s: float, emit: Emit) -> Answer:
+        answer = await answered(self._backend, self._prompts, snapshot, asked, submitted_s, self._clock, emit)
+        if asked.key[-1] and answer.version == self.version:
+            self._answers.put((asked.key, asked.with_gap), answer)
         return answer
 
     async def _at_least(self, version: int) -> Snapshot:

@@ -29,6 +29,7 @@ from streamrag import (
 from streamrag.sessions import Session
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.prompts import SESSION_TEMPLATE
+from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 
@@ -285,6 +286,77 @@ async def test_the_same_question_of_the_same_data_is_computed_once() -> None:
         await session.append("two")
         _ = [chunk async for chunk in session.ask("Which?", at_least=2)]
         assert len(engine.asked) == 3
+
+
+async def test_the_answers_last_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.sessions.session.MAX_ANSWERS", 2)
+    engine = Engine(answer="yes")
+    async with Session(engine) as session:
+        for question, num_asked in (("A?", 1), ("B?", 2), ("A?", 2), ("C?", 3), ("A?", 3), ("C?", 3), ("B?", 4)):
+            assert [chunk.text async for chunk in session.ask(question)]
+            assert len(engine.asked) == num_asked, question
+        assert len(session._answers) == 2
+
+
+async def test_the_same_question_at_the_same_time_is_one_request() -> None:
+    engine = Engine(answer="yes", is_endless=True)
+    async with Session(engine) as session:
+        streams = [session.ask("Which?") for _ in range(3)]
+        for stream in streams:
+            assert (await anext(stream)).text == "y"
+        assert len(engine.asked) == 1
+        assert engine.num_requests == 2  # with the lane
+        for params in (SamplingParams(max_tokens=2), SamplingParams(temperature=1.0)):
+            stream = session.ask("Which?", params=params)
+            await anext(stream)
+            await stream.aclose()
+        assert len(engine.asked) == 3, "other parameters, another request"
+        await streams[0].aclose()  # who began it
+        assert (await anext(streams[1])).text == "e"
+        assert engine.num_requests == 2
+        late = session.ask("Which?")
+        assert [(await anext(late)).text for _ in range(3)] == ["y", "e", "s"], "also what came before"
+        for stream in (streams[1], streams[2], late):
+            await stream.aclose()
+        assert engine.num_requests == 1, "the last one ends it"
+        assert not session._under_way._under_way
+        async with session.ask("Which?") as anew:
+            await anext(anew)
+        assert len(engine.asked) == 4
+    assert engine.num_requests == 0
+
+
+async def test_whoever_shares_a_request_has_the_whole_answer_and_times_of_their_own() -> None:
+    engine = Engine(answer="yes")
+
+    async def one() -> Answer:
+        async with session.ask_events("Which?") as stream:
+            pieces = [event async for event in stream]
+        assert "".join(piece.text for piece in pieces[:-1]) == "yes"
+        assert [piece.at_s for piece in pieces] == sorted(piece.at_s for piece in pieces)
+        return stream.result
+
+    async with Session(engine) as session:
+        answers = await asyncio.gather(*(one() for _ in range(3)))
+    assert len(engine.asked) == 1
+    assert {answer.text for answer in answers} == {"yes"}
+    assert len({answer.submitted_s for answer in answers}) == 3
+    for answer in answers:
+        assert 0 < answer.timings.ttft_s <= answer.timings.total_s
+
+
+async def test_whoever_shares_a_request_that_fails_is_told_why() -> None:
+    engine = Engine(answer="yes", error=BackendError("the engine broke"))
+
+    async def one() -> None:
+        with pytest.raises(BackendError, match="the engine broke"):
+            _ = [chunk async for chunk in session.ask("Which?")]
+
+    async with Session(engine) as session:
+        await asyncio.gather(*(one() for _ in range(3)))
+        assert len(engine.asked) == 1
+        await one()
+        assert len(engine.asked) == 2
 
 
 async def test_an_engine_that_gives_the_stream_up_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
