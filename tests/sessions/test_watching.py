@@ -143,6 +143,8 @@ class Counting(Engine):
                     is_counted = True
                     self.num_open += 1
                     self.most_open = max(self.most_open, self.num_open)
+                    for _ in range(200):  # as long as others of its time are with the tokenizer
+                        await anyio.lowlevel.checkpoint()
                     if self.holds_questions:
                         await self.lets_go.wait()
                 yield event
