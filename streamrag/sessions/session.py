@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -22,7 +22,7 @@ from streamrag.sessions.asking import Asked, asked
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.choosing import DECISIVE_GAP
 from streamrag.sessions.dropping import DataDropped, Drops
-from streamrag.sessions.following import append_all
+from streamrag.sessions.following import append_all, check_followed
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog, session_log
@@ -280,12 +280,19 @@ class Session:
             raise ConfigurationError("the session has no log: open it with log=PATH")
         return await self._log.flush()
 
-    async def follow(self, source: Source, query: str = "") -> int:
-        """Append all that a source yields, until it ends; the newest version. Of an update, what is new is appended.
+    async def follow(self, source: Source | AsyncIterable[Chunk | str], query: str = "") -> int:
+        """Append all that a source or an async iterator yields, until it ends; the newest version.
 
-        :raises SourceError: the source failed; what came before stays.
+        Of an update of a source what is new is appended. An iterator that is a generator is closed, however it ends.
+
+        source: a source, or an async iterator of texts or chunks.
+        query: what a source is asked.
+
+        :raises SourceError: it failed, or yielded something else; what came before stays.
+        :raises ConfigurationError: it is neither a source nor an async iterator.
         :raises PipelineClosedError: the session was closed.
         """
+        check_followed(source, query)
         self.check_open()
         await self._running.begin(partial(append_all, source, query, self.append), "source")
         return self._buffer.num_appended

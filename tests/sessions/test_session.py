@@ -24,6 +24,7 @@ from streamrag import (
     Prompt,
     PromptTooLongError,
     SamplingParams,
+    SourceError,
     Update,
 )
 from streamrag.sessions import Session
@@ -426,6 +427,72 @@ async def test_a_source_feeds_a_session() -> None:
         assert await session.follow(source, "all") == 3
         await settled(session)
     assert lines_of(engine.asked[-1]) == ["one", "two", "three"]
+
+
+async def test_an_async_iterator_feeds_a_session() -> None:
+    engine = Engine(answer="yes")
+    is_closed = False
+
+    async def lines() -> AsyncIterator[Chunk | str]:
+        nonlocal is_closed
+        try:
+            yield "one"
+            yield Chunk("two", "log")
+            yield "two"
+        finally:
+            is_closed = True
+
+    class Bare:
+        """Neither a generator nor its own iterator."""
+
+        def __aiter__(self) -> AsyncIterator[Chunk | str]:
+            return lines()
+
+    async with Session(engine) as session:
+        assert await session.follow(lines()) == 3
+        assert await session.follow(Bare()) == 6
+        await settled(session)
+        assert is_closed
+    assert lines_of(engine.asked[-1]) == ["one", "two", "two"] * 2
+
+
+async def test_what_a_followed_iterator_does_wrong_is_said() -> None:
+    async def fails() -> AsyncIterator[str]:
+        yield "one"
+        raise ValueError("no more lines")
+
+    async def numbers() -> AsyncIterator[object]:
+        yield 3
+
+    async with Session(Engine(answer="yes")) as session:
+        with pytest.raises(SourceError, match="ValueError: no more lines"):
+            await session.follow(fails())
+        assert session.state.num_appended == 1
+        with pytest.raises(SourceError, match=r"numbers failed: it yielded something else: .* an int"):
+            await session.follow(numbers())  # type: ignore[arg-type]
+        for wrong in (["one"], "one", 3, fails, ScriptedSource):
+            with pytest.raises(ConfigurationError, match="followed"):
+                await session.follow(wrong)  # type: ignore[arg-type]
+
+
+async def test_who_stops_following_an_iterator_closes_it() -> None:
+    closed = asyncio.Event()
+
+    async def endless() -> AsyncIterator[str]:
+        try:
+            yield "one"
+            await anyio.sleep_forever()
+        finally:
+            closed.set()
+
+    async with Session(Engine(answer="yes")) as session:
+        following = asyncio.ensure_future(session.follow(endless()))
+        await anyio.wait_all_tasks_blocked()
+        following.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await following
+        async with asyncio.timeout(20):
+            await closed.wait()
 
 
 async def test_data_cannot_pass_for_the_question() -> None:
