@@ -72,8 +72,15 @@ class Buffer:
             self._on_drop(dropped.number)
         return self.num_appended
 
-    def take(self, max_chunks: int) -> list[Numbered]:
-        """The oldest, in order; they are no longer here."""
-        taken = [self._waiting.popleft() for _ in range(min(max_chunks, len(self._waiting)))]
+    def skip(self) -> int:
+        """A number that is no chunk's."""
+        self.num_appended += 1
+        return self.num_appended
+
+    def take(self, max_chunks: int, to: int = 0) -> list[Numbered]:
+        """The oldest, in order, so many or all up to this number, if these are more; they are no longer here."""
+        taken: list[Numbered] = []
+        while self._waiting and (len(taken) < max_chunks or self._waiting[0].number <= to):
+            taken.append(self._waiting.popleft())
         self._num_characters -= sum(num_characters(each.chunk) for each in taken)
         return taken

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from streamrag.core import Backend, Chunk, SamplingParams, Source
 from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
-from streamrag.kinds import is_number, is_whole, short
+from streamrag.kinds import is_number, is_whole, plain_text, short
 from streamrag.modes import PromptTemplate
 from streamrag.propagation import conversation
 from streamrag.retrieving import checked_chunk
@@ -27,7 +27,7 @@ from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog, session_log
 from streamrag.sessions.opening import Opening
-from streamrag.sessions.prompts import SessionPrompts, session_template
+from streamrag.sessions.prompts import session_template
 from streamrag.sessions.running import Running
 from streamrag.sessions.sharing import KeptAnswers, UnderWay
 from streamrag.sessions.state import SessionState
@@ -118,7 +118,6 @@ class Session:
         """The same of any version."""
         self._is_closed = self._is_forgotten = self._has_begun = False
         self._watches: Watches | None = None
-        self._prompts: SessionPrompts
         self._ingestion: Ingestion | None = None
 
     # --------------------------------------------------------------------------------------------- starting and ending
@@ -137,7 +136,7 @@ class Session:
             raise ConfigurationError("the session has been started before: open another one")
         self._has_begun = True
         try:
-            self._prompts, ingestion = await self._opening.begin(self._backend, self._buffer)
+            ingestion = await self._opening.begin(self._backend, self._buffer)
         except BaseException:
             self._has_begun = False
             self._leave_books()
@@ -212,7 +211,7 @@ class Session:
             num_dropped=self._buffer.num_dropped,
             num_slid=ingestion.window.num_slid,
             num_tokens=len(ingestion.ready.token_ids),
-            num_frozen_tokens=len(self._prompts.head),
+            num_frozen_tokens=len(ingestion.ready.prompts.head),
             window_tokens=ingestion.window.max_tokens,
             num_failures=ingestion.num_failures,
             log=self._log.state if self._log else None,
@@ -221,7 +220,8 @@ class Session:
     # ------------------------------------------------------------------------------------------------------------ data
 
     async def append(self, data: Chunk | str) -> int:
-        """Add data at the end; returns with its version, which is how many chunks have been appended.
+        """Add data at the end; returns with its version, which is how many chunks have been appended,
+        and system texts frozen.
 
         It waits for nothing, but gives others a turn of the event loop now and then, and each time while half of what
         may wait does: what can be taken in is. If more comes than that, the oldest that waits is dropped: see `state`
@@ -233,7 +233,7 @@ class Session:
         self.check_open()
         chunk = self._shown(data)
         await self._turn()
-        self.check_open()
+        self._check_room(1)
         return self._started().append(chunk)
 
     async def extend(self, data: Sequence[Chunk | str]) -> int:
@@ -249,17 +249,22 @@ class Session:
         for each in data:
             chunks.append(self._shown(each))
             await self._turn()
-        self.check_open()
+        self._check_room(len(chunks))
         self._buffer.check(chunks)
         for chunk in chunks:
             self._started().append(chunk)
         return self._buffer.num_appended
 
     def _shown(self, data: Chunk | str) -> Chunk:
-        chunk = self._prompts.shown(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
+        chunk = self._started().ready.prompts.shown(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
         if self._log is not None:
             self._log.check(chunk)
         return chunk
+
+    def _check_room(self, num: int) -> None:
+        self.check_open()
+        if self._log is not None:
+            self._log.check_room(num)
 
     async def _turn(self) -> None:
         self._num_in_turn += 1
@@ -297,6 +302,32 @@ class Session:
         await self._running.begin(partial(append_all, source, query, self.append), "source")
         return self._buffer.num_appended
 
+    async def freeze(self, system: str) -> int:
+        """Have another system text from now on: other instructions, and with them documents, or a summary of what has
+        gone.
+
+        All that stands behind it is computed anew in the background, as when the window slides, and meanwhile questions
+        are answered from the version before. Returns the version that has it, as `append` does; a later one has the
+        text that was frozen last. In a session with a log it is there again when that is resumed.
+
+        :raises PromptTooLongError: beside the window it leaves no room for a question. Nothing has changed.
+        :raises ConfigurationError: it is no str.
+        :raises SessionLogError: a session with a log takes no system text of more than a million characters.
+        :raises PipelineClosedError: the session was closed, also meanwhile.
+        """
+        if not isinstance(system, str):
+            raise ConfigurationError(f"system={short(system)} must be a str")
+        self.check_open()
+        system = plain_text(system)
+        if self._log is not None:
+            self._log.check_system(system)
+        ingestion = self._started()
+        before = ingestion.ready.prompts
+        prompts = await in_thread(before.tokenizer, partial(before.with_system, system))
+        prompts.check_window(ingestion.window.max_tokens)
+        self._check_room(1)
+        return ingestion.freeze(prompts, system)
+
     async def newest(self, *, behind: int = 0, at_most: int = 100) -> list[tuple[int, str]]:
         """The newest data in the window, oldest first, each with its version and its text as it stands in the prompt.
 
@@ -308,7 +339,7 @@ class Session:
                 raise ConfigurationError(f"{option}={short(value)} must be a whole number, at least {least}")
         self.check_open()
         pieces = self._started().window.newest(behind, at_most)
-        prompts = self._prompts
+        prompts = self._started().ready.prompts
 
         def texts() -> list[tuple[int, str]]:
             return [(piece.number, prompts.text_of(piece)) for piece in pieces]
@@ -483,7 +514,7 @@ class Session:
         return answer
 
     async def _computed(self, snapshot: Snapshot, asked: Asked, submitted_s: float, emit: Emit) -> Answer:
-        answer = await answered(self._backend, self._prompts, snapshot, asked, submitted_s, self._clock, emit)
+        answer = await answered(self._backend, snapshot, asked, submitted_s, self._clock, emit)
         if asked.key[-1] and answer.version == self.version:
             self._answers.put((asked.key, asked.with_gap), answer)
         return answer

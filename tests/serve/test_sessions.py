@@ -93,6 +93,30 @@ async def test_what_could_not_wait_at_once_is_refused_as_a_whole() -> None:
         assert (await served.http.get(url)).json()["num_appended"] == 0
 
 
+async def test_another_system_text_takes_the_place_of_the_first() -> None:
+    async with serving(keys={"a": "alice", "b": "bob"}) as served:
+        url = await opened(served, system="Old.")
+        await served.http.post(f"{url}/data", json={"data": ["one"]})
+        async with httpx.AsyncClient(base_url=served.url, headers={"authorization": "Bearer b"}) as bob:
+            assert (await bob.put(f"{url}/system", json={"system": "Bob's."})).status_code == 404
+        frozen = await served.http.put(f"{url}/system", json={"system": "New."})
+        assert (frozen.status_code, frozen.json()) == (202, {"version": 2})
+        answer = await served.http.post(f"{url}/ask", json={"question": "Rising?", "at_least": 2})
+        assert answer.json()["version"] == 2
+        prompt = served.backend.model.tokenizer.decode(served.backend.prompts[-1][-1].token_ids)
+        assert prompt.startswith("New.")
+        assert "Old." not in prompt
+        for body in (
+            {"system": "x" * 100_001},
+            {"system": 3},
+            {},
+            {"system": "x" * 90_000},
+        ):  # no room for the last
+            refused = await served.http.put(f"{url}/system", json=body)
+            assert refused.status_code == 400, refused.text
+        assert (await served.http.get(url)).json()["num_appended"] == 2
+
+
 async def test_answers_may_be_restricted() -> None:
     async with serving(backend=ScriptedBackend(answer="no")) as served:
         url = await opened(served)

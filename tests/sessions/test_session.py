@@ -429,6 +429,95 @@ async def test_a_source_feeds_a_session() -> None:
     assert lines_of(engine.asked[-1]) == ["one", "two", "three"]
 
 
+def system_of(prompt: str) -> str:
+    return prompt.split("User:")[0].strip()
+
+
+async def test_another_system_text_is_computed_behind_the_back_of_those_who_ask() -> None:
+    engine = Engine(answer="yes")
+    async with Session(engine, system="Old.") as session:
+        await session.append("one")
+        await settled(session)
+        engine.is_held = True
+        version = await session.freeze("New, with a document.")
+        assert version == 2
+        await anyio.wait_all_tasks_blocked()
+        async with session.ask("Which?") as stream:
+            _ = [chunk async for chunk in stream]
+        assert (stream.result.version, system_of(engine.asked[-1])) == (1, "Old.")
+        waits = asyncio.ensure_future(anext(session.versions()))
+        await anyio.wait_all_tasks_blocked()
+        num_frozen = session.state.num_frozen_tokens
+        engine.is_held = False
+        engine.go_on.set()
+        assert await waits == 2
+        assert session.state.num_frozen_tokens > num_frozen
+        async with session.ask("Which?", at_least=version) as stream:
+            _ = [chunk async for chunk in stream]
+        assert (stream.result.version, system_of(engine.asked[-1])) == (2, "New, with a document.")
+        assert lines_of(engine.asked[-1]) == ["one"]
+        assert await session.append("two") == 3
+        await settled(session)
+        assert (system_of(engine.asked[-1]), lines_of(engine.asked[-1])) == ("New, with a document.", ["one", "two"])
+        assert await session.newest() == [(1, "one"), (3, "two")]
+        assert engine.num_requests == 1, "the stream of before has gone"
+    lane = [prompts for prompts in engine.prompts if not prompts[0].is_complete]
+    assert len(lane) == 2
+
+
+async def test_a_version_has_the_system_text_that_was_frozen_last_and_the_data_of_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However they fall into batches."""
+    monkeypatch.setattr("streamrag.sessions.ingestion.MAX_BATCH", 2)
+    engine = Engine(answer="yes")
+    texts: dict[int, tuple[str, str]] = {}
+    async with Session(engine, system="0") as session:
+        for i in range(1, 40):
+            if i % 7 == 3 or i % 7 == 4:
+                version = await session.freeze(f"{i}")
+                texts[version] = ("system", f"{i}")
+            else:
+                version = await session.append(f"line {i}")
+                texts[version] = ("data", f"line {i}")
+            assert version == i
+            if i % 5 == 0:
+                async with session.ask(f"Question {i}?") as stream:
+                    _ = [chunk async for chunk in stream]
+                seen = [texts[number] for number in range(1, (stream.result.version or 0) + 1)]
+                systems = ["0", *(text for kind, text in seen if kind == "system")]
+                assert system_of(engine.asked[-1]) == systems[-1]
+                expected = [text for kind, text in seen if kind == "data"] or ["(no data yet)"]
+                assert lines_of(engine.asked[-1]) == expected
+        await settled(session)
+        assert session.version == 39
+        assert lines_of(engine.asked[-1]) == [text for kind, text in texts.values() if kind == "data"]
+
+
+async def test_a_system_text_that_cannot_work_changes_nothing() -> None:
+    engine = Engine(answer="yes", max_model_len=1000)
+    async with Session(engine, system="Old.", window_tokens=500) as session:
+        with pytest.raises(PromptTooLongError):
+            await session.freeze("x" * 600)
+        with pytest.raises(PromptTooLongError):
+            await session.freeze("x" * 6000)
+        with pytest.raises(ConfigurationError):
+            await session.freeze(None)  # type: ignore[arg-type]
+        assert session.state.num_appended == 0
+        await settled(session)
+        assert system_of(engine.asked[-1]) == "Old."
+        await session.freeze("")
+        await settled(session)
+        assert system_of(engine.asked[-1]) == ""
+        freezing = asyncio.ensure_future(session.freeze("New."))
+        await asyncio.sleep(0)
+        await session.aclose()
+        with pytest.raises(PipelineClosedError):
+            await freezing
+        with pytest.raises(PipelineClosedError):
+            await session.freeze("New.")
+
+
 async def test_an_async_iterator_feeds_a_session() -> None:
     engine = Engine(answer="yes")
     is_closed = False

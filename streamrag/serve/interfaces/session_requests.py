@@ -34,6 +34,12 @@ class OpenSession(BaseModel):
     slide_share: float = Field(default=0.5, gt=0, lt=1)
 
 
+class Frozen(BaseModel):
+    """A system text that takes the other's place."""
+
+    system: str = Field(max_length=100_000)
+
+
 class Datum(BaseModel):
     """A chunk of data. Its text alone is in the prompt, and kept: what nothing counts would grow without bounds."""
 
@@ -107,6 +113,19 @@ async def appended(service: Service, held: Held, given: Data) -> dict[str, Any]:
         what = f"version {version} is in the session, and not on the disk: {kept.error}"
         raise RequestError(what, status=503, code="session_log_failed") from None
     return {"version": version, "num_dropped": held.session.state.num_dropped, **flushed}
+
+
+async def frozen(service: Service, held: Held, given: Frozen) -> dict[str, Any]:
+    """Have another system text, and say from which version on.
+
+    :raises RequestError: the session was closed.
+    :raises PromptTooLongError: it leaves no room for a question.
+    :raises PipelineClosedError: the service is stopping.
+    """
+    try:
+        return {"version": await held.session.freeze(given.system)}
+    except PipelineClosedError as error:
+        raise _ended(service, error) from None
 
 
 async def answering(service: Service, caller: Caller, held: Held, asked: Question) -> AsyncGenerator[Event, None]:
