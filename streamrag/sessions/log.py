@@ -302,10 +302,13 @@ class SessionLog:
         if not queued and not self._is_behind:
             return True
         if self._is_behind or self._file.has_grown:
-            counted = {"num_dropped": self._header.num_dropped, "num_slid": self._header.num_slid}
-            counted = {name: min(num, MAX_NUMBER - 1) for name, num in counted.items()}
-            num_events = min(self._num_reserved, MAX_NUMBER - 1)
-            header = replace(self._header, num_appended=newest, num_events=num_events, **counted)
+            header = replace(
+                self._header,
+                num_appended=newest,
+                num_dropped=min(self._header.num_dropped, MAX_NUMBER - 1),
+                num_slid=min(self._header.num_slid, MAX_NUMBER - 1),
+                num_events=min(self._num_reserved, MAX_NUMBER - 1),
+            )
             held = [Numbered(number, chunk) for number, chunk in self._held.items()]
             work = partial(self._file.write_anew, header, [*self._watches.values(), *held])
         else:
