@@ -727,6 +727,14 @@ async def test_the_newest_data_can_be_read_as_the_prompt_has_them() -> None:
                 await session.newest(**options)
 
 
+async def test_a_pipeline_passes_on_how_much_may_wait() -> None:
+    engine = Engine(answer="yes")
+    async with Pipeline(ScriptedSource([]), engine) as pipeline:
+        async with pipeline.session(max_waiting_characters=10) as session:
+            with pytest.raises(ConfigurationError, match="in parts"):
+                await session.extend(["x" * 6, "x" * 6])
+
+
 async def test_batches_of_data_keep_their_distance() -> None:
     async with Session(Engine(answer="yes"), batch_interval_s=3600) as session:
         await session.append("first")  # at once
