@@ -3,10 +3,10 @@
     python examples/watch_a_log.py FILE --model FOLDER [--question TEXT ...] [--seconds S]
 
 Each registered question is answered ahead, after each batch of lines, and printed when its answer changes, with how
-long it took. At the end stands how long the same questions take, each asked three times, with the same few answers: when
-the answer is there already; from a context that is kept computed, of a version that nobody has asked about; and afresh,
-in one request with all lines: where vLLM's prefix cache has all but the last ten of them, and where nothing is cached.
-Without FILE a log is written, so that there is something to follow.
+long it took. At the end stands how long the same questions take, each asked three times, with the same few answers:
+when the answer is there already; from a context that is kept computed, of a version that nobody has asked about; and
+afresh, in one request with all lines: where vLLM's prefix cache has all but the last ten of them, and where nothing is
+cached. Without FILE a log is written, so that there is something to follow.
 """
 
 import argparse
