@@ -21,7 +21,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rich.console import Console
 
@@ -131,7 +131,7 @@ async def run(path: Path, model: Path, questions: list[str], seconds: float, *, 
             began_s = time.monotonic()
             watches = [session.watch(question, answers=ANSWERS) for question in questions]
             telling = [asyncio.create_task(tell(watch, began_s)) for watch in watches]
-            feeding = [asyncio.create_task(session.follow(new_lines(path)))]
+            feeding: list[asyncio.Task[Any]] = [asyncio.create_task(session.follow(new_lines(path)))]
             feeding += [asyncio.create_task(write_log(path))] if writes else []
             failed, _ = await asyncio.wait(feeding, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in feeding:
