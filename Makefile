@@ -125,6 +125,7 @@ bench-index: .venv/installed ## DiskANN and IVF with 100,000 vectors, DOCUMENTS=
 bench-sessions: .venv/installed ## a session's questions while its context grows, data stream in, windows slide: H200 and L40S simulated, then a real engine, minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/sessions_simulated.py --json experiments/results/sessions_simulated.json --plot docs/session-latency.png
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/sessions.py --json experiments/results/sessions.json
+	$(RUN) experiments/session_hits.py --json experiments/results/session_hits.json
 
 bench-early-exit: .venv/installed ## a few answers told apart: passes that the early exit saves, and does it answer the same? small real model, two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/early_exit.py --json experiments/results/early_exit.json

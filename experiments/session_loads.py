@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 from itertools import cycle, islice
+from math import inf
 from statistics import mean, median
 from typing import Any, TypeAlias
 
@@ -33,18 +34,19 @@ def opened(site: Site, **options: Any) -> Session:
 
 
 class Feed:
-    """Appends samples at a rate, one at a time, and knows when each came."""
+    """Appends samples at a rate, one at a time, `at_most` so many, and knows when each came."""
 
-    def __init__(self, session: Session, rate: float) -> None:
+    def __init__(self, session: Session, rate: float, at_most: float = inf) -> None:
         self._session = session
         self._rate = rate
+        self._at_most = at_most
         self._came_s: list[float] = []
         self._num_before = session.state.num_appended
         self._task = asyncio.create_task(self._run(), name="feed")
 
     async def _run(self) -> None:
         began_s, lines = now_s(), cycle(samples(SAMPLES_IN_WINDOW))
-        while self._rate:
+        while self._rate and len(self._came_s) < self._at_most:
             due_s = began_s + len(self._came_s) / self._rate
             if due_s > now_s():
                 await asyncio.sleep(due_s - now_s())
@@ -62,6 +64,10 @@ class Feed:
         """Age of the oldest of them."""
         num_behind = self.num_behind
         return now_s() - self._came_s[-min(num_behind, len(self._came_s))] if num_behind and self._came_s else 0.0
+
+    async def ends(self) -> None:
+        """All have come."""
+        await self._task
 
     async def aclose(self) -> None:
         await cancel_regardless([self._task])
@@ -131,8 +137,9 @@ async def window(device: Device, rate: float, share: float, num_windows: float, 
 
 
 async def asked_evenly(session: Session, rate: float, for_s: float, num_asked: int, params: SamplingParams) -> Row:
-    """Questions at even intervals while data stream in."""
-    before, began_s, feed = session.state, now_s(), Feed(session, rate)
+    """Questions at even intervals while data stream in: as many samples as come in that time, however late questions
+    are answered; until all are taken in."""
+    before, began_s, feed = session.state, now_s(), Feed(session, rate, round(rate * for_s))
     firsts: list[float] = []
     behind_s, num_tokens, num_for_questions = [], [], 0
     for i in range(num_asked):
@@ -142,8 +149,9 @@ async def asked_evenly(session: Session, rate: float, for_s: float, num_asked: i
         asked = await ask(session, f"Question {i}?", params)
         firsts.append(asked.first_s)
         num_for_questions += asked.num_tokens - (asked.num_cached or 0) + params.max_tokens - 1
-    await asyncio.sleep(max(began_s + for_s - now_s(), 0))
-    await feed.aclose()
+    await feed.ends()
+    asked = await ask(session, "All there?", params, at_least=session.state.num_appended)
+    num_for_questions += asked.num_tokens - (asked.num_cached or 0) + params.max_tokens - 1
     state, took_s = session.state, now_s() - began_s
     num_dropped = state.num_dropped - before.num_dropped
     return {

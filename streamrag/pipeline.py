@@ -159,6 +159,7 @@ class Pipeline:
         window_tokens: int | None = None,
         slide_share: float = 0.5,
         max_waiting: int = 4096,
+        max_waiting_characters: int = 4_000_000,
         batch_interval_s: float = 0.0,
         log: str | os.PathLike[str] | None = None,
         name: str = "session",
@@ -172,7 +173,7 @@ class Pipeline:
         template: the words around data and question; each chunk is one `passage`.
         window_tokens: most tokens of data in the prompt; three quarters of the model's length by default.
         slide_share: share of the window that goes at a time when it is full.
-        max_waiting: chunks that wait for the engine at most; beyond it the oldest are dropped.
+        max_waiting, max_waiting_characters: what waits for the engine at most; beyond it the oldest chunks are dropped.
         batch_interval_s: least seconds between two batches of data: askers wait for fewer steps of the engine, and for
             newer data.
         log: a file that the session's text is kept in; if it is there, the session goes on where it ended, with its
@@ -195,6 +196,7 @@ class Pipeline:
             window_tokens=window_tokens,
             slide_share=slide_share,
             max_waiting=max_waiting,
+            max_waiting_characters=max_waiting_characters,
             batch_interval_s=batch_interval_s,
             log=log,
             name=name,

@@ -234,9 +234,10 @@ def test_push_tokens(tiny_model: Path, run_here: Callable[..., str]) -> None:
 @pytest.mark.engine
 def test_watch_a_log(tiny_model: Path) -> None:
     lines = run("watch_a_log.py", "--model", str(tiny_model), "--seconds", "3").splitlines()
-    assert any(re.search(r"line +\d+ .*'(yes|no)'", line) for line in lines)
-    ahead, kept, afresh = (float(re.search(r"([\d.]+) ms$", line)[1]) for line in lines[-3:])
-    assert min(ahead, kept, afresh) > 0
+    assert any(re.search(r"line +\d+ .*'(yes|no)' in \d+ ms$", line) for line in lines)
+    times = [re.search(r"([\d.]+) +([\d.]+) ms$", line) for line in lines[-4:]]
+    for time in times:  # median and most
+        assert 0 < float(time[1]) <= float(time[2])
 
 
 @pytest.mark.long

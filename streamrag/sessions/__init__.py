@@ -5,6 +5,7 @@ arrive. Each question is a request of its own, which shares that stream's KV blo
 system text is frozen, the data slide, question and answer are ephemeral.
 """
 
+from streamrag.sessions.dropping import DataDropped as DataDropped
 from streamrag.sessions.limits import SessionLimits as SessionLimits
 from streamrag.sessions.session import Session as Session
 from streamrag.sessions.state import LogState as LogState
@@ -12,4 +13,4 @@ from streamrag.sessions.state import SessionState as SessionState
 from streamrag.sessions.watch import Watch as Watch
 from streamrag.sessions.watch import WatchedAnswer as WatchedAnswer
 
-__all__ = ["LogState", "Session", "SessionLimits", "SessionState", "Watch", "WatchedAnswer"]
+__all__ = ["DataDropped", "LogState", "Session", "SessionLimits", "SessionState", "Watch", "WatchedAnswer"]

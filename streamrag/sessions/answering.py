@@ -14,14 +14,12 @@ from streamrag.retrieving import closing
 from streamrag.sessions.asking import Asked
 from streamrag.sessions.choosing import chosen, spelled
 from streamrag.sessions.ingestion import Snapshot
-from streamrag.sessions.prompts import SessionPrompts
 from streamrag.telemetry import Answer, Timings, TokensGenerated
 from streamrag.tokenizing import in_thread
 
 
 async def answered(
     backend: Backend,
-    prompts: SessionPrompts,
     snapshot: Snapshot,
     asked: Asked,
     submitted_s: float,
@@ -34,6 +32,7 @@ async def answered(
     :raises ConfigurationError: the answers that there may be cannot be told from each other.
     """
     waited_s = clock() - submitted_s
+    prompts = snapshot.prompts
     tokenizer = prompts.tokenizer
     answers = await in_thread(tokenizer, partial(spelled, tokenizer, asked.answers)) if asked.answers else {}
     token_ids = await in_thread(tokenizer, partial(prompts.complete, snapshot.token_ids, asked.question))

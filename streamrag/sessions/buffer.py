@@ -1,10 +1,11 @@
 """Data that was appended and is not in the window yet."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from streamrag.core import Chunk
+from streamrag.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ def num_characters(chunk: Chunk) -> int:
 class Buffer:
     """Holds at most so many chunks and characters. What is oldest is dropped for what is new, and counted.
 
-    on_drop: called with the number of each that is dropped.
+    on_drop: called with the number of each that is dropped, once it is counted.
     """
 
     def __init__(
@@ -40,6 +41,23 @@ class Buffer:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def is_half_full(self) -> bool:
+        """Whether half of what may wait does."""
+        return 2 * len(self._waiting) >= self._max_chunks or 2 * self._num_characters >= self._max_characters
+
+    def check(self, chunks: Sequence[Chunk]) -> None:
+        """Whether so much may wait at once: one chunk may, whatever its length.
+
+        :raises ConfigurationError: some would be dropped for others of them.
+        """
+        num = sum(map(num_characters, chunks))
+        if len(chunks) > self._max_chunks or (len(chunks) > 1 and num > self._max_characters):
+            raise ConfigurationError(
+                f"{len(chunks):,} chunks of {num:,} characters are more than may wait at once, {self._max_chunks:,} of "
+                f"{self._max_characters:,}: append them in parts"
+            )
+
     def append(self, chunk: Chunk) -> int:
         """Its number."""
         self.num_appended += 1
@@ -54,8 +72,15 @@ class Buffer:
             self._on_drop(dropped.number)
         return self.num_appended
 
-    def take(self, max_chunks: int) -> list[Numbered]:
-        """The oldest, in order; they are no longer here."""
-        taken = [self._waiting.popleft() for _ in range(min(max_chunks, len(self._waiting)))]
+    def skip(self) -> int:
+        """A number that is no chunk's."""
+        self.num_appended += 1
+        return self.num_appended
+
+    def take(self, max_chunks: int, to: int = 0) -> list[Numbered]:
+        """The oldest, in order, so many or all up to this number, if these are more; they are no longer here."""
+        taken: list[Numbered] = []
+        while self._waiting and (len(taken) < max_chunks or self._waiting[0].number <= to):
+            taken.append(self._waiting.popleft())
         self._num_characters -= sum(num_characters(each.chunk) for each in taken)
         return taken

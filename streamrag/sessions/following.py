@@ -1,32 +1,70 @@
-"""What is new in the events of a source that a session follows."""
+"""What is new in the events of a source that a session follows, or what an async iterator yields."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
 
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update, part_name
-from streamrag.errors import SourceError, StreamRagError
-from streamrag.kinds import message_of
-from streamrag.retrieving import Retrieval
+from streamrag.errors import ConfigurationError, SourceError, StreamRagError
+from streamrag.kinds import kind_of, message_of
+from streamrag.retrieving import Retrieval, checked_chunk, closing
 
 MAX_SEEN = 4096
 """Chunks of a source that are remembered besides those of the newest update, so that the next does not repeat them."""
 
 
-async def append_all(source: Source, query: str, append: Callable[[Chunk], Awaitable[int]]) -> None:
-    """Each chunk that the source appends, and of its updates those that it has not yielded before.
-
-    :raises SourceError: the source failed.
+def check_followed(given: object, query: str) -> None:
     """
-    seen: dict[Chunk, None] = {}
+    :raises ConfigurationError: it is nothing that can be followed.
+    """
+    if isinstance(given, type):
+        raise ConfigurationError(f"what is followed is the class {given.__name__}, and must be an object of it")
+    if not callable(getattr(given, "stream", None)) and not isinstance(given, AsyncIterable):
+        raise ConfigurationError(
+            f"what is followed is {kind_of(given)}: it must be a source, or an async iterator of texts or Chunks"
+        )
+    if not isinstance(query, str):
+        raise ConfigurationError(f"the query is {kind_of(query)}, and must be a str")
+
+
+async def append_all(
+    followed: Source | AsyncIterable[Chunk | str], query: str, append: Callable[[Chunk], Awaitable[int]]
+) -> None:
+    """Each chunk that a source appends, and of its updates those that it has not yielded before; or all of an iterator.
+
+    :raises SourceError: it failed, or yielded something else.
+    """
     try:
-        async with aclosing(Retrieval(source, query).events()) as events:
-            async for event in events:
-                for chunk in _new(event, seen):
-                    await append(chunk)
+        if callable(getattr(followed, "stream", None)):
+            await _append_source(followed, query, append)  # type: ignore[arg-type]
+        else:
+            await _append_iterator(followed, append)  # type: ignore[arg-type]
     except StreamRagError:
         raise
     except Exception as error:  # a source is anybody's code; whatever it raises is a failed retrieval
-        raise SourceError(f"{part_name(source)} failed: {type(error).__name__}: {message_of(error)}") from error
+        raise SourceError(f"{_name(followed)} failed: {type(error).__name__}: {message_of(error)}") from error
+
+
+async def _append_source(source: Source, query: str, append: Callable[[Chunk], Awaitable[int]]) -> None:
+    seen: dict[Chunk, None] = {}
+    async with aclosing(Retrieval(source, query).events()) as events:
+        async for event in events:
+            for chunk in _new(event, seen):
+                await append(chunk)
+
+
+async def _append_iterator(iterable: AsyncIterable[Chunk | str], append: Callable[[Chunk], Awaitable[int]]) -> None:
+    async with closing(aiter(iterable)) as items:
+        async for item in items:
+            try:
+                chunk = checked_chunk(Chunk(item, "") if isinstance(item, str) else item)
+            except ConfigurationError as error:
+                raise SourceError(f"{_name(iterable)} failed: it yielded something else: {error}") from None
+            await append(chunk)
+
+
+def _name(followed: object) -> str:
+    name = getattr(followed, "__name__", None)  # a generator's
+    return name if isinstance(name, str) else part_name(followed)
 
 
 def _new(event: SourceEvent, seen: dict[Chunk, None]) -> list[Chunk]:

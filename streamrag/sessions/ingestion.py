@@ -27,9 +27,11 @@ class Snapshot:
     """Data that questions are asked about."""
 
     version: int
-    """How many chunks had been appended."""
+    """How many chunks had been appended, and system texts frozen."""
     token_ids: tuple[int, ...]
     """Head and data."""
+    prompts: SessionPrompts
+    """That the head is of."""
 
 
 class Ingestion:
@@ -45,13 +47,15 @@ class Ingestion:
         log: SessionLog | None = None,
     ) -> None:
         self.window = window
-        self.ready = Snapshot(0, prompts.head)
+        self.ready = Snapshot(0, prompts.head, prompts)
         """What questions are asked about."""
         self.num_failures = 0
         self._backend = backend
         self._name = name
         self._buffer = buffer
         self._prompts = prompts
+        self._next_prompts: tuple[int, SessionPrompts] = 0, prompts
+        """From this version on."""
         self._log = log
         self._has_data = asyncio.Event()
         self._has_news = asyncio.Event()
@@ -63,12 +67,13 @@ class Ingestion:
     def resume(self, pieces: list[Piece]) -> None:
         """Have these in the window, as the newest that were appended. Before `start`."""
         self._take_in(pieces)
-        self.ready = Snapshot(self._buffer.num_appended, self._prompts.head + self.window.token_ids)
+        self.ready = self._snapshot(self._buffer.num_appended)
 
-    def start(self, on_version: Callable[[], None], batch_interval_s: float) -> None:
-        """Begin. `on_version` is called whenever another version stands, and at the end."""
+    def start(self, on_version: Callable[[], None], on_end: Callable[[], None], batch_interval_s: float) -> None:
+        """Begin. `on_version` is called whenever another version stands, and at the end; then `on_end`."""
         self._task = asyncio.create_task(self._run(on_version, batch_interval_s), name=f"streamrag {self._name}")
         self._task.add_done_callback(lambda _: on_version())
+        self._task.add_done_callback(lambda _: on_end())
         self._task.add_done_callback(lambda _: self._wake())
 
     def append(self, chunk: Chunk) -> int:
@@ -77,6 +82,15 @@ class Ingestion:
         number = self._buffer.append(chunk)
         if self._log is not None:
             self._log.append(Numbered(number, chunk))
+        return number
+
+    def freeze(self, prompts: SessionPrompts, system: str) -> int:
+        """Have another head, of this system text, from the version on that is returned; never waits."""
+        number = self._buffer.skip()
+        self._next_prompts = number, prompts
+        self._has_data.set()
+        if self._log is not None:
+            self._log.frozen(number, system)
         return number
 
     def check(self) -> None:
@@ -147,8 +161,10 @@ class Ingestion:
         await wait_regardless([asyncio.create_task(lane.aclose(), name="streamrag lane ends") for lane in gone])
 
     async def _next(self) -> tuple[Snapshot, bool]:
-        """The data with the next batch, and whether the oldest had to go for it."""
-        batch = self._buffer.take(MAX_BATCH)
+        """The data with the next batch, and whether what stands before them has changed: the oldest had to go, or the
+        head is another. That takes all data with it that came before."""
+        number, prompts = self._next_prompts
+        batch = self._buffer.take(MAX_BATCH, number)
         if not len(self._buffer):
             self._has_data.clear()
         while True:
@@ -159,8 +175,12 @@ class Ingestion:
                 await asyncio.sleep(RETRY_S)
             else:
                 break
-        has_slid = self._take_in(pieces)
-        return Snapshot(batch[-1].number, self._prompts.head + self.window.token_ids), has_slid
+        has_changed = self._take_in(pieces) or prompts is not self._prompts
+        self._prompts = prompts
+        return self._snapshot(max(batch[-1].number if batch else 0, number, self.ready.version)), has_changed
+
+    def _snapshot(self, version: int) -> Snapshot:
+        return Snapshot(version, self._prompts.head + self.window.token_ids, self._prompts)
 
     def _take_in(self, pieces: list[Piece]) -> bool:
         """Whether the oldest had to go."""

@@ -22,8 +22,10 @@ from streamrag.sessions.buffer import Numbered, num_characters
 from streamrag.sessions.log_file import LogFile
 from streamrag.sessions.log_lines import (
     MAX_CHARACTERS,
+    MAX_NUMBER,
     Dropped,
     Entry,
+    Frozen,
     Header,
     KeptWatch,
     Logged,
@@ -127,12 +129,12 @@ class SessionLog:
 
         :raises SessionLogError: the system text is too long for a log.
         """
-        if len(system) > MAX_CHARACTERS:
-            raise SessionLogError(f"a session with a log has a system text of at most {MAX_CHARACTERS:,} characters")
+        self.check_system(system)
         self._header = Header(system, window_tokens, slide_share, self._owner)
         if logged is not None:
-            num_slid, owner = logged.header.num_slid, logged.header.owner
-            self._header = replace(self._header, owner=owner, num_dropped=logged.num_dropped, num_slid=num_slid)
+            of_before = {name: getattr(logged.header, name) for name in ("owner", "num_slid")}
+            frozen = None if logged.system == logged.header.system else logged.system
+            self._header = replace(self._header, **of_before, num_dropped=logged.num_dropped, frozen=frozen)
         self._num_reserved = self.num_events + EVENTS_AHEAD
         self._is_closing = False
         self._task = asyncio.create_task(self._write_all(), name="streamrag session's log")
@@ -171,6 +173,26 @@ class SessionLog:
         if num_characters(chunk) > MAX_CHARACTERS:
             raise SessionLogError(f"a chunk has more than {MAX_CHARACTERS:,} characters, the most in a log: split it")
 
+    def check_room(self, num: int) -> None:
+        """Whether so many versions can be counted on from the newest.
+
+        :raises SessionLogError: it began so high, as no session does, that the next process could not read them.
+        """
+        if self._newest + num >= MAX_NUMBER:
+            raise SessionLogError(f"{self.path} has version {self._newest}, and cannot count further: begin another")
+
+    @staticmethod
+    def check_system(system: str) -> None:
+        """:raises SessionLogError: it is too long for a log."""
+        if len(system) > MAX_CHARACTERS:
+            raise SessionLogError(f"a session with a log has a system text of at most {MAX_CHARACTERS:,} characters")
+
+    def frozen(self, number: int, system: str) -> None:
+        """The version of this number has another system text."""
+        self._newest = number
+        self._header = replace(self._header, frozen=system)
+        self._queue(Frozen(number, system), len(system))
+
     def watched(self, watch: KeptWatch) -> None:
         """This question is watched.
 
@@ -198,7 +220,7 @@ class SessionLog:
 
     def _reserve(self, num_events: int) -> None:
         self._num_reserved = num_events
-        self._queue(Reserved(num_events), 0)
+        self._queue(Reserved(min(num_events, MAX_NUMBER - 1)), 0)
 
     def append(self, numbered: Numbered) -> None:
         """It was appended. Never waits."""
@@ -280,7 +302,13 @@ class SessionLog:
         if not queued and not self._is_behind:
             return True
         if self._is_behind or self._file.has_grown:
-            header = replace(self._header, num_appended=newest, num_events=self._num_reserved)
+            header = replace(
+                self._header,
+                num_appended=newest,
+                num_dropped=min(self._header.num_dropped, MAX_NUMBER - 1),
+                num_slid=min(self._header.num_slid, MAX_NUMBER - 1),
+                num_events=min(self._num_reserved, MAX_NUMBER - 1),
+            )
             held = [Numbered(number, chunk) for number, chunk in self._held.items()]
             work = partial(self._file.write_anew, header, [*self._watches.values(), *held])
         else:

@@ -6,6 +6,7 @@
 {"watch": "alarm", "question": "Any reading over 90?", "answers": ["yes", "no"], "priority": 1, ...}
 {"unwatched": "alarm"}
 {"num_events": 2048}
+{"frozen": 18, "system": "..."}
 """
 
 import json
@@ -33,7 +34,10 @@ MAX_CHARACTERS = 1_000_000
 MAX_LINE_BYTES = 16_000_000
 """A character that is no ASCII takes up to twelve."""
 
-Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+MAX_NUMBER = 1 << 53
+"""Above all that is counted, when it is read and when it is written: what JSON has room for."""
+
+Count = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Header:
     num_dropped: Count = 0
     num_slid: Count = 0
     num_events: Count = 0
+    frozen: str | None = None
+    """The system text that took the place of `system`, if one did."""
     format: Literal["streamrag-session"] = "streamrag-session"
     version: Literal[1] = 1
 
@@ -78,7 +84,7 @@ class KeptWatch:
 class Dropped:
     """The chunk of this number was, before it came into the window."""
 
-    dropped: Annotated[int, Field(ge=1, lt=1 << 53)]
+    dropped: Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,15 @@ class Reserved:
     num_events: Count
 
 
-Entry: TypeAlias = Numbered | Dropped | KeptWatch | Unwatched | Reserved
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The version of this number has another system text."""
+
+    frozen: Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
+    system: str
+
+
+Entry: TypeAlias = Numbered | Dropped | KeptWatch | Unwatched | Reserved | Frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +119,8 @@ class Logged:
     header: Header
     chunks: list[Numbered]
     watches: dict[str, KeptWatch]
+    system: str
+    """The newest."""
     num_appended: int
     num_dropped: int
     num_events: int
@@ -114,7 +130,7 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class _Appended:
-    number: Annotated[int, Field(ge=1, lt=1 << 53)]
+    number: Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
     text: str
     uri: str = ""
     title: str = ""
@@ -130,14 +146,14 @@ def read(path: Path, blocks: Iterator[bytes]) -> Logged | None:
     chunks: dict[int, Chunk] = {}
     watches: dict[str, KeptWatch] = {}
     header: Header | None = None
-    is_torn = False
+    is_torn, frozen = False, None
     num_lines = newest = num_dropped = num_events = 0
     try:
         for line in lines_of(blocks, MAX_LINE_BYTES):
             num_lines += 1
             if header is None:
                 header = header_of(path, line)
-                num_dropped, num_events = header.num_dropped, header.num_events
+                num_dropped, num_events, frozen = header.num_dropped, header.num_events, header.frozen
                 continue
             if not line.endswith(b"\n"):
                 is_torn = True
@@ -153,10 +169,10 @@ def read(path: Path, blocks: Iterator[bytes]) -> Logged | None:
                     watches.pop(name, None)
                 case Reserved(num_events):
                     pass
+                case Frozen(number, frozen):
+                    newest = _later(number, newest)
                 case entry:
-                    if entry.number <= newest:
-                        raise ValueError(f"chunk {entry.number} stands behind chunk {newest}")
-                    newest = entry.number
+                    newest = _later(entry.number, newest)
                     chunks[entry.number] = Chunk(entry.text, entry.uri, entry.title, entry.passage, entry.score)
     except SessionLogError:
         raise
@@ -168,7 +184,15 @@ def read(path: Path, blocks: Iterator[bytes]) -> Logged | None:
     if header is None:
         return None
     numbered = [Numbered(number, chunk) for number, chunk in chunks.items()]
-    return Logged(header, numbered, watches, max(header.num_appended, newest), num_dropped, num_events, is_torn)
+    system = header.system if frozen is None else frozen
+    newest = max(header.num_appended, newest)
+    return Logged(header, numbered, watches, system, newest, num_dropped, num_events, is_torn)
+
+
+def _later(number: int, newest: int) -> int:
+    if number <= newest:
+        raise ValueError(f"version {number} stands behind version {newest}")
+    return number
 
 
 def header_of(path: Path, line: bytes) -> Header:
@@ -189,16 +213,19 @@ def header_of(path: Path, line: bytes) -> Header:
         raise SessionLogError(f"{path} is no log of a session: {error}. Nothing was changed") from error
 
 
-_KINDS: Mapping[str, type[_Appended | Dropped | KeptWatch | Unwatched | Reserved]] = {
+_Read: TypeAlias = _Appended | Dropped | KeptWatch | Unwatched | Reserved | Frozen
+
+_KINDS: Mapping[str, type[_Read]] = {
     "dropped": Dropped,
     "watch": KeptWatch,
     "unwatched": Unwatched,
     "num_events": Reserved,
+    "frozen": Frozen,
 }
 """What an entry is, by the field that only its kind has; else it is a chunk."""
 
 
-def _entry(line: bytes) -> _Appended | Dropped | KeptWatch | Unwatched | Reserved:
+def _entry(line: bytes) -> _Read:
     values = parse_json(line)
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from streamrag.core import Backend
-from streamrag.errors import PromptTooLongError, SessionLogError
+from streamrag.errors import SessionLogError
 from streamrag.modes import PromptTemplate
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.ingestion import Ingestion
@@ -29,8 +29,8 @@ class Opening:
     admit: Callable[[int], None]
     """Called with the tokens of its window; raises TooManySessionsError if there is no place for it."""
 
-    async def begin(self, backend: Backend, buffer: Buffer) -> tuple[SessionPrompts, Ingestion]:
-        """Prompts and ingestion, not started; with what the log holds, if there is one.
+    async def begin(self, backend: Backend, buffer: Buffer) -> Ingestion:
+        """Ingestion, not started; with what the log holds, if there is one.
 
         :raises PromptTooLongError: window and system text do not fit the model's length.
         :raises SessionLogError: the log cannot be opened, or is of another session. It is closed, whatever is raised.
@@ -43,26 +43,21 @@ class Opening:
                 await self.log.aclose()
             raise
 
-    async def _begin(self, backend: Backend, buffer: Buffer) -> tuple[SessionPrompts, Ingestion]:
+    async def _begin(self, backend: Backend, buffer: Buffer) -> Ingestion:
         logged = None if self.log is None else await self.log.open()
         template, window_tokens = self.template, self.window_tokens
         if self.log is not None and logged is not None:
-            if self.is_text_given and template.system != logged.header.system:
+            if self.is_text_given and template.system not in (logged.header.system, logged.system):
                 raise SessionLogError(
                     f"{self.log.path} is of a session with another system text: give none, or that one, or choose "
                     "another file"
                 )
-            template = replace(template, system=logged.header.system)
+            template = replace(template, system=logged.system)
             window_tokens = window_tokens or logged.header.window_tokens
         model = backend.model
         prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, template))
-        room = model.max_model_len - len(prompts.head)
-        window_tokens = window_tokens or max(room * 3 // 4, 1)
-        if window_tokens >= room:
-            raise PromptTooLongError(
-                f"window_tokens={window_tokens} and {len(prompts.head)} tokens of system text leave no room for a "
-                f"question: the model's length is {model.max_model_len}"
-            )
+        window_tokens = window_tokens or max(prompts.room * 3 // 4, 1)
+        prompts.check_window(window_tokens)
         self.admit(window_tokens)
         window = Window(window_tokens, self.slide_share, prompts.passage_end)
         ingestion = Ingestion(backend, self.name, buffer, window, prompts, self.log)
@@ -72,8 +67,10 @@ class Opening:
             window.num_slid = logged.header.num_slid
             buffer.num_appended, buffer.num_dropped = logged.num_appended, logged.num_dropped
         if self.log is not None:
-            self.log.start(template.system, window_tokens, self.slide_share, logged)
+            system = template.system if logged is None else logged.header.system  # which a frozen one may have followed
+            system = template.system if logged is None else logged.header.system  # which a frozen one may have followed
+            self.log.start(system, window_tokens, self.slide_share, logged)
             if logged is not None:
                 await self.log.begun()
         ingestion.resume(pieces)
-        return prompts, ingestion
+        return ingestion

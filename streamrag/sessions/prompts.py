@@ -37,6 +37,7 @@ class SessionPrompts:
 
     def __init__(self, model: ModelInfo, template: PromptTemplate) -> None:
         self._model = model
+        self._template = template
         self.tokenizer = model.tokenizer
         self._assembler = PromptAssembler(
             model.tokenizer, template, "?", max_model_len=model.max_model_len, max_tokens=1
@@ -53,6 +54,29 @@ class SessionPrompts:
         self.passage_end = tuple(model.tokenizer.encode(end)) if end else ()
         """What each chunk ends with, behind all that is its own: its line break."""
         self._no_data = tuple(model.tokenizer.encode(template.no_context))
+
+    @property
+    def room(self) -> int:
+        """Tokens that the head leaves in the model's length."""
+        return self._model.max_model_len - len(self.head)
+
+    def with_system(self, system: str) -> "SessionPrompts":
+        """The same with another system text. Blocking.
+
+        :raises PromptTooLongError: it alone does not fit the model's length.
+        """
+        return SessionPrompts(self._model, replace(self._template, system=system))
+
+    def check_window(self, window_tokens: int) -> None:
+        """Whether there is room for a question beside it.
+
+        :raises PromptTooLongError: there is none.
+        """
+        if window_tokens >= self.room:
+            raise PromptTooLongError(
+                f"window_tokens={window_tokens} and {len(self.head)} tokens of system text leave no room for a "
+                f"question: the model's length is {self._model.max_model_len}"
+            )
 
     def shown(self, chunk: Chunk) -> Chunk:
         """What of it stands in the prompt: no window would ever bound the rest."""

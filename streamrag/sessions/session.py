@@ -4,16 +4,16 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
 from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
-from streamrag.kinds import is_number, is_whole, short
+from streamrag.kinds import is_number, is_whole, plain_text, short
 from streamrag.modes import PromptTemplate
 from streamrag.propagation import conversation
 from streamrag.retrieving import checked_chunk
@@ -21,13 +21,15 @@ from streamrag.sessions.answering import again, answered
 from streamrag.sessions.asking import Asked, asked
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.choosing import DECISIVE_GAP
-from streamrag.sessions.following import append_all
+from streamrag.sessions.dropping import DataDropped, Drops
+from streamrag.sessions.following import append_all, check_followed
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog, session_log
 from streamrag.sessions.opening import Opening
-from streamrag.sessions.prompts import SessionPrompts, session_template
+from streamrag.sessions.prompts import session_template
 from streamrag.sessions.running import Running
+from streamrag.sessions.sharing import KeptAnswers, UnderWay
 from streamrag.sessions.state import SessionState
 from streamrag.tasks import run_regardless
 from streamrag.telemetry import Answer, Answered, TokensGenerated
@@ -38,7 +40,14 @@ if TYPE_CHECKING:
     from streamrag.sessions.watching import Watches
 
 MAX_ANSWERS = 1024
-"""Greedy answers that are kept, for whoever asks the same of the same data."""
+"""Greedy answers that are kept, for whoever asks the same of the same data: those last asked for."""
+
+MAX_WAITING = 4096
+MAX_WAITING_CHARACTERS = 4_000_000
+"""Data that wait for the engine, unless the caller says otherwise."""
+
+IN_ONE_TURN = 64
+"""Chunks that are appended before others have a turn of the event loop: half a millisecond."""
 
 
 class Session:
@@ -65,8 +74,8 @@ class Session:
         template: PromptTemplate | None = None,
         window_tokens: int | None = None,
         slide_share: float = 0.5,
-        max_waiting: int = 4096,
-        max_waiting_characters: int = 4_000_000,
+        max_waiting: int = MAX_WAITING,
+        max_waiting_characters: int = MAX_WAITING_CHARACTERS,
         batch_interval_s: float = 0.0,
         log: SessionLog | str | os.PathLike[str] | None = None,
         name: str = "session",
@@ -98,14 +107,17 @@ class Session:
         admit = partial(self._admit, tenant)
         self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log, admit)
         self._batch_interval_s = float(batch_interval_s)
-        self._buffer = Buffer(max_waiting, max_waiting_characters, self._log.dropped if self._log else lambda _: None)
+        self._buffer = Buffer(max_waiting, max_waiting_characters, self._dropped)
+        self._drops = Drops()
+        self._num_in_turn = 0
         self._running = Running(name)
         self._conversation = f"session {uuid.uuid4().hex}"
-        self._answers: dict[tuple[Any, bool], Answer] = {}
+        self._answers = KeptAnswers(MAX_ANSWERS)
         """To the version that stands, by what was asked and whether it has a gap."""
+        self._under_way = UnderWay(clock)
+        """The same of any version."""
         self._is_closed = self._is_forgotten = self._has_begun = False
         self._watches: Watches | None = None
-        self._prompts: SessionPrompts
         self._ingestion: Ingestion | None = None
 
     # --------------------------------------------------------------------------------------------- starting and ending
@@ -124,7 +136,7 @@ class Session:
             raise ConfigurationError("the session has been started before: open another one")
         self._has_begun = True
         try:
-            self._prompts, ingestion = await self._opening.begin(self._backend, self._buffer)
+            ingestion = await self._opening.begin(self._backend, self._buffer)
         except BaseException:
             self._has_begun = False
             self._leave_books()
@@ -135,7 +147,7 @@ class Session:
                 await self._log.aclose()
         self._check_not_closed()
         token = conversation.set(self._conversation)  # for the task that it starts
-        ingestion.start(self._data_updated, self._batch_interval_s)
+        ingestion.start(self._data_updated, self._drops.end, self._batch_interval_s)
         conversation.reset(token)
         self._ingestion = ingestion
         for kept in self._log.watches if self._log else ():
@@ -199,7 +211,7 @@ class Session:
             num_dropped=self._buffer.num_dropped,
             num_slid=ingestion.window.num_slid,
             num_tokens=len(ingestion.ready.token_ids),
-            num_frozen_tokens=len(self._prompts.head),
+            num_frozen_tokens=len(ingestion.ready.prompts.head),
             window_tokens=ingestion.window.max_tokens,
             num_failures=ingestion.num_failures,
             log=self._log.state if self._log else None,
@@ -208,18 +220,57 @@ class Session:
     # ------------------------------------------------------------------------------------------------------------ data
 
     async def append(self, data: Chunk | str) -> int:
-        """Add data at the end; returns at once with its version, which is how many chunks have been appended.
+        """Add data at the end; returns with its version, which is how many chunks have been appended,
+        and system texts frozen.
 
-        If more comes than the engine can take in, the oldest that waits is dropped: see `state`.
+        It waits for nothing, but gives others a turn of the event loop now and then, and each time while half of what
+        may wait does: what can be taken in is. If more comes than that, the oldest that waits is dropped: see `state`
+        and `drops`. Who is cancelled there has appended nothing.
 
         :raises SessionLogError: a session with a log takes no chunk of more than a million characters.
         :raises PipelineClosedError: the session was closed.
         """
         self.check_open()
-        chunk = self._prompts.shown(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
+        chunk = self._shown(data)
+        await self._turn()
+        self._check_room(1)
+        return self._started().append(chunk)
+
+    async def extend(self, data: Sequence[Chunk | str]) -> int:
+        """Add several chunks at the end, all of them or none, and none for another of them; the newest version.
+
+        :raises ConfigurationError: there are more than may wait at once, `max_waiting` and `max_waiting_characters`.
+        :raises SessionLogError, PipelineClosedError: as of `append`.
+        """
+        if isinstance(data, str) or not isinstance(data, Sequence):
+            raise ConfigurationError(f"data={short(data)} must be a list of chunks or texts; one of them is for append")
+        self.check_open()
+        chunks = []
+        for each in data:
+            chunks.append(self._shown(each))
+            await self._turn()
+        self._check_room(len(chunks))
+        self._buffer.check(chunks)
+        for chunk in chunks:
+            self._started().append(chunk)
+        return self._buffer.num_appended
+
+    def _shown(self, data: Chunk | str) -> Chunk:
+        chunk = self._started().ready.prompts.shown(checked_chunk(Chunk(data, "") if isinstance(data, str) else data))
         if self._log is not None:
             self._log.check(chunk)
-        return self._started().append(chunk)
+        return chunk
+
+    def _check_room(self, num: int) -> None:
+        self.check_open()
+        if self._log is not None:
+            self._log.check_room(num)
+
+    async def _turn(self) -> None:
+        self._num_in_turn += 1
+        if self._num_in_turn >= IN_ONE_TURN or self._buffer.is_half_full:
+            self._num_in_turn = 0
+            await asyncio.sleep(0)
 
     async def flush(self) -> int:
         """Wait until all that has been appended is in the log, and on the disk as far as the system knows (`fsync`).
@@ -234,15 +285,48 @@ class Session:
             raise ConfigurationError("the session has no log: open it with log=PATH")
         return await self._log.flush()
 
-    async def follow(self, source: Source, query: str = "") -> int:
-        """Append all that a source yields, until it ends; the newest version. Of an update, what is new is appended.
+    async def follow(self, source: Source | AsyncIterable[Chunk | str], query: str = "") -> int:
+        """Append all that a source or an async iterator yields, until it ends; the newest version.
 
-        :raises SourceError: the source failed; what came before stays.
+        Of an update of a source what is new is appended. An iterator that is a generator is closed, however it ends.
+
+        source: a source, or an async iterator of texts or chunks.
+        query: what a source is asked.
+
+        :raises SourceError: it failed, or yielded something else; what came before stays.
+        :raises ConfigurationError: it is neither a source nor an async iterator.
         :raises PipelineClosedError: the session was closed.
         """
+        check_followed(source, query)
         self.check_open()
         await self._running.begin(partial(append_all, source, query, self.append), "source")
         return self._buffer.num_appended
+
+    async def freeze(self, system: str) -> int:
+        """Have another system text from now on: other instructions, and with them documents, or a summary of what has
+        gone.
+
+        All that stands behind it is computed anew in the background, as when the window slides, and meanwhile questions
+        are answered from the version before. Returns the version that has it, as `append` does; a later one has the
+        text that was frozen last. In a session with a log it is there again when that is resumed.
+
+        :raises PromptTooLongError: beside the window it leaves no room for a question. Nothing has changed.
+        :raises ConfigurationError: it is no str.
+        :raises SessionLogError: a session with a log takes no system text of more than a million characters.
+        :raises PipelineClosedError: the session was closed, also meanwhile.
+        """
+        if not isinstance(system, str):
+            raise ConfigurationError(f"system={short(system)} must be a str")
+        self.check_open()
+        system = plain_text(system)
+        if self._log is not None:
+            self._log.check_system(system)
+        ingestion = self._started()
+        before = ingestion.ready.prompts
+        prompts = await in_thread(before.tokenizer, partial(before.with_system, system))
+        prompts.check_window(ingestion.window.max_tokens)
+        self._check_room(1)
+        return ingestion.freeze(prompts, system)
 
     async def newest(self, *, behind: int = 0, at_most: int = 100) -> list[tuple[int, str]]:
         """The newest data in the window, oldest first, each with its version and its text as it stands in the prompt.
@@ -255,7 +339,7 @@ class Session:
                 raise ConfigurationError(f"{option}={short(value)} must be a whole number, at least {least}")
         self.check_open()
         pieces = self._started().window.newest(behind, at_most)
-        prompts = self._prompts
+        prompts = self._started().ready.prompts
 
         def texts() -> list[tuple[int, str]]:
             return [(piece.number, prompts.text_of(piece)) for piece in pieces]
@@ -271,6 +355,23 @@ class Session:
         while True:
             version = (await self._at_least(version + 1)).version
             yield version
+
+    async def drops(self) -> AsyncGenerator[DataDropped, None]:
+        """Data that are dropped from now on, those of a quarter of a second together.
+
+        :raises PipelineClosedError: the session was closed.
+        :raises BackendError: it has failed.
+        """
+        self.check_open()
+        with self._drops.reading() as reader:
+            while (dropped := await reader.next()) is not None:
+                yield dropped
+        self.check_open()
+
+    def _dropped(self, number: int) -> None:
+        if self._log is not None:
+            self._log.dropped(number)
+        self._drops.put(number, self._buffer.num_dropped)
 
     def _data_updated(self) -> None:
         self._answers.clear()
@@ -404,10 +505,18 @@ class Session:
             answer = again(ahead, submitted_s, self._clock() - submitted_s)
             await emit(TokensGenerated(answer.timings.ttft_s, answer.text, answer.token_ids, answer.finish_reason))
         else:
-            answer = await answered(self._backend, self._prompts, snapshot, asked, submitted_s, self._clock, emit)
-            if asked.key[-1] and answer.version == self.version and len(self._answers) < MAX_ANSWERS:
-                self._answers[key] = answer
+            compute = partial(self._computed, snapshot, asked, submitted_s)
+            if asked.key[-1]:
+                answer = await self._under_way.answer((key, snapshot.version), compute, submitted_s, emit)
+            else:
+                answer = await compute(emit)
         await emit(Answered(answer.timings.total_s, answer))
+        return answer
+
+    async def _computed(self, snapshot: Snapshot, asked: Asked, submitted_s: float, emit: Emit) -> Answer:
+        answer = await answered(self._backend, snapshot, asked, submitted_s, self._clock, emit)
+        if asked.key[-1] and answer.version == self.version:
+            self._answers.put((asked.key, asked.with_gap), answer)
         return answer
 
     async def _at_least(self, version: int) -> Snapshot:

@@ -26,6 +26,7 @@ class SessionState:
     version: int
     """Of the data that questions are answered from at once."""
     num_appended: int
+    """Chunks, and system texts that took another's place: the newest version."""
     num_waiting: int
     """Chunks that are neither in the prompt nor being computed yet."""
     num_dropped: int

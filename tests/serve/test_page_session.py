@@ -1,10 +1,13 @@
 """Sessions in the page: in a real browser against a service on a real socket."""
 
 import asyncio
+import errno
 import json
 import re
+from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from streamrag.serve import Limits
@@ -79,6 +82,26 @@ async def test_data_are_appended_and_several_questions_asked() -> None:
         assert served.backend.num_requests == 0
         await page.get_by_role("link", name="Ask", exact=True).click()
         await expect(page.get_by_label("Question", exact=True)).to_be_focused()
+
+
+async def test_what_was_dropped_or_cannot_be_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = anyio.Event()
+    backend = ScriptedBackend(hold=hold)
+    async with serving(backend=backend, session_log_dir=tmp_path) as served, browsing(served.url) as seen:
+        session = await opened(seen)
+        for _ in range(2):
+            await served.http.post(f"/v1/sessions/{session}/data", json={"data": ["x"] * 4096})
+        await expect(seen.page.locator("#notice")).to_contain_text("chunks of data were dropped")
+
+        def full(file: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on <b>device</b>")
+
+        monkeypatch.setattr("streamrag.sessions.log_file.os.fsync", full)
+        await served.http.put(f"/v1/sessions/{session}/watches/alarm", json={"question": "Any?"})
+        notice = seen.page.locator("#notice")
+        await expect(notice).to_contain_text("cannot keep the session's text at the moment: No space left")
+        monkeypatch.undo()
+        hold.set()
 
 
 async def session_of(seen: Browsing) -> str:

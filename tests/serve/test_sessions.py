@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
+import anyio
 import httpx
 import pytest
 from httpx_sse import ServerSentEvent, aconnect_sse
@@ -42,6 +43,78 @@ async def test_data_are_appended_and_asked_about() -> None:
         assert (await served.http.delete(url)).status_code == 204
         assert (await served.http.get(url)).status_code == 404
         assert served.backend.num_requests == 0
+
+
+async def test_none_of_a_request_is_dropped_for_the_rest_of_it() -> None:
+    async with serving() as served:
+        url = await opened(served)
+        taken = await served.http.post(f"{url}/data", json={"data": [f"line {i}" for i in range(4096)]})
+        assert (taken.status_code, taken.json()) == (202, {"version": 4096, "num_dropped": 0})
+        more = await served.http.post(f"{url}/data", json={"data": [f"line {i}" for i in range(4097)]})
+        assert more.status_code == 400
+        assert (await served.http.get(url)).json()["num_appended"] == 4096
+
+
+async def test_a_client_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.sessions.dropping.TOGETHER_S", 0.01)
+    hold = anyio.Event()
+    async with serving(backend=ScriptedBackend(hold=hold)) as served:  # it takes nothing in
+        url = await opened(served)
+        for _ in range(2):
+            await served.http.post(f"{url}/data", json={"data": [f"line {i}" for i in range(4096)]})
+        events = events_of(served, url)
+        assert (await anext(events)).event == "session"
+        told = []
+        async with asyncio.timeout(20):
+            while not told or told[-1]["num_dropped"] < 4096:
+                event = await anext(events)
+                assert event.event == "data_dropped"
+                told.append(json.loads(event.data))
+        assert sum(each["num_chunks"] for each in told) == 4096
+        assert (told[0]["from_version"], told[-1]["to_version"]) == (1, 4096)
+        assert len(told) < 10
+        again = events_of(served, url, last=event.id)
+        await anext(again)
+        await served.http.post(f"{url}/data", json={"data": ["one more"]})
+        more = await anext(again)
+        assert int(more.id) == int(event.id) + 1, "numbered and resumed as the others are"
+        assert json.loads(more.data) == {"num_chunks": 1, "from_version": 4097, "to_version": 4097, "num_dropped": 4097}
+        hold.set()
+        await events.aclose()
+        await again.aclose()
+
+
+async def test_what_could_not_wait_at_once_is_refused_as_a_whole() -> None:
+    async with serving(limits=Limits(max_body_bytes=10_000_000)) as served:
+        url = await opened(served)
+        more = await served.http.post(f"{url}/data", json={"data": ["x" * 999_999] * 5})
+        assert more.status_code == 400
+        assert "in parts" in more.json()["error"]["message"]
+        assert (await served.http.get(url)).json()["num_appended"] == 0
+
+
+async def test_another_system_text_takes_the_place_of_the_first() -> None:
+    async with serving(keys={"a": "alice", "b": "bob"}) as served:
+        url = await opened(served, system="Old.")
+        await served.http.post(f"{url}/data", json={"data": ["one"]})
+        async with httpx.AsyncClient(base_url=served.url, headers={"authorization": "Bearer b"}) as bob:
+            assert (await bob.put(f"{url}/system", json={"system": "Bob's."})).status_code == 404
+        frozen = await served.http.put(f"{url}/system", json={"system": "New."})
+        assert (frozen.status_code, frozen.json()) == (202, {"version": 2})
+        answer = await served.http.post(f"{url}/ask", json={"question": "Rising?", "at_least": 2})
+        assert answer.json()["version"] == 2
+        prompt = served.backend.model.tokenizer.decode(served.backend.prompts[-1][-1].token_ids)
+        assert prompt.startswith("New.")
+        assert "Old." not in prompt
+        for body in (
+            {"system": "x" * 100_001},
+            {"system": 3},
+            {},
+            {"system": "x" * 90_000},
+        ):  # no room for the last
+            refused = await served.http.put(f"{url}/system", json=body)
+            assert refused.status_code == 400, refused.text
+        assert (await served.http.get(url)).json()["num_appended"] == 2
 
 
 async def test_answers_may_be_restricted() -> None:

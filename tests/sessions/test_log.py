@@ -182,7 +182,10 @@ HEADER = {"format": "streamrag-session", "version": 1, "system": "s", "window_to
         ({**HEADER, "slide_share": 1}, "slide_share"),
         ({**HEADER, "num_appended": 10**30}, "is no log"),
         ({**HEADER, "__class__": "x"}, "not known"),
-        ([HEADER, {"number": 2, "text": "a"}, {"number": 2, "text": "b"}], "line 3, is damaged: chunk 2 stands behind"),
+        (
+            [HEADER, {"number": 2, "text": "a"}, {"number": 2, "text": "b"}],
+            "line 3, .*: version 2 stands behind",
+        ),
         ([HEADER, {"number": 0, "text": "a"}], "line 2, is damaged: number"),
         ([HEADER, {"number": 1, "text": 5}, {"number": 2, "text": "a"}], "line 2, is damaged: text"),
         ([HEADER, {"number": 1, "text": "a", "run": "rm"}], "line 2, is damaged: it has 'run'"),
@@ -194,6 +197,12 @@ HEADER = {"format": "streamrag-session", "version": 1, "system": "s", "window_to
         ([HEADER, {"watch": "a", "question": "?", "params": {"max_tokens": 0}}], "line 2, is damaged: .*max_tokens"),
         ([HEADER, {"watch": "a", "question": "?", "run": "rm"}], "line 2, is damaged: it has 'run'"),
         ([HEADER, {"num_events": -1}], "line 2, is damaged: num_events"),
+        ([HEADER, {"frozen": 0, "system": "x"}], "line 2, is damaged: frozen"),
+        ([HEADER, {"frozen": 1}], "line 2, is damaged: system"),
+        (
+            [HEADER, {"number": 2, "text": "a"}, {"frozen": 2, "system": "x"}],
+            "line 3, .*: version 2 stands behind",
+        ),
         (json.dumps(HEADER).encode() + b'\n{"number": 1, "te\n{"number": 2, "text": "x"}\n', "line 2, is damaged"),
         (json.dumps(HEADER).encode() + b"\n" + b"x" * 17_000_000, "line of more than"),
     ],
@@ -272,6 +281,54 @@ async def test_another_system_text_is_refused_and_the_same_is_not(tmp_path: Path
         await opened(path, system="Sleep.").start()
     async with opened(path, system="Watch."):
         pass
+
+
+async def test_a_system_text_that_was_frozen_is_there_again(tmp_path: Path) -> None:
+    path, first = tmp_path / "log", "Watch."
+
+    async def system(session: Session) -> str:
+        async with session.ask(f"{session.version}?", at_least=session.state.num_appended) as stream:
+            _ = [chunk async for chunk in stream]
+        engine = session._backend
+        assert isinstance(engine, Engine)
+        return engine.asked[-1].split("User:")[0].strip()
+
+    async with opened(path, system=first) as session:
+        await session.append(line(1))
+        assert await session.freeze("With a document.") == 2
+        assert await session.append(line(3)) == 3
+        assert await session.flush() == 3
+    for number in (4, 5, 6):  # read as an entry, from the header, and given with the text that it was opened with
+        async with opened(path, **({"system": first} if number == 6 else {})) as session:
+            assert session.version == number - 1
+            assert await system(session) == "With a document."
+            assert await session.append(line(number)) == number
+    with pytest.raises(SessionLogError, match="another system text"):
+        await opened(path, system="Sleep.").start()
+    async with opened(path, system="With a document.") as session:
+        assert await session.freeze(first) == 7
+    async with opened(path) as session:
+        assert await system(session) == first
+        with pytest.raises(SessionLogError, match="1,000,000"):
+            await session.freeze("x" * 1_000_001)
+
+
+async def test_what_a_forged_log_has_counted_can_be_read_again(tmp_path: Path) -> None:
+    """Each count is the highest that is read, or nearly."""
+    path, most = tmp_path / "log", 2**53 - 1
+    counts = {"num_dropped": most, "num_slid": most, "num_events": most}
+    path.write_text(json.dumps({**HEADER, **counts, "num_appended": most - 2}) + "\n")
+    for _ in range(2):
+        log = SessionLog(path)
+        async with Session(Engine(answer="yes"), log=log, window_tokens=300) as session:
+            log.next_event()
+            if session.state.num_appended < most:
+                assert await session.extend(["a", "b"]) == most
+                await session.flush()
+            for work in (session.append("c"), session.extend(["c"]), session.freeze("c")):
+                with pytest.raises(SessionLogError, match="cannot count further"):
+                    await work
+            assert session.state.num_appended == most
 
 
 class FullDisk:

@@ -24,11 +24,13 @@ from streamrag import (
     Prompt,
     PromptTooLongError,
     SamplingParams,
+    SourceError,
     Update,
 )
 from streamrag.sessions import Session
 from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.prompts import SESSION_TEMPLATE
+from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 
@@ -106,6 +108,107 @@ async def test_appending_never_waits_and_what_is_too_much_is_dropped_and_counted
         await settled(session)
         assert session.state.version == 101
     assert lines_of(engine.asked[-1]) == ["first", *(f"line {i}" for i in range(90, 100))]
+
+
+async def test_whoever_wants_to_know_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.sessions.dropping.TOGETHER_S", 0.01)
+    engine = Engine(answer="yes")
+    async with Session(engine, max_waiting=10) as session:
+        await settled(session)
+        first, second = session.drops(), session.drops()
+        reading = [asyncio.ensure_future(anext(each)) for each in (first, second)]
+        engine.is_held = True
+        await session.append("first")
+        await anyio.wait_all_tasks_blocked()
+        for i in range(30):
+            await session.append(f"line {i}")
+        async with asyncio.timeout(20):
+            told = [await each for each in reading]
+            while told[-1].num_dropped < 20:
+                told.append(await anext(second))
+        assert told[0].from_version == told[1].from_version == 2
+        assert sum(each.num_chunks for each in told[1:]) == told[-1].num_dropped == 20
+        assert told[-1].to_version == 21
+        await second.aclose()
+        ends = asyncio.ensure_future(anext(first))
+        await anyio.wait_all_tasks_blocked()
+        await session.append("more")
+        await session.aclose()
+        left = sum(each.num_chunks for each in told[1:]) + 1 - told[0].num_chunks
+        assert (await ends).num_chunks == left, "also what was dropped just before the end"
+        with pytest.raises(PipelineClosedError):
+            await anext(first)
+        with pytest.raises(PipelineClosedError):
+            await anext(session.drops())
+
+
+async def test_who_waits_for_drops_is_told_that_the_session_was_closed() -> None:
+    async with Session(Engine(answer="yes")) as session:
+        waits = asyncio.ensure_future(anext(session.drops()))
+        await anyio.wait_all_tasks_blocked()
+        await session.aclose()
+        with pytest.raises(PipelineClosedError):
+            await waits
+
+
+async def test_a_loop_of_appends_lets_the_engine_take_them_in() -> None:
+    """Nothing else in it awaits anything."""
+    async with Session(Engine(answer="yes")) as session:
+        for i in range(10_000):
+            await session.append(f"line {i}")
+        assert session.state.num_dropped == 0
+        await settled(session)
+        assert session.state.version == 10_000
+
+
+async def test_appending_lets_others_have_a_turn() -> None:
+    turns: list[int] = []
+
+    async def other(session: Session) -> None:
+        while True:
+            turns.append(session.state.num_appended)
+            await anyio.lowlevel.checkpoint()
+
+    async with Session(Engine(answer="yes")) as session, anyio.create_task_group() as tasks:
+        tasks.start_soon(other, session)
+        for i in range(500):
+            await session.append(f"line {i}")
+        await session.extend([f"line {i}" for i in range(500)])
+        tasks.cancel_scope.cancel()
+    assert max(after - before for before, after in zip(turns, [*turns[1:], 1000], strict=True)) <= 500
+    assert len(turns) >= 10
+
+
+async def test_an_append_that_is_cancelled_has_appended_nothing() -> None:
+    engine = Engine(answer="yes")
+    async with Session(engine, max_waiting=4) as session:
+        await settled(session)
+        engine.is_held = True
+        await session.append("first")
+        await anyio.wait_all_tasks_blocked()
+        for i in range(4):
+            await session.append(f"line {i}")
+        for work in (session.append("left"), session.extend(["left", "too"])):
+            task = asyncio.ensure_future(work)
+            asyncio.get_running_loop().call_soon(task.cancel)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert (session.state.num_appended, session.state.num_dropped) == (5, 0)
+
+
+async def test_several_are_appended_together_or_not_at_all() -> None:
+    engine = Engine(answer="yes")
+    async with Session(engine, max_waiting=4, max_waiting_characters=100) as session:
+        assert await session.extend(["one", Chunk("two", "log")]) == 2
+        await settled(session)
+        for data in (["a"] * 5, ["x" * 60] * 2, ["a", 3], "text", {"a", "b"}):
+            with pytest.raises(ConfigurationError):
+                await session.extend(data)
+        assert await session.extend([]) == 2
+        assert await session.extend(["y" * 200]) == 3  # one chunk may be of any length
+        assert session.state.num_dropped == 0
+        await settled(session)
+    assert lines_of(engine.asked[-1]) == ["one", "two", "y" * 200]
 
 
 async def test_the_window_slides_in_large_steps_and_the_old_version_answers_meanwhile() -> None:
@@ -186,6 +289,77 @@ async def test_the_same_question_of_the_same_data_is_computed_once() -> None:
         assert len(engine.asked) == 3
 
 
+async def test_the_answers_last_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.sessions.session.MAX_ANSWERS", 2)
+    engine = Engine(answer="yes")
+    async with Session(engine) as session:
+        for question, num_asked in (("A?", 1), ("B?", 2), ("A?", 2), ("C?", 3), ("A?", 3), ("C?", 3), ("B?", 4)):
+            assert [chunk.text async for chunk in session.ask(question)]
+            assert len(engine.asked) == num_asked, question
+        assert len(session._answers) == 2
+
+
+async def test_the_same_question_at_the_same_time_is_one_request() -> None:
+    engine = Engine(answer="yes", is_endless=True)
+    async with Session(engine) as session:
+        streams = [session.ask("Which?") for _ in range(3)]
+        for stream in streams:
+            assert (await anext(stream)).text == "y"
+        assert len(engine.asked) == 1
+        assert engine.num_requests == 2  # with the lane
+        for params in (SamplingParams(max_tokens=2), SamplingParams(temperature=1.0)):
+            stream = session.ask("Which?", params=params)
+            await anext(stream)
+            await stream.aclose()
+        assert len(engine.asked) == 3, "other parameters, another request"
+        await streams[0].aclose()  # who began it
+        assert (await anext(streams[1])).text == "e"
+        assert engine.num_requests == 2
+        late = session.ask("Which?")
+        assert [(await anext(late)).text for _ in range(3)] == ["y", "e", "s"], "also what came before"
+        for stream in (streams[1], streams[2], late):
+            await stream.aclose()
+        assert engine.num_requests == 1, "the last one ends it"
+        assert not session._under_way._under_way
+        async with session.ask("Which?") as anew:
+            await anext(anew)
+        assert len(engine.asked) == 4
+    assert engine.num_requests == 0
+
+
+async def test_whoever_shares_a_request_has_the_whole_answer_and_times_of_their_own() -> None:
+    engine = Engine(answer="yes")
+
+    async def one() -> Answer:
+        async with session.ask_events("Which?") as stream:
+            pieces = [event async for event in stream]
+        assert "".join(piece.text for piece in pieces[:-1]) == "yes"
+        assert [piece.at_s for piece in pieces] == sorted(piece.at_s for piece in pieces)
+        return stream.result
+
+    async with Session(engine) as session:
+        answers = await asyncio.gather(*(one() for _ in range(3)))
+    assert len(engine.asked) == 1
+    assert {answer.text for answer in answers} == {"yes"}
+    assert len({answer.submitted_s for answer in answers}) == 3
+    for answer in answers:
+        assert 0 < answer.timings.ttft_s <= answer.timings.total_s
+
+
+async def test_whoever_shares_a_request_that_fails_is_told_why() -> None:
+    engine = Engine(answer="yes", error=BackendError("the engine broke"))
+
+    async def one() -> None:
+        with pytest.raises(BackendError, match="the engine broke"):
+            _ = [chunk async for chunk in session.ask("Which?")]
+
+    async with Session(engine) as session:
+        await asyncio.gather(*(one() for _ in range(3)))
+        assert len(engine.asked) == 1
+        await one()
+        assert len(engine.asked) == 2
+
+
 async def test_an_engine_that_gives_the_stream_up_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sessions.ingestion.RETRY_S", 0.01)
     engine = Engine(answer="yes")
@@ -253,6 +427,161 @@ async def test_a_source_feeds_a_session() -> None:
         assert await session.follow(source, "all") == 3
         await settled(session)
     assert lines_of(engine.asked[-1]) == ["one", "two", "three"]
+
+
+def system_of(prompt: str) -> str:
+    return prompt.split("User:")[0].strip()
+
+
+async def test_another_system_text_is_computed_behind_the_back_of_those_who_ask() -> None:
+    engine = Engine(answer="yes")
+    async with Session(engine, system="Old.") as session:
+        await session.append("one")
+        await settled(session)
+        engine.is_held = True
+        version = await session.freeze("New, with a document.")
+        assert version == 2
+        await anyio.wait_all_tasks_blocked()
+        async with session.ask("Which?") as stream:
+            _ = [chunk async for chunk in stream]
+        assert (stream.result.version, system_of(engine.asked[-1])) == (1, "Old.")
+        waits = asyncio.ensure_future(anext(session.versions()))
+        await anyio.wait_all_tasks_blocked()
+        num_frozen = session.state.num_frozen_tokens
+        engine.is_held = False
+        engine.go_on.set()
+        assert await waits == 2
+        assert session.state.num_frozen_tokens > num_frozen
+        async with session.ask("Which?", at_least=version) as stream:
+            _ = [chunk async for chunk in stream]
+        assert (stream.result.version, system_of(engine.asked[-1])) == (2, "New, with a document.")
+        assert lines_of(engine.asked[-1]) == ["one"]
+        assert await session.append("two") == 3
+        await settled(session)
+        assert (system_of(engine.asked[-1]), lines_of(engine.asked[-1])) == ("New, with a document.", ["one", "two"])
+        assert await session.newest() == [(1, "one"), (3, "two")]
+        assert engine.num_requests == 1, "the stream of before has gone"
+    lane = [prompts for prompts in engine.prompts if not prompts[0].is_complete]
+    assert len(lane) == 2
+
+
+async def test_a_version_has_the_system_text_that_was_frozen_last_and_the_data_of_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However they fall into batches."""
+    monkeypatch.setattr("streamrag.sessions.ingestion.MAX_BATCH", 2)
+    engine = Engine(answer="yes")
+    texts: dict[int, tuple[str, str]] = {}
+    async with Session(engine, system="0") as session:
+        for i in range(1, 40):
+            if i % 7 == 3 or i % 7 == 4:
+                version = await session.freeze(f"{i}")
+                texts[version] = ("system", f"{i}")
+            else:
+                version = await session.append(f"line {i}")
+                texts[version] = ("data", f"line {i}")
+            assert version == i
+            if i % 5 == 0:
+                async with session.ask(f"Question {i}?") as stream:
+                    _ = [chunk async for chunk in stream]
+                seen = [texts[number] for number in range(1, (stream.result.version or 0) + 1)]
+                systems = ["0", *(text for kind, text in seen if kind == "system")]
+                assert system_of(engine.asked[-1]) == systems[-1]
+                expected = [text for kind, text in seen if kind == "data"] or ["(no data yet)"]
+                assert lines_of(engine.asked[-1]) == expected
+        await settled(session)
+        assert session.version == 39
+        assert lines_of(engine.asked[-1]) == [text for kind, text in texts.values() if kind == "data"]
+
+
+async def test_a_system_text_that_cannot_work_changes_nothing() -> None:
+    engine = Engine(answer="yes", max_model_len=1000)
+    async with Session(engine, system="Old.", window_tokens=500) as session:
+        with pytest.raises(PromptTooLongError):
+            await session.freeze("x" * 600)
+        with pytest.raises(PromptTooLongError):
+            await session.freeze("x" * 6000)
+        with pytest.raises(ConfigurationError):
+            await session.freeze(None)  # type: ignore[arg-type]
+        assert session.state.num_appended == 0
+        await settled(session)
+        assert system_of(engine.asked[-1]) == "Old."
+        await session.freeze("")
+        await settled(session)
+        assert system_of(engine.asked[-1]) == ""
+        freezing = asyncio.ensure_future(session.freeze("New."))
+        await asyncio.sleep(0)
+        await session.aclose()
+        with pytest.raises(PipelineClosedError):
+            await freezing
+        with pytest.raises(PipelineClosedError):
+            await session.freeze("New.")
+
+
+async def test_an_async_iterator_feeds_a_session() -> None:
+    engine = Engine(answer="yes")
+    is_closed = False
+
+    async def lines() -> AsyncIterator[Chunk | str]:
+        nonlocal is_closed
+        try:
+            yield "one"
+            yield Chunk("two", "log")
+            yield "two"
+        finally:
+            is_closed = True
+
+    class Bare:
+        """Neither a generator nor its own iterator."""
+
+        def __aiter__(self) -> AsyncIterator[Chunk | str]:
+            return lines()
+
+    async with Session(engine) as session:
+        assert await session.follow(lines()) == 3
+        assert await session.follow(Bare()) == 6
+        await settled(session)
+        assert is_closed
+    assert lines_of(engine.asked[-1]) == ["one", "two", "two"] * 2
+
+
+async def test_what_a_followed_iterator_does_wrong_is_said() -> None:
+    async def fails() -> AsyncIterator[str]:
+        yield "one"
+        raise ValueError("no more lines")
+
+    async def numbers() -> AsyncIterator[object]:
+        yield 3
+
+    async with Session(Engine(answer="yes")) as session:
+        with pytest.raises(SourceError, match="ValueError: no more lines"):
+            await session.follow(fails())
+        assert session.state.num_appended == 1
+        with pytest.raises(SourceError, match=r"numbers failed: it yielded something else: .* an int"):
+            await session.follow(numbers())  # type: ignore[arg-type]
+        for wrong in (["one"], "one", 3, fails, ScriptedSource):
+            with pytest.raises(ConfigurationError, match="followed"):
+                await session.follow(wrong)  # type: ignore[arg-type]
+
+
+async def test_who_stops_following_an_iterator_closes_it() -> None:
+    closed = asyncio.Event()
+
+    async def endless() -> AsyncIterator[str]:
+        try:
+            yield "one"
+            await anyio.sleep_forever()
+        finally:
+            closed.set()
+
+    async with Session(Engine(answer="yes")) as session:
+        following = asyncio.ensure_future(session.follow(endless()))
+        await anyio.wait_all_tasks_blocked()
+        following.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await following
+        async with asyncio.timeout(20):
+            await closed.wait()
 
 
 async def test_data_cannot_pass_for_the_question() -> None:
@@ -396,6 +725,14 @@ async def test_the_newest_data_can_be_read_as_the_prompt_has_them() -> None:
         for options in ({"behind": -1}, {"at_most": 0}):
             with pytest.raises(ConfigurationError, match=next(iter(options))):
                 await session.newest(**options)
+
+
+async def test_a_pipeline_passes_on_how_much_may_wait() -> None:
+    engine = Engine(answer="yes")
+    async with Pipeline(ScriptedSource([]), engine) as pipeline:
+        async with pipeline.session(max_waiting_characters=10) as session:
+            with pytest.raises(ConfigurationError, match="in parts"):
+                await session.extend(["x" * 6, "x" * 6])
 
 
 async def test_batches_of_data_keep_their_distance() -> None:

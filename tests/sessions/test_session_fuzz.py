@@ -21,6 +21,7 @@ SITUATIONS = [
     "requests of others",
     "sessions closed early",
     "slides",
+    "system texts frozen",
     "told that the session was closed",
     "watched answers",
     "watched answers of few",

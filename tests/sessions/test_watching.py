@@ -143,6 +143,8 @@ class Counting(Engine):
                     is_counted = True
                     self.num_open += 1
                     self.most_open = max(self.most_open, self.num_open)
+                    for _ in range(200):  # as long as others of its time are with the tokenizer
+                        await anyio.lowlevel.checkpoint()
                     if self.holds_questions:
                         await self.lets_go.wait()
                 yield event
@@ -162,9 +164,10 @@ async def test_watches_of_a_version_are_answered_together_the_higher_priorities_
         engine.holds_questions, num_before = True, len(engine.asked)
         version = await session.append("last")
         await session._at_least(version)
-        await anyio.wait_all_tasks_blocked()
+        async with asyncio.timeout(20):
+            while len(engine.asked) < num_before + 2:
+                await anyio.lowlevel.checkpoint()
         first = [prompt.rpartition("priority ")[2][0] for prompt in engine.asked[num_before:]]
-        assert len(first) > 1
         assert first == sorted(first, reverse=True)
         engine.holds_questions = False
         engine.lets_go.set()

@@ -14,6 +14,7 @@ from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_store import Held, gone
 from streamrag.serve.service import Caller, Service
 from streamrag.sessions.choosing import DECISIVE_GAP
+from streamrag.sessions.session import MAX_WAITING
 from streamrag.telemetry import Event
 
 MAX_DATA = 500
@@ -33,6 +34,12 @@ class OpenSession(BaseModel):
     slide_share: float = Field(default=0.5, gt=0, lt=1)
 
 
+class Frozen(BaseModel):
+    """A system text that takes the other's place."""
+
+    system: str = Field(max_length=100_000)
+
+
 class Datum(BaseModel):
     """A chunk of data. Its text alone is in the prompt, and kept: what nothing counts would grow without bounds."""
 
@@ -42,9 +49,9 @@ class Datum(BaseModel):
 
 
 class Data(BaseModel):
-    """Data to append, oldest first."""
+    """Data to append, oldest first. No more than may wait: none of a request is dropped for the rest of it."""
 
-    data: list[str | Datum] = Field(min_length=1, max_length=10_000)
+    data: list[str | Datum] = Field(min_length=1, max_length=MAX_WAITING)
     flush: bool = False
     """Whether to answer once they are on the disk."""
 
@@ -80,6 +87,7 @@ async def appended(service: Service, held: Held, given: Data) -> dict[str, Any]:
 
     :raises RequestError: the session was closed; they are to be flushed, and the service keeps no text; or the disk
         does not take them, and they are in the session all the same.
+    :raises ConfigurationError: they are more than may wait at once.
     :raises SessionLogError: one is too long for a log.
     :raises PipelineClosedError: the service is stopping.
     """
@@ -92,8 +100,7 @@ async def appended(service: Service, held: Held, given: Data) -> dict[str, Any]:
     version = 0
     flushed: dict[str, int] = {}
     try:
-        for chunk in chunks:
-            version = await held.session.append(chunk)
+        version = await held.session.extend(chunks)
         if given.flush:
             flushed = {"flushed": await held.session.flush()}
     except PipelineClosedError as error:
@@ -106,6 +113,19 @@ async def appended(service: Service, held: Held, given: Data) -> dict[str, Any]:
         what = f"version {version} is in the session, and not on the disk: {kept.error}"
         raise RequestError(what, status=503, code="session_log_failed") from None
     return {"version": version, "num_dropped": held.session.state.num_dropped, **flushed}
+
+
+async def frozen(service: Service, held: Held, given: Frozen) -> dict[str, Any]:
+    """Have another system text, and say from which version on.
+
+    :raises RequestError: the session was closed.
+    :raises PromptTooLongError: it leaves no room for a question.
+    :raises PipelineClosedError: the service is stopping.
+    """
+    try:
+        return {"version": await held.session.freeze(given.system)}
+    except PipelineClosedError as error:
+        raise _ended(service, error) from None
 
 
 async def answering(service: Service, caller: Caller, held: Held, asked: Question) -> AsyncGenerator[Event, None]:

@@ -2,12 +2,16 @@
 
 POST   /v1/sessions                        {"system"?, "window_tokens"?, "slide_share"?} -> {"id", ...}
 GET    /v1/sessions/{id}                   its state
-POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...]} -> {"version"}
+POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...], "flush"?} -> {"version", ...}
+PUT    /v1/sessions/{id}/system            {"system"} -> {"version"} from which on it has this text
 GET    /v1/sessions/{id}/data?behind=      {"data": [{"version", "text"}, ...]}, the newest that the window has
-POST   /v1/sessions/{id}/ask               {"question", "answers"?, "at_least"?, "stream"?, ...} -> an answer, or SSE
-PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?}
+POST   /v1/sessions/{id}/ask               {"question", "answers"?, "with_gap"?, "decisive_gap"?, "at_least"?,
+                                           "stream"?, ...} -> an answer, or SSE
+PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?,
+                                           "decisive_gap"?, "max_tokens"?} -> {"name"}
 DELETE /v1/sessions/{id}/watches/{name}
-GET    /v1/sessions/{id}/events            SSE: flash_ready, flash_failed, data_updated, gap; Last-Event-ID goes on
+GET    /v1/sessions/{id}/events            SSE: session, then flash_ready, flash_failed, data_updated, data_dropped,
+                                           log_failed, gap; Last-Event-ID goes on
 GET    /v1/sessions/{id}/socket            WebSocket: data and questions in, all of that out; see `session_socket`
 DELETE /v1/sessions/{id}
 """
@@ -28,12 +32,14 @@ from streamrag.serve.frames import Frames
 from streamrag.serve.gate import CALLER
 from streamrag.serve.interfaces.session_requests import (
     Data,
+    Frozen,
     OpenSession,
     Question,
     WatchedQuestion,
     answering,
     appended,
     event_id,
+    frozen,
     newest,
     state_of,
 )
@@ -64,6 +70,10 @@ def routes(service: Service) -> list[BaseRoute]:
     async def append(request: Request) -> Response:
         given = await read_body(request, Data)
         return JSONResponse(await appended(service, await found(request), given), 202)
+
+    async def freeze(request: Request) -> Response:
+        given = await read_body(request, Frozen)
+        return JSONResponse(await frozen(service, await found(request), given), 202)
 
     async def data(request: Request) -> Response:
         return JSONResponse(await newest(await found(request), request.query_params.get("behind", "0")))
@@ -144,6 +154,7 @@ def routes(service: Service) -> list[BaseRoute]:
         Route("/v1/sessions", open_session, methods=["POST"]),
         Route(one, state, methods=["GET"]),
         Route(one, close, methods=["DELETE"]),
+        Route(f"{one}/system", freeze, methods=["PUT"]),
         Route(f"{one}/data", append, methods=["POST"]),
         Route(f"{one}/data", data, methods=["GET"]),
         Route(f"{one}/ask", ask, methods=["POST"]),

@@ -5,8 +5,8 @@
                                                {"type": "answered", "id", "answer"}, "error" with that id, "cancelled"
 {"type": "cancel", "id"}                    -> that question ends
 
-Unasked: "session" first, then "flash_ready", "flash_failed" and "data_updated", each with an `event_id`; a socket that
-is opened with `?last_event_id=` goes on behind that one.
+Unasked: "session" first, then "flash_ready", "flash_failed", "data_updated", "data_dropped", "log_failed" and "gap",
+each with an `event_id`; a socket that is opened with `?last_event_id=` goes on behind that one.
 """
 
 import logging

@@ -46,8 +46,9 @@ class SessionEvent:
 
     id: int
     name: str
-    """"flash_ready": a watched answer changed; "flash_failed"; "data_updated": another version stands; "log_failed":
-    the session's text cannot be written at the moment; "gap": events before this are not kept any more."""
+    """"flash_ready": a watched answer changed; "flash_failed"; "data_updated": another version stands; "data_dropped":
+    more came than could be taken in; "log_failed": the session's text cannot be written at the moment; "gap": events
+    before this are not kept any more."""
     values: dict[str, Any]
     at_s: float = field(default_factory=time.monotonic)
     """Of the monotonic clock."""
@@ -84,7 +85,7 @@ class Held:
     events: deque[SessionEvent] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_EVENTS))
     num_events: int = 0
     watches: dict[str, tuple[Watch, "asyncio.Task[None]"]] = field(default_factory=dict)
-    telling: "asyncio.Task[None] | None" = None
+    telling: tuple["asyncio.Task[None]", ...] = ()
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     is_closed: bool = False
 
@@ -265,7 +266,10 @@ class SessionStore:
         held.num_events = 0 if held.log is None else held.log.num_events
         for name, watch in held.session.watches.items():
             self._tell_of(held, name, watch)
-        held.telling = asyncio.create_task(_tell_versions(held), name="streamrag session's versions")
+        held.telling = (
+            asyncio.create_task(_tell_versions(held), name="streamrag session's versions"),
+            asyncio.create_task(_tell_drops(held), name="streamrag session's drops"),
+        )
 
     def _check_not_draining(self) -> None:
         if self._service.admission.is_draining:
@@ -361,7 +365,7 @@ def _in_use() -> RequestError:
 async def _end(held: Held, forgets: bool) -> None:
     async with held.starting:
         await held.session.aclose(forgets=forgets)
-    await cancel_regardless([*(task for _, task in held.watches.values()), *([held.telling] if held.telling else [])])
+    await cancel_regardless([*(task for _, task in held.watches.values()), *held.telling])
     held.wake()
 
 
@@ -385,3 +389,9 @@ async def _tell_versions(held: Held) -> None:
     with suppress(StreamRagError):  # the session was closed
         async for _ in held.session.versions():
             held.note("data_updated", asdict(held.session.state))
+
+
+async def _tell_drops(held: Held) -> None:
+    with suppress(StreamRagError):
+        async for dropped in held.session.drops():
+            held.note("data_dropped", asdict(dropped))

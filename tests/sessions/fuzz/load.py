@@ -10,6 +10,7 @@ from .engine import LONGEST
 __all__ = ["ANSWERS", "Load", "SessionLoad", "WatchLoad", "make_session_load"]
 
 SYSTEMS = ("Watch.", "Watch.", "You watch a long list of prices.", "")
+FROZEN = ("", "Watch.", "You know this document.", "A document." * 9)
 ANSWERS = (("yes", "no"), ("high", "low", "as before"), ("very high", "very low", "as before", "as never"))
 
 
@@ -40,6 +41,8 @@ class SessionLoad:
     """Mean time between two texts."""
     longest: int
     """Characters of a text, at most."""
+    freezes: tuple[str, ...]
+    """System texts that take the place of the first, between texts."""
     num_askers: int
     closes_at_s: float | None
     watches: tuple[WatchLoad, ...]
@@ -105,6 +108,7 @@ def _session(rng: random.Random, number: int, spread_s: float) -> SessionLoad:
         num_texts=num_texts,
         gap_s=rng.choice([0.0, spread_s / max(num_texts, 1), spread_s / max(num_texts, 1)]),
         longest=rng.choice([0, 5, 12, 12, 40, 200]),
+        freezes=tuple(rng.choice(FROZEN) for _ in range(rng.choice([0, 0, 1, 4]))),
         num_askers=rng.choice([2, 5, 15]),
         closes_at_s=rng.uniform(0, spread_s) if rng.random() < 0.2 else None,
         watches=tuple(_watch(rng, number, spread_s) for _ in range(rng.choice([0, 0, 1, 3]))),

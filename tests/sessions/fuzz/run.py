@@ -210,8 +210,15 @@ class _Desk:
                 self.truth.stands(version)
 
     async def _feed(self) -> None:
+        freezes = list(self.load.freezes)
         with self._closing():
             for number in range(self.load.num_texts):
+                if freezes and self.rng.random() < 0.3:
+                    try:
+                        await self.truth.freeze(self.session, freezes.pop())
+                        self.met["system texts frozen"] += 1
+                    except PromptTooLongError:
+                        self.met["system texts too long"] += 1
                 words = "".join(self.rng.choice("ab 01\t") for _ in range(self.rng.randint(0, self.load.longest)))
                 await self.truth.append(self.session, self.rng.choice([words, f"{number} {words}"]))
                 if self.load.gap_s and self.rng.random() < 0.7:

@@ -36,7 +36,9 @@ class Truth:
     window_tokens: int
     slide_share: float
     texts: list[str] = field(default_factory=list)
-    """All that were appended."""
+    """All that were appended; nothing in the place of a system text."""
+    systems: dict[int, str] = field(default_factory=dict)
+    """Those that were frozen, by version."""
     dropped: set[int] = field(default_factory=set)
     """Numbers, from 1, of those that waited when there was no room."""
     data: dict[int, str] = field(default_factory=lambda: {0: ""})
@@ -50,8 +52,18 @@ class Truth:
         version = await session.append(text)
         self.texts.append(text)
         check(version == len(self.texts), f"{self.name}: version {version} after {len(self.texts)} texts")
-        oldest = before.num_appended - before.num_waiting + 1
-        self.dropped.update(range(oldest, oldest + session.state.num_dropped - before.num_dropped))
+        state = session.state  # what was dropped stood just before those that wait now
+        data = [number for number in range(1, version + 1) if number not in self.systems]
+        older = data[: len(data) - state.num_waiting]
+        self.dropped.update(older[len(older) - (state.num_dropped - before.num_dropped) :])
+        return version
+
+    async def freeze(self, session: Session, system: str) -> int:
+        """The version, as the session says."""
+        version = await session.freeze(system)
+        self.texts.append("")
+        self.systems[version] = system
+        check(version == len(self.texts), f"{self.name}: version {version} after {len(self.texts)} texts")
         return version
 
     def stands(self, version: int) -> None:
@@ -60,7 +72,7 @@ class Truth:
         newest = max(self.data)
         check(version > newest, f"{self.name}: version {version} after {newest}")
         for number in range(newest + 1, version + 1):
-            if number not in self.dropped:
+            if number not in self.dropped and number not in self.systems:
                 self._window.append(self._cut(f"{self.texts[number - 1]}\n", kept))
             if len("".join(self._window)) > self.window_tokens:
                 self.num_slides += 1
@@ -75,7 +87,8 @@ class Truth:
 
     def prompt(self, version: int, question: str) -> list[int]:
         """As one request has it that asks this of that version."""
-        head = f"{self.system}\n\n" if self.system else ""
+        system = self.systems.get(max((each for each in self.systems if each <= version), default=0), self.system)
+        head = f"{system}\n\n" if system else ""
         data = self.data[version] or "(no data yet)\n"
         return list(map(ord, f"{head}User: Data:\n\n{data}\nQuestion: {question}\n\nAssistant:"))
 

@@ -6,7 +6,7 @@ import { askForKey, key } from "./key.js";
 import { Regions } from "./regions.js";
 import { SessionSocket } from "./socket.js";
 import { Gone, Refused, call, inWords } from "./stream.js";
-import { element, plain } from "./text.js";
+import { count, element, plain } from "./text.js";
 
 const NAME = "streamrag.session"; // in the tab's storage: a page that is loaded anew finds its session
 const MOST_VERSIONS = 1000; // whose size is remembered
@@ -147,6 +147,12 @@ class Session {
         break;
       case "flash_failed":
         this.watches.failed(frame);
+        break;
+      case "data_dropped":
+        tell(`${count(frame.num_chunks)} chunks of data were dropped: more came than could be taken in.`);
+        break;
+      case "log_failed":
+        tell(plain(`The service cannot keep the session's text at the moment: ${frame.reason}`));
         break;
       case "error":
         tell(plain(inWords(frame.error)));
