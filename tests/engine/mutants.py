@@ -404,8 +404,8 @@ MUTANTS = (
     Mutant(
         "the watermark is not planned for",
         KV_MEMORY,
-        " + self._manager.watermark_blocks",
-        "",
+        "return num_needed + self._manager.watermark_blocks",
+        "return num_needed",
         0,
         "tests/backends/vllm/scheduler/test_kv_memory.py::test_who_starts_needs_the_watermark_as_well",
     ),

@@ -82,12 +82,12 @@ MUTANTS = (
     mutant(
         "an answer to older data is kept for the newest",
         SESSION,
-        "answer.version == self._started().ready.version and ",
-        "",
+        "if asked.key[-1] and answer.version == self.version:",
+        "if asked.key[-1]:",
         100,
     ),
-    mutant("answers are kept for other parameters", ASKING, "_exact(params)))", '"x"))', 20),
-    mutant("answers are kept for other questions", ASKING, "bool(with_gap), (question,", 'bool(with_gap), ("",', 20),
+    mutant("answers are kept for other parameters", ASKING, "0.0, _exact(params))", '0.0, "x")', 20),
+    mutant("answers are kept for other questions", ASKING, "key = (question,", 'key = ("",', 20),
     mutant(
         "the model is not told that there are no data", PROMPTS, "self._no_data if data == self.head else ()", "()", 10
     ),
@@ -106,13 +106,15 @@ MUTANTS = (
         50,
     ),
     mutant(
-        "a restricted answer is given to whoever asks", ASKING, "frozenset(answers), _exact", "frozenset(), _exact", 50
+        "a restricted answer is given to whoever asks",
+        ASKING,
+        "frozenset(answers), decisive",
+        "frozenset(), decisive",
+        50,
     ),
     mutant("answers that begin alike are not told apart", CHOOSING, "len(left) == 1 and ", "", 50),
     mutant("a further pass forgets what was begun", ANSWERING, "token_ids + begun", "token_ids", 50),
-    mutant(
-        "a watch is answered once", WATCHING, "watch.version < self._session.state.version", "watch.version < 0", 20
-    ),
+    mutant("a watch is answered once", WATCHING, "watch.version < version and", "watch.version < 0 and", 20),
     mutant(
         "a watch tells what its reader knows",
         WATCH,

@@ -1,0 +1,21 @@
+"""`make mutants` takes long; that each mutant still names a line that is there is known at once."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.engine.mutants import MUTANTS, Mutant
+from tests.sessions.mutants import MUTANTS as OF_SESSIONS
+
+
+@pytest.mark.parametrize("mutants", [MUTANTS, OF_SESSIONS], ids=["engine", "sessions"])
+def test_each_mutant_changes_one_place(mutants: Sequence[Mutant]) -> None:
+    for mutant in mutants:
+        spec = find_spec(mutant.module)
+        assert spec is not None
+        assert spec.origin is not None
+        assert Path(spec.origin).read_text().count(mutant.old) == 1, f"{mutant.name}: its text is not there once"
+        assert mutant.new != mutant.old
+        assert bool(mutant.within) != bool(mutant.test)
