@@ -1,5 +1,6 @@
 """What Ray Serve makes replicas of: engines, and sources in a pool of their own."""
 
+import importlib
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeAlias
 
@@ -8,11 +9,12 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica, MakeBackend
-from streamrag.backends.ray.request_router import CALLS_PER_STREAM
+from streamrag.backends.ray.request_router import CALLS_PER_STREAM, OfStreams, StreamRouter
 from streamrag.backends.ray.scaling import QUEUED_TOKENS
 from streamrag.backends.ray.wire import Failed
 from streamrag.core import Source, SourceEvent, Startable, part_name
-from streamrag.errors import StreamRagError
+from streamrag.errors import ConfigurationError, StreamRagError
+from streamrag.kinds import message_of, short
 from streamrag.retrieving import closing
 
 ENGINES, SOURCES = "engines", "sources"
@@ -57,7 +59,11 @@ class DeployedReplica(EngineReplica):
 
 
 def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
-    """The application of engines, for `serve.run`, or to be bound into a larger one."""
+    """The application of engines, for `serve.run`, or to be bound into a larger one.
+
+    :raises ConfigurationError: the request router is none that knows streams.
+    """
+    _check_router(options.request_router)
     number: dict[str, Any] = {"num_replicas": options.number}
     if options.max_number is not None:
         policy = AutoscalingPolicy(
@@ -87,6 +93,20 @@ def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
         **number,
     )(DeployedReplica)
     return deployed.bind(make_backend, options.max_open)
+
+
+def _check_router(path: str) -> None:
+    """A router that sends updates anywhere would end each stream, and without a word of their callers, long ones."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"request_router={short(path)} cannot be imported: {message_of(error)}") from error
+    if not (isinstance(found, type) and issubclass(found, StreamRouter | OfStreams)):
+        raise ConfigurationError(
+            f"request_router={short(path)} sends a stream's prompts to any replica: name a class that derives from "
+            "backends.ray.request_router.OfStreams and it, as those of backends.ray.of_ray do"
+        )
 
 
 class DeployedSource:

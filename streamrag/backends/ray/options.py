@@ -39,7 +39,7 @@ class ReplicaOptions:
     stats_s: float = 0.5
     """Between what it tells routers of itself, seconds."""
     request_router: str = "streamrag.backends.ray.request_router.StreamRouter"
-    """The class that Ray Serve asks. Another one knows nothing of streams: it suits queries of one prompt only."""
+    """The class that Ray Serve asks: this one, or one of Ray's own as `backends.ray.of_ray` has them for streams."""
 
     def __post_init__(self) -> None:
         low, high = self.min_number, self.max_number
