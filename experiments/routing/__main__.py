@@ -4,7 +4,7 @@
 
 Two, eight and 64 replicas with the profile of two A40s and Llama 3.1 8B each, driven by the routers and books that run
 in production. Without the files of the traces, arrivals are generated in their likeness. Finished runs stay in a file,
-and the same command goes on there; delete it after a change of the code.
+and the same command goes on there; those of other code, or of traces with other contents, are run again.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rich.progress import Progress
 from streamrag.bench.provenance import versions
 from streamrag.files import write_whole
 
-from .cells import PROFILE, PROFILES, RATES, SETS, Cell, cells, run_cell
+from .cells import PROFILE, PROFILES, RATES, SETS, Cell, cells, code_digest, digest, run_cell
 from .decisions import held_bytes, microseconds
 from .report import draw, show
 
@@ -60,7 +60,8 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     paths = {name: path for name in ("mooncake", "azure") if (path := getattr(arguments, name))}
     decisions, held = list(microseconds()), held_bytes()
-    finished = read(arguments.output)
+    code = code_digest()
+    finished = read(arguments.output, code)
     all_cells = [cell for cell in cells(arguments.scale, paths) if cell.of in arguments.of]
     planned = sorted(all_cells, key=lambda cell: -cell.num_queries)
     todo = [cell for cell in planned if cell not in finished]
@@ -72,16 +73,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         task = progress.add_task("runs", total=len(planned), completed=len(planned) - len(todo))
         running = {pool.submit(run_cell, cell, paths): cell for cell in todo}
         for future in as_completed(running):
-            finished[running[future]] = future.result()
-            lines.write(json.dumps(future.result()) + "\n")
+            row = {**future.result(), "code": code}
+            finished[running[future]] = row
+            lines.write(json.dumps(row) + "\n")
             lines.flush()
             progress.advance(task)
     return {
-        "command": "make bench-routing",
+        "command": f"python -m experiments.routing --scale {arguments.scale:g} --of {' '.join(arguments.of)}",
         "profile": PROFILE,
         "kv_tokens": PROFILES[PROFILE][0],
         "queries_per_s_and_replica": RATES,
-        "traces": sorted(paths),
+        "code": code,
+        "traces": {name: {"file": path.name, "sha256": digest(path)} for name, path in paths.items()},
         "scale": arguments.scale,
         "versions": versions(),
         "decisions": decisions,
@@ -90,12 +93,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> dict[Cell, dict[str, Any]]:
-    """What earlier runs have left."""
+def read(path: Path, code: str) -> dict[Cell, dict[str, Any]]:
+    """What earlier runs of that code have left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     names = [field.name for field in fields(Cell)]
-    return {Cell(**{name: row[name] for name in names}): row for row in rows}
+    return {Cell(**{name: row[name] for name in names}): row for row in rows if row["code"] == code}
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ def test_the_committed_figures_can_be_shown_and_drawn(tmp_path):
 
 def test_finished_runs_are_read_again(tmp_path):
     cell = Cell("azure", 2, "routers", "round robin", 10)
-    row = run_cell(cell, {})
+    row = {**run_cell(cell, {}), "code": "this"}
     path = tmp_path / "folder" / "runs.jsonl"
-    assert read(path) == {}
+    assert read(path, "this") == {}
     path.write_text(json.dumps(row) + "\n")
-    assert read(path) == {cell: row}
+    assert read(path, "this") == {cell: row}
+    assert read(path, "other code") == {}
 
 
 def test_what_a_router_holds_is_a_few_hundred_bytes_a_piece():
