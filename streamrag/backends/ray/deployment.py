@@ -22,8 +22,9 @@ ENGINES, SOURCES = "engines", "sources"
 
 MakeSource: TypeAlias = Callable[[], Source | None]
 
-UPSCALE_S = 10.0
-"""That too much must have waited before there is another engine, which takes longer itself."""
+METRICS_S, LOOK_BACK_S = 10.0, 30.0
+"""Between two things that replicas tell the autoscaler, and for how long it averages them: Ray's own, and shorter where
+it is to decide sooner."""
 
 QUERIES_PER_SOURCE = 16
 """That a source's replica retrieves for at once; more of them wait."""
@@ -75,7 +76,10 @@ def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
                 min_replicas=options.min_number or options.number,
                 initial_replicas=options.number,
                 max_replicas=options.max_number,
-                upscale_delay_s=UPSCALE_S,
+                upscale_delay_s=options.upscale_delay_s,
+                downscale_delay_s=options.downscale_delay_s,
+                metrics_interval_s=min(METRICS_S, options.upscale_delay_s),
+                look_back_period_s=min(LOOK_BACK_S, 3 * options.upscale_delay_s),
                 policy=policy,
             )
         }
@@ -138,8 +142,12 @@ class DeployedSource:
             await self._source.aclose()
 
 
-def sources(make_source: MakeSource, number: int, max_number: int | None = None) -> Any:
-    """The application of sources: `number` of them, up to `max_number` when many queries are open."""
+def sources(make_source: MakeSource, number: int, max_number: int | None = None, *, num_cpus: float = 0.0) -> Any:
+    """The application of sources: `number` of them, up to `max_number` when many queries are open.
+
+    num_cpus: that each takes of its node's. With 0 they run beside engines that have taken all, which is what one
+        machine needs; Ray's own default of 1 would leave them waiting there for ever.
+    """
     many: dict[str, Any] = {"num_replicas": number}
     if max_number is not None:
         many = {
@@ -147,5 +155,7 @@ def sources(make_source: MakeSource, number: int, max_number: int | None = None)
                 min_replicas=number, max_replicas=max_number, target_ongoing_requests=QUERIES_PER_SOURCE / 2
             )
         }
-    deployed = serve.deployment(name=SOURCES, max_ongoing_requests=QUERIES_PER_SOURCE, **many)(DeployedSource)
+    deployed = serve.deployment(
+        name=SOURCES, max_ongoing_requests=QUERIES_PER_SOURCE, ray_actor_options={"num_cpus": num_cpus}, **many
+    )(DeployedSource)
     return deployed.bind(make_source)
