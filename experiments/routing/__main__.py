@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from streamrag.files import write_whole
 
 from .cells import PROFILE, PROFILES, RATES, SETS, Cell, cells, code_digest, digest, run_cell
 from .decisions import held_bytes, microseconds
-from .report import draw, show
+from .report import draw, show, written
 
 
 def parse() -> argparse.Namespace:
@@ -39,6 +39,7 @@ def parse() -> argparse.Namespace:
     add("--output", type=Path, default=Path("bench-results/routing.jsonl"), metavar="FILE", help="default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add("--plot", type=Path, metavar="FILE", help="draw a PNG there")
+    add("--docs", type=Path, metavar="FILE", help="write the tables into that page, behind comments with their names")
     add("--show", type=Path, metavar="FILE", help="only show, and draw, the figures in a file that --json wrote")
     return parser.parse_args()
 
@@ -47,14 +48,17 @@ def main() -> None:
     arguments = parse()
     console = Console(highlight=False, width=None if Console().is_terminal else 200)
     made = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
-    show(made["results"], console)
+    rows = filled(made["results"])
+    show(rows, console)
     for line in made["decisions"]:
         console.print(f"{line['what']}, {line['num_replicas']} replicas: {line['us']:.0f} us")
     console.print(f"bytes held: { {name: round(num) for name, num in made['held_bytes'].items()} }")
     if arguments.json:
         write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
     if arguments.plot:
-        draw(arguments.plot, made["results"])
+        draw(arguments.plot, rows)
+    if arguments.docs:
+        write_whole(arguments.docs, written(arguments.docs.read_text(), rows, made["decisions"]))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -91,6 +95,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "held_bytes": held,
         "results": [finished[cell] for cell in planned],
     }
+
+
+def filled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of runs, with what older ones do not have."""
+    usual = {field.name: field.default for field in fields(Cell) if field.default is not MISSING}
+    return [{**usual, **row} for row in rows]
 
 
 def read(path: Path, code: str) -> dict[Cell, dict[str, Any]]:
