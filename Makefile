@@ -132,7 +132,7 @@ bench-early-exit: .venv/installed ## a few answers told apart: passes that the e
 bench-ray: .venv/installed ## what Ray costs, then seven routers on two replicas of a tiny engine in four scenarios; Linux, ten minutes
 	$(RUN) experiments/ray_replicas.py holds --json experiments/results/ray_holds.json
 	$(RUN) experiments/ray_replicas.py costs --json experiments/results/ray_costs.json
-	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py bench --json experiments/results/ray_replicas.json
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py bench --json experiments/results/ray_replicas.json --docs docs/ray.md
 
 bench-routing: .venv/installed ## eleven routers on 2, 8 and 64 simulated replicas; MOONCAKE=FILE AZURE=FILE replay traces; minutes, resumable
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 0.4 $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json experiments/results/routing.json --plot docs/routing.png --docs docs/routing.md

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import tempfile
@@ -393,6 +394,24 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
     return row
 
 
+def written(page: str, rows: Sequence[dict[str, Any]]) -> str:
+    """A page with these rows as its table, behind the comment that names it."""
+    ms = [[f"{1e3 * row[f'ttft_{each}_s']:.0f}" for each in ("p50", "p95", "p99")] for row in rows]
+    lines = [
+        f"| {row['scenario']} | {row['router']} | {row['hit_rate']:.0%} | {' / '.join(times)} ms "
+        f"| {row['queries_per_s']:.2f} | {row['prompt_tokens_per_s']:,.0f} | {row['imbalance']:.2f} "
+        f"| {row['num_answered']} of {row['num_asked']}, {row['num_replayed']}, {row['num_lost']} |"
+        for row, times in zip(rows, ms, strict=True)
+    ]
+    head = [
+        "| | Router | From the cache | TTFT P50 / P95 / P99 | Queries a second | Prompt tokens a second | Imbalance "
+        "| Answered, replayed, lost |",
+        f"|{' --- |' * 8}",
+    ]
+    table = "\n".join((*head, *lines))
+    return re.sub(r"(<!-- table: ray -->\n\n)(?:\|.*\n)*", lambda found: f"{found[1]}{table}\n", page)
+
+
 def print_row(row: dict[str, Any]) -> None:
     console.print(
         f"{row['scenario']:8} {row['router']:22} hits {row['hit_rate']:5.1%}  TTFT P50/P95/P99 "
@@ -577,6 +596,7 @@ def main() -> None:
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS, help="turns (default: all)")
     parser.add_argument("--routers", nargs="+", choices=ALL, default=ALL, help="default: all")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--docs", type=Path, help="with bench: write its table into this page, behind its comment")
     arguments = parser.parse_args()
     os.environ |= {MARK: str(os.getpid()), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -599,6 +619,9 @@ def main() -> None:
             else:
                 path = arguments.json or Path(folder) / "rows.json"
                 asyncio.run(bench(model, arguments.num, arguments.rate, arguments.scenarios, arguments.routers, path))
+                if arguments.docs is not None:
+                    rows = json.loads(path.read_text())["rows"]
+                    write_whole(arguments.docs, written(arguments.docs.read_text(), rows))
     if arguments.json is not None and found is not None:
         write_whole(arguments.json, json.dumps(found, indent=1) + "\n")
 
