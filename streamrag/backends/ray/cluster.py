@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -73,11 +73,7 @@ def lacking(deployments: Mapping[str, Any], there: Mapping[str, float]) -> str |
 
 def _needed(deployment: Mapping[str, Any]) -> dict[str, float]:
     """By each replica, by Ray's names."""
-    told = deployment["deployment_config"]["ray_actor_options"]
-    needed = {"CPU": told.get("num_cpus", 1), "GPU": told.get("num_gpus", 0), **(told.get("resources") or {})}
-    if told.get("accelerator_type"):
-        needed[f"accelerator_type:{told['accelerator_type']}"] = 0.001
-    return {name: amount for name, amount in needed.items() if amount}
+    return {name: amount for name, amount in deployment["required_resources"].items() if amount}
 
 
 def _written(resources: Mapping[str, float]) -> str:
@@ -116,6 +112,8 @@ class Cluster:
         """Processes of Ray's own that were started here, as Popen knows them."""
         self._has_connected = False
         self._has_deployed = False
+        self._is_left = threading.Event()
+        """Ends what waits in the thread, so that leaving need not."""
 
     async def start(self, progress: Progress) -> DeploymentHandle:
         """A handle of the replicas, once all that there are at first can answer.
@@ -125,6 +123,7 @@ class Cluster:
         """
         assert self._thread is None, "started already"
         self._thread = ThreadPoolExecutor(1, "streamrag-ray")
+        self._is_left.clear()
         where = "on this machine" if self._address is None else f"at {self._address}"
         try:
             progress(f"starting Ray {where}" if self._address is None else f"connecting to Ray {where}")
@@ -150,6 +149,7 @@ class Cluster:
     async def _leave(self) -> None:
         thread = self._thread
         assert thread is not None
+        self._is_left.set()
         closing = asyncio.ensure_future(self._in_thread(self._close))
         try:
             done, _ = await asyncio.wait([closing], timeout=LEAVE_S)
@@ -221,7 +221,7 @@ class Cluster:
                 raise RuntimeError(told.message)
             deployments = self._deployments()
             waiting = {
-                name: sum(each["node_id"] is None for each in deployment["replicas"])
+                name: sum(each.get("node_id") is None for each in deployment["replicas"])
                 for name, deployment in deployments.items()
             }
             if not any(waiting.values()):
@@ -236,7 +236,8 @@ class Cluster:
                     f"no node of the cluster had room within {self._place_s:g} s for {which}; free are "
                     f"{_written(ray.available_resources())}: add nodes, or set replicas.place_s longer"
                 )
-            time.sleep(POLL_S)
+            if self._is_left.wait(POLL_S):
+                raise BackendError(f"{self._app_name} was left while it started")
 
     def _deployments(self) -> dict[str, Any]:
         """What Serve's controller says of each, by name."""
