@@ -64,7 +64,6 @@ KV_BYTES = 8 * (NUM_SYSTEM + NUM_DOCUMENT + 128) * 5 * 2 * 2 * 64 * 4
 """For eight documents: each replica holds some of them, and none all."""
 PARAMS = SamplingParams(max_tokens=NUM_ANSWER, ignore_eos=True)
 APP = "streamrag"
-MARK = "STREAMRAG_RAY_RUN"
 
 RAYS = {
     "Ray, power of two": "streamrag.backends.ray.of_ray.PowerOfTwo",
@@ -173,15 +172,15 @@ OPTIONS = ReplicaOptions(number=2, num_cpus=1, max_open=16, health_s=1.0, drain_
 
 
 @asynccontextmanager
-async def replicas(make_engine: Callable[[], Any], options: ReplicaOptions) -> AsyncIterator[tuple[Cluster, Any]]:
-    told = {"options": options}
-    cluster = Cluster(lambda: engines(make_engine, told["options"]), app_name=APP, num_cpus=4)
+async def replicas(make_engine: Callable[[], Any], options: ReplicaOptions) -> AsyncIterator[Any]:
+    """A handle of them, on a cluster of their own."""
+    cluster = Cluster(lambda: engines(make_engine, options), app_name=APP, num_cpus=4)
     began_s = time.monotonic()
     handle = await cluster.start(lambda line: console.print(line))
     try:
         await RayReplicas(handle).facts()
         console.print(f"two replicas are ready after {time.monotonic() - began_s:.0f} s")
-        yield cluster, (handle, told)
+        yield handle
     finally:
         await cluster.aclose()
 
@@ -282,7 +281,7 @@ class OneOnly(RoundRobin):
 async def demo(folder: str) -> None:
     """Asks two replicas, kills one of them under load, and compares the answers with those of one engine."""
     given = queries(48, 6.0, seed=1, parts=4, gap_s=0.3)
-    async with replicas(engine(folder), OPTIONS) as (_, (handle, _told)), AsyncExitStack() as stack:
+    async with replicas(engine(folder), OPTIONS) as handle, AsyncExitStack() as stack:
         async with reaching(handle, Choosing(OneOnly(), clock=clock.monotonic)) as alone:
             expected = await load(alone.generate, given)
         console.print("one engine alone has answered all queries")
@@ -342,7 +341,7 @@ async def bench(folder: str, num: int, rate: float, scenarios: Sequence[str], na
     for turns, of_ray in [(ours, OPTIONS.request_router), *(([name], RAYS[name]) for name in RAYS if name in names)]:
         if not turns:
             continue
-        async with replicas(engine(folder), replace(OPTIONS, request_router=of_ray)) as (_, (handle, _told)):
+        async with replicas(engine(folder), replace(OPTIONS, request_router=of_ray)) as handle:
             for scenario, name in product(scenarios, turns):
                 seed = 100 * SCENARIOS.index(scenario) + ALL.index(name)
                 row = await turn(handle, scenario, name, num, rate, seed=seed)
@@ -533,7 +532,7 @@ async def holds() -> dict[str, Any]:
 
 async def costs(num: int) -> dict[str, Any]:
     """Milliseconds of Ray's own, where engines answer at once."""
-    async with replicas(partial(ScriptedBackend, "x" * 64), replace(OPTIONS, num_cpus=0.5)) as (_, (handle, _told)):
+    async with replicas(partial(ScriptedBackend, "x" * 64), replace(OPTIONS, num_cpus=0.5)) as handle:
         choosing = Ages()
         streams = Replaying(RayReplicas(handle), choosing)
         opened_s, update_s, event_s = [], [], []
@@ -598,7 +597,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--docs", type=Path, help="with bench: write its table into this page, behind its comment")
     arguments = parser.parse_args()
-    os.environ |= {MARK: str(os.getpid()), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     found: Any = None
     with tempfile.TemporaryDirectory() as folder:

@@ -18,9 +18,7 @@ def test_the_committed_figures_can_be_shown_and_drawn(tmp_path):
     show(rows, console)
     shown = console.file.getvalue()
     assert all(name in shown for name in ROUTERS)
-    assert all(
-        size in shown for size in ("2 replicas", "8 replicas", "one slow", "one killed, trees", "64 replicas")
-    )
+    assert all(size in shown for size in ("2 replicas", "8 replicas", "one slow", "one killed, trees", "64 replicas"))
     draw(tmp_path / "picture.png", rows)
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
