@@ -257,8 +257,8 @@ def _parameters(rows: Rows) -> Iterator[Grid]:
             lines.append((router, cells))
         header = [load if num == 8 else f"{load}, {num}" for load, num in columns]
         if columns:
-            yield Grid(f"parameters-{profile[:4]}", f"soonest, {profile}: mean TTFT, and as a share of ours", profile,
-                       header, lines)  # fmt: skip
+            title = f"soonest, {profile}: mean TTFT, and as a share of ours"
+            yield Grid(f"parameters-{profile.partition('-')[0]}", title, profile, header, lines)
 
 
 def show(rows: Rows, console: Console) -> None:

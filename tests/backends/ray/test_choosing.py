@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -372,3 +373,41 @@ def test_what_an_engine_needs_of_its_node_is_passed_to_ray() -> None:
         "num_cpus": 4, "num_gpus": 1, "accelerator_type": "H100", "resources": {"rack_7": 1},
     }  # fmt: skip
     assert ReplicaOptions().for_actor == {"num_cpus": 1.0, "resources": {}}
+
+
+def test_sources_and_the_service_take_no_cpus_that_engines_may_have_taken_unless_they_are_told(tmp_path: Path) -> None:
+    from streamrag.serve.config.configuration import load
+    from streamrag.serve.config.parts import make_sources
+    from streamrag.serve.ray_app import application
+
+    (tmp_path / "search.jsonl").touch()
+    options = {
+        "model.name": str(tmp_path),
+        "source.trace": str(tmp_path / "search.jsonl"),
+        "replicas.number": "2",
+        "replicas.sources": "1",
+    }
+
+    def cpus(**more: str) -> list[float]:
+        settings = load(None, {}, {**options, **more}).settings
+        deployed = (
+            make_sources(settings.source, settings.replicas),
+            application(settings, make_engine=ScriptedBackend),
+        )
+        return [each._bound_deployment.ray_actor_options["num_cpus"] for each in deployed]
+
+    assert cpus() == [0, 0]
+    assert cpus(**{"replicas.source_num_cpus": "0.5", "replicas.front_num_cpus": "2"}) == [0.5, 2]
+
+
+def test_the_autoscaler_looks_back_no_further_than_it_is_to_wait() -> None:
+    from streamrag.backends.ray.deployment import engines
+
+    def scaling(**options: float) -> tuple[float, ...]:
+        deployed = engines(ScriptedBackend, ReplicaOptions(number=1, max_number=2, **options))._bound_deployment  # type: ignore[arg-type]
+        told = deployed._deployment_config.autoscaling_config
+        return told.upscale_delay_s, told.downscale_delay_s, told.metrics_interval_s, told.look_back_period_s
+
+    assert scaling() == (10, 600, 10, 30)
+    assert scaling(upscale_delay_s=60.0) == (60, 600, 10, 30)
+    assert scaling(upscale_delay_s=1.0, downscale_delay_s=2.0) == (1, 2, 1, 3)
