@@ -10,7 +10,7 @@ help: ## list the targets
 demo: .venv/installed ## crawl and search real documentation into a real vLLM, streaming and not; prints and draws it
 	$(RUN) examples/demo.py
 
-demo-ray: .venv/installed ## two replicas on Ray Serve, one killed under load: what is lost, what is asked again; real engines, two minutes
+demo-ray: .venv/installed ## two replicas on Ray Serve, one killed under load: what is lost, what is asked again; real engines, Linux, two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py demo
 
 serve: .venv/installed ## ask streamrag's own documentation in the browser, at http://127.0.0.1:8080/; the first start takes minutes
@@ -130,12 +130,13 @@ bench-sessions: .venv/installed ## a session's questions while its context grows
 bench-early-exit: .venv/installed ## a few answers told apart: passes that the early exit saves, and does it answer the same? small real model, two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/early_exit.py --json experiments/results/early_exit.json
 
-bench-ray: .venv/installed ## what Ray costs, then routers on two replicas of a tiny engine: hits, time to the first token; minutes
+bench-ray: .venv/installed ## what Ray costs, then seven routers on two replicas of a tiny engine in four scenarios; Linux, ten minutes
+	$(RUN) experiments/ray_replicas.py holds --json experiments/results/ray_holds.json
 	$(RUN) experiments/ray_replicas.py costs --json experiments/results/ray_costs.json
-	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py bench --json experiments/results/ray_replicas.json
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py bench --json experiments/results/ray_replicas.json --docs docs/ray.md
 
 bench-routing: .venv/installed ## eleven routers on 2, 8 and 64 simulated replicas; MOONCAKE=FILE AZURE=FILE replay traces; minutes, resumable
-	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 0.4 $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json experiments/results/routing.json --plot docs/routing.png
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 0.4 $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json experiments/results/routing.json --plot docs/routing.png --docs docs/routing.md
 
 bench-routing-full: .venv/installed ## the same with ten times the queries; resumable; an hour or more, and never run whole
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 4 --output bench-results/routing-full.jsonl $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json bench-results/routing-full.json

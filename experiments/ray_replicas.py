@@ -3,25 +3,30 @@
     python experiments/ray_replicas.py demo                  kills a replica under load, by its process id
     python experiments/ray_replicas.py bench [--json FILE]   routers, on the same queries
     python experiments/ray_replicas.py costs [--json FILE]   what Ray itself costs, with engines that answer at once
+    python experiments/ray_replicas.py holds [--json FILE]   what choosing takes and an open stream holds, without Ray
 
 Random weights: the answers mean nothing, the work is real. On two cores the replicas share them with the load, so
-compare within a run only.
+compare within a run only. Linux only: processes are found, stopped and killed by /proc and signals.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import tempfile
 import time
+import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +41,15 @@ from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.deployment import ENGINES, engines
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replaying import Replaying
-from streamrag.backends.ray.wire import Open
+from streamrag.backends.ray.wire import Delta, Open, Opened, WireEvent
+from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.files import write_whole
 from streamrag.routing import Opening, ReplicaState, make_router
 from streamrag.routing.simple import RoundRobin
 from streamrag.scripted import ScriptedBackend
 from streamrag.testing import make_tiny_llama
+from streamrag.versions import installed_versions
 
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
@@ -57,16 +64,13 @@ KV_BYTES = 8 * (NUM_SYSTEM + NUM_DOCUMENT + 128) * 5 * 2 * 2 * 64 * 4
 """For eight documents: each replica holds some of them, and none all."""
 PARAMS = SamplingParams(max_tokens=NUM_ANSWER, ignore_eos=True)
 APP = "streamrag"
-MARK = "STREAMRAG_RAY_RUN"
 
 RAYS = {
-    "Ray, power of two": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
-    "Ray, prefix affinity": (
-        "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
-    ),
+    "Ray, power of two": "streamrag.backends.ray.of_ray.PowerOfTwo",
+    "Ray, prefix affinity": "streamrag.backends.ray.of_ray.PrefixAffinity",
 }
 OURS = ("round_robin", "consistent_hash", "flowguard", "flowguard_mended", "soonest")
-UNDER_STRESS = ("round_robin", "flowguard", "flowguard_mended", "soonest")
+ALL = (*OURS, *RAYS)
 SCENARIOS = ("plain", "hot", "slowed", "killed")
 
 console = Console(highlight=False, width=None if Console().is_terminal else 150)
@@ -168,15 +172,15 @@ OPTIONS = ReplicaOptions(number=2, num_cpus=1, max_open=16, health_s=1.0, drain_
 
 
 @asynccontextmanager
-async def replicas(make_engine: Callable[[], Any], options: ReplicaOptions) -> AsyncIterator[tuple[Cluster, Any]]:
-    told = {"options": options}
-    cluster = Cluster(lambda: engines(make_engine, told["options"]), app_name=APP, num_cpus=4)
+async def replicas(make_engine: Callable[[], Any], options: ReplicaOptions) -> AsyncIterator[Any]:
+    """A handle of them, on a cluster of their own."""
+    cluster = Cluster(lambda: engines(make_engine, options), app_name=APP, num_cpus=4)
     began_s = time.monotonic()
     handle = await cluster.start(lambda line: console.print(line))
     try:
         await RayReplicas(handle).facts()
         console.print(f"two replicas are ready after {time.monotonic() - began_s:.0f} s")
-        yield cluster, (handle, told)
+        yield handle
     finally:
         await cluster.aclose()
 
@@ -190,20 +194,6 @@ async def reaching(handle: Any, choosing: Choosing) -> AsyncIterator[Replaying]:
     finally:
         touching.cancel()
         await asyncio.wait([touching])
-
-
-def processes_of_replicas() -> list[int]:
-    """Process ids of the replicas that this program has started."""
-    mark = f"{MARK}={os.getpid()}".encode()
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            is_replica = folder.name.isdigit() and b"ServeReplica:" in (folder / "cmdline").read_bytes()
-            if is_replica and mark in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:  # it has just ended, or is another user's
-            continue
-    return sorted(found)
 
 
 def process_of(replica_id: str) -> int:
@@ -254,6 +244,33 @@ async def slowed(process_id: int, share: float) -> AsyncIterator[None]:
 # ----------------------------------------------------------------------------------------------------------------- demo
 
 
+class ByReplica(Choosing):
+    """Notes where queries were sent, which have shown nothing yet, and how fast replicas said that they were."""
+
+    def __init__(self, router: str) -> None:
+        super().__init__(make_router(router), clock=clock.monotonic)
+        self.sent: Counter[str] = Counter()
+        self.tokens_per_s: dict[str, float] = {}
+        self._shown: set[str] = set()
+
+    def rank(self, stream_id: str, opening: Opening, candidates: Sequence[Candidate]) -> list[str]:
+        self.tokens_per_s = {each.id: round(each.stats.get("tokens_per_s", 0.0)) for each in candidates}
+        return super().rank(stream_id, opening, candidates)
+
+    def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str) -> None:
+        self.sent[replica_id] += 1
+        self._shown.add(stream_id)
+        super().computed(stream_id, token_ids, replica_id)
+
+    async def busiest(self) -> str:
+        """The replica with most queries that have shown nothing, once there is such a query."""
+        while True:
+            waiting = Counter(name for each, name in self._where.items() if name and each not in self._shown)
+            if waiting:
+                return waiting.most_common(1)[0][0]
+            await asyncio.sleep(0.005)
+
+
 class OneOnly(RoundRobin):
     """All queries go to one replica, as if there were no other."""
 
@@ -264,15 +281,15 @@ class OneOnly(RoundRobin):
 async def demo(folder: str) -> None:
     """Asks two replicas, kills one of them under load, and compares the answers with those of one engine."""
     given = queries(48, 6.0, seed=1, parts=4, gap_s=0.3)
-    async with replicas(engine(folder), OPTIONS) as (_, (handle, _told)), AsyncExitStack() as stack:
+    async with replicas(engine(folder), OPTIONS) as handle, AsyncExitStack() as stack:
         async with reaching(handle, Choosing(OneOnly(), clock=clock.monotonic)) as alone:
             expected = await load(alone.generate, given)
         console.print("one engine alone has answered all queries")
-        choosing = Choosing(make_router("round_robin"), clock=clock.monotonic)  # so that whichever dies has some
+        choosing = ByReplica("round_robin")
         streams = await stack.enter_async_context(reaching(handle, choosing))
         asking = asyncio.create_task(load(streams.generate, given))
         await asyncio.sleep(given[len(given) // 3].at_s)
-        killed = processes_of_replicas()[0]
+        killed = process_of(await choosing.busiest())
         os.kill(killed, signal.SIGKILL)
         console.print(f"killed the replica with process id {killed}, under load")
         asked = await asking
@@ -287,59 +304,50 @@ async def demo(folder: str) -> None:
     console.print(f"answers equal to those of one engine    {equal} of {counts.num_answered}")
     for text, num in Counter(each.error.partition(" (")[0] for each in asked if each.error).items():
         console.print(f"  {num} x {text}")
-    assert not shown_nothing
+    if shown_nothing or not counts.num_replayed or equal != counts.num_answered:
+        raise SystemExit(
+            "that is not what should be: none lost that had shown nothing, some replayed, all answers equal"
+        )
     console.print("no query that had shown nothing was lost")
 
 
 # ---------------------------------------------------------------------------------------------------------------- bench
 
 
-class ByReplica(Choosing):
-    """Notes where queries were sent, and how fast replicas said that they were."""
-
-    def __init__(self, router: str) -> None:
-        super().__init__(make_router(router), clock=clock.monotonic)
-        self.sent: Counter[str] = Counter()
-        self.tokens_per_s: dict[str, float] = {}
-
-    def rank(self, stream_id: str, opening: Opening, candidates: Sequence[Candidate]) -> list[str]:
-        self.tokens_per_s = {each.id: round(each.stats.get("tokens_per_s", 0.0)) for each in candidates}
-        return super().rank(stream_id, opening, candidates)
-
-    def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str) -> None:
-        self.sent[replica_id] += 1
-        super().computed(stream_id, token_ids, replica_id)
+def kept_rows(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What earlier turns with these settings have left."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    rows: list[dict[str, Any]] = found.get("rows", [])
+    return rows if all(found.get(name) == value for name, value in settings.items()) else []
 
 
-def kept_rows(path: Path) -> list[dict[str, Any]]:
-    """What earlier turns have left."""
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    return rows
+def provenance(command: str) -> dict[str, Any]:
+    """How figures came to be."""
+    return {
+        "command": f"python experiments/ray_replicas.py {command}",
+        "versions": versions() | installed_versions("ray"),
+    }
 
 
 async def bench(folder: str, num: int, rate: float, scenarios: Sequence[str], names: Sequence[str], path: Path) -> None:
-    """The same queries through each router, in turn, in the same engines; each turn asks documents of its own.
+    """The same queries through each router; each turn asks documents of its own.
 
-    Rows of other turns that stand in `path` stay there.
+    Our routers take their turns in the same engines. Ray's have a cluster of their own each, because a handle keeps the
+    router that it had first. Rows of other turns with the same settings stay in `path`.
     """
-    Open.prompt = property(lambda call: "".join(map(chr, call.ticket.opening.token_ids)))  # type: ignore[attr-defined]
-    rows = kept_rows(path)
-    async with replicas(engine(folder), OPTIONS) as (cluster, (handle, told)):
-
-        async def take(scenario: str, name: str) -> None:
-            row = await turn(handle, scenario, name, num, rate, seed=SCENARIOS.index(scenario) * 100 + len(rows))
-            rows[:] = [each for each in rows if (each["scenario"], each["router"]) != (scenario, name)] + [row]
-            write_whole(path, json.dumps(rows, indent=1) + "\n")
-
-        for scenario in scenarios:
-            for name in OURS if scenario == "plain" else UNDER_STRESS:
-                if name in names:
-                    await take(scenario, name)
-        for name, of_ray in RAYS.items():
-            if "plain" in scenarios and name in names:
-                told["options"] = replace(OPTIONS, request_router=of_ray)
-                await cluster.redeploy()
-                await take("plain", name)
+    settings = {**provenance(f"bench --num {num} --rate {rate:g}"), "num_queries": num, "queries_per_s": rate}
+    rows = kept_rows(path, settings)
+    ours = [name for name in OURS if name in names]
+    for turns, of_ray in [(ours, OPTIONS.request_router), *(([name], RAYS[name]) for name in RAYS if name in names)]:
+        if not turns:
+            continue
+        async with replicas(engine(folder), replace(OPTIONS, request_router=of_ray)) as handle:
+            for scenario, name in product(scenarios, turns):
+                seed = 100 * SCENARIOS.index(scenario) + ALL.index(name)
+                row = await turn(handle, scenario, name, num, rate, seed=seed)
+                assert row["request_router"] == of_ray.rpartition(".")[2], row
+                rows[:] = [each for each in rows if (each["scenario"], each["router"]) != (scenario, name)] + [row]
+                write_whole(path, json.dumps({**settings, "rows": rows}, indent=1) + "\n")
 
 
 async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *, seed: int) -> dict[str, Any]:
@@ -353,11 +361,12 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
         asking = asyncio.create_task(load(streams.generate, given))
         if scenario == "slowed":
             await asyncio.sleep(given[num // 3].at_s)
-            await stack.enter_async_context(slowed(process_of(choosing.sent.most_common(1)[0][0]), 1 / 3))
+            await stack.enter_async_context(slowed(process_of(await choosing.busiest()), 1 / 3))
         if scenario == "killed":
             await asyncio.sleep(given[num // 3].at_s)
-            os.kill(processes_of_replicas()[0], signal.SIGKILL)
+            os.kill(process_of(await choosing.busiest()), signal.SIGKILL)
         asked = await asking
+        of_ray = streams._replicas._opening._router._asyncio_router.request_router  # type: ignore[attr-defined]
     took_s = time.monotonic() - began_s
     firsts = [each.first_s for each in asked if each.first_s is not None]
     answered = [each for each in asked if not each.error]
@@ -365,6 +374,7 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
     row: dict[str, Any] = {
         "scenario": scenario,
         "router": router,
+        "request_router": type(of_ray).__name__,
         "num_asked": len(asked),
         "num_answered": len(answered),
         "num_replayed": streams.counts.num_replayed,
@@ -374,12 +384,31 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
         "ttft_p95_s": percentile(firsts, 0.95),
         "ttft_p99_s": percentile(firsts, 0.99),
         "queries_per_s": len(answered) / took_s,
+        "prompt_tokens_per_s": prompt_tokens / took_s,
         "sent": [num for _, num in choosing.sent.most_common()],
         "tokens_per_s": [choosing.tokens_per_s.get(name, 0.0) for name, _ in choosing.sent.most_common()],
         "imbalance": max(choosing.sent.values()) * 2 / max(sum(choosing.sent.values()), 1),
     }
     print_row(row)
     return row
+
+
+def written(page: str, rows: Sequence[dict[str, Any]]) -> str:
+    """A page with these rows as its table, behind the comment that names it."""
+    ms = [[f"{1e3 * row[f'ttft_{each}_s']:.0f}" for each in ("p50", "p95", "p99")] for row in rows]
+    lines = [
+        f"| {row['scenario']} | {row['router']} | {row['hit_rate']:.0%} | {' / '.join(times)} ms "
+        f"| {row['queries_per_s']:.2f} | {row['prompt_tokens_per_s']:,.0f} | {row['imbalance']:.2f} "
+        f"| {row['num_answered']} of {row['num_asked']}, {row['num_replayed']}, {row['num_lost']} |"
+        for row, times in zip(rows, ms, strict=True)
+    ]
+    head = [
+        "| | Router | From the cache | TTFT P50 / P95 / P99 | Queries a second | Prompt tokens a second | Imbalance "
+        "| Answered, replayed, lost |",
+        f"|{' --- |' * 8}",
+    ]
+    table = "\n".join((*head, *lines))
+    return re.sub(r"(<!-- table: ray -->\n\n)(?:\|.*\n)*", lambda found: f"{found[1]}{table}\n", page)
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -411,9 +440,99 @@ class Ages(Choosing):
         return super().rank(stream_id, opening, candidates)
 
 
+class Holding:
+    """Replicas that take every stream, and never answer. See `replaying.Replicas`."""
+
+    async def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
+        yield (Opened("r0"),)
+        await asyncio.Event().wait()
+
+    async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
+        return True
+
+    async def touch(self, replica_id: str, caller_id: str) -> None:
+        pass
+
+
+NUM_HELD, NUM_TOKENS = 100, 4_000
+
+
+async def held_bytes(*ends: int) -> float:
+    """What Python has allocated in the caller for a stream that is open, whose prompt has grown to these lengths."""
+
+    async def prompts(number: int) -> AsyncIterator[Prompt]:
+        token_ids: tuple[int, ...] = ()
+        for end in ends:
+            known, token_ids = (
+                len(token_ids),
+                (*token_ids, *range(1_000 * number + len(token_ids), 1_000 * number + end)),
+            )
+            yield Prompt(token_ids, known, is_complete=False)
+        await asyncio.Event().wait()
+
+    async def hold(number: int) -> None:
+        async with aclosing(streams.generate(prompts(number), PARAMS)) as events:
+            async for _ in events:
+                pass
+
+    async def settle() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        gc.collect()
+
+    streams = Replaying(Holding(), Choosing(make_router("soonest"), clock=clock.monotonic))
+    first = asyncio.create_task(hold(1_000))  # whatever is made once
+    await settle()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    holding = [asyncio.create_task(hold(number)) for number in range(1, NUM_HELD + 1)]
+    await settle()
+    per_stream = (tracemalloc.get_traced_memory()[0] - before) / NUM_HELD
+    tracemalloc.stop()
+    for task in (first, *holding):
+        task.cancel()
+    await asyncio.wait([first, *holding])
+    return per_stream
+
+
+def choosing_ms(num_replicas: int) -> float:
+    """Processor time of a ticket and its ranking by "soonest", for a prompt of 4,096 tokens; best of three rounds."""
+    choosing = Choosing(make_router("soonest"), clock=clock.monotonic)
+    stats = {"tokens_per_s": 1e4, "num_kv_tokens": 436_000, "told_s": 1.0}
+    there = [
+        Candidate(f"r{number}", 256, {**stats, "kv_usage": number / num_replicas}, 0.0)
+        for number in range(num_replicas)
+    ]
+    rng, best_s = random.Random(0), float("inf")
+    given = [Prompt((*range(1_024), *(rng.randrange(100_000) for _ in range(3_072))), 0, False) for _ in range(20)]
+    choosing.ticket("first", given[0]).rank(there)
+    for number in range(num_replicas):  # what they share lies everywhere
+        choosing.computed("first", given[0].token_ids, f"r{number}")
+    for turn in range(3):
+        began_s = time.process_time()
+        for number, prompt in enumerate(given):
+            choosing.ticket(f"{turn} {number}", prompt).rank(there)
+        best_s = min(best_s, (time.process_time() - began_s) / len(given))
+        for number in range(len(given)):
+            choosing.ended(f"{turn} {number}")
+    return 1e3 * best_s
+
+
+async def holds() -> dict[str, Any]:
+    """What choosing takes, and what a caller holds for each open stream."""
+    return {
+        "choosing_ms": {str(num): choosing_ms(num) for num in (2, 64, 1_000)},
+        "bytes_per_open_stream": {
+            "prompt of 4,000 tokens": await held_bytes(NUM_TOKENS),
+            "opened with 1,000 of 4,000 tokens": await held_bytes(NUM_TOKENS // 4, NUM_TOKENS),
+            "prompt of 1 token": await held_bytes(1),
+        },
+    }
+
+
 async def costs(num: int) -> dict[str, Any]:
     """Milliseconds of Ray's own, where engines answer at once."""
-    async with replicas(partial(ScriptedBackend, "x" * 64), replace(OPTIONS, num_cpus=0.5)) as (_, (handle, _told)):
+    async with replicas(partial(ScriptedBackend, "x" * 64), replace(OPTIONS, num_cpus=0.5)) as handle:
         choosing = Ages()
         streams = Replaying(RayReplicas(handle), choosing)
         opened_s, update_s, event_s = [], [], []
@@ -470,23 +589,28 @@ async def _one() -> AsyncIterator[Prompt]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["demo", "bench", "costs"])
+    parser.add_argument("what", choices=["demo", "bench", "costs", "holds"])
     parser.add_argument("--num", type=int, default=64, help="queries a turn")
     parser.add_argument("--rate", type=float, default=4.0, help="queries a second")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS, help="turns (default: all)")
-    parser.add_argument("--routers", nargs="+", choices=(*OURS, *RAYS), default=(*OURS, *RAYS), help="default: all")
+    parser.add_argument("--routers", nargs="+", choices=ALL, default=ALL, help="default: all")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--docs", type=Path, help="with bench: write its table into this page, behind its comment")
     arguments = parser.parse_args()
-    os.environ |= {MARK: str(os.getpid()), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     found: Any = None
     with tempfile.TemporaryDirectory() as folder:
         if arguments.what == "costs":
-            found = asyncio.run(costs(arguments.num))
+            found = {**provenance(f"costs --num {arguments.num}"), **asyncio.run(costs(arguments.num))}
             table = Table("milliseconds", "P50", "P95", "P99", "measured")
-            for name, row in found.items():
+            for name in ("open_ms", "update_ms", "event_ms", "stats_age_ms"):
+                row = found[name]
                 table.add_row(name, *[f"{row[each]:.2f}" for each in ("p50", "p95", "p99")], str(row["num"]))
             console.print(table)
+        elif arguments.what == "holds":
+            found = {**provenance("holds"), **asyncio.run(holds())}
+            console.print(found)
         else:
             model = str(make_tiny_llama(Path(folder) / "model", **MODEL))
             if arguments.what == "demo":
@@ -494,6 +618,9 @@ def main() -> None:
             else:
                 path = arguments.json or Path(folder) / "rows.json"
                 asyncio.run(bench(model, arguments.num, arguments.rate, arguments.scenarios, arguments.routers, path))
+                if arguments.docs is not None:
+                    rows = json.loads(path.read_text())["rows"]
+                    write_whole(arguments.docs, written(arguments.docs.read_text(), rows))
     if arguments.json is not None and found is not None:
         write_whole(arguments.json, json.dumps(found, indent=1) + "\n")
 

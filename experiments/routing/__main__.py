@@ -4,14 +4,14 @@
 
 Two, eight and 64 replicas with the profile of two A40s and Llama 3.1 8B each, driven by the routers and books that run
 in production. Without the files of the traces, arrivals are generated in their likeness. Finished runs stay in a file,
-and the same command goes on there; delete it after a change of the code.
+and the same command goes on there; those of other code, or of traces with other contents, are run again.
 """
 
 import argparse
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from rich.progress import Progress
 from streamrag.bench.provenance import versions
 from streamrag.files import write_whole
 
-from .cells import PROFILE, PROFILES, RATES, SETS, Cell, cells, run_cell
+from .cells import PROFILE, PROFILES, RATES, SETS, Cell, cells, code_digest, digest, run_cell
 from .decisions import held_bytes, microseconds
-from .report import draw, show
+from .report import draw, show, written
 
 
 def parse() -> argparse.Namespace:
@@ -39,6 +39,7 @@ def parse() -> argparse.Namespace:
     add("--output", type=Path, default=Path("bench-results/routing.jsonl"), metavar="FILE", help="default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add("--plot", type=Path, metavar="FILE", help="draw a PNG there")
+    add("--docs", type=Path, metavar="FILE", help="write the tables into that page, behind comments with their names")
     add("--show", type=Path, metavar="FILE", help="only show, and draw, the figures in a file that --json wrote")
     return parser.parse_args()
 
@@ -47,20 +48,24 @@ def main() -> None:
     arguments = parse()
     console = Console(highlight=False, width=None if Console().is_terminal else 200)
     made = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
-    show(made["results"], console)
+    rows = filled(made["results"])
+    show(rows, console)
     for line in made["decisions"]:
         console.print(f"{line['what']}, {line['num_replicas']} replicas: {line['us']:.0f} us")
     console.print(f"bytes held: { {name: round(num) for name, num in made['held_bytes'].items()} }")
     if arguments.json:
         write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
     if arguments.plot:
-        draw(arguments.plot, made["results"])
+        draw(arguments.plot, rows)
+    if arguments.docs:
+        write_whole(arguments.docs, written(arguments.docs.read_text(), rows, made["decisions"]))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     paths = {name: path for name in ("mooncake", "azure") if (path := getattr(arguments, name))}
     decisions, held = list(microseconds()), held_bytes()
-    finished = read(arguments.output)
+    code = code_digest()
+    finished = read(arguments.output, code)
     all_cells = [cell for cell in cells(arguments.scale, paths) if cell.of in arguments.of]
     planned = sorted(all_cells, key=lambda cell: -cell.num_queries)
     todo = [cell for cell in planned if cell not in finished]
@@ -72,16 +77,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         task = progress.add_task("runs", total=len(planned), completed=len(planned) - len(todo))
         running = {pool.submit(run_cell, cell, paths): cell for cell in todo}
         for future in as_completed(running):
-            finished[running[future]] = future.result()
-            lines.write(json.dumps(future.result()) + "\n")
+            row = {**future.result(), "code": code}
+            finished[running[future]] = row
+            lines.write(json.dumps(row) + "\n")
             lines.flush()
             progress.advance(task)
     return {
-        "command": "make bench-routing",
+        "command": f"python -m experiments.routing --scale {arguments.scale:g} --of {' '.join(arguments.of)}",
         "profile": PROFILE,
         "kv_tokens": PROFILES[PROFILE][0],
         "queries_per_s_and_replica": RATES,
-        "traces": sorted(paths),
+        "code": code,
+        "traces": {name: {"file": path.name, "sha256": digest(path)} for name, path in paths.items()},
         "scale": arguments.scale,
         "versions": versions(),
         "decisions": decisions,
@@ -90,12 +97,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def read(path: Path) -> dict[Cell, dict[str, Any]]:
-    """What earlier runs have left."""
+def filled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of runs, with what older ones do not have."""
+    usual = {field.name: field.default for field in fields(Cell) if field.default is not MISSING}
+    return [{**usual, **row} for row in rows]
+
+
+def read(path: Path, code: str) -> dict[Cell, dict[str, Any]]:
+    """What earlier runs of that code have left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     names = [field.name for field in fields(Cell)]
-    return {Cell(**{name: row[name] for name in names}): row for row in rows}
+    return {Cell(**{name: row[name] for name in names}): row for row in rows if row["code"] == code}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What is run: loads, fleets and routers, each cell in a process of its own."""
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -116,6 +117,28 @@ SETS = {
 }
 SEEDS = (1, 2, 3)
 """Of the parameters. The others have the first."""
+SHORT_KV = 0.2
+"""Of the profile's KV, where memory is to count."""
+BEYOND = 4.0
+"""Times the usual rate, where throughput is to be seen: more than the replicas can do."""
+SHARED = ("conversations", "trees", "rag")
+"""Loads whose prompts have something in common."""
+
+
+def digest(path: Path) -> str:
+    """The beginning of a file's SHA-256, which tells whether finished runs had the same arrivals."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def code_digest() -> str:
+    """Of the code that decides what a run gives: runs of other code are not kept."""
+    root, found = Path(__file__).parents[2], hashlib.sha256()
+    folders = ("streamrag/routing", "streamrag/engine", "streamrag/backends/simulated", "streamrag/backends/vllm")
+    files = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    files += [Path(__file__).with_name(f"{name}.py") for name in ("cells", "fleet", "lean", "loads", "whole")]
+    for path in sorted(files):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +155,21 @@ class Cell:
     """Queries a second and replica; 0 is the load's own."""
     engine: str = "lean"
     trace: str = ""
-    """Name of the file of its arrivals; empty: they are generated."""
+    """The beginning of the SHA-256 of the file of its arrivals, whatever that is called; empty: they are generated."""
     seed: int = 1
     profile: str = PROFILE
     num_callers: int = 1
     """Who route, and do not know of each other."""
     is_sticky: bool = False
     """Whether a session always comes to the same caller."""
+    kv_share: float = 1.0
+    """Of the profile's KV that a replica has."""
+    is_foretold: bool = False
+    """Whether routers are told the complete prompt when a query opens."""
 
 
-def make_engine(kind: str, profile_name: str = PROFILE) -> Callable[[], Engine]:
-    profile, kv_tokens = load_profile(profile_name), PROFILES[profile_name][0]
+def make_engine(kind: str, profile_name: str = PROFILE, kv_share: float = 1.0) -> Callable[[], Engine]:
+    profile, kv_tokens = load_profile(profile_name), round(PROFILES[profile_name][0] * kv_share)
     if kind == "whole":
         from .whole import WholeEngine  # vLLM takes seconds to import
 
@@ -155,11 +182,13 @@ def run_cell(cell: Cell, paths: Mapping[str, Path]) -> dict[str, Any]:
     rate = (cell.rate or RATES[cell.load]) * cell.num_replicas * PROFILES[cell.profile][1]
     files = {"path": paths[cell.load]} if cell.trace else {}
     queries = LOADS[cell.load](rate, cell.num_queries, cell.seed, **files)
-    engine = make_engine(cell.engine, cell.profile)
+    engine = make_engine(cell.engine, cell.profile, cell.kv_share)
     routers = [SETS[cell.of][cell.router]() for _ in range(cell.num_callers)]
     began_s = time.process_time()
     fault = FAULTS.get(cell.fault)
-    outcome = simulate(cell.num_replicas, engine, routers, queries, fault, is_sticky=cell.is_sticky)
+    outcome = simulate(
+        cell.num_replicas, engine, routers, queries, fault, is_sticky=cell.is_sticky, is_foretold=cell.is_foretold
+    )
     return {**asdict(cell), **outcome.figures(), "cpu_s": time.process_time() - began_s}
 
 
@@ -187,7 +216,7 @@ def cells(scale: float, paths: Mapping[str, Path]) -> list[Cell]:
                 for engine in ("lean", "whole")
             ]
     for router, num_callers in product(SEVERAL, (1, 2, 4)):
-        for load in ("conversations", "trees", "rag"):
+        for load in SHARED:
             found.append(Cell(load, 8, "callers", router, num(1_500), num_callers=num_callers))
         sticky = Cell("conversations", 8, "callers", router, num(1_500), num_callers=num_callers, is_sticky=True)
         found += [sticky] * (num_callers > 1)
@@ -197,6 +226,16 @@ def cells(scale: float, paths: Mapping[str, Path]) -> list[Cell]:
         found.append(Cell("hot document", 64, "parameters", router, num(5_000), profile=profile))
     for of in ("FlowGuard", "soonest"):
         for router in SETS[of]:
-            found += [Cell(load, 8, of, router, num(1_500)) for load in ("conversations", "trees", "rag")]
+            found += [Cell(load, 8, of, router, num(1_500)) for load in SHARED]
             found.append(Cell("conversations", 8, of, router, num(1_500), "slow"))
-    return [replace(cell, trace=paths[cell.load].name) if cell.load in paths else cell for cell in found]
+            for load in SHARED:
+                found.append(Cell(load, 2, of, router, num(1_500)))
+                found.append(Cell(load, 2, of, router, num(1_500), rate=BEYOND * RATES[load]))
+            if of == "FlowGuard":
+                found += [Cell(load, 8, of, router, num(1_500), kv_share=SHORT_KV) for load in ("mooncake", *SHARED)]
+    for router in ("soonest", "without growth"):
+        found += [Cell("rag", 8, "soonest", router, num(1_500), seed=seed) for seed in (2, 3, 4, 5)]
+    for load, seed in product(("rag", "hot document"), SEEDS):
+        found.append(Cell(load, 8, "soonest", "soonest", num(1_500), seed=seed, is_foretold=True))
+    digests = {load: digest(path) for load, path in paths.items()}
+    return [replace(cell, trace=digests.get(cell.load, "")) for cell in dict.fromkeys(found)]

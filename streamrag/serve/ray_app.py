@@ -6,7 +6,7 @@
     proxy ──▶ Front: gate, interfaces, sessions, pipeline ──▶ engines      each a deployment that scales on its own
                                                           └─▶ sources
 
-The front may have several replicas, each with books and a router of its own.
+There is one front: sessions, limits and the router's books are in its memory.
 """
 
 import logging
@@ -112,6 +112,7 @@ def application(settings: Settings, *, make_engine: MakeBackend | None = None) -
     limits = settings.limits
     front = serve.deployment(
         name=FRONT,
+        ray_actor_options={"num_cpus": replicas.front_num_cpus},
         max_ongoing_requests=limits.max_connections,
         graceful_shutdown_timeout_s=limits.drain_s,
     )(serve.ingress()(Front))

@@ -26,6 +26,8 @@ class Candidate:
     """Most streams that it takes at once."""
     stats: Mapping[str, Any]
     """Empty until it has told."""
+    came_s: float | None = None
+    """When these stats came, on the clock of whoever routes; None takes them to have come just now."""
 
 
 class Choosing:
@@ -111,7 +113,8 @@ class Choosing:
                 self._told_s[each.id] = told_s
                 told = {name: each.stats[name] for name in REPORTED if name in each.stats}  # versions may differ
                 report = Report(**{"max_open": each.max_open, **told})
-                self._books.reported(each.id, report, -inf if told_s is None else self._clock())
+                came_s = self._clock() if each.came_s is None else each.came_s
+                self._books.reported(each.id, report, -inf if told_s is None else came_s)
 
     def _forget(self, replica_ids: Iterable[str]) -> None:
         for replica_id in replica_ids:

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,7 +14,9 @@ import ray
 from ray import serve
 from ray._private import ray_constants, worker
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 
+from streamrag.clock import monotonic
 from streamrag.core import Progress
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.kinds import message_of
@@ -26,6 +30,9 @@ OBJECT_STORE_BYTES = 100 << 20
 LEAVE_S = 60.0
 """Longest that leaving takes. Ray may wait for ever, if it is stopped while it deploys; what was started here is then
 killed, which ends that wait too."""
+
+POLL_S = 0.1
+"""Between looks at whether replicas have started."""
 
 LOOPBACK = "127.0.0.1"
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -47,6 +54,33 @@ def _on_loopback() -> Iterator[None]:
             os.environ[CLUSTERS] = before
 
 
+def lacking(deployments: Mapping[str, Any], there: Mapping[str, float]) -> str | None:
+    """What a machine with these resources of Ray's lacks for all replicas that there are to be at first."""
+    sums: Counter[str] = Counter()
+    for deployment in deployments.values():
+        for resource, amount in _needed(deployment).items():
+            sums[resource] += amount * deployment["target_num_replicas"]
+    missing = {name: amount for name, amount in sums.items() if amount > there.get(name, 0) + 1e-6}
+    if not missing:
+        return None
+    which = ", ".join(f"{deployment['target_num_replicas']} {name}" for name, deployment in deployments.items())
+    has = {name: there.get(name, 0) for name in missing}
+    return (
+        f"{which} need {_written(missing)}, and it has {_written(has)}. Set replicas.number lower, or what each takes: "
+        "replicas.num_cpus may be a part of 1"
+    )
+
+
+def _needed(deployment: Mapping[str, Any]) -> dict[str, float]:
+    """By each replica, by Ray's names."""
+    return {name: amount for name, amount in deployment["required_resources"].items() if amount}
+
+
+def _written(resources: Mapping[str, float]) -> str:
+    counted = {name: amount for name, amount in resources.items() if not name.startswith(("node:", "object_store"))}
+    return ", ".join(f"{amount:g} {name}" for name, amount in counted.items()) or "none"
+
+
 class Cluster:
     """An application on a cluster; `start` deploys it, `aclose` removes it.
 
@@ -54,6 +88,8 @@ class Cluster:
     address: of the cluster, as "auto" or "ray-head:6379"; None starts one on this machine, and ends it.
     app_name: what the application is called there.
     num_cpus: that a cluster of this machine's own may give away; None for all.
+    place_s: longest that replicas wait for a node that has room for them, seconds: a cluster may grow. This machine's
+        own does not, and what has no room there is refused at once.
     """
 
     def __init__(
@@ -63,8 +99,10 @@ class Cluster:
         address: str | None = None,
         app_name: str = "streamrag",
         num_cpus: int | None = None,
+        place_s: float = 900.0,
     ) -> None:
         self._make_app = make_app
+        self._place_s = place_s
         self._address = address
         self._app_name = app_name
         self._num_cpus = num_cpus
@@ -74,15 +112,18 @@ class Cluster:
         """Processes of Ray's own that were started here, as Popen knows them."""
         self._has_connected = False
         self._has_deployed = False
+        self._is_left = threading.Event()
+        """Ends what waits in the thread, so that leaving need not."""
 
     async def start(self, progress: Progress) -> DeploymentHandle:
         """A handle of the replicas, once all that there are at first can answer.
 
-        :raises ConfigurationError: there is no such cluster.
+        :raises ConfigurationError: there is no such cluster, or it has no room for the replicas.
         :raises BackendError: Ray, or what the replicas hold, cannot be started.
         """
         assert self._thread is None, "started already"
         self._thread = ThreadPoolExecutor(1, "streamrag-ray")
+        self._is_left.clear()
         where = "on this machine" if self._address is None else f"at {self._address}"
         try:
             progress(f"starting Ray {where}" if self._address is None else f"connecting to Ray {where}")
@@ -108,6 +149,7 @@ class Cluster:
     async def _leave(self) -> None:
         thread = self._thread
         assert thread is not None
+        self._is_left.set()
         closing = asyncio.ensure_future(self._in_thread(self._close))
         try:
             done, _ = await asyncio.wait([closing], timeout=LEAVE_S)
@@ -155,11 +197,53 @@ class Cluster:
         app = self._make_app()
         self._has_deployed = True
         try:
-            return serve.run(app, name=self._app_name, route_prefix=None, _local_testing_mode=False)
+            target = serve.RunTarget(app, name=self._app_name, route_prefix=None)
+            (handle,) = serve.run_many([target], wait_for_applications_running=False)
+            self._wait()
+            return handle
         except RuntimeError as error:
             told = serve.status().applications.get(self._app_name)
             whys = [each.message for each in told.deployments.values() if each.message] if told else []
             raise BackendError(f"{self._app_name} cannot be started: {message_of(error)} {' '.join(whys)}") from error
+
+    def _wait(self) -> None:
+        """Until the application runs. Ray would wait for ever for a node that never comes, and say nothing."""
+        if self._address is None:
+            why = lacking(self._deployments(), ray.cluster_resources())
+            if why is not None:
+                raise ConfigurationError(f"{self._app_name} does not fit on this machine: {why}")
+        began_s = monotonic()
+        while True:
+            told = serve.status().applications[self._app_name]
+            if told.status == ApplicationStatus.RUNNING:
+                return
+            if told.status == ApplicationStatus.DEPLOY_FAILED:
+                raise RuntimeError(told.message)
+            deployments = self._deployments()
+            waiting = {
+                name: sum(each.get("node_id") is None for each in deployment["replicas"])
+                for name, deployment in deployments.items()
+            }
+            if not any(waiting.values()):
+                began_s = monotonic()
+            if monotonic() > began_s + self._place_s:
+                which = ", ".join(
+                    f"{num} of {name!r}, which need {_written(_needed(deployments[name]))} each"
+                    for name, num in waiting.items()
+                    if num
+                )
+                raise ConfigurationError(
+                    f"no node of the cluster had room within {self._place_s:g} s for {which}; free are "
+                    f"{_written(ray.available_resources())}: add nodes, or set replicas.place_s longer"
+                )
+            if self._is_left.wait(POLL_S):
+                raise BackendError(f"{self._app_name} was left while it started")
+
+    def _deployments(self) -> dict[str, Any]:
+        """What Serve's controller says of each, by name."""
+        told = serve.context._get_global_client().get_serve_details()
+        found: dict[str, Any] = told["applications"][self._app_name]["deployments"]
+        return found
 
     def _close(self) -> None:
         if self._has_deployed:

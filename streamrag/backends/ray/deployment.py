@@ -1,5 +1,6 @@
 """What Ray Serve makes replicas of: engines, and sources in a pool of their own."""
 
+import importlib
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeAlias
 
@@ -8,11 +9,12 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica, MakeBackend
-from streamrag.backends.ray.request_router import CALLS_PER_STREAM
+from streamrag.backends.ray.request_router import CALLS_PER_STREAM, OfStreams, StreamRouter
 from streamrag.backends.ray.scaling import QUEUED_TOKENS
 from streamrag.backends.ray.wire import Failed
 from streamrag.core import Source, SourceEvent, Startable, part_name
-from streamrag.errors import StreamRagError
+from streamrag.errors import ConfigurationError, StreamRagError
+from streamrag.kinds import message_of, short
 from streamrag.retrieving import closing
 
 ENGINES, SOURCES = "engines", "sources"
@@ -20,8 +22,9 @@ ENGINES, SOURCES = "engines", "sources"
 
 MakeSource: TypeAlias = Callable[[], Source | None]
 
-UPSCALE_S = 10.0
-"""That too much must have waited before there is another engine, which takes longer itself."""
+METRICS_S, LOOK_BACK_S = 10.0, 30.0
+"""Between two things that replicas tell the autoscaler, and for how long it averages them: Ray's own, and shorter where
+it is to decide sooner."""
 
 QUERIES_PER_SOURCE = 16
 """That a source's replica retrieves for at once; more of them wait."""
@@ -57,7 +60,11 @@ class DeployedReplica(EngineReplica):
 
 
 def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
-    """The application of engines, for `serve.run`, or to be bound into a larger one."""
+    """The application of engines, for `serve.run`, or to be bound into a larger one.
+
+    :raises ConfigurationError: the request router is none that knows streams.
+    """
+    _check_router(options.request_router)
     number: dict[str, Any] = {"num_replicas": options.number}
     if options.max_number is not None:
         policy = AutoscalingPolicy(
@@ -69,7 +76,10 @@ def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
                 min_replicas=options.min_number or options.number,
                 initial_replicas=options.number,
                 max_replicas=options.max_number,
-                upscale_delay_s=UPSCALE_S,
+                upscale_delay_s=options.upscale_delay_s,
+                downscale_delay_s=options.downscale_delay_s,
+                metrics_interval_s=min(METRICS_S, options.upscale_delay_s),
+                look_back_period_s=min(LOOK_BACK_S, 3 * options.upscale_delay_s),
                 policy=policy,
             )
         }
@@ -87,6 +97,20 @@ def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
         **number,
     )(DeployedReplica)
     return deployed.bind(make_backend, options.max_open)
+
+
+def _check_router(path: str) -> None:
+    """A router that sends updates anywhere would end each stream, and without a word of their callers, long ones."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"request_router={short(path)} cannot be imported: {message_of(error)}") from error
+    if not (isinstance(found, type) and issubclass(found, StreamRouter | OfStreams)):
+        raise ConfigurationError(
+            f"request_router={short(path)} sends a stream's prompts to any replica: name a class that derives from "
+            "backends.ray.request_router.OfStreams and it, as those of backends.ray.of_ray do"
+        )
 
 
 class DeployedSource:
@@ -118,8 +142,12 @@ class DeployedSource:
             await self._source.aclose()
 
 
-def sources(make_source: MakeSource, number: int, max_number: int | None = None) -> Any:
-    """The application of sources: `number` of them, up to `max_number` when many queries are open."""
+def sources(make_source: MakeSource, number: int, max_number: int | None = None, *, num_cpus: float = 0.0) -> Any:
+    """The application of sources: `number` of them, up to `max_number` when many queries are open.
+
+    num_cpus: that each takes of its node's. With 0 they run beside engines that have taken all, which is what one
+        machine needs; Ray's own default of 1 would leave them waiting there for ever.
+    """
     many: dict[str, Any] = {"num_replicas": number}
     if max_number is not None:
         many = {
@@ -127,5 +155,7 @@ def sources(make_source: MakeSource, number: int, max_number: int | None = None)
                 min_replicas=number, max_replicas=max_number, target_ongoing_requests=QUERIES_PER_SOURCE / 2
             )
         }
-    deployed = serve.deployment(name=SOURCES, max_ongoing_requests=QUERIES_PER_SOURCE, **many)(DeployedSource)
+    deployed = serve.deployment(
+        name=SOURCES, max_ongoing_requests=QUERIES_PER_SOURCE, ray_actor_options={"num_cpus": num_cpus}, **many
+    )(DeployedSource)
     return deployed.bind(make_source)

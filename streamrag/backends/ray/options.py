@@ -22,6 +22,10 @@ class ReplicaOptions:
     """Most replicas under load; None leaves the number as it is."""
     queued_tokens: int = 8_192
     """Prompt tokens that wait in each replica: more ask for another one."""
+    upscale_delay_s: float = 10.0
+    """For which too much must have waited before there is another one, which takes longer to start itself, seconds."""
+    downscale_delay_s: float = 600.0
+    """For which there must have been too little to do before there is one less, seconds."""
     max_open: int = 64
     """Most queries in a replica at once. Further ones go to another replica, or wait with the caller."""
     num_cpus: float = 1.0
@@ -39,7 +43,7 @@ class ReplicaOptions:
     stats_s: float = 0.5
     """Between what it tells routers of itself, seconds."""
     request_router: str = "streamrag.backends.ray.request_router.StreamRouter"
-    """The class that Ray Serve asks. Another one knows nothing of streams: it suits queries of one prompt only."""
+    """The class that Ray Serve asks: this one, or one of Ray's own as `backends.ray.of_ray` has them for streams."""
 
     def __post_init__(self) -> None:
         low, high = self.min_number, self.max_number
@@ -47,7 +51,7 @@ class ReplicaOptions:
             raise ConfigurationError(f"min_number={low} is for replicas that scale: set max_number too")
         if high is not None and not (low or 1) <= self.number <= high:
             raise ConfigurationError(f"number={self.number} must be from min_number={low} to max_number={high}")
-        for name in ("number", "max_open", "queued_tokens", "drain_s", "health_s", "stats_s"):
+        for name in ("number", "max_open", "queued_tokens", "drain_s", "health_s", "stats_s", "upscale_delay_s"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be over 0")
 

@@ -1,6 +1,8 @@
 """A source in replicas of its own, which scale on their own: retrieval needs no accelerator."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -9,8 +11,12 @@ from streamrag.backends.ray.backend import Connects, left_on_failure
 from streamrag.backends.ray.connection import translated
 from streamrag.backends.ray.replaying import ReplicaLostError
 from streamrag.backends.ray.wire import Failed
-from streamrag.core import Progress, SourceEvent
+from streamrag.core import Append, Chunk, Progress, SourceEvent, Update
 from streamrag.errors import BackendError, SourceError
+from streamrag.modes.context import Context, UpdateMode
+
+MOST_LOST = 3
+"""Replicas that one query may lose, the last of them with an error."""
 
 
 class RaySource:
@@ -43,29 +49,79 @@ class RaySource:
             await self._cluster.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """As the replica's source yields them. A replica that is lost before its first event is replaced once.
+        """As the replica's source yields them. One that is lost is replaced, by another that retrieves from the start.
 
-        :raises SourceError: retrieval failed, or its replica was lost.
+        Nothing of an answer is shown before retrieval has ended, so that nothing shown can be wrong. What the other one
+        finds like the one before is not told twice; from where they differ, each event is the whole new context.
+
+        :raises SourceError: retrieval failed, or replicas were lost, one after another.
         """
         if self._handle is None:
             raise SourceError("the source's replicas are not running: they were closed, or not started")
-        num_events = 0
-        for is_last in (False, True):
-            response: Any = None
+        told: list[SourceEvent] = []
+        for num_lost in range(1, MOST_LOST + 1):
+            events = self._retrieve(self._handle, query)
             try:
-                with translated():
-                    response = self._handle.remote(query)
-                    async for event in response:
-                        if isinstance(event, Failed):
-                            raise event.error()
-                        num_events += 1
+                async with aclosing(_beyond(told, events) if told else events) as news:
+                    async for event in news:
+                        told.append(event)
                         yield event
                 return
             except ReplicaLostError as error:
-                if is_last or num_events:
-                    raise SourceError(f"the replica that retrieved was lost: ask again ({error})") from None
-            except BackendError as error:
-                raise SourceError(str(error)) from error
-            finally:
-                if response is not None:
-                    response.cancel()  # does nothing to one that has ended
+                if num_lost == MOST_LOST:
+                    raise SourceError(f"{num_lost} replicas that retrieved were lost: ask again ({error})") from None
+
+    async def _retrieve(self, handle: DeploymentHandle, query: str) -> AsyncGenerator[SourceEvent, None]:
+        response: Any = None
+        try:
+            with translated():
+                response = handle.remote(query)
+                async for event in response:
+                    if isinstance(event, Failed):
+                        raise event.error()
+                    yield event
+        except BackendError as error:
+            raise SourceError(str(error)) from error
+        finally:
+            if response is not None:
+                response.cancel()  # does nothing to one that has ended
+
+
+async def _beyond(
+    told: Sequence[SourceEvent], events: AsyncGenerator[SourceEvent, None]
+) -> AsyncGenerator[SourceEvent, None]:
+    """What changes the context that `told` made into that of these events, which begin anew."""
+    before = [_content(event) for event in told]
+    shown, context = _folded(told), Context()
+    num_same: int | None = 0
+    """Events that are like those told; None once one was not."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Append | Update):
+                context = context.become(UpdateMode().fold(context, event))
+            if num_same is not None and num_same < len(before) and _content(event) == before[num_same]:
+                num_same += 1
+            elif num_same == len(before):
+                yield event
+            else:
+                num_same = None
+                if isinstance(event, Append | Update):
+                    shown = context
+                    yield Update(tuple(context), event.hint)
+                elif _content(event) not in before:
+                    yield event
+    if num_same is not None and num_same < len(before) and context != shown:  # it has ended before it had as much
+        yield Update(tuple(context))
+
+
+def _content(event: SourceEvent) -> object:
+    """What an event says, but for its guess of what is still to come."""
+    return replace(event, hint=None) if isinstance(event, Append | Update) else event
+
+
+def _folded(events: Sequence[SourceEvent]) -> tuple[Chunk, ...]:
+    context = Context()
+    for event in events:
+        if isinstance(event, Append | Update):
+            context = context.become(UpdateMode().fold(context, event))
+    return context

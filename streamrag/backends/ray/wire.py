@@ -59,6 +59,11 @@ class Open:
     ticket: Any = None
     """Who chooses the replica. Stays in the caller's process: the router there finds it in the call's arguments."""
 
+    @property
+    def prompt(self) -> str:
+        """The first prompt, a character a token: what Ray's own routers read of a call."""
+        return "".join(chr(token_id % 0xD800) for token_id in self.first.after(()).token_ids)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Open, (self.stream_id, self.first, self.params, self.caller_id)
 

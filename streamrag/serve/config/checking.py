@@ -134,6 +134,10 @@ def _engine(loaded: Loaded, told: EngineSettings) -> Iterator[Problem]:
         yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {told.log_path.parent}")
 
 
+OF_SOURCES = ("number", "address", "sources", "max_sources", "source_num_cpus", "place_s")
+"""Settings of replicas that count without engines in them too."""
+
+
 def _replicas(loaded: Loaded, told: ReplicaSettings) -> Iterator[Problem]:
     model, engine = loaded.sections["model"], loaded.sections["engine"]
     assert isinstance(model, ModelSettings)
@@ -143,7 +147,7 @@ def _replicas(loaded: Loaded, told: ReplicaSettings) -> Iterator[Problem]:
             yield from _packages(loaded.where("replicas", key), [("ray", "ray")])
     if not told.number:
         for name in ReplicaSettings.model_fields:
-            if ("replicas", name) in loaded.places and name not in ("number", "address", "sources", "max_sources"):
+            if ("replicas", name) in loaded.places and name not in OF_SOURCES:
                 yield Problem(loaded.where("replicas", name), "is for replicas.number, which is 0")
         return
     where = loaded.where("replicas", "number")

@@ -124,7 +124,12 @@ def make_replicated(
 
     return RayBackend(
         cluster
-        or Cluster(partial(make_engines, model, engine, told), address=told.address, app_name="streamrag-engines"),
+        or Cluster(
+            partial(make_engines, model, engine, told),
+            address=told.address,
+            app_name="streamrag-engines",
+            place_s=told.place_s,
+        ),
         make_tokenizer=partial(make_tokenizer, model, engine),
         router=make_router(told.router),
         max_replays=told.max_replays,
@@ -169,7 +174,12 @@ def make_pooled(told: SourceSettings, replicas: ReplicaSettings) -> Source:
     from streamrag.backends.ray.source import RaySource
 
     return RaySource(
-        Cluster(partial(make_sources, told, replicas), address=replicas.address, app_name="streamrag-sources")
+        Cluster(
+            partial(make_sources, told, replicas),
+            address=replicas.address,
+            app_name="streamrag-sources",
+            place_s=replicas.place_s,
+        )
     )
 
 
@@ -177,7 +187,9 @@ def make_sources(told: SourceSettings, replicas: ReplicaSettings) -> Any:
     """The sources as an application of Ray Serve's."""
     from streamrag.backends.ray.deployment import sources
 
-    return sources(partial(make_source, told), replicas.sources, replicas.max_sources)
+    return sources(
+        partial(make_source, told), replicas.sources, replicas.max_sources, num_cpus=replicas.source_num_cpus
+    )
 
 
 def _require_ray() -> None:

@@ -132,6 +132,12 @@ class ReplicaSettings(Section):
     queued_tokens: int = Field(
         default=8192, ge=1, description="tokens of prompts that wait in each engine before there is another one"
     )
+    upscale_delay_s: float = Field(
+        default=10.0, gt=0, description="seconds for which too much must have waited before there is another engine"
+    )
+    downscale_delay_s: float = Field(
+        default=600.0, ge=0, description="seconds with too little to do before there is one less"
+    )
     max_open: int = Field(default=64, ge=1, description="queries that are open in one engine at once")
     max_replays: int = Field(
         default=3, ge=0, description="times that a query which has shown nothing is asked again when its engine is lost"
@@ -147,6 +153,15 @@ class ReplicaSettings(Section):
         default=0, ge=0, description="replicas of the source; 0 retrieves in the service's own process"
     )
     max_sources: int | None = Field(default=None, ge=1, description="most replicas of the source under load")
+    source_num_cpus: float = Field(default=0.0, ge=0, description="CPUs that each replica of the source takes")
+    front_num_cpus: float = Field(
+        default=0.0, ge=0, description="CPUs that the service itself takes as an application of Ray Serve's"
+    )
+    place_s: float = Field(
+        default=900.0,
+        gt=0,
+        description="longest that replicas wait for a node of a cluster with room for them, seconds",
+    )
 
 
 class PromptSettings(Section):

@@ -3,7 +3,9 @@
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -12,11 +14,13 @@ from in_process import Fewest
 pytest.importorskip("ray")
 
 from ray.serve.config import AutoscalingContext
+from ray.serve.request_router import RequestRouter
 
+from streamrag.backends.ray import request_router
 from streamrag.backends.ray.choosing import Candidate, Choosing
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica
-from streamrag.backends.ray.request_router import StreamRouter
+from streamrag.backends.ray.request_router import OfStreams, StreamRouter
 from streamrag.backends.ray.scaling import QUEUED_TOKENS, QueuedTokensPolicy
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
@@ -98,16 +102,107 @@ def test_a_replica_of_another_version_may_tell_less_or_more() -> None:
     assert router.states == [ReplicaState("a", max_open=3, cache_hit_rate=0.5, measured_s=0.0)]
 
 
+def replica_of_ray(name: str, **stats: float) -> SimpleNamespace:
+    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), max_ongoing_requests=6, routing_stats=stats)
+
+
+def call_of(*args: object) -> SimpleNamespace:
+    return SimpleNamespace(args=args, routing_context=SimpleNamespace())
+
+
+def router_of(kind: type[RequestRouter]) -> Any:
+    """As Ray makes it, but for what that needs of a cluster."""
+    router = object.__new__(kind)
+    router.initialize_state()
+    return router
+
+
+async def test_stats_are_as_old_as_they_are_when_a_query_comes_and_not_as_new_as_the_query(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody asked anything for a while."""
+    now_s = 10.0
+    monkeypatch.setattr(request_router, "monotonic", lambda: now_s)
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
+    router, seeing = router_of(StreamRouter), Seeing()
+    choosing = Choosing(seeing, clock=lambda: now_s)
+    there = [replica_of_ray("a", told_s=77.0), replica_of_ray("b")]
+    router.update_replicas(there)
+    now_s = 12.0
+    there[1].routing_stats = {"told_s": 50.0}
+    router.update_replicas(there)
+    now_s = 15.0
+    call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me", choosing.ticket("1", FIRST))
+    assert await router.choose_replicas(there, call_of(call)) == [[there[0]], [there[1]]]
+    assert [state.measured_s for state in seeing.states] == [10.0, 12.0]
+    router.update_replicas(there[1:])
+    router.update_replicas(there)  # one that was gone meanwhile has told anew
+    assert router._told == {"a": (77.0, 15.0), "b": (50.0, 12.0)}
+
+
+async def test_a_router_of_rays_own_is_asked_for_streams_that_are_opened_and_for_no_other_call() -> None:
+    class Other(RequestRouter):
+        asked: ClassVar[list[object]] = []
+
+        async def choose_replicas(self, candidate_replicas, pending_request=None):  # type: ignore[no-untyped-def]
+            self.asked.append(pending_request.args[0].prompt)
+            return [candidate_replicas[1:]]
+
+        def on_request_routed(self, pending_request, replica_id, result):  # type: ignore[no-untyped-def]
+            self.asked.append(pending_request.args[0].prompt)
+
+    class OtherOfStreams(OfStreams, Other):
+        pass
+
+    router = router_of(OtherOfStreams)
+    a, b = there = [replica_of_ray("a"), replica_of_ray("b")]
+    opening = call_of(Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me"))
+    assert await router.choose_replicas(there, opening) == [[b]]
+    assert await router.choose_replicas(there, call_of("a", "1", None)) == [[a]]
+    assert await router.choose_replicas(there, call_of("gone", "1", None)) == [there]
+    assert await router.choose_replicas(there, call_of()) == [there]
+    for call in (call_of("a", "me"), opening, call_of()):
+        router.on_request_routed(call, None, None)
+    assert Other.asked == ["\x01\x02\x03"] * 2
+
+
+@pytest.mark.parametrize("name", ["PowerOfTwo", "PrefixAffinity"])
+def test_rays_own_routers_can_be_named(name: str) -> None:
+    from streamrag.backends.ray.deployment import engines
+
+    path = f"streamrag.backends.ray.of_ray.{name}"
+    deployed = engines(ScriptedBackend, ReplicaOptions(request_router=path))._bound_deployment
+    router = deployed._deployment_config.request_router_config.get_request_router_class()
+    assert issubclass(router, RequestRouter)
+    assert router.__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter", "to any replica"),
+        ("nowhere.Router", "cannot be imported"),
+        ("Router", "cannot be imported"),
+        ("streamrag.clock.monotonic", "to any replica"),
+    ],
+)
+def test_a_request_router_that_would_lose_updates_is_refused(path: str, why: str) -> None:
+    from streamrag.backends.ray.deployment import engines
+
+    with pytest.raises(ConfigurationError, match=why):
+        engines(ScriptedBackend, ReplicaOptions(request_router=path))
+
+
 async def test_a_router_that_fails_does_not_hold_up_queries(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Fewest):
         def rank(self, opening, replicas, now_s):  # type: ignore[no-untyped-def, override]
             raise ZeroDivisionError
 
-    replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"), max_ongoing_requests=6, routing_stats={})
+    replica = replica_of_ray("a")
     ticket = Choosing(Failing(), clock=lambda: 0.0).ticket("1", FIRST)
     call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me", ticket)
-    pending = SimpleNamespace(args=[call], routing_context=SimpleNamespace())
-    assert await StreamRouter.choose_replicas(None, [replica], pending) == [[replica]]
+    pending = call_of(call)
+    assert await router_of(StreamRouter).choose_replicas([replica], pending) == [[replica]]
     assert pending.routing_context.should_backoff
     assert "goes to any replica" in caplog.text
 
@@ -278,3 +373,41 @@ def test_what_an_engine_needs_of_its_node_is_passed_to_ray() -> None:
         "num_cpus": 4, "num_gpus": 1, "accelerator_type": "H100", "resources": {"rack_7": 1},
     }  # fmt: skip
     assert ReplicaOptions().for_actor == {"num_cpus": 1.0, "resources": {}}
+
+
+def test_sources_and_the_service_take_no_cpus_that_engines_may_have_taken_unless_they_are_told(tmp_path: Path) -> None:
+    from streamrag.serve.config.configuration import load
+    from streamrag.serve.config.parts import make_sources
+    from streamrag.serve.ray_app import application
+
+    (tmp_path / "search.jsonl").touch()
+    options = {
+        "model.name": str(tmp_path),
+        "source.trace": str(tmp_path / "search.jsonl"),
+        "replicas.number": "2",
+        "replicas.sources": "1",
+    }
+
+    def cpus(**more: str) -> list[float]:
+        settings = load(None, {}, {**options, **more}).settings
+        deployed = (
+            make_sources(settings.source, settings.replicas),
+            application(settings, make_engine=ScriptedBackend),
+        )
+        return [each._bound_deployment.ray_actor_options["num_cpus"] for each in deployed]
+
+    assert cpus() == [0, 0]
+    assert cpus(**{"replicas.source_num_cpus": "0.5", "replicas.front_num_cpus": "2"}) == [0.5, 2]
+
+
+def test_the_autoscaler_looks_back_no_further_than_it_is_to_wait() -> None:
+    from streamrag.backends.ray.deployment import engines
+
+    def scaling(**options: float) -> tuple[float, ...]:
+        deployed = engines(ScriptedBackend, ReplicaOptions(number=1, max_number=2, **options))._bound_deployment  # type: ignore[arg-type]
+        told = deployed._deployment_config.autoscaling_config
+        return told.upscale_delay_s, told.downscale_delay_s, told.metrics_interval_s, told.look_back_period_s
+
+    assert scaling() == (10, 600, 10, 30)
+    assert scaling(upscale_delay_s=60.0) == (60, 600, 10, 30)
+    assert scaling(upscale_delay_s=1.0, downscale_delay_s=2.0) == (1, 2, 1, 3)

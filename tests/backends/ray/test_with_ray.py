@@ -5,8 +5,10 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,10 +23,12 @@ from streamrag.backends.ray import RayBackend
 from streamrag.backends.ray.cluster import Cluster
 from streamrag.backends.ray.deployment import engines
 from streamrag.backends.ray.options import ReplicaOptions
+from streamrag.backends.ray.source import RaySource
 from streamrag.backends.tokenizer import CodePointTokenizer
-from streamrag.core import AnswerChunk, SamplingParams
-from streamrag.errors import BackendError
+from streamrag.core import AnswerChunk, Append, SamplingParams
+from streamrag.errors import BackendError, ConfigurationError, SourceError
 from streamrag.serve.config.configuration import load
+from streamrag.serve.config.parts import make_pooled
 from streamrag.serve.server import listen
 from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write_trace
 
@@ -197,6 +201,88 @@ async def test_a_rolling_restart_under_load_fails_no_query(backend: RayBackend) 
     assert not before & set(await who(backend))
 
 
+async def start(cluster: Cluster, **options: Any) -> RayBackend:
+    """Engines of another application, on the same cluster."""
+    other = RayBackend(cluster, make_tokenizer=CodePointTokenizer, router=Fewest(), **options)
+    await other.start(lambda line: None)
+    return other
+
+
+@pytest.mark.parametrize("name", ["PowerOfTwo", "PrefixAffinity"])
+async def test_rays_own_routers_send_prompts_to_the_replica_that_has_the_stream(backend: RayBackend, name: str) -> None:
+    options = replace(OPTIONS, num_cpus=0.1, request_router=f"streamrag.backends.ray.of_ray.{name}")
+    other = await start(Cluster(partial(engines, Engine, options), app_name="other"))
+    assert await asyncio.gather(*[ask(other, "W", "Why", "Why?") for _ in range(8)]) == ["An answer."] * 8
+    replicas = other._running()._replicas
+    assert type(replicas._opening._router._asyncio_router.request_router).__name__ == name  # type: ignore[attr-defined]
+    async with aclosing(other.generate(after(growing("endless")), SamplingParams())) as events:
+        async for event in events:
+            if isinstance(event, AnswerChunk):
+                break
+        await other._running().touch()  # what names no replica would raise, and Serve never answer it
+    await other.aclose()
+
+
+async def test_a_start_that_no_node_has_room_for_ends_with_what_is_missing(backend: RayBackend) -> None:
+    large = partial(engines, Engine, replace(OPTIONS, number=3, num_cpus=2.0))
+    with pytest.raises(ConfigurationError, match="fit on this machine: 3 engines need 6 CPU, and it has 4 CPU"):
+        await start(Cluster(large, app_name="large"))
+    with pytest.raises(ConfigurationError, match=r"no node of the cluster had room within 5 s for . of 'engines'"):
+        await start(Cluster(large, address="auto", app_name="large", place_s=5.0))
+    assert "large" not in serve.status().applications
+
+
+async def test_engines_come_and_go_with_the_tokens_that_wait(backend: RayBackend) -> None:
+    options = replace(
+        OPTIONS, number=1, max_number=2, num_cpus=0.1, queued_tokens=20, upscale_delay_s=1.0, downscale_delay_s=1.0
+    )
+
+    async def until(num: int) -> None:
+        while serve.status().applications["scaling"].deployments["engines"].replica_states != {"RUNNING": num}:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)  # Serve tells nobody
+
+    other = await start(Cluster(partial(engines, Engine, options), app_name="scaling"))
+    await until(1)
+    holding = [asyncio.create_task(ask(other, f"hold {'x' * 30}")) for _ in range(2)]
+    await until(2)
+    for task in holding:
+        task.cancel()
+    await asyncio.wait(holding)
+    await until(1)
+    await other.aclose()
+
+
+def process_of(app: str, deployment: str) -> int:
+    there = serve.context._get_global_client().get_serve_details()["applications"][app]["deployments"]
+    return next(each["pid"] for each in there[deployment]["replicas"] if each["state"] == "RUNNING")
+
+
+async def test_a_source_whose_replica_is_killed_while_it_retrieves_is_asked_anew(
+    backend: RayBackend, tmp_path: Path
+) -> None:
+    pages = [
+        TracedAppend(at_s, TracedChunk(f"{at_s}", 4, f"page {at_s}", f"{at_s}.md", title="P")) for at_s in (0.0, 4.0)
+    ]
+    write_trace(Trace((TracedQuery("1", 0.0, "Why?", tuple(pages), 4.0),)), tmp_path / "slow.jsonl")
+    told = {"source.trace": str(tmp_path / "slow.jsonl"), "replicas.sources": "1", "model.name": "x"}
+    settings = load(None, {}, told).settings
+    source = make_pooled(settings.source, settings.replicas)
+    assert isinstance(source, RaySource)
+    await source.start(lambda line: None)
+    assert source.name == "ReplaySource"
+    found: list[str] = []
+    async with aclosing(source.stream("Why?")) as events:
+        async for event in events:
+            assert isinstance(event, Append)
+            if not found:
+                os.kill(process_of("streamrag-sources", "sources"), signal.SIGKILL)
+            found.append(event.chunk.uri)
+    assert found == ["0.0.md", "4.0.md"]
+    with pytest.raises(SourceError, match="What"):
+        await anext(source.stream("What?"))
+    await source.aclose()
+
+
 async def test_the_whole_service_as_an_application_with_a_pool_of_sources(
     backend: RayBackend, port: int, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -225,6 +311,18 @@ async def test_the_whole_service_as_an_application_with_a_pool_of_sources(
         assert "retrieval failed" in failed["error"]["message"]
         async with client.stream("POST", "/v1/chat/completions", json={**asked, "stream": True}) as response:
             lines = [line async for line in response.aiter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    assert len(lines) > 3
+        assert lines[-1] == "data: [DONE]"
+        assert len(lines) > 3
+        before, statuses, is_done = process_of("service", "front"), [], asyncio.Event()
+
+        async def keep_asking() -> None:
+            while not is_done.is_set():
+                statuses.append((await client.post("/v1/chat/completions", json=asked)).status_code)
+
+        asking = [asyncio.create_task(keep_asking()) for _ in range(3)]
+        await asyncio.to_thread(serve.run, app, name="service", route_prefix="/")  # a rolling restart of all of it
+        is_done.set()
+        await asyncio.gather(*asking)
+        assert set(statuses) == {200}
+        assert process_of("service", "front") != before
     serve.delete("service")
