@@ -113,8 +113,9 @@ bench-crawl: .venv/installed ## milliseconds of each step of a crawl, pages a se
 bench-postgres: .venv/installed ## what each rung of a ladder in PostgreSQL takes and finds, 20,000 rows: some minutes
 	$(RUN) experiments/postgres.py --json experiments/results/postgres.json
 
-bench-answers: .venv/installed ## 40 questions about the documentation: what does the demo's model answer rightly, and cite? real engine
-	$(RUN) experiments/answers.py --json experiments/results/answers.json
+bench-answers: .venv/installed ## 40 questions about the documentation: what does the demo's model answer rightly, and cite? real engine, an hour, resumable
+	mkdir -p bench-results/answers
+	$(RUN) experiments/answers.py --keep bench-results/answers --json experiments/results/answers.json
 
 bench-hybrid: .venv/installed ## keywords, vectors and reranking: what each finds, how long it takes, what updates cost; a quarter of an hour
 	$(RUN) experiments/hybrid.py --json experiments/results/hybrid.json
