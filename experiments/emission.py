@@ -53,6 +53,7 @@ from streamrag.bench.provenance import versions
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
+from streamrag.files import write_whole
 from streamrag.sources.emission.calibration_queries import HeldOut, sentences
 from streamrag.sources.emission.worth_sending import estimate_tokens
 from streamrag.trace.generate import LongWindow, generate
@@ -416,6 +417,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw the calibration of the trace")
     parser.add_argument("--index", type=Path, metavar="INDEX", help="of the documentation, for live searches")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the loads that are done, for the next run")
     parser.add_argument("--only", action="append", choices=tuple(RATES), help="these loads only")
     arguments = parser.parse_args()
     made: dict[str, Callable[[], Load]] = {
@@ -431,18 +433,30 @@ def main() -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(names) * len(ARMS) * len(MODES) * 2)
         for name in names:
+            kept = arguments.keep / f"{name}.json" if arguments.keep else None
+            if kept and kept.exists():
+                measured = json.loads(kept.read_text())
+                rows += measured["rows"]
+                orders.append(measured["order"])
+                progress.advance(task, len(measured["rows"]))
+                continue
             if name in made:
                 load = made[name]()
             else:
                 load, num_others = asyncio.run(live(name, arguments.index, progress))
                 assert num_others == 0, f"{num_others} of {len(load.queries)} live searches had another final context"
             orders.append(displacement(load))
+            of_load = []
             for qps in RATES[name]:
                 for arm in ARMS:
                     for order in MODES:
                         progress.update(task, description=f"{name}, {qps:g}/s, {arm}, {order}")
-                        rows.append(measure(load, arm, order, qps))
+                        of_load.append(measure(load, arm, order, qps) | {"date": date.today().isoformat()})
                         progress.advance(task)
+            rows += of_load
+            if kept:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(kept, json.dumps({"rows": of_load, "order": orders[-1]}))
     print_rows(rows, console)
     for each in orders:
         console.print(*(f"{name}: {value:.2f}" if name != "load" else value for name, value in each.items()), sep="  ")
@@ -450,7 +464,6 @@ def main() -> int:
         draw_calibration(arguments.plot, calibrated(read_trace(SEARCH).queries))
     if arguments.json:
         as_json = {
-            "date": date.today().isoformat(),
             "versions": versions(),
             "profile": PROFILE,
             "num_seeds": NUM_SEEDS,
