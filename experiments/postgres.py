@@ -46,7 +46,7 @@ PROBES = (1, 2, 4, 8, 16, 32)
 NUM_WARMING = 5
 """Queries that are asked first, and not counted."""
 NUM_WORDS = 180
-"""Of a passage, where it is measured what it is worth that vectors are stored in their rows; as an index on disk has."""
+"""Of a passage, where it is measured what storing vectors in their rows is worth."""
 NUM_STORAGE_TURNS = 3
 Places: TypeAlias = "list[tuple[str, int]]"
 
