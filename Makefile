@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-busy bench-step bench-emission bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-early-exit demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
+.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-busy bench-step bench-emission bench-near-end bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-early-exit demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -102,9 +102,12 @@ bench-busy: .venv/installed ## what it costs to keep the engine less busy, by se
 bench-step: .venv/installed ## microseconds that planning a step takes over vLLM's own, with 50 and 500 requests; two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/step_cost.py --json experiments/results/step_cost.json
 
-bench-emission: .venv/installed ## send every update, the last, or what is worth it; by rank or in stable order; a quarter of an hour, simulated
+bench-emission: .venv/installed ## send every update, the last, or what is worth it; by rank or in stable order; half an hour, simulated, resumable
 	test -d build/emission-index || .venv/bin/streamrag index build docs --out build/emission-index
-	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/emission.py --index build/emission-index --json experiments/results/emission.json --plot docs/calibration.png
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/emission.py --index build/emission-index --keep bench-results/emission --json experiments/results/emission.json --plot docs/calibration.png
+
+bench-near-end: .venv/installed ## a search on the model's own processors: what NearEnd gives for what it takes; real engine, two minutes
+	$(RUN) experiments/near_end.py --json experiments/results/near_end.json
 
 bench-crawl: .venv/installed ## milliseconds of each step of a crawl, pages a second, the first page's delay, memory; near-duplicates
 	$(RUN) experiments/crawling.py --json experiments/results/crawling.json
@@ -113,13 +116,15 @@ bench-crawl: .venv/installed ## milliseconds of each step of a crawl, pages a se
 bench-postgres: .venv/installed ## what each rung of a ladder in PostgreSQL takes and finds, 20,000 rows: some minutes
 	$(RUN) experiments/postgres.py --json experiments/results/postgres.json
 
-bench-answers: .venv/installed ## 40 questions about the documentation: what does the demo's model answer rightly, and cite? real engine
-	$(RUN) experiments/answers.py --json experiments/results/answers.json
+bench-answers: .venv/installed ## 40 questions about the documentation: what does the demo's model answer rightly, and cite? real engine, an hour, resumable
+	mkdir -p bench-results/answers
+	$(RUN) experiments/answers.py --keep bench-results/answers --json experiments/results/answers.json
 
 bench-hybrid: .venv/installed ## keywords, vectors and reranking: what each finds, how long it takes, what updates cost; a quarter of an hour
 	$(RUN) experiments/hybrid.py --json experiments/results/hybrid.json
 
 bench-index: .venv/installed ## DiskANN and IVF with 100,000 vectors, DOCUMENTS=FOLDER embedded first; SLOW=--slow as root: minutes to an hour
+	@test -n "$(DOCUMENTS)" || { echo 'name a folder of documents, 20,000 passages or more:  make bench-index DOCUMENTS=FOLDER'; exit 1; }
 	$(RUN) experiments/index_size.py $(DOCUMENTS) $(SLOW) --json experiments/results/index_size.json
 
 bench-sessions: .venv/installed ## a session's questions while its context grows, data stream in, windows slide: H200 and L40S simulated, then a real engine, minutes

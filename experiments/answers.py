@@ -1,16 +1,18 @@
 """How many of 40 questions does the demo's model answer rightly, and cite rightly? On the real engine.
 
-    python experiments/answers.py [--model FOLDER] [--dtype D] [--only SETTING] [--questions N] [--json FILE]
-                                  [--keep FOLDER]
+    python experiments/answers.py [--model FOLDER | --untaught] [--dtype D] [--only SETTING] [--questions N]
+                                  [--docs FOLDER] [--json FILE] [--keep FOLDER]
 
 The questions are about streamrag's own documentation, which the model was not taught on; what is retrieved for each is
 what an index of it gives, by keywords, vectors and late interaction as in `make demo`, or by vectors alone. An answer
-is right if it has the words that it must contain, and cites rightly if the first number in it is that of a passage with
-these words. Every setting answers all questions, not streaming. The best by one half of the questions is then asked in
-both ways, one after another: tokens must be equal. The other half is the test. With `--only "2 sentences"` nothing
-is chosen, and that setting is asked in both ways: minutes instead of most of an hour. `--keep` uses what an earlier
-run made, also if the documentation has changed since: the model, indexes, what was retrieved and the answers of each
-setting that was finished. So a run that was stopped goes on there.
+is right if it has the words that it must contain, as whole words, and cites rightly if the first number in it is that
+of a passage with these words. Every setting answers all questions, not streaming. The best by one half of the questions
+is then asked in both ways, one after another: tokens must be equal. The other half is the test. With `--only "2
+sentences"` nothing is chosen, and that setting is asked in both ways: minutes instead of most of an hour. `--keep` uses
+what an earlier run made, also if the documentation has changed since: the model, indexes, what was retrieved and the
+answers of each setting that was finished. So a run that was stopped goes on there. Of the answers that were not
+streamed, asked one at a time, it also says how long the prompt took and how many tokens came in a second. `--untaught`
+asks the model that `streamrag demo-model --untaught` makes.
 """
 
 import argparse
@@ -19,11 +21,13 @@ import hashlib
 import json
 import os
 import re
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +134,9 @@ class Row:
     text: str
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
+    ttft_after_retrieval_s: float | None = None
+    decode_s: float | None = None
+    """From the first token to the last."""
 
 
 def plain(text: str) -> str:
@@ -138,7 +145,8 @@ def plain(text: str) -> str:
 
 
 def has_words(text: str, words: Sequence[str]) -> bool:
-    return all(word in plain(text) for word in words)
+    """Whether all are there, each as a whole: "plot" is not in "matplotlib"."""
+    return all(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", plain(text)) for word in words)
 
 
 def row(question: str, answer: Answer) -> Row:
@@ -155,6 +163,8 @@ def row(question: str, answer: Answer) -> Row:
         answer.text,
         answer.token_ids,
         answer.num_prompt_tokens,
+        answer.timings.ttft_after_retrieval_s,
+        answer.timings.total_s - answer.timings.ttft_s,
     )
 
 
@@ -171,9 +181,9 @@ Found = dict[str, list[tuple[Chunk, ...]]]
 """For each question what the search updated its result to; the last is what it found."""
 
 
-async def retrieve(folder: Path, settings: Sequence[Setting], asked: Sequence[str]) -> dict[Search, Found]:
+async def retrieve(folder: Path, docs: Path, settings: Sequence[Setting], asked: Sequence[str]) -> dict[Search, Found]:
     """For each search and each question, what the index gives at last."""
-    build_site(DOCS, folder / "site")
+    build_site(docs, folder / "site")
     most = max(setting.k for setting in SETTINGS)
     found: dict[Search, Found] = {}
     for search in {setting.search: None for setting in settings}:
@@ -305,9 +315,36 @@ class Asking:
         return [Row(**each | {"token_ids": tuple(each["token_ids"])}) for each in json.loads(kept.read_text())]
 
 
+def retrieved(found: dict[Search, Found]) -> dict[str, list[int]]:
+    """For each search, how many questions have their words in the first of what it found, the first two, and so on."""
+    return {
+        f"{k} passages of {words} words, as sentences"
+        if k
+        else f"passages of {words} words{', by vectors alone' * by_vectors}": [
+            sum(
+                any(has_words(chunk.text, QUESTIONS[question]) for chunk in updates[-1][:first])
+                for question, updates in each.items()
+            )
+            for first in range(1, 6)
+        ]
+        for (words, by_vectors, k), each in found.items()
+    }
+
+
+def seconds(rows: Sequence[Row]) -> dict[str, float]:
+    """What prompts and tokens took, asked one at a time after retrieval."""
+    waits = [row.ttft_after_retrieval_s for row in rows if row.ttft_after_retrieval_s is not None]
+    decoding_s = sum(row.decode_s or 0.0 for row in rows)
+    return {
+        "num_prompt_tokens": statistics.mean(row.num_prompt_tokens for row in rows),
+        "ttft_after_retrieval_s": statistics.median(waits),
+        "tokens_per_s": sum(len(row.token_ids) - 1 for row in rows) / decoding_s,
+    }
+
+
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     settings = [s for s in SETTINGS if not arguments.only or s.name in arguments.only]
-    found = await retrieve(folder, settings, [*QUESTIONS][: arguments.questions])
+    found = await retrieve(folder, arguments.docs, settings, [*QUESTIONS][: arguments.questions])
     results: dict[str, list[Row]] = {}
     async with Asking(folder, arguments, found) as asking:
         for setting in settings if len(settings) > 1 else ():
@@ -317,28 +354,42 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         both = [await asking.rows(best, overlap=overlap, at_once=1) for overlap in (True, False)]
     results = results or {best.name: both[1]}
     num_equal = sum(a.token_ids == b.token_ids for a, b in zip(*both, strict=True))
-    return {"settings": results, "chosen": best.name, "streaming": both[0], "waiting": both[1], "num_equal": num_equal}
+    return {
+        "settings": results,
+        "chosen": best.name,
+        "streaming": both[0],
+        "waiting": both[1],
+        "num_equal": num_equal,
+        "retrieved": retrieved(found),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="another model than `streamrag demo-model` makes")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path, metavar="FOLDER", help="another model than `streamrag demo-model` makes")
+    which.add_argument("--untaught", action="store_true", help="what `streamrag demo-model --untaught` makes")
     parser.add_argument("--dtype", default="float32", metavar="D", help="of the engine (%(default)s)")
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--only", action="append", choices=names, metavar="SETTING", help=f"of {'; '.join(names)}")
+    parser.add_argument(
+        "--docs", type=Path, default=DOCS, metavar="FOLDER", help="the documentation of another version"
+    )
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), metavar="N", help="only the first N")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of what is made and answered, for the next run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the answers")
     arguments = parser.parse_args()
-    pages = {path.name: plain(path.read_text()) for path in sorted(DOCS.glob("*.md")) if path.name != "api.md"}
+    pages = {
+        path.name: plain(path.read_text()) for path in sorted(arguments.docs.glob("*.md")) if path.name != "api.md"
+    }
     for question, words in QUESTIONS.items():
         assert any(has_words(text, words) for text in pages.values()), f"no page answers {question!r} any more"
     with tempfile.TemporaryDirectory(prefix="streamrag-") as temporary:
         folder = arguments.keep or Path(temporary)
         if arguments.model is None:
-            arguments.model = folder / "model"
+            arguments.model = folder / ("model-untaught" if arguments.untaught else "model")
             if not arguments.model.exists():
-                make_demo_model(arguments.model)
+                make_demo_model(arguments.model, taught=not arguments.untaught)
         measured = asyncio.run(measure(arguments, folder))
     for one in measured["streaming"]:
         mark = "[green]cited[/]" if one.is_cited else "[yellow]right[/]" if one.is_right else "[red]wrong[/]"
@@ -347,17 +398,27 @@ def main() -> int:
     console.print(table_of(measured["settings"], f"{arguments.questions} questions, {arguments.dtype}"))
     console.print(table_of({measured["chosen"]: measured["streaming"]}, "chosen by one half, and asked streaming"))
     console.print(f"streaming and not, the same tokens: {measured['num_equal']} of {arguments.questions}")
+    for search, counts in measured["retrieved"].items():
+        console.print(f"{search}: the words are in the first 1 to {len(counts)} for {', '.join(map(str, counts))}")
+    took = seconds(measured["waiting"])
+    console.print(
+        f"{measured['chosen']}, one at a time: prompts of {took['num_prompt_tokens']:.0f} tokens in "
+        f"{took['ttft_after_retrieval_s']:.2f} s (median), then {took['tokens_per_s']:.1f} tokens a second"
+    )
     if arguments.json:
+        told = ["python experiments/answers.py", *(f'--only "{name}"' for name in arguments.only or ())]
         as_json = {
-            "command": " ".join(
-                ["python experiments/answers.py", *(f'--only "{name}"' for name in arguments.only or ())]
-            ),
+            "command": " ".join([*told, *["--untaught"] * arguments.untaught]),
+            "date": date.today().isoformat(),
             "versions": versions(),
             "dtype": arguments.dtype,
             "chosen": measured["chosen"],
             "num_equal": measured["num_equal"],
+            "retrieved": measured["retrieved"],
+            "seconds": took,
             "settings": {name: [asdict(r) for r in rows] for name, rows in measured["settings"].items()},
             "streaming": [asdict(r) for r in measured["streaming"]],
+            "waiting": [asdict(r) for r in measured["waiting"]],
         }
         write_whole(arguments.json, json.dumps(as_json, indent=1) + "\n")
     return 0 if measured["num_equal"] == arguments.questions else 1

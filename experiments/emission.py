@@ -11,6 +11,9 @@ context of each query is compared with that of the source itself. The same updat
     docs        searches in this repository's documentation, recorded live: VectorSource, real embeddings; asked are
                 sentences of its passages, and calibrated on are others (--index)
     ranked      the same, each stage ranked again by words (--index)
+    hybrid      the same documentation, by keywords, vectors and late interaction, recorded live: a HybridSource as it
+                is, slow because reranking is; asked are 40 questions that people might ask, and calibrated is as
+                `streamrag index calibrate --rerank late-interaction` does it (--index)
 """
 
 import argparse
@@ -19,11 +22,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from documentation_questions import QUESTIONS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -32,6 +38,7 @@ from streamrag import (
     Calibration,
     Chunk,
     Hint,
+    HybridSource,
     Source,
     Startable,
     Update,
@@ -42,10 +49,12 @@ from streamrag import (
 )
 from streamrag.bench.calibration_picture import draw_calibration
 from streamrag.bench.cell import CellResult, CellSettings
+from streamrag.bench.provenance import versions
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
-from streamrag.sources.emission.calibration_queries import sentences
+from streamrag.files import write_whole
+from streamrag.sources.emission.calibration_queries import HeldOut, sentences
 from streamrag.sources.emission.worth_sending import estimate_tokens
 from streamrag.trace.generate import LongWindow, generate
 from streamrag.trace.read import read_trace
@@ -62,6 +71,7 @@ RATES = {
     "anns-last": (0.2, 3.0),
     "docs": (0.5, 20.0),
     "ranked": (0.5, 20.0),
+    "hybrid": (0.5, 20.0),
 }
 """Queries a second: alone, and on an engine that is busy most of the time."""
 ARMS = ("always", "last", "worth, whole", "worth")
@@ -69,6 +79,7 @@ MODES = {"rank": UpdateMode(), "stable": UpdateMode("stable")}
 NUM_QUERIES = 60
 NUM_SEEDS = 1
 K = 10
+NUM_CANDIDATES = 40
 SENT: dict[tuple[str, str, float, int], tuple[TracedQuery, ...]] = {}
 """What has been worked out, for the other order."""
 
@@ -165,29 +176,41 @@ async def live(name: str, index: Path, progress: Progress) -> tuple[Load, int]:
     """Searches as they are, and in how many `WorthSending` gave another final context, live, which must be none."""
     from record_traces import Reranked
 
-    if name == "docs":
-        source: Source = VectorSource(index, k=K)
-    else:
-        source = Reranked([VectorSource(index, k=num, ladder=(2 * num,)) for num in (K, 2 * K, 4 * K, 8 * K)], K)
-    assert isinstance(source, Startable)
-    await source.start(lambda line: None)
-    task = progress.add_task(f"{name}: searching", total=3 * NUM_QUERIES)
-    try:
-        calibration = await calibrate(
-            source, sentences(index, NUM_QUERIES, 1), on_progress=lambda *_: progress.advance(task)
-        )
+    def opened(k: int) -> Source:
+        if name == "docs":
+            return VectorSource(index, k=k)
+        if name == "hybrid":
+            return HybridSource(index, k=k, candidates=NUM_CANDIDATES, reranker="late-interaction")
+        return Reranked([VectorSource(index, k=num, ladder=(2 * num,)) for num in (K, 2 * K, 4 * K, 8 * K)], K)
+
+    source, places = opened(K), sentences(index, NUM_QUERIES, 1)
+    asked, searched = [*sentences(index, NUM_QUERIES, 2)], source
+    if name == "hybrid":
+        asked, searched = [*QUESTIONS], HeldOut(opened(K + 1), places, K)
+    task = progress.add_task(f"{name}: searching", total=len(places) + 2 * len(asked))
+    async with started(searched):
+        calibration = await calibrate(searched, [*places], on_progress=lambda *_: progress.advance(task))
+    async with started(source):
         held = WorthSending(source, calibration, PROFILE)
         queries, num_others = [], 0
-        for number, text in enumerate(sentences(index, NUM_QUERIES, 2)):
+        for number, text in enumerate(asked):
             query = await recorded(source, f"{name}-{number}", text)
             again = await recorded(held, f"{name}-{number}", text)
             num_others += keys(query) != keys(again)
             queries.append((query, calibration))
             progress.advance(task, 2)
+    progress.remove_task(task)
+    return Load(name, tuple(queries)), num_others
+
+
+@asynccontextmanager
+async def started(source: Source) -> AsyncIterator[None]:
+    assert isinstance(source, Startable)
+    await source.start(lambda line: None)
+    try:
+        yield
     finally:
         await source.aclose()
-        progress.remove_task(task)
-    return Load(name, tuple(queries)), num_others
 
 
 async def recorded(source: Source, query_id: str, text: str) -> TracedQuery:
@@ -335,8 +358,11 @@ def displacement(load: Load) -> dict[str, Any]:
         moved += [abs(stable.index(key) - rank) for rank, key in enumerate(ranked)]
         is_first.append(ranked[:1] == stable[:1])
         in_top.append(len({*ranked[:5]} & {*stable[:5]}) / max(len(ranked[:5]), 1))
+    retrieval_s = [query.end_s for query, _ in load.queries]
     return {
         "load": load.name,
+        "num_queries": len(load.queries),
+        "retrieval_s": statistics.mean(retrieval_s),
         "places_moved": statistics.mean(moved),
         "share_with_the_best_first": statistics.mean(is_first),
         "share_of_best_five_in_front_five": statistics.mean(in_top),
@@ -391,6 +417,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw the calibration of the trace")
     parser.add_argument("--index", type=Path, metavar="INDEX", help="of the documentation, for live searches")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the loads that are done, for the next run")
     parser.add_argument("--only", action="append", choices=tuple(RATES), help="these loads only")
     arguments = parser.parse_args()
     made: dict[str, Callable[[], Load]] = {
@@ -398,7 +425,7 @@ def main() -> int:
         "anns": lambda: generated("anns", "first"),
         "anns-last": lambda: generated("anns-last", "last"),
     }
-    searched = ("docs", "ranked") if arguments.index else ()
+    searched = ("docs", "ranked", "hybrid") if arguments.index else ()
     names = [name for name in arguments.only or (*made, *searched) if name in made or name in searched]
     console = Console(width=180)
     rows, orders = [], []
@@ -406,27 +433,44 @@ def main() -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(names) * len(ARMS) * len(MODES) * 2)
         for name in names:
+            kept = arguments.keep / f"{name}.json" if arguments.keep else None
+            if kept and kept.exists():
+                measured = json.loads(kept.read_text())
+                rows += measured["rows"]
+                orders.append(measured["order"])
+                progress.advance(task, len(measured["rows"]))
+                continue
             if name in made:
                 load = made[name]()
             else:
                 load, num_others = asyncio.run(live(name, arguments.index, progress))
-                assert num_others == 0, f"{num_others} of {NUM_QUERIES} live searches had another final context"
+                assert num_others == 0, f"{num_others} of {len(load.queries)} live searches had another final context"
             orders.append(displacement(load))
+            of_load = []
             for qps in RATES[name]:
                 for arm in ARMS:
                     for order in MODES:
                         progress.update(task, description=f"{name}, {qps:g}/s, {arm}, {order}")
-                        rows.append(measure(load, arm, order, qps))
+                        of_load.append(measure(load, arm, order, qps) | {"date": date.today().isoformat()})
                         progress.advance(task)
+            rows += of_load
+            if kept:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(kept, json.dumps({"rows": of_load, "order": orders[-1]}))
     print_rows(rows, console)
     for each in orders:
         console.print(*(f"{name}: {value:.2f}" if name != "load" else value for name, value in each.items()), sep="  ")
     if arguments.plot:
         draw_calibration(arguments.plot, calibrated(read_trace(SEARCH).queries))
     if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"profile": PROFILE, "num_seeds": NUM_SEEDS, "rows": rows, "orders": orders}, indent=1) + "\n"
-        )
+        as_json = {
+            "versions": versions(),
+            "profile": PROFILE,
+            "num_seeds": NUM_SEEDS,
+            "rows": rows,
+            "orders": orders,
+        }
+        arguments.json.write_text(json.dumps(as_json, indent=1) + "\n")
     return 0
 
 

@@ -263,6 +263,8 @@ def keyword_rows(folder: Path) -> Iterator[KeywordRow]:
     yield timed("rank-bm25, in memory", build, opened, queries[:NUM_SLOW], None)
     if find_spec("bm25s"):
         yield from bm25s_row(folder, texts, queries)
+    else:
+        console.print("bm25s is not compared: it is not installed (pip install bm25s)")
 
 
 def timed(

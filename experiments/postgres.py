@@ -15,9 +15,9 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import psycopg
@@ -43,6 +43,13 @@ NOISE = 0.35
 K = 5
 EF_SEARCH = (10, 20, 40, 80, 160, 320)
 PROBES = (1, 2, 4, 8, 16, 32)
+NUM_WARMING = 5
+"""Queries that are asked first, and not counted."""
+NUM_WORDS = 180
+"""Of a passage, where it is measured what storing vectors in their rows is worth."""
+NUM_STORAGE_TURNS = 3
+Places: TypeAlias = "list[tuple[str, int]]"
+
 LISTS = 141
 """About the root of the number of rows, as pgvector's documentation advises."""
 
@@ -94,7 +101,9 @@ async def embed(texts: list[str]) -> tuple[list[list[float]], float]:
         await pool.aclose()
 
 
-def fill(dsn: str, passages: list[tuple[str, str]], vectors: list[list[float]], num_rows: int) -> float:
+def fill(
+    dsn: str, passages: list[tuple[str, str]], vectors: list[list[float]], num_rows: int, storage: str = "PLAIN"
+) -> float:
     """Seconds for the HNSW index."""
     chance = np.random.default_rng(0)
     units = np.array(vectors)
@@ -103,7 +112,7 @@ def fill(dsn: str, passages: list[tuple[str, str]], vectors: list[list[float]], 
         connection.execute(f"DROP TABLE IF EXISTS {TABLE}".encode())
         create = (
             f"CREATE TABLE {TABLE} (uri text, passage int, title text, text text, "
-            f"embedding vector({units.shape[1]}) STORAGE PLAIN, "
+            f"embedding vector({units.shape[1]}) STORAGE {storage}, "
             "words tsvector GENERATED ALWAYS AS (to_tsvector('english', title || ' ' || text)) STORED)"
         )
         connection.execute(create.encode())
@@ -140,10 +149,10 @@ async def rungs(source: PgVectorSource, queries: list[str], values: tuple[int, .
     stages = [(f"{opened.table.ladder.setting} = {value}", _settings(opened.table.ladder, value)) for value in values]
     stages.append(("exact", {"enable_indexscan": "off"}))
     vectors = [await opened.embedding.query(query, Share()) for query in queries]
-    found: dict[str, list[list[tuple[str, int]]]] = {name: [] for name, _ in stages}
+    found: dict[str, list[Places]] = {name: [] for name, _ in stages}
     taken: dict[str, list[float]] = {name: [] for name, _ in stages}
     with Progress(console=console, transient=True) as progress:
-        for vector in progress.track([*vectors[-5:], *vectors], description="searching"):  # the first five warm up
+        for vector in progress.track([*vectors[-NUM_WARMING:], *vectors], description="searching"):
             for name, settings in stages:
                 started_s = time.perf_counter()
                 rows = await opened.link.run(
@@ -157,13 +166,19 @@ async def rungs(source: PgVectorSource, queries: list[str], values: tuple[int, .
     return [
         {
             "stage": name,
-            "p50_ms": 1e3 * percentile(taken[name][5:], 0.5),
-            "p95_ms": 1e3 * percentile(taken[name][5:], 0.95),
-            "recall": statistics.mean(len({*a} & {*b}) / len(b) for a, b in zip(found[name], right, strict=True)),
-            "is_final": statistics.mean(a == b for a, b in zip(found[name], right, strict=True)),
+            "p50_ms": 1e3 * percentile(taken[name][NUM_WARMING:], 0.5),
+            "p95_ms": 1e3 * percentile(taken[name][NUM_WARMING:], 0.95),
+            "num_queries": len(right) - NUM_WARMING,
+            "recall": statistics.mean(len({*a} & {*b}) / len(b) for a, b in counted(found[name], right)),
+            "is_final": statistics.mean(a == b for a, b in counted(found[name], right)),
         }
         for name, _ in stages
     ]
+
+
+def counted(found: list[Places], right: list[Places]) -> Iterator[tuple[Places, Places]]:
+    """Without those that warmed up, which are asked again."""
+    return zip(found[NUM_WARMING:], right[NUM_WARMING:], strict=True)
 
 
 async def streams(source: PgVectorSource, queries: list[str]) -> dict[str, Any]:
@@ -201,6 +216,13 @@ async def measure(dsn: str, num_rows: int, num_queries: int) -> dict[str, Any]:
     fill(dsn, passages, vectors, len(passages))
     for name, options in {"real rows": {}, "real rows, no words": {"words": ""}}.items():
         measured[f"hnsw, {name}"] = await arm(dsn, queries, options)
+    long_ones = [(title, " ".join(islice(cycle(text.split()), NUM_WORDS))) for title, text in passages]
+    by_storage: dict[str, list[float]] = {"PLAIN": [], "EXTERNAL": []}  # the latter is pgvector's own choice
+    for _ in range(NUM_STORAGE_TURNS):
+        for storage, taken_ms in by_storage.items():
+            fill(dsn, long_ones, vectors, num_rows, storage)
+            taken_ms.append(await exact_ms(dsn, queries[:20]))
+    measured["exact_ms_by_storage"] = by_storage
     measured["hnsw_build_s"] = fill(dsn, passages, vectors, num_rows)
     for method, values in (("hnsw", EF_SEARCH), ("ivfflat", PROBES)):
         if method == "ivfflat":
@@ -213,6 +235,14 @@ async def measure(dsn: str, num_rows: int, num_queries: int) -> dict[str, Any]:
         for name, options in arms.items():
             measured[f"{method}, {name}"] = await arm(dsn, queries, options)
     return measured
+
+
+async def exact_ms(dsn: str, queries: list[str]) -> float:
+    """Median milliseconds of exact search of the table as it is."""
+    async with started(dsn) as source:
+        (row,) = await rungs(source, queries, ())
+    p50_ms: float = row["p50_ms"]
+    return p50_ms
 
 
 @asynccontextmanager
@@ -228,7 +258,7 @@ async def started(dsn: str, **options: Any) -> AsyncIterator[PgVectorSource]:
 async def arm(dsn: str, queries: list[str], options: dict[str, Any]) -> dict[str, Any]:
     """Searches with a source of its own, the first five of which are not counted."""
     async with started(dsn, **options) as source:
-        await streams(source, [f"{query}?" for query in queries[:5]])
+        await streams(source, [f"{query}?" for query in queries[:NUM_WARMING]])
         return await streams(source, queries)
 
 
@@ -248,11 +278,14 @@ def show(measured: dict[str, Any]) -> None:
     console.print(table)
     table = Table("search", "first update ms", "last update ms", "end ms", "updates", "passages kept in front")
     for name, row in measured.items():
-        if isinstance(row, dict):
+        if isinstance(row, dict) and "first_ms" in row:
             kept = "" if row["prefix_kept"] is None else f"{row['prefix_kept']:.0%}"
             times = (f"{row[key]:.1f}" for key in ("first_ms", "last_ms", "end_ms"))
             table.add_row(name, *times, f"{row['num_updates']:.2f}", kept)
     console.print(table)
+    for storage, taken_ms in measured["exact_ms_by_storage"].items():
+        each = " ".join(f"{ms:.0f}" for ms in taken_ms)
+        console.print(f"exact, STORAGE {storage}, texts of {NUM_WORDS} words: {each} ms")
 
 
 def main() -> int:

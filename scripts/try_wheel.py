@@ -3,8 +3,9 @@
     scripts/try_wheel.py [--all] [VERSION ...]
 
 With each Python, in environments of their own: the command, every public name without any extra, what a type checker
-sees, and the packages of each extra. A version of Python that is neither here nor to be had, and an extra that does not
-resolve with it, are told and are no failure; with `--all` they are one.
+sees, and the packages of each extra; with that for faiss, an index is built with a toy embedder, searched and verified.
+A version of Python that is neither here nor to be had, and an extra that does not resolve with it, are told and are no
+failure; with `--all` they are one.
 """
 
 import argparse
@@ -52,6 +53,43 @@ from streamrag.testing import ScriptedBackend
 
 Pipeline(RetrieverSource(str.split), ScriptedBackend(), max_concurent_queries=2)
 """
+
+
+EMBEDDER = """\
+import zlib
+import numpy as np
+
+def embed(texts):
+    rows = [np.bincount([zlib.crc32(word.encode()) % 64 for word in text.split()], minlength=64) for text in texts]
+    return np.array(rows, dtype="float32")
+"""
+
+IVF = """
+import asyncio
+from pathlib import Path
+from streamrag import IvfSource, build_index
+Path("documents").mkdir()
+for number in range(40):
+    Path("documents", f"{number}.txt").write_text(f"word{number} of page{number}")
+
+async def search():
+    source = IvfSource("index", k=3, exact=True, embedder="toy:embed")
+    await source.start(lambda line: None)
+    try:
+        return [event async for event in source.stream("word7 page7")][-1].chunks[0].uri
+    finally:
+        await source.aclose()
+
+if __name__ == "__main__":
+    built = build_index("documents", "index", embedder="toy:embed", kind="ivf")
+    found = asyncio.run(search())
+    assert (built.num_passages, found) == (40, "7.txt"), (built, found)
+    print(f"built an IVF index of {built.num_passages} passages, and found {found}")
+"""
+"""With the packages of the extra `faiss` and no others but NumPy and what reads documents."""
+
+OF_EMBED = ("beautifulsoup4", "lxml", "markdown-it-py", "numpy", "snowballstemmer")
+"""What the extra `embed` brings but sentence-transformers, whose place the toy embedder takes."""
 
 
 class Failed(Exception):
@@ -120,7 +158,19 @@ def try_extra(python: str, wheel: Path, folder: Path, extra: str) -> str | None:
         print(f"  {extra}: not tried, it does not resolve here: {reason[:300]}", flush=True)
         return None
     run(UV, "pip", "install", "--quiet", "--python", inside, *wanted, cwd=folder)
-    return run(inside, "-c", IMPORTS, extra, cwd=folder).strip()
+    told = run(inside, "-c", IMPORTS, extra, cwd=folder).strip()
+    return f"{told}; {try_ivf(inside, folder)}" if extra == "faiss" else told
+
+
+def try_ivf(inside: Path, folder: Path) -> str:
+    """An index built and searched with this Python, and verified by the command."""
+    run(UV, "pip", "install", "--quiet", "--python", inside, *OF_EMBED, cwd=folder)
+    place = folder / "ivf"
+    place.mkdir()
+    (place / "toy.py").write_text(EMBEDDER)
+    (place / "search.py").write_text(IVF)
+    found = run(inside, "search.py", cwd=place).strip()
+    return f"{found}; {run(inside.with_name('streamrag'), 'index', 'verify', 'index', cwd=place).strip()}"
 
 
 def extras_of(wheel: Path) -> Sequence[str]:

@@ -52,12 +52,16 @@ OnProgress: TypeAlias = Callable[[int, int, str], None]
 """Called with what is done, what there is in all, and the name of the step."""
 
 
-def make_demo_model(folder: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> Path:
+def make_demo_model(
+    folder: str | os.PathLike[str], *, taught: bool = True, on_progress: OnProgress | None = None
+) -> Path:
     """Write SmolLM2-135M-Instruct as a Llama checkpoint in bfloat16 with its tokenizer, for vLLM and transformers.
 
     It has 135 M parameters, 269 MB, a length of 8,192 tokens and a chat template, and takes some seconds to make. The
     same packages give the same files. `folder` must not exist, or be empty; it appears complete or not at all.
 
+    taught: whether what it was taught about answering from passages is merged into its weights; without it, it is the
+        model as its makers published it, in 4 bits.
     on_progress: called with what is done, what there is in all, and the name of the step.
 
     :raises MissingDependencyError: a package that this needs is not installed.
@@ -68,16 +72,17 @@ def make_demo_model(folder: str | os.PathLike[str], *, on_progress: OnProgress |
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigurationError(f"{folder} exists. Remove it, use the model that is in it, or name another folder")
     progress = on_progress or (lambda num_done, num_total, what: None)
-    gguf = _opened(_packed_file(), progress)
-    try:
+    packed = _packed_file()
+    try:  # before anything is computed, which takes a while
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
         raise ConfigurationError(f"{folder} cannot be written: {error.strerror or error}") from error
     try:
+        gguf = _opened(packed, progress)
         _write_tokenizer(unfinished, gguf)
         _write_config(unfinished, gguf)
-        _write_weights(unfinished / "model.safetensors", gguf, progress)
+        _write_weights(unfinished / "model.safetensors", gguf, _taught() if taught else {}, progress)
         unfinished.chmod(0o755)  # mkdtemp's is private
         unfinished.replace(folder)
     except OSError as error:
@@ -187,8 +192,8 @@ def _write_config(folder: Path, gguf: Any) -> None:
     (folder / "generation_config.json").write_text(json.dumps(ids))
 
 
-def _write_weights(path: Path, gguf: Any, progress: OnProgress) -> None:
-    """One after another: neither all of them nor the file are ever in memory.
+def _write_weights(path: Path, gguf: Any, added: dict[str, tuple[Any, Any]], progress: OnProgress) -> None:
+    """One after another, each with what is `added` to it: neither all of them nor the file are ever in memory.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -200,7 +205,6 @@ def _write_weights(path: Path, gguf: Any, progress: OnProgress) -> None:
         header[_name(tensor)] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
     packed = json.dumps(header).encode()
     packed += b" " * (-len(packed) % 8)
-    added = _taught()
     with path.open("wb") as file:
         file.write(len(packed).to_bytes(8, "little") + packed)
         for num_done, tensor in enumerate(gguf.tensors, 1):

@@ -98,6 +98,8 @@ COMMANDS = [
     "index build",
     "index add",
     "index remove",
+    "index verify",
+    "index calibrate",
     "record",
     "trace show",
     "trace convert",

@@ -23,7 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     seen: list[tuple[int, int, str]] = []
     folder = tmp_path_factory.mktemp("demo") / "deep" / "model"
 
-    def overheard(folder: Path, *, on_progress: demo_model.OnProgress) -> Path:
+    def overheard(folder: Path, *, taught: bool, on_progress: demo_model.OnProgress) -> Path:
+        assert taught
+
         def tell(num_done: int, num_total: int, what: str) -> None:
             seen.append((num_done, num_total, what))
             on_progress(num_done, num_total, what)
@@ -69,6 +71,24 @@ def test_its_tokenizer_splits_digits_and_keeps_every_text(model: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert 2 not in tokenizer.encode(text)
     assert tokenizer.encode("<|im_end|>", allow_special=True) == [2]
+
+
+def test_without_what_it_was_taught_it_has_other_weights(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo-model", "--out", str(tmp_path / "model"), "--untaught"]) == 0
+    capsys.readouterr()
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (model, tmp_path / "model")]
+    assert len(weights[0]) == len(weights[1])
+    assert weights[0] != weights[1]
+
+
+def test_a_folder_that_cannot_be_written_is_noticed_before_anything_is_computed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done: list[str] = []
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        make_demo_model(tmp_path / "file" / "model", on_progress=lambda num_done, num_total, what: done.append(what))
+    assert done == []
 
 
 def test_an_existing_folder_is_not_overwritten(model: Path, tmp_path: Path) -> None:

@@ -133,10 +133,15 @@ def test_postgres_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name, text in {"a": "The printer jams on thick paper.", "b": "Travel needs approval."}.items():
         (tmp_path / "notes" / f"{name}.txt").write_text(text)
     with server.postgres_server() as dsn:
-        ask = (dsn, str(tmp_path / "notes"), "Why does the printer jam?", "toy_embedder:embed")
+        question = str(tmp_path / "notes"), "Why does the printer jam?"
+        ask = (*question, dsn, "toy_embedder:embed")
         built, *_, update, text = run("postgres_search.py", *ask).splitlines()
         again, *_ = run("postgres_search.py", *ask).splitlines()
     assert [built, again] == [f"2 passages of 2 documents, {number} embedded" for number in (2, 0)]
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for a server of its own, which is gone afterwards
+    alone = run("postgres_search.py", *question, "", "toy_embedder:embed").splitlines()
+    assert (alone[0], alone[-2:]) == (built, [update, text])
+    assert {path.name for path in tmp_path.iterdir()} <= {"notes", ".lockfile"}  # the latter is the package's
     assert update == "update: a.txt#0, b.txt#0"
     assert text == "The printer jams on thick paper."
 

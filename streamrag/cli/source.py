@@ -34,6 +34,11 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     crawl.add_argument("--cdp-url", metavar="URL", help="render pages in the browser at this CDP address")
     search = parser.add_argument_group("searching")
     search.add_argument("--table", default="passages", metavar="NAME", help="of --postgres (%(default)s)")
+    add_search_arguments(search)
+
+
+def add_search_arguments(search: "argparse._ArgumentGroup") -> None:
+    """Options that say how an index is searched."""
     search.add_argument(
         "--embedder", metavar="NAME", help="what the index was made with, if not the default; it is loaded, so trust it"
     )
@@ -47,6 +52,24 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         "--sentences", type=int, metavar="N", help="with --rerank: the best N sentences in place of whole passages"
     )
     search.add_argument("-k", type=int, default=5, metavar="N", help="passages in the context (%(default)s)")
+
+
+def make_index_source(arguments: argparse.Namespace, *, k: int, sentences: int | None) -> Source:
+    """The search of an index that these options name, of so many passages, or sentences of them."""
+    from streamrag.serve.config.parts import make_source as made_of
+    from streamrag.serve.config.settings import SourceSettings
+
+    told = SourceSettings.model_construct(  # unchecked, as below
+        index=arguments.index,
+        embedder=arguments.embedder,
+        hybrid=arguments.hybrid,
+        rerank=arguments.rerank,
+        sentences=sentences,
+        k=k,
+    )
+    source = made_of(told)
+    assert source is not None
+    return source
 
 
 def make_source(arguments: argparse.Namespace) -> Source:

@@ -88,6 +88,13 @@ def embedder_of_index(folder: Path, name: str) -> EmbedderPlace:
     return find_embedder(DEFAULT_EMBEDDER)
 
 
+def unlike(gives: int, dimension: int) -> str:
+    """How an embedder differs from that of vectors of so many dimensions."""
+    if gives != dimension:
+        return f"that one gives {gives} dimensions, and the vectors have {dimension}"
+    return f"that one gives other vectors for the same text, of {dimension} dimensions too"
+
+
 class Embedder:
     """A model, or a caller's function, that has been loaded.
 

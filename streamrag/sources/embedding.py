@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import IndexMismatchError
-from streamrag.sources.embedder import Embedder, find_embedder
+from streamrag.sources.embedder import Embedder, find_embedder, unlike
 from streamrag.sources.index_folder import explain
 from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
 
@@ -123,8 +123,8 @@ class _Embedding:
             embedder = Embedder(self._location, self._name, num_threads=self._num_threads, device=device)
             if self._dimension is not None and self._probe and not embedder.matches(self._dimension, self._probe):
                 raise IndexMismatchError(
-                    f"the vectors were not made with embedder={self._name!r} ({embedder.dimension} dimensions, "
-                    f"theirs are {self._dimension}): name the embedder that they were made with"
+                    f"the vectors were not made with embedder={self._name!r}: "
+                    f"{unlike(embedder.dimension, self._dimension)}. Name the embedder that they were made with"
                 )
             self._embedder = embedder
         return self._embedder

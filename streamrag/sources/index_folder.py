@@ -21,10 +21,11 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -58,8 +59,12 @@ MAYBE = {DUPLICATES, KEYWORDS, VECTORS} | {
 """Files that are there too: what adding and removing needs, and DiskANN's for large indexes and other metrics."""
 
 MAX_HASHED_BYTES = 64 << 20
-"""Files up to this size are read and compared with their SHA-256 when an index is opened; larger ones are not."""
+"""Files up to this size are read and compared with their SHA-256 when an index is opened; of larger ones only the size
+is, unless every byte is asked for."""
 
+
+OnFile: TypeAlias = Callable[[str, int], None]
+"""Called with the name of a file and its bytes."""
 
 _Count: TypeAlias = Annotated[int, Field(gt=0, lt=1 << 31)]
 
@@ -125,8 +130,10 @@ def describe_files(folder: Path) -> dict[str, FileEntry]:
     return {path.name: FileEntry(size_bytes=path.stat().st_size, sha256=sha256(path)) for path in paths}
 
 
-def check_index(folder: Path) -> tuple[Manifest, str]:
+def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifest, str]:
     """The manifest of a whole index, and the manifest's own SHA-256. Reads files of up to 64 MiB.
+
+    on_file: reads all files, and is called before each with its name and size.
 
     :raises IndexMissingError: there is none.
     :raises IndexMismatchError: it is in a format of another version of streamrag.
@@ -149,7 +156,9 @@ def check_index(folder: Path) -> tuple[Manifest, str]:
     if missing := sorted(NEEDED[manifest.kind] - manifest.files.keys()):
         raise corrupt(folder, f"its {MANIFEST} does not name {', '.join(missing)}")
     for name, entry in manifest.files.items():
-        _check_file(folder, name, entry)
+        if on_file:
+            on_file(name, entry.size_bytes)
+        _check_file(folder, name, entry, most_bytes=inf if on_file else MAX_HASHED_BYTES)
     return manifest, hashlib.sha256(text).hexdigest()
 
 
@@ -179,7 +188,8 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
         raise corrupt(folder, f"its {MANIFEST} is damaged at {where}: {first['msg']}") from error
 
 
-def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
+def _check_file(folder: Path, name: str, entry: FileEntry, *, most_bytes: float) -> None:
+    """Its size; and its SHA-256, if it has no more bytes than that."""
     path = folder / name
     if "\0" in name or name != Path(name).name:
         raise corrupt(folder, f"its {MANIFEST} names a file elsewhere, {name!r}")
@@ -188,7 +198,7 @@ def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes != entry.size_bytes:
                 raise corrupt(folder, f"{name} has {size_bytes} bytes, not {entry.size_bytes}")
-            if size_bytes <= MAX_HASHED_BYTES and hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+            if size_bytes <= most_bytes and hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                 raise corrupt(folder, f"{name} is not as it was written (its SHA-256 differs)")
     except OSError as error:
         raise corrupt(folder, f"{name} cannot be read ({error.strerror})") from error

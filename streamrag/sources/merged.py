@@ -10,6 +10,7 @@ from streamrag.core import (
     Append,
     Chunk,
     CutShort,
+    Hint,
     Progress,
     Skipped,
     Source,
@@ -28,6 +29,9 @@ from streamrag.tasks import cancel_regardless
 _Came: TypeAlias = tuple[int, SourceEvent | BaseException | None, asyncio.Event]
 """The number of a source, what came from it, or None at its end, and what is set when that has been used."""
 
+_Expected: TypeAlias = tuple[float, Hint | None]
+"""When a source's last event came, and what it said of those to come."""
+
 PACE = 4
 """Times as long as a fusion took, what comes is collected before the next: thousands of chunks take time to sort."""
 
@@ -37,8 +41,9 @@ class Merged:
 
     While they only append, so does this, in order of arrival. Once one of them has sent an `Update`, every event is an
     `Update` with the passages of all, fused by reciprocal rank; `weights`, one for each source, say whose ranks count
-    for more, and the larger `k` is, the less the first ranks differ from the others. A source that fails is skipped and
-    reported; when all fail, so does this. The sources are started and closed with it.
+    for more, and the larger `k` is, the less the first ranks differ from the others. Hints are of all together: what
+    each source that still runs expected last, the chunks added, and the latest end; unknown where one has not said. A
+    source that fails is skipped and reported; when all fail, so does this. The sources are started and closed with it.
 
     :raises ConfigurationError: there is no source, or `weights` are not as many positive numbers, or `k` is below 0.
     """
@@ -95,16 +100,17 @@ class Merged:
         is_appended: set[Chunk] = set()
         fused: tuple[Chunk, ...] | None = None
         errors: list[BaseException] = []
-        num_running, next_s, is_changed = len(pulls), 0.0, False
+        next_s, is_changed = 0.0, False
         now = asyncio.get_running_loop().time
+        expected: dict[int, _Expected] = dict.fromkeys(range(len(pulls)), (0.0, None))  # of each source that runs
         try:
-            while num_running or is_changed:
-                if is_changed and (not num_running or now() >= next_s):
+            while expected or is_changed:
+                if is_changed and (not expected or now() >= next_s):
                     began_s, is_changed = now(), False
                     before, fused = fused, reciprocal_rank_fusion(rankings, self._weights, k=self._k)
                     next_s = now() + PACE * (now() - began_s)  # whoever reads it may take as long as they like
                     if fused != before:
-                        yield Update(fused)
+                        yield Update(fused, _together(expected.values(), now()))
                     continue
                 try:
                     number, event, is_used = await asyncio.wait_for(came.get(), next_s - now() if is_changed else None)
@@ -112,18 +118,19 @@ class Merged:
                     continue
                 if isinstance(event, Append | Update):
                     event = _renamed(event, known)
+                    expected[number] = now(), event.hint
                     rankings[number] = rankings[number].become(UpdateMode().fold(rankings[number], event))
                     if isinstance(event, Update) or fused is not None:
                         fused, is_changed = fused or (), True
                     elif event.chunk not in is_appended:
                         is_appended.add(event.chunk)
-                        yield event
+                        yield replace(event, hint=_together(expected.values(), now()))
                 elif isinstance(event, Skipped | CutShort):
                     yield event
                 elif isinstance(event, StreamRagError) and not isinstance(event, SourceError):
                     raise event  # the program's mistake, not a failed retrieval
                 else:
-                    num_running -= 1
+                    del expected[number]
                     if event is not None:
                         errors.append(event)
                         yield Skipped(part_name(self._sources[number]), message_of(event))
@@ -132,6 +139,16 @@ class Merged:
             await cancel_regardless(pulls)
         if len(errors) == len(pulls):
             raise SourceError(f"{self.name} failed: {'; '.join(map(message_of, errors))}") from errors[0]
+
+
+def _together(running: Iterable[_Expected], now_s: float) -> Hint | None:
+    """What sources that run expect together; those that have ended expect nothing."""
+    hints = [(at_s, hint or Hint()) for at_s, hint in running]
+    chunks = [hint.num_chunks for _, hint in hints if hint.num_chunks is not None]
+    ends = [max(hint.end_s - (now_s - at_s), 0.0) for at_s, hint in hints if hint.end_s is not None]
+    num_chunks = sum(chunks) if len(chunks) == len(hints) else None
+    end_s = max(ends, default=0.0) if len(ends) == len(hints) else None
+    return None if num_chunks is None and end_s is None else Hint(num_chunks, end_s)
 
 
 def _renamed(event: Append | Update, known: dict[tuple[str, str], Chunk]) -> Append | Update:

@@ -15,7 +15,7 @@ from streamrag.bench.calibration_picture import draw_calibration
 from streamrag.cli import main
 from streamrag.sources.emission.calibrating import calibrate
 from streamrag.sources.emission.calibration import FORMAT, MAX_LENGTH, MAX_TIMES, VERSION, Count, Odds, Stage, Times
-from streamrag.sources.emission.calibration_queries import read_queries, sentences
+from streamrag.sources.emission.calibration_queries import HeldOut, read_queries, sentences
 from streamrag.testing import ScriptedSource
 
 A, B, C, D = (Chunk(text, f"{text}.md") for text in "abcd")
@@ -251,6 +251,9 @@ def test_sentences_are_drawn_evenly_and_alike_for_a_seed(index: Path, tmp_path: 
     drawn = sentences(index, 50, 1)
     assert len(drawn) == 50
     assert drawn == sentences(index, 50, 1) != sentences(index, 50, 2)
+    stored = [json.loads(line) for line in (index / "passages.jsonl").read_text().splitlines()]
+    for sentence, where in drawn.items():
+        assert [each["text"] for each in stored if (each["uri"], each["passage"]) == where] == [sentence]
     assert len(sentences(index, 10_000, 1)) == 600
     texts = [json.loads(line)["text"] for line in (index / "passages.jsonl").read_text().splitlines()]
     places = sorted(texts.index(text) for text in drawn)
@@ -259,7 +262,7 @@ def test_sentences_are_drawn_evenly_and_alike_for_a_seed(index: Path, tmp_path: 
     (tmp_path / "passages.jsonl").write_text('{"text": "too short"}\n')
     with pytest.raises(ConfigurationError, match="no passage"):
         sentences(tmp_path, 5, 1)
-    for line in ("{}", "5", "{", '{"text": 5}'):
+    for line in ("{}", "5", "{", '{"text": 5}', '{"text": "One sentence of five words."}'):
         (tmp_path / "passages.jsonl").write_text(line + "\n")
         with pytest.raises(ConfigurationError, match="is damaged"):
             sentences(tmp_path, 5, 1)
@@ -267,11 +270,25 @@ def test_sentences_are_drawn_evenly_and_alike_for_a_seed(index: Path, tmp_path: 
         sentences(tmp_path / "nowhere", 5, 1)
 
 
+async def test_the_passage_that_a_query_is_a_sentence_of_is_left_out() -> None:
+    others = [Chunk(text, "a.md", passage=number) for number, text in enumerate("abcd")]
+    source = HeldOut(
+        ScriptedSource((Update(tuple(others), Hint(1)), Update(tuple(others[1:]), Hint(0)))), {"b": ("a.md", 1)}, 2
+    )
+    assert source.name == "ScriptedSource"
+    held_out = [Update((others[0], others[2]), Hint(1)), Update((others[2], others[3]), Hint(0))]
+    assert [event async for event in source.stream("b")] == held_out
+    assert [event async for event in source.stream("what people ask")] == [
+        Update((others[0], others[1]), Hint(1)),
+        Update((others[1], others[2]), Hint(0)),
+    ]
+
+
 async def test_a_vector_index_tells_its_stage_though_it_only_yields_what_changed(index: Path) -> None:
     async with running(VectorSource(index, k=5, embedder=EMBEDDER)) as source:
         first, *_ = await updates(source, "w1 w2 w3 w4 w5")
         assert first.hint == Hint(num_chunks=4)  # the first stage always changes what is best
-        found = await calibrate(source, sentences(index, 40, 1))
+        found = await calibrate(source, [*sentences(index, 40, 1)])
     assert len(found.stages) == 5
     assert sum(num for (left, _), (num, _) in counts(found, "order").items() if left == 4) == 40
     assert sum(final for (left, _), (_, final) in counts(found, "order").items() if left == 0) == 40
@@ -292,6 +309,18 @@ def test_an_index_is_calibrated_from_the_command_line(
     asked.write_text("w1 w2 w3\nw4 w5 w6\n")
     assert main([*command, "--queries", str(asked), "-k", "3"]) == 0
     assert max(count.length for count in Calibration.read(out).counts) == 3
+    capsys.readouterr()
+    assert main([*command, "--queries", str(asked), "--hybrid"]) == 0
+    assert Calibration.read(out).source == "HybridSource"
+    assert len(Calibration.read(out).stages) == 2  # keywords, and the one of the vectors
+    reranked = ["--rerank", "toy_reranker:backwards", "--num-queries", "6", "-k", "4"]
+    assert main([*command, *reranked]) == 0
+    assert len(Calibration.read(out).stages) == 7  # candidates for five passages, in batches of four
+    assert max(count.length for count in Calibration.read(out).counts) == 4
+    assert main([*command, *reranked, "--sentences", "2"]) == 0
+    assert max(count.length for count in Calibration.read(out).counts) == 2
+    assert main([*command, "--sentences", "2"]) == 1
+    assert "sentences are scored by a reranker: name one" in capsys.readouterr().err
     assert main([*command, "--queries", str(tmp_path / "missing.txt")]) == 1
     assert main([*command, "--num-queries", "0"]) == 1
     assert main([*command[:-1], str(tmp_path / "nowhere" / "calibration.json")]) == 1

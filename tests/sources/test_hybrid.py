@@ -215,7 +215,7 @@ async def test_an_index_without_keywords_is_to_be_built_again(index: Path) -> No
         ({"reranker": "toy_reranker:failing"}, ConfigurationError, "failed: LookupError: no scores today"),
         ({"reranker": "toy_reranker:none", "num_workers": 2}, ConfigurationError, "cannot be loaded: AttributeError"),
         ({"reranker": "late-interaction"}, ConfigurationError, "is a function, which gives none"),
-        ({"embedder": "toy_embedder:other"}, IndexMismatchError, "was not made with"),
+        ({"embedder": "toy_embedder:other"}, IndexMismatchError, "were not made with"),
         ({"embedder": None, "reranker": BACKWARDS}, IndexMismatchError, "nothing is loaded because a file names it"),
     ],
 )

@@ -16,6 +16,7 @@ import pytest
 from source_helpers import alive
 from toy_corpus import EMBEDDER, build_toy_index, contents, write_documents
 
+from streamrag.cli import main
 from streamrag.errors import (
     ConfigurationError,
     IndexCorruptError,
@@ -27,6 +28,7 @@ from streamrag.errors import (
     WorkerError,
 )
 from streamrag.scratch import locked_folder
+from streamrag.sources import index_folder
 from streamrag.sources.embedder import find_embedder
 from streamrag.sources.index.build import build_index
 from streamrag.sources.index_folder import check_index, looks_like_index
@@ -400,6 +402,23 @@ def test_a_file_that_is_not_as_it_was_written_is_corrupt(
     with pytest.raises(
         IndexCorruptError, match=rf"damaged: {name} .*streamrag index build FOLDER --out \S*index --force"
     ):
+        check_index(index)
+
+
+def test_of_a_large_file_only_the_size_is_looked_at_unless_all_is_read(
+    index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(index_folder, "MAX_HASHED_BYTES", 0)
+    assert main(["index", "verify", str(index)]) == 0
+    printed = capsys.readouterr()
+    assert "are as they were written" in printed.out
+    assert "reading vectors.f32" in printed.err
+    flip_a_byte(index / "vectors.f32")
+    check_index(index)
+    assert main(["index", "verify", str(index)]) == 1
+    assert "vectors.f32 is not as it was written" in capsys.readouterr().err
+    truncate(index / "vectors.f32")
+    with pytest.raises(IndexCorruptError, match=r"vectors\.f32 has"):
         check_index(index)
 
 

@@ -171,7 +171,7 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(index: Path, documen
         remove_documents(tmp_path / "empty", ["a"], embedder=EMBEDDER)
     with pytest.raises(IndexMismatchError, match="nothing is loaded because a file names it"):
         remove_documents(index, ["0001.txt"])
-    with pytest.raises(IndexMismatchError, match="was not made with"):
+    with pytest.raises(IndexMismatchError, match="were not made with"):
         remove_documents(index, ["0001.txt"], embedder="toy_embedder:other")
     assert contents(tmp_path) == before
     assert names(tmp_path) == {"documents", "index", "empty"}

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag import Append, AppendMode, Chunk, CutShort, Merged, Pipeline, Skipped, Update
+from streamrag import Append, AppendMode, Chunk, CutShort, Hint, Merged, NearEnd, Pipeline, Skipped, Update
+from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion
@@ -63,6 +64,48 @@ async def test_with_a_small_k_one_first_rank_is_worth_more_than_two_later_ones()
         found = await events(*(ScriptedSource([Update(each)]) for each in rankings), k=k)
         assert isinstance(found[-1], Update)
         assert found[-1].chunks[0].text == first.text
+
+
+def hints(*sources: Any, lead_s: float | None = None) -> list[tuple[float, Hint | None]]:
+    """In virtual time: when each event came, and what it said of those to come."""
+
+    async def read() -> list[tuple[float, Hint | None]]:
+        now, found = asyncio.get_running_loop().time, []
+        began_s = now()
+        merged = Merged(*sources)
+        source = merged if lead_s is None else NearEnd(merged, lead_s, clock=now)
+        async for event in source.stream("Why?"):
+            assert isinstance(event, Append | Update)
+            hint = event.hint and Hint(event.hint.num_chunks, event.hint.end_s and round(event.hint.end_s, 3))
+            found.append((round(now() - began_s, 3), hint))
+        return found
+
+    return run_virtual(read())
+
+
+def test_a_hint_is_of_all_sources_that_still_run() -> None:
+    first = ScriptedSource([Append(A, Hint(1, 2.0)), 1.0, Append(B, Hint(0, 1.0))])
+    second = ScriptedSource([0.5, Append(C, Hint(3, 4.0)), 2.0, Append(D, Hint(2, 1.5))])
+    assert hints(first, second) == [
+        (0.0, None),  # the second has said nothing yet
+        (0.5, Hint(4, 4.0)),
+        (1.0, Hint(3, 3.5)),  # what the second said half a second ago
+        (2.5, Hint(2, 1.5)),  # the first has ended
+    ]
+
+
+def test_a_fused_update_keeps_the_hint_and_what_one_source_does_not_say_nobody_knows() -> None:
+    first = ScriptedSource([Update((A,), Hint(2, 5.0)), 2.0, Update((B,), Hint(1, 3.0)), 1.0])
+    second = ScriptedSource([1.0, Update((C,), Hint(1))])
+    assert hints(first, second) == [(0.0, None), (1.0, Hint(3)), (2.0, Hint(1, 3.0))]
+
+
+def test_what_is_merged_waits_for_its_end_like_any_search() -> None:
+    slow = ScriptedSource([Update((A,), Hint(1, 4.0)), 4.0, Update((B,), Hint(0, 0.0))])
+    quick = ScriptedSource([0.5, Update((C,), Hint(1, 0.5)), 0.5, Update((C, D), Hint(0, 0.0))])
+    sent = hints(slow, quick, lead_s=1.0)
+    assert [at_s for at_s, _ in sent] == [0.0, 3.0, 4.0]
+    assert [hint for _, hint in sent[1:]] == [Hint(1, 1.0), Hint(0, 0.0)]
 
 
 async def test_what_is_skipped_and_cut_short_is_told() -> None:

@@ -202,11 +202,11 @@ def test_a_table_of_others_is_left_alone(dsn: str, documents: Path) -> None:
     assert execute(dsn, "SELECT * FROM passages") == [("mine",)]
 
 
-@pytest.mark.parametrize("name", ["other", "wide"])
-def test_another_embedder_is_a_mismatch(dsn: str, documents: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "how"), [("other", "other vectors for the same text"), ("wide", "128 dimensions")])
+def test_another_embedder_is_a_mismatch(dsn: str, documents: Path, name: str, how: str) -> None:
     build(documents, dsn)
     before = contents(dsn)
-    with pytest.raises(IndexMismatchError, match="was filled with embedder='toy_embedder:embed'"):
+    with pytest.raises(IndexMismatchError, match=f"was filled with embedder='toy_embedder:embed', .* gives {how}"):
         build(documents, dsn, embedder=f"toy_embedder:{name}")
     assert contents(dsn) == before
 

@@ -245,9 +245,9 @@ async def test_a_missing_index_is_an_error_of_start(tmp_path: Path) -> None:
         await VectorSource(tmp_path / "index").start(lambda line: None)
 
 
-@pytest.mark.parametrize("name", ["other", "wide"])
-async def test_another_embedder_is_a_mismatch(small: Path, name: str) -> None:
-    with pytest.raises(IndexMismatchError, match=f"not made with embedder='toy_embedder:{name}'"):
+@pytest.mark.parametrize(("name", "how"), [("other", "other vectors for the same text"), ("wide", "128 dimensions")])
+async def test_another_embedder_is_a_mismatch(small: Path, name: str, how: str) -> None:
+    with pytest.raises(IndexMismatchError, match=f"not made with embedder='toy_embedder:{name}': that one gives {how}"):
         await VectorSource(small, embedder=f"toy_embedder:{name}").start(lambda line: None)
 
 

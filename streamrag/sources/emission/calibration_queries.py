@@ -3,17 +3,27 @@
 import os
 import random
 import re
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
+from streamrag.core import Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError
 from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
+from streamrag.retrieving import Retrieval
 from streamrag.sources.index_folder import PASSAGES, corrupt
+from streamrag.sources.wrapped import WrappedSource
 
 MIN_WORDS, MAX_WORDS = 5, 30
 """Of a sentence that is taken for a query."""
 MAX_QUERY_CHARS = 2_000
 MAX_PASSAGE_CHARS = 20_000
 """Of a passage in which a sentence is looked for."""
+
+From: TypeAlias = tuple[str, int]
+"""The document and the number of the passage."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 
@@ -37,36 +47,66 @@ def read_queries(path: str | os.PathLike[str], most: int) -> list[str]:
     return queries
 
 
-def sentences(index: str | os.PathLike[str], most: int, seed: int) -> list[str]:
-    """A sentence each of at most so many passages of an index, drawn at random. Reads all passages, holds few.
+def sentences(index: str | os.PathLike[str], most: int, seed: int) -> dict[str, From]:
+    """A sentence each of at most so many passages of an index, drawn at random, and where each is from.
+
+    Reads all passages, holds few.
 
     :raises ConfigurationError: there is no such index, it is damaged, or no passage has a sentence.
     """
     folder = Path(index)
     chance = random.Random(f"sentences {seed}")
-    drawn: list[tuple[float, str]] = []  # as each would be, had all been shuffled
+    drawn: list[tuple[float, str, From]] = []  # as each would be, had all been shuffled
     try:
         with open_regular(folder / PASSAGES, follow_links=False) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b"")):
                 place = number if number < most else chance.randrange(number + 1)
                 if place >= most:
                     continue
-                text = parse_json(line)["text"]
-                sentence = _sentence(text[:MAX_PASSAGE_CHARS], chance)
+                fields = parse_json(line)
+                sentence = _sentence(fields["text"][:MAX_PASSAGE_CHARS], chance)
+                where = fields["uri"], fields["passage"]
                 if place < len(drawn):
-                    drawn[place] = (chance.random(), sentence)
+                    drawn[place] = (chance.random(), sentence, where)
                 else:
-                    drawn.append((chance.random(), sentence))
+                    drawn.append((chance.random(), sentence, where))
     except (KeyError, TypeError, ValueError) as error:
         raise corrupt(folder, f"{PASSAGES} has a line that is no passage") from error
     except OSError as error:
         raise ConfigurationError(f"the passages of {folder} cannot be read: {error}") from error
-    found = list(dict.fromkeys(sentence for _, sentence in sorted(drawn) if sentence))
+    found = {sentence: where for _, sentence, where in sorted(drawn) if sentence}
     if not found:
         raise ConfigurationError(
             f"no passage of {folder} has a sentence of {MIN_WORDS} words; give queries of your own"
         )
     return found
+
+
+class HeldOut(WrappedSource):
+    """The search of an index without the passage that the query is a sentence of: that one is found at once.
+
+    `source` searches for more than the `num` that stay.
+    """
+
+    def __init__(self, source: Source, places: Mapping[str, From], num: int) -> None:
+        super().__init__(source)
+        self._places = places
+        self._num = num
+
+    @property
+    def name(self) -> str:
+        """The source's own: what is found out is about that."""
+        return part_name(self._source)
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
+        """The source's events, updates without the query's own passage."""
+        own = self._places.get(query)
+        async with aclosing(Retrieval(self._source, query).events()) as events:
+            async for event in events:
+                if isinstance(event, Update):
+                    others = tuple(chunk for chunk in event.chunks if (chunk.uri, chunk.passage) != own)
+                    event = replace(event, chunks=others[: self._num])
+                yield event
 
 
 def _sentence(text: str, chance: random.Random) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import IndexMismatchError
-from streamrag.sources.embedder import Embedder
+from streamrag.sources.embedder import Embedder, unlike
 from streamrag.sources.index.embedded import EmbeddingFile, are_units, key_of
 from streamrag.sources.index_folder import (
     PASSAGES,
@@ -65,8 +65,9 @@ class _Builder:
     def _read_old(self, old: Path, manifest: Manifest) -> None:
         if not self._embedder.matches(manifest.dimension, list(manifest.probe)):
             raise IndexMismatchError(
-                f"{old} was not made with embedder={self._name!r} ({self._embedder.dimension} dimensions, the index "
-                f"has {manifest.dimension}): name the embedder that it was made with, or build it again"
+                f"the vectors of {old} were not made with embedder={self._name!r}: "
+                f"{unlike(self._embedder.dimension, manifest.dimension)}. Name the embedder that they were made with, "
+                "or build the index again"
             )
         if manifest.kind == "ivf":
             assert manifest.num_lists is not None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import IndexExistsError, IndexMismatchError, VectorIndexError
 from streamrag.sources.building import OnProgress
-from streamrag.sources.embedder import PROBE_TOLERANCE
+from streamrag.sources.embedder import PROBE_TOLERANCE, unlike
 from streamrag.sources.embedding import EmbeddingPool, Loaded
 from streamrag.sources.index_folder import with_title
 from streamrag.sources.postgres.link import Address
@@ -132,8 +132,8 @@ class Filling:
         apart = (abs(a - b) for a, b in zip(made_with.probe, loaded.probe, strict=False))
         if made_with.dimension != loaded.dimension or max(apart, default=0.0) >= PROBE_TOLERANCE:
             raise IndexMismatchError(
-                f"{self.address}: table {table} was filled with embedder={made_with.name!r} ({made_with.dimension} "
-                f"dimensions), not {loaded.name!r} ({loaded.dimension}): name that one, or another table"
+                f"{self.address}: table {table} was filled with embedder={made_with.name!r}, not {loaded.name!r}: "
+                f"{unlike(loaded.dimension, made_with.dimension)}. Name that one, or another table"
             )
 
     async def add(self, connection: "Connection", pool: EmbeddingPool, document: Document) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.errors import IndexMismatchError
-from streamrag.sources.embedder import Embedder
+from streamrag.sources.embedder import Embedder, unlike
 from streamrag.sources.index_folder import MANIFEST, PassageStore, sha256
 
 
@@ -56,8 +56,9 @@ class IndexSearcher(ABC):
             embedder = Embedder(self._location, self._name, num_threads=1, device="cpu")
             if not embedder.matches(self._dimension, self._probe):
                 raise IndexMismatchError(
-                    f"{self._folder} was not made with embedder={self._name!r} ({embedder.dimension} dimensions, "
-                    f"the index has {self._dimension}): name the embedder that it was made with, or build it again"
+                    f"the vectors of {self._folder} were not made with embedder={self._name!r}: "
+                    f"{unlike(embedder.dimension, self._dimension)}. Name the embedder that they were made with, or "
+                    "build the index again"
                 )
             self._embedder = embedder
         return self._embedder
