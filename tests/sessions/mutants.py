@@ -57,12 +57,13 @@ MUTANTS = (
         "self._buffer.take(MAX_BATCH)",
         100,
     ),
-    mutant(
+    Mutant(
         "the words of the system text before are around a question",
         INGESTION,
         "self.window.token_ids, self._prompts)",
         "self.window.token_ids, self.ready.prompts)",
-        40,
+        0,
+        "tests/sessions/test_session.py::test_another_system_text_before_any_data",
     ),
     mutant("another system text keeps the stream", INGESTION, " or prompts is not self._prompts", "", 100),
     mutant("a version is thought to be there too soon", INGESTION, "version < version:", "version < version - 1:", 20),

@@ -494,6 +494,15 @@ async def test_a_version_has_the_system_text_that_was_frozen_last_and_the_data_o
         assert lines_of(engine.asked[-1]) == [text for kind, text in texts.values() if kind == "data"]
 
 
+async def test_another_system_text_before_any_data() -> None:
+    engine = Engine(answer="yes")
+    async with Session(engine, system="Old.") as session:
+        version = await session.freeze("New.")
+        async with session.ask("Which?", at_least=version) as stream:
+            _ = [chunk async for chunk in stream]
+        assert (system_of(engine.asked[-1]), lines_of(engine.asked[-1])) == ("New.", ["(no data yet)"])
+
+
 async def test_a_system_text_that_cannot_work_changes_nothing() -> None:
     engine = Engine(answer="yes", max_model_len=1000)
     async with Session(engine, system="Old.", window_tokens=500) as session:
