@@ -214,7 +214,9 @@ class Cluster:
                 raise ConfigurationError(f"{self._app_name} does not fit on this machine: {why}")
         began_s = monotonic()
         while True:
-            told = serve.status().applications[self._app_name]
+            told = serve.status().applications.get(self._app_name)
+            if told is None:
+                raise RuntimeError("somebody has deleted it")
             if told.status == ApplicationStatus.RUNNING:
                 return
             if told.status == ApplicationStatus.DEPLOY_FAILED:

@@ -110,7 +110,7 @@ async def _beyond(
                     yield Update(tuple(context), event.hint)
                 elif _content(event) not in before:
                     yield event
-    if num_same is not None and num_same < len(before) and context != shown:  # it has ended before it had as much
+    if num_same != len(before) and context != shown:  # it has ended before it had as much
         yield Update(tuple(context))
 
 

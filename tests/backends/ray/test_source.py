@@ -89,6 +89,8 @@ async def test_what_another_replica_finds_again_is_told_once() -> None:
         ([Append(A), Skipped("x", "gone")], [Skipped("x", "gone"), Append(A)], [Update((A,))]),
         ([Append(A)], [Skipped("y", "gone"), Append(A)], [Skipped("y", "gone"), Update((A,))]),
         ([Append(A), Append(A)], [Append(A)], []),
+        ([Append(A)], [Skipped("y", "gone")], [Skipped("y", "gone"), Update(())]),
+        ([Append(A), Append(B)], [Append(A), Skipped("y", "gone"), Append(B)], [Skipped("y", "gone"), Update((A, B))]),
     ],
 )
 async def test_where_another_replica_finds_something_else_the_context_becomes_that(
