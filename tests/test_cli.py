@@ -123,6 +123,22 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"\n  streamrag {command}".rstrip() in shown
 
 
+def test_who_retrieves_needs_no_package_of_a_service() -> None:
+    program = (
+        "import argparse, sys\n"
+        "sys.modules.update(dict.fromkeys(('starlette', 'uvicorn', 'sse_starlette', 'prometheus_client')))\n"
+        "import streamrag.cli.ask, streamrag.cli.index, streamrag.cli.record\n"
+        "from streamrag.cli.source import add_source_arguments, make_source\n"
+        "parser = argparse.ArgumentParser()\n"
+        "add_source_arguments(parser)\n"
+        "for where in ('--url=http://example.org', '--index=./index', '--index=./index --hybrid'):\n"
+        "    print(make_source(parser.parse_args(where.split())).name)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["WebSource", "VectorSource", "HybridSource"]
+
+
 @pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor", "serve", "profile", "bench timeline", "top"}))
 def test_the_usage_names_what_must_be_given(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

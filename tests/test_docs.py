@@ -132,7 +132,9 @@ def test_examples_of_docstrings_are_true(path: Path) -> None:
     assert ran.failed == 0
 
 
-@pytest.mark.parametrize("page", ["web-crawling", "vector-search", "ivf-search", "hybrid-search", "postgres"])
+@pytest.mark.parametrize(
+    "page", ["web-crawling", "vector-search", "ivf-search", "hybrid-search", "postgres", "emission", "mcp"]
+)
 def test_the_page_of_a_source_says_when_to_use_it_its_options_its_limits_and_figures(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert [text.count(f"\n## {what}\n") for what in ("When to use it", "Options", "Limits", "Figures")] == [1] * 4

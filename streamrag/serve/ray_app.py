@@ -31,12 +31,12 @@ from streamrag.serve.config.parts import (
     make_backend,
     make_observers,
     make_replicated,
-    make_source,
     make_sources,
     replica_options,
     service_of,
 )
 from streamrag.serve.config.settings import Settings
+from streamrag.serve.config.source import make_source
 from streamrag.serve.gate import Gate
 
 FRONT = "front"

@@ -12,7 +12,7 @@ from streamrag.routing import make_router
 from streamrag.serve.app import LOOPBACK
 from streamrag.serve.config.configuration import Loaded, Problem
 from streamrag.serve.config.keys import read_keys
-from streamrag.serve.config.parts import make_backend, make_source, make_template, replica_options
+from streamrag.serve.config.parts import make_backend, make_template, replica_options
 from streamrag.serve.config.settings import (
     EngineSettings,
     KeySettings,
@@ -24,6 +24,7 @@ from streamrag.serve.config.settings import (
     Settings,
     SourceSettings,
 )
+from streamrag.serve.config.source import make_source
 from streamrag.serve.server import listen
 from streamrag.sources.index_folder import check_index
 from streamrag.versions import installed_versions

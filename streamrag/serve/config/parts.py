@@ -1,7 +1,6 @@
 """The parts of a service, made as its settings say."""
 
 import importlib.util
-import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import Backend, SamplingParams, Source, Tokenizer
-from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.errors import MissingDependencyError
 from streamrag.modes import PromptTemplate
 from streamrag.routing import make_router
 from streamrag.serve.config.settings import (
@@ -22,6 +21,7 @@ from streamrag.serve.config.settings import (
     Settings,
     SourceSettings,
 )
+from streamrag.serve.config.source import make_source
 from streamrag.serve.interfaces.session_folder import SessionFolder
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
@@ -31,63 +31,6 @@ from streamrag.serve.service import Service
 
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import Connects
-
-
-def make_source(told: SourceSettings) -> Source | None:
-    """The source, or None if clients bring their context.
-
-    :raises ConfigurationError: values that cannot work.
-    """
-    if told.index is not None:
-        if told.hybrid or told.rerank is not None or told.sentences is not None:
-            from streamrag.sources.search.hybrid import HybridSource
-
-            return HybridSource(
-                told.index, k=told.k, reranker=told.rerank, sentences=told.sentences, embedder=told.embedder
-            )
-        from streamrag.sources.search.ivf import index_source
-
-        return index_source(told.index, k=told.k, embedder=told.embedder)
-    if told.postgres is not None:
-        from streamrag.sources.embedder import DEFAULT_EMBEDDER
-        from streamrag.sources.postgres.source import PgVectorSource
-
-        dsn = dsn_of(told.postgres.get_secret_value())
-        return PgVectorSource(dsn, table=told.table, k=told.k, embedder=told.embedder or DEFAULT_EMBEDDER)
-    if told.trace is not None:
-        from streamrag.sources.replay import ReplaySource
-
-        return ReplaySource(told.trace)
-    if not told.urls:
-        return None
-    from streamrag.sources.crawl.web import WebSource
-
-    return WebSource(
-        list(told.urls),
-        max_depth=told.max_depth,
-        max_pages=told.max_pages,
-        crawl_timeout_s=told.crawl_timeout_s,
-        same_host=told.same_host,
-        allow_private=told.allow_private,
-        obey_robots=told.obey_robots,
-        cache_folder=told.cache_folder,
-        sitemaps=told.sitemaps,
-        send_traceparent=told.send_traceparent,
-        cdp_url=told.cdp_url,
-    )
-
-
-def dsn_of(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A DSN, or that in an environment variable, as `env:NAME`.
-
-    :raises ConfigurationError: there is no such variable.
-    """
-    if not text.startswith("env:"):
-        return text
-    name = text.removeprefix("env:")
-    if not environment.get(name):
-        raise ConfigurationError(f"{text}: there is no environment variable {name}")
-    return environment[name]
 
 
 def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
