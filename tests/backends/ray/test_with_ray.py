@@ -211,7 +211,8 @@ async def start(cluster: Cluster, **options: Any) -> RayBackend:
 @pytest.mark.parametrize("name", ["PowerOfTwo", "PrefixAffinity"])
 async def test_rays_own_routers_send_prompts_to_the_replica_that_has_the_stream(backend: RayBackend, name: str) -> None:
     options = replace(OPTIONS, num_cpus=0.1, request_router=f"streamrag.backends.ray.of_ray.{name}")
-    other = await start(Cluster(partial(engines, Engine, options), app_name="other"))
+    # A name of its own: Serve's client keeps the handle, and so the router, of an application of the same name.
+    other = await start(Cluster(partial(engines, Engine, options), app_name=name))
     assert await asyncio.gather(*[ask(other, "W", "Why", "Why?") for _ in range(8)]) == ["An answer."] * 8
     replicas = other._running()._replicas
     assert type(replicas._opening._router._asyncio_router.request_router).__name__ == name  # type: ignore[attr-defined]
@@ -269,7 +270,7 @@ async def test_a_source_whose_replica_is_killed_while_it_retrieves_is_asked_anew
     source = make_pooled(settings.source, settings.replicas)
     assert isinstance(source, RaySource)
     await source.start(lambda line: None)
-    assert source.name == "ReplaySource"
+    assert source.name == "ReplaySource(slow.jsonl)"
     found: list[str] = []
     async with aclosing(source.stream("Why?")) as events:
         async for event in events:
