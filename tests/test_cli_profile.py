@@ -70,7 +70,7 @@ def test_a_machine_is_measured_written_drawn_and_printed(
         profile, block_size=32, tensor_parallel_size=1, block_bytes=profile.copies.block_bytes, is_overlapped=False
     )
     assert profile.num_layers == 2
-    assert 0 < profile.step_s([(16, 0)]) < profile.step_s([(256, 0)]) < 5
+    assert 0 < profile.step_s([(16, 0)]) <= profile.step_s([(256, 0)]) < 5
     assert profile.step_s([(1, 100)] * 4) >= profile.step_s([(1, 100)])
     assert 0 <= profile.delivery_s < 1
     assert profile.provenance["model"] == tiny_model.name

@@ -202,7 +202,7 @@ async def test_leaving_in_decode_frees_kv_and_a_killed_engine_is_started_again(s
         await talk.next("data_updated")
         num_idle = await backend.num_unfinished_requests()
         for id in "ab":
-            await talk.send("ask", id=id, question="Where is it?", at_least=1, max_tokens=1500)
+            await talk.send("ask", id=id, question=f"Where is {id}?", at_least=1, max_tokens=1500)
             await talk.next("tokens_generated", id=id)
         assert await backend.num_unfinished_requests() == num_idle + 2
         await talk.send("cancel", id="a")
