@@ -156,7 +156,27 @@ def test_a_plan_that_takes_too_long_is_named(tmp_path: Path) -> None:
     (tmp_path / "step_cost.json").write_text(json.dumps({"results": rows}))
     told = included.planning(tmp_path)
     assert "met in 1 of 2" in told
-    assert "at worst 610 us with 500. Missed: 500 requests, all, fcfs." in told
+    assert "at worst 610 us with 500. Missed: 500 requests, all, fcfs (610 us)." in told
+    rows[1] |= {"policy": "k_lpm(4)", "way": "a way"}
+    (tmp_path / "step_cost.json").write_text(json.dumps({"results": rows}))
+    assert "all, k_lpm(4), a way (610 us: it asks the prefix cache" in included.planning(tmp_path)
+
+
+def test_published_costs_of_sorting_stand_beside_ours_as_far_as_there_are_any() -> None:
+    published = "sorting 50 requests takes 15–16 and 12–13 us (FCFS and LCAS; MCPS), and 500 less than 165 us at P99."
+    assert included.sorting_published({}) == f"Published (6.5): {published}\n"
+    few = {"num_requests": 50, "order_p50_us": 7.2, "order_p99_us": 50.0}
+    many = {"num_requests": 500, "order_p50_us": 50.0, "order_p99_us": 422.0}
+    told = included.sorting_published({"results": [few, {**few, "order_p50_us": 18.5}]})
+    assert told.endswith("Ours: 50 take 7–18 us in the median.\n")
+    told = included.sorting_published({"results": [few, many]})
+    assert "500 take 50–50 us in the median and 422–422 us at P99, which is worse than published" in told
+    assert "worse" not in included.sorting_published({"results": [few, {**many, "order_p99_us": 164.0}]})
+
+
+def test_the_k_lpm_section_says_how_many_prompts_it_has() -> None:
+    assert "here it is 600 made ones" in included.k_lpm_published({"shape": {"num_prompts": 600}})
+    assert "here" not in included.k_lpm_published({})
 
 
 def test_the_swapped_share_is_told_also_where_it_is_all_or_nothing(small: Report) -> None:
