@@ -87,10 +87,10 @@ bench-context: .venv/installed ## which pages are in a context that cannot hold 
 bench-adapters: .venv/installed ## LangChain, LlamaIndex and Haystack on vLLM, with streamrag and without; what adapters cost
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/adapters.py --json experiments/results/adapters.json
 
-paper: .venv/installed ## the paper's tables and figures beside ours, and what beats them, simulated: experiments/results/paper.md, half an hour
+paper: .venv/installed ## the paper's tables and figures beside ours, and what beats them, simulated: experiments/results/paper.md, under 40 minutes of two idle cores, resumable
 	$(RUN) -m experiments.paper
 
-paper-full: .venv/installed ## the same with all queries and ten seeds, resumable: a night
+paper-full: .venv/installed ## the same with all queries and ten seeds, resumable: about 12 hours of two cores by its plan, and never run whole
 	$(RUN) -m experiments.paper --scale full
 
 bench-k-lpm: .venv/installed ## k-LPM on prompts that form a tree, beside its theorem's bound, simulated: a few minutes, resumable

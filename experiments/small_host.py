@@ -4,8 +4,8 @@
 
 Host memory that holds little is soon full of what is never asked for again: copies out take time, and little is had
 back. So `cost` could lose to `recompute`, which copies nothing. Both are our defaults otherwise, with 8,192 tokens a
-step, in virtual time; the loads, their seeds and their KV memory are those with which `cost` lost once. Finished cells stay in a
-folder, and the same command goes on there.
+step, in virtual time; the loads, their seeds and their KV memory are those with which `cost` lost once. Finished cells
+stay in a folder, and the same command goes on there.
 """
 
 import argparse

@@ -12,6 +12,7 @@ from . import effects
 from .markdown import command
 from .pictures import Pictures
 from .plan import Plan, Scale
+from .points import MORE_KINDS
 from .results import Results, code_hash
 from .sections import (
     ablations,
@@ -74,12 +75,17 @@ def _extent(scale: Scale, plan: Plan, results: Results) -> str:
 def _figures(results: Results) -> dict[str, Any]:
     """Of every way at every point."""
     rows = []
-    for (point, way), pool in results.pools.items():
+    pooled = {
+        (point, way): found
+        for point, way in results.pools
+        if point.kind in MORE_KINDS and (found := results.all_seeds(point, way)) and found != results.pool(point, way)
+    }
+    for (point, way), pool in (*results.pools.items(), *pooled.items()):
         seconds, floor = seconds_of(pool), floor_of(pool)
         rows.append(
             {
                 "point": point.name,
-                "kind": point.kind,
+                "kind": "all seeds" if pool is pooled.get((point, way)) else point.kind,
                 "way": way.name,
                 "seeds": pool.seeds,
                 "num_requests": len(pool.values(lambda d: d.floor_s)),

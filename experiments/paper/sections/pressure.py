@@ -10,7 +10,7 @@ from ..markdown import percent, table, triple
 from ..pictures import Curves, draw_ccdfs
 from ..plan import Scale, Wanted
 from ..points import HALF_KV, TWICE_FULL, Point, demand
-from ..published import EVICTIONS, KV_TOKENS, PREEMPTIONS, PRESSURE, PRESSURE_NOT_STREAMING
+from ..published import EVICTIONS, KV_TOKENS, PREEMPTIONS, PRESSURE, PRESSURE_NOT_STREAMING, WORKLOADS
 from ..standing import floor_of, ratios, seconds_of
 from ..ways import NOT_STREAMING, OURS, PAPER_SWAPPING, PAPER_WAYS, TABLE_POLICIES, Way, paper, without_prefix_cache
 from .section import Report, Section
@@ -66,6 +66,7 @@ def write(report: Report) -> str:
         "Prefix caching was off there. Here it is off in the first column only: our host memory knows KV by the hashes "
         "of the prefix cache, so that `swap` and `cost` need it; the second column is recomputation with it, where "
         "what nobody has overwritten is found again. Copies run beside compute here, and block it there.\n",
+        _extent(report),
     ]
     for point in TWICE_FULL:
         parts += [f"\n### {point.name}\n\n", *_ablation(report, point)]
@@ -74,6 +75,19 @@ def write(report: Report) -> str:
         figure = draw_ccdfs(panels, "ttft_after_retrieval_s (seconds)", num_columns=2)
         parts += ["\n" + report.pictures.add("pressure-ccdf", figure, "CCDFs of the TTFT under memory pressure")]
     return "".join(parts)
+
+
+def _extent(report: Report) -> str:
+    num_crawls = report.scale.num_queries(TWICE_FULL[0])
+    seeds = ", ".join(map(str, report.scale.seeds(TWICE_FULL[0])))
+    if num_crawls is None:
+        return f"\nAll queries; seeds {seeds}.\n"
+    crawls, searches = (WORKLOADS[name].num_queries for name in ("crawler", "anns"))
+    return (
+        f"\nCrawls are the first {num_crawls:,} of {crawls:,}, where the paper has all: cells that copy take four "
+        f'times as long to simulate. Searches are all {searches}. Seeds {seeds}; targets and "With more seeds" have '
+        "more.\n"
+    )
 
 
 def _by_formula(point: Point) -> float:
