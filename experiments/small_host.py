@@ -34,7 +34,7 @@ RANKS = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 MOST_WORSE = 1.02
 """Times as long as recomputing, at each rank."""
 HOSTS: Mapping[str, int | None] = {"4 GiB": 4 << 30, "16 GiB": 16 << 30, "default": None}
-"""Of each worker; the default is what a usual machine of such devices gives, six times the KV cache at most."""
+"""Of each worker; the default is 128 GiB in simulation, and six times the KV cache at most, as on a real machine."""
 
 console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
