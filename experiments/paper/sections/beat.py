@@ -266,7 +266,8 @@ def _worst(target: Target, found: Sequence[Found]) -> tuple[str, str]:
     if not found:
         return "not measured", "–"
     worst = target.worst(found)
-    return f"{worst.value:.3g} ({place(worst)})", yes_no(all(each.is_met for each in found))
+    value = f"{worst.value:.3f}" if worst.value < 1 else f"{worst.value:.2f}"
+    return f"{value} ({place(worst)})", yes_no(all(each.is_met for each in found))
 
 
 def _seconds_row(of: Standing) -> list[str]:
