@@ -118,7 +118,8 @@ def _ablation(report: Report, point: Point) -> list[str]:
     head = ["", *(f"{column.title}: {whose}" for column in COLUMNS for whose in ("published", "ours"))]
     return [
         "Speed-ups over not streaming, P50 / P99 (table 3), and in brackets the ratios to the floor. Not streaming "
-        f"takes {triple((seconds['P50'], seconds['P99']))} s, published {p50}/{p99} s. Ours, with its defaults: {mine}.\n\n",
+        f"takes {triple((seconds['P50'], seconds['P99']))} s, published {p50}/{p99} s. Ours, with its defaults: "
+        f"{mine}.\n\n",
         table(head, _table_3(report, point, workload, baseline)),
         "\nPreemptions, and the share swapped (table 4):\n\n",
         table(head, _table_4(report, point, workload)),
