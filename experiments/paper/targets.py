@@ -139,9 +139,9 @@ BUSY_HALF = (
     "prompts half as long make it 1.56 for 6 to 15% more busy time"
 )
 LONGEST = (
-    "the slowest hundredth are the longest prompts: looked at one by one under memory pressure (seed 1), most take what "
-    "they take alone on the engine, which no order shortens, and a few let shorter ones go first, which is what P50 and "
-    "P95 gain from"
+    "the slowest hundredth are the longest prompts: looked at one by one under memory pressure (seed 1), most take "
+    "what they take alone on the engine, which no order shortens, and a few let shorter ones go first, which is what "
+    "P50 and P95 gain from"
 )
 LONG_STEPS = (
     "steps of 8,192 tokens whatever waits serve the longest prompts sooner, and take more than twice as long at P50 "
