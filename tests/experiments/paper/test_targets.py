@@ -93,6 +93,8 @@ def test_a_limit_that_the_bound_forbids_is_said_to_be_impossible() -> None:
     assert target.why([met]) == target.why_beside_best([met], [met]) == ""
     told = replace(target, budget_reason="long steps").why_beside_best([met], [found])
     assert told == "with the best budget 1.03 (P95, crawler 4 QPS): long steps"
+    told = replace(target, budget_reason="").why_beside_best([met], [found])
+    assert told == "with the best budget 1.03 (P95, crawler 4 QPS)"
     assert target.why_beside_best([found], [found]) == "", "what is missed anyway is told once"
 
 
