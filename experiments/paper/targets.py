@@ -149,8 +149,8 @@ LONG_STEPS = (
     'and P95, see "With more seeds"'
 )
 SHORT_STEPS = (
-    "with 2,048 tokens a step searches wait less for each other's long steps; FCFS by cost, then quickest at P95, takes "
-    "1.6 times as long as ours at P50 (seed 1)"
+    "with 2,048 tokens a step searches wait less for each other's long steps; FCFS by cost, then quickest at P95, has "
+    "1.6 times our P50 (seed 1)"
 )
 LONGEST_LAST = "beyond saturation the longest prompts wait for the others"
 
