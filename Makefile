@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-busy bench-step bench-emission bench-near-end bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-early-exit demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
+.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-busy bench-small-host bench-step bench-emission bench-near-end bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-early-exit demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -87,10 +87,10 @@ bench-context: .venv/installed ## which pages are in a context that cannot hold 
 bench-adapters: .venv/installed ## LangChain, LlamaIndex and Haystack on vLLM, with streamrag and without; what adapters cost
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/adapters.py --json experiments/results/adapters.json
 
-paper: .venv/installed ## the paper's tables and figures beside ours, and what beats them, simulated: experiments/results/paper.md, half an hour
+paper: .venv/installed ## the paper's tables and figures beside ours, and what beats them, simulated: experiments/results/paper.md, under 40 minutes of two idle cores, resumable
 	$(RUN) -m experiments.paper
 
-paper-full: .venv/installed ## the same with all queries and ten seeds, resumable: a night
+paper-full: .venv/installed ## the same with all queries and ten seeds, resumable: about 12 hours of two cores by its plan, and never run whole
 	$(RUN) -m experiments.paper --scale full
 
 bench-k-lpm: .venv/installed ## k-LPM on prompts that form a tree, beside its theorem's bound, simulated: a few minutes, resumable
@@ -98,6 +98,9 @@ bench-k-lpm: .venv/installed ## k-LPM on prompts that form a tree, beside its th
 
 bench-busy: .venv/installed ## what it costs to keep the engine less busy, by sending chunks later, simulated: minutes, resumable
 	$(RUN) experiments/busy_price.py --json experiments/results/busy_price.json --plot experiments/results/busy_price.png
+
+bench-small-host: .venv/installed ## does copying by cost hold its 2 % where host memory is small? minutes, simulated, resumable
+	$(RUN) experiments/small_host.py --json experiments/results/small_host.json
 
 bench-step: .venv/installed ## microseconds that planning a step takes over vLLM's own, with 50 and 500 requests; two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/step_cost.py --json experiments/results/step_cost.json

@@ -44,7 +44,7 @@ SHORT = Scale(
     {
         "open": Size((1,), 700),
         "pressure": Size((1,), 1_000),
-        "held-out": Size((8,), 700),
+        "held-out": Size(HELD_OUT_SEEDS, 700),
         "overload": Size((1,), 600, 300),
         "more seeds": Size(tuple(range(2, 8)), 700),
         "more pressure": Size((2, 3, 4), 1_000),

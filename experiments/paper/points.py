@@ -58,8 +58,18 @@ OVERLOAD = tuple(Point(*load, kind="overload") for load in (("crawler", 6.0), ("
 BEATEN = LIGHT + LOADED + PRESSED
 """Where ours is set against the paper's."""
 
-MORE_SEEDS = tuple(replace(point, kind="more seeds") for point in (LIGHT[0], LIGHT[2], LOADED[0], LOADED[2]))
-"""With a P99 of 700 requests, which is seven of them, one seed decides little."""
+MORE_KINDS: dict[Kind, Kind] = {"open": "more seeds", "pressure": "more pressure"}
+"""Where points have more seeds than their first, which only some ways have."""
+
+
+def more_of(point: Point) -> Point | None:
+    """The same load with more seeds."""
+    kind = MORE_KINDS.get(point.kind)
+    return kind and replace(point, kind=kind)
+
+
+MORE_SEEDS = tuple(replace(point, kind="more seeds") for point in LIGHT + LOADED)
+"""A P99 of 700 requests is seven of them: one seed decides little."""
 MORE_PRESSED = tuple(replace(point, kind="more pressure") for point in PRESSED)
 
 

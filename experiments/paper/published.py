@@ -128,3 +128,8 @@ INVALIDATED_TOKENS, INVALIDATED_SHARE = 10_000, 0.10
 
 KV_TOKENS = 1_680_000
 """Capacity of two H200s at 80 %, which follows from section 6.1; it is that of the profile."""
+
+SORT_US = {"FCFS and LCAS": (15, 16), "MCPS": (12, 13)}
+"""Section 6.5: microseconds of a sort with 50 requests."""
+SORT_P99_US = 165
+"""The same, at P99 with 500: less than this."""

@@ -12,7 +12,8 @@ from . import effects
 from .markdown import command
 from .pictures import Pictures
 from .plan import Plan, Scale
-from .results import Results
+from .points import MORE_KINDS
+from .results import Results, code_hash
 from .sections import (
     ablations,
     arrivals,
@@ -66,7 +67,7 @@ def _extent(scale: Scale, plan: Plan, results: Results) -> str:
     num_cells = sum(map(len, plan.values()))
     num_there = sum(len(plan[key]) for key in results.pools if key in plan)
     of = f"{num_cells:,} cells" if num_there == num_cells else f"**{num_there:,} of {num_cells:,} cells so far**"
-    told = ", ".join(f"{name} {version}" for name, version in versions().items())
+    told = ", ".join(f"{name} {version}" for name, version in {**versions(), "code": code_hash()}.items())
     budget = "the published ones" if OURS_BUDGET is None else f"{OURS_BUDGET:,} tokens a step"
     return f"{of} at scale `{scale.name}`. {'; '.join(sizes)}. Token budget of ours: {budget}. {told}."
 
@@ -74,12 +75,17 @@ def _extent(scale: Scale, plan: Plan, results: Results) -> str:
 def _figures(results: Results) -> dict[str, Any]:
     """Of every way at every point."""
     rows = []
-    for (point, way), pool in results.pools.items():
+    pooled = {
+        (point, way): found
+        for point, way in results.pools
+        if point.kind in MORE_KINDS and (found := results.all_seeds(point, way)) and found != results.pool(point, way)
+    }
+    for (point, way), pool in (*results.pools.items(), *pooled.items()):
         seconds, floor = seconds_of(pool), floor_of(pool)
         rows.append(
             {
                 "point": point.name,
-                "kind": point.kind,
+                "kind": "all seeds" if pool is pooled.get((point, way)) else point.kind,
                 "way": way.name,
                 "seeds": pool.seeds,
                 "num_requests": len(pool.values(lambda d: d.floor_s)),
@@ -91,7 +97,7 @@ def _figures(results: Results) -> dict[str, Any]:
                 "num_unfinished": sum(d.num_unfinished for d in pool.digests),
             }
         )
-    return {"profile": PROFILE, "versions": versions(), "results": rows}
+    return {"profile": PROFILE, "code": code_hash(), "versions": versions(), "results": rows}
 
 
 def _rounded(seconds: Any) -> dict[str, float | None]:

@@ -14,7 +14,7 @@ from streamrag.bench.summary import Digest, digest
 from streamrag.cli.output import Output
 
 from .plan import Plan, in_order
-from .points import Point
+from .points import Point, more_of
 from .progress import Progress
 from .ways import Way
 
@@ -73,6 +73,14 @@ class Results:
     def pool(self, point: Point, way: Way) -> Pool | None:
         """None if not all of its cells are there."""
         return self.pools.get((point, way))
+
+    def all_seeds(self, point: Point, way: Way) -> Pool | None:
+        """Of its first seed and of those that its like of `more_of` has; None if one of the two is not there."""
+        first, more = self.pool(point, way), more_of(point)
+        if more is None or not any(other.kind == more.kind for other, _ in self.pools):
+            return first  # all of its seeds are there
+        rest = self.pool(more, way)
+        return Pool(first.digests + rest.digests) if first and rest else None
 
     def at(self, point: Point, ways: Sequence[Way]) -> Iterator[tuple[Way, Pool]]:
         """Those of these ways that are there."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from streamrag.bench.compare import Pool
@@ -59,11 +59,20 @@ class Standing:
     not_streaming: Seconds
     floor: Seconds
     busy_ratio: float
-    """Time in which the engine computed, over that of not streaming."""
+    """Time in which the engine computed, over that of not streaming with the published token budget."""
+    busy_ratio_same: float = math.nan
+    """The same over not streaming with our token budget; NaN where that is not known."""
     hinted: Seconds | None = None
     """Ours, on a load whose chunks tell what is still to come."""
     bound: Seconds | None = None
     """What no schedule gets below, see `bound`."""
+    makers: Mapping[str, str] = field(default_factory=dict)
+    """By rank, the way that is the envelope there."""
+
+    @property
+    def busiest(self) -> float:
+        """The harder of the two busy ratios."""
+        return max(ratio for ratio in (self.busy_ratio, self.busy_ratio_same) if not math.isnan(ratio))
 
     @property
     def over_fcfs(self) -> Seconds:

@@ -9,6 +9,7 @@ from streamrag.bench.cell import Arm, CellSettings
 from streamrag.engine.eviction import EVICTIONS, EvictionMode
 
 from .points import Point
+from .published import WORKLOADS
 
 PROFILE = "h200-llama8b-tp2"
 SYNC_PROFILE = "h200-llama8b-tp2-sync"
@@ -121,8 +122,21 @@ OURS_BUDGET: int | None = 8_192
 def ours(name: str = "ours", **options: Any) -> Way:
     """The defaults of our scheduler, but for `options`, which are fields of `SchedulerOptions`."""
     of = SchedulerOptions(**options)
-    other = {key: value for key, value in options.items() if key not in ("policy", "eviction")}
-    return Way(name, policy=of.policy, eviction=of.eviction, options=other, budget=OURS_BUDGET)
+    other = {key: value for key, value in options.items() if key not in ("policy", "eviction", "host_kv_bytes")}
+    return Way(
+        name,
+        policy=of.policy,
+        eviction=of.eviction,
+        options=other,
+        host_kv_bytes=of.host_kv_bytes,
+        budget=OURS_BUDGET,
+    )
+
+
+def with_our_budget(way: Way, point: Point) -> Way:
+    """One of the paper's ways with as many tokens a step as ours has."""
+    is_published = WORKLOADS[point.workload.removesuffix("-last")].budget == OURS_BUDGET
+    return way if is_published else with_other_budget(way)
 
 
 OURS = ours()
@@ -135,8 +149,14 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "steps of any length": {"sizes_steps": False},
     "a step ahead": {"late_binding": False},
     "always recompute": {"eviction": "recompute"},
+    "no ageing": {"policy": "srpf(0)"},
+    "no low water": {"low_water": 0.0},
+    "not looked up again": {"looks_up_again": False},
+    "4 GiB of host memory": {"host_kv_bytes": 4 << 30},
 }
 """Ours without each of its parts: what is changed of `SchedulerOptions()`. One that changes nothing is left out."""
+OF_MEMORY = {"can_partial_evict", "eviction", "low_water", "looks_up_again", "host_kv_bytes"}
+"""Options that decide nothing where nobody is evicted, and no two queries have a chunk in common."""
 
 HINTED = replace(OURS, name="ours, told what is left", hints="-hints")
 """Ours where each chunk says when the retriever expects to end, by what it could know: see docs/workloads.md."""
@@ -144,10 +164,10 @@ ORACLE = replace(OURS, name="ours, told the end", hints="-oracle")
 """Ours where each chunk says when retrieval will end, which nobody knows."""
 
 
-def ablations() -> tuple[Way, ...]:
-    """One way for each part that ours has."""
+def ablations(*, is_pressed: bool = True) -> tuple[Way, ...]:
+    """One way for each part that ours has; without memory pressure, for those that can matter there."""
     return tuple(
         ours(f"ours, {name}", **options)
         for name, options in ABLATIONS.items()
-        if SchedulerOptions(**options) != SchedulerOptions()
+        if SchedulerOptions(**options) != SchedulerOptions() and (is_pressed or not options.keys() <= OF_MEMORY)
     )

@@ -167,8 +167,8 @@ def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
         "settings": asdict(digest.settings),
         "num_requests": len(digest.ttft_s),
         "num_unfinished": digest.num_unfinished,
-        "ttft_after_retrieval_s": _finite({**after, "mean": _mean(digest.ttft_after_retrieval_s)}),
-        "ttft_s": _finite({**spread(digest.ttft_s), "mean": _mean(digest.ttft_s)}),
+        "ttft_after_retrieval_s": _finite({**after, **_whole(digest.ttft_after_retrieval_s)}),
+        "ttft_s": _finite({**spread(digest.ttft_s), **_whole(digest.ttft_s)}),
         "floor_s": _finite(floor),
         "ratio_to_floor": _finite({name: _ratio(after[name], floor[name]) for name in PERCENTILES}),
         "num_preemptions": digest.num_preemptions,
@@ -186,8 +186,8 @@ def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
+def _whole(values: Sequence[float]) -> dict[str, float]:
+    return {"max": max(values, default=math.nan), "mean": math.fsum(values) / len(values) if values else math.nan}
 
 
 def _ratio(of: float, to: float) -> float:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,11 +49,23 @@ def test_each_tenth_has_the_price_of_the_best_that_is_no_busier() -> None:
     load = LOADS[2]
 
     def row(name: str, busy: float, p95: float) -> dict[str, Any]:
-        return {"load": load.name, "sent": name, "busy": busy, "p50": p95 / 4, "p95": p95, "p99": 2 * p95}
+        seconds = {"p50": p95 / 4, "p95": p95, "p99": 2 * p95}
+        return {"load": load.name, "sent": name, "busy": busy, "busy_equal": busy, **seconds}
 
     rows = [row("not streaming", 1.0, 9.0), row(AS_THEY_COME.name, 1.55, 1.0), row("a", 1.42, 1.5), row("b", 1.3, 1.2)]
     told = list(prices(load, rows))
     assert told[0].startswith("anns-last 2 QPS, at most 1.50 times")
     assert "P50 1.20x, P95 1.20x, P99 1.20x of as they come, b" in told[0]
     assert told[1:] == ["anns-last 2 QPS: nothing measured is as little busy as 1.25 times not streaming"]
+    # Beside not streaming with as many tokens a step, "a" is too busy for its tenth, and "b" has to be taken.
+    rows[2]["busy"], rows[2]["busy_equal"] = 1.2, 1.42
+    assert list(prices(load, rows)) == told
     assert busy_price.RULES.keys() == busy_price.DASHES.keys()
+
+
+def test_not_streaming_has_our_budget_too_where_the_published_one_is_another(tmp_path: Path) -> None:
+    for load in LOADS:
+        cells = busy_price.cells_of(load._replace(num_queries=2), [1], tmp_path)
+        assert (busy_price.EQUAL in cells) == (load.workload == "crawler")
+    (equal,) = busy_price.cells_of(LOADS[0]._replace(num_queries=2), [1], tmp_path)[busy_price.EQUAL]
+    assert (equal.arm, equal.max_num_batched_tokens) == ("no-streaming", busy_price.BUDGET)

@@ -1,11 +1,13 @@
 """Ours where chunks tell what is still to come."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+
+from streamrag.bench.compare import Pool
 
 from ..markdown import table, triple
 from ..plan import Scale, Wanted
 from ..points import LOADED, TWICE_FULL
-from ..standing import ratios, seconds_of
+from ..standing import Seconds, floor_of, ratios, seconds_of
 from ..ways import HINTED, ORACLE, OURS
 from .beat import TAIL, standing
 from .section import Report, Section
@@ -20,25 +22,29 @@ def wanted(scale: Scale) -> Wanted:
 
 def write(report: Report) -> str:
     return (
-        "Ours, P50/P95/P99 in seconds, and in brackets the envelope over it. The envelope is told nothing. *What is "
-        "left*: the pages in the crawler's queue at the mean gap so far. *The end*: an oracle, which no retriever has. "
-        "Both are assumptions of docs/workloads.md.\n\n"
+        "Ours, P50/P95/P99 in seconds, and in brackets the envelope over it, and it over the floor. The envelope is "
+        "told nothing. *What is left*: the pages in the crawler's queue at the mean gap so far. *The end*: an oracle, "
+        "which no retriever has. Both are assumptions of docs/workloads.md. "
+        f"Seeds {', '.join(map(str, report.scale.seeds(POINTS[0])))}.\n\n"
         + table(["", "ours, told nothing", "told what is left", "an oracle: told the end"], _rows(report))
     )
 
 
 def _rows(report: Report) -> Iterator[list[str]]:
     for point in POINTS:
-        around = standing(report, point)
+        around = standing(report, point, has_more_seeds=False)
         pools = [report.results.pool(point, way) for way in (OURS, HINTED, ORACLE)]
         if around is None or not all(pools):
             continue
-        found = [seconds_of(pool) for pool in pools if pool]
-        over = [ratios(around.envelope, each) for each in found]
-        yield [point.name, *(f"{_tail(each)} ({_tail(times)})" for each, times in zip(found, over, strict=True))]
+        yield [point.name, *(_cell(around.envelope, pool) for pool in pools if pool)]
 
 
-def _tail(of: Mapping[str, float]) -> str:
+def _cell(envelope: Seconds | None, pool: Pool) -> str:
+    found = seconds_of(pool)
+    return f"{_tail(found)} ({_tail(ratios(envelope, found))}; {_tail(ratios(found, floor_of(pool)))})"
+
+
+def _tail(of: Seconds) -> str:
     return triple(of[rank] for rank in TAIL)
 
 

@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamrag.bench.report_html import figure_text
 
 from ..markdown import table, yes_no
+from ..published import SORT_P99_US, SORT_US
 from .section import Report, Section, nothing
 
 MOST_ROWS = 40
@@ -20,13 +21,61 @@ class Included(NamedTuple):
     name: str
     title: str
     how: str
+    beside: Callable[[Mapping[str, Any]], str] = lambda values: ""
+    """Given the results, what is published beside them."""
+
+
+def k_lpm_published(values: Mapping[str, Any]) -> str:
+    """What figure 2 of its paper found, and with how many prompts."""
+    num_prompts = values.get("shape", {}).get("num_prompts")
+    return (
+        "Published (figure 2, a picture without figures in the text): over a wide range of rates k = 2 has a lower P99 "
+        "than FCFS, which is k = 1, and than LPM, which is k = ∞. That was on 2,000 prompts of a benchmark, SGLang and "
+        "eight A100"
+        + (f"; here it is {num_prompts:,} made ones" if num_prompts else "")
+        + ", so that a P99 is fewer requests and queues have less time to grow.\n"
+    )
+
+
+def sorting(rows: Sequence[Mapping[str, Any]], num_requests: int, name: str) -> tuple[float, float] | None:
+    """The least and the most microseconds of a sort, over loads and policies; None if there are no such rows."""
+    found = [row[name] for row in rows if row.get("num_requests") == num_requests and name in row]
+    return (min(found), max(found)) if found else None
+
+
+def sorting_published(values: Mapping[str, Any]) -> str:
+    """What the paper says that sorting takes, beside ours."""
+    few_us = " and ".join(f"{least}–{most}" for least, most in SORT_US.values())
+    text = (
+        f"Published (6.5): sorting 50 requests takes {few_us} us ({'; '.join(SORT_US)}), and 500 less than "
+        f"{SORT_P99_US} us at P99."
+    )
+    rows = values.get("results", ())
+    few, many, usual = (
+        sorting(rows, num, name) for num, name in ((50, "order_p50_us"), (500, "order_p99_us"), (500, "order_p50_us"))
+    )
+    if few:
+        text += f" Ours: 50 take {few[0]:.0f}–{few[1]:.0f} us in the median"
+    if few and many and usual:
+        text += f", 500 take {usual[0]:.0f}–{usual[1]:.0f} us in the median and {many[0]:.0f}–{many[1]:.0f} us at P99"
+        if many[1] > SORT_P99_US:
+            text += (
+                ", which is worse than published: a sort keeps the places of requests that have not changed, and the "
+                "first of each round, when all 500 are new, is more than one in a hundred"
+            )
+    return f"{text}.\n" if few else f"{text}\n"
 
 
 INCLUDED = (
-    Included("k_lpm", "k-LPM: P99 TTFT by rate of arrivals (arXiv 2502.04677)", "experiments/k_lpm.py"),
+    Included("k_lpm", "k-LPM: P99 TTFT by rate of arrivals (arXiv 2502.04677)", "make bench-k-lpm", k_lpm_published),
     Included("busy_price", "What it costs to keep the engine less busy", "make bench-busy"),
-    Included("step_cost", "What planning a step costs with 50 and 500 requests", "experiments/step_cost.py"),
+    Included("small_host", "Copying by cost where host memory is small", "make bench-small-host"),
+    Included("step_cost", "What planning a step costs with 50 and 500 requests", "make bench-step", sorting_published),
 )
+WHY_PLANNING_MISSED = {
+    "k_lpm": "it asks the prefix cache for every waiting prompt in every step, and sorts by age and by prefix anew"
+}
+"""By the policy's name without its parameters."""
 
 
 def write(report: Report) -> str:
@@ -40,7 +89,8 @@ def _parts(of: Included, folder: Path) -> Iterator[str]:
     if not values:
         yield f"*Not measured yet: `{of.how}` writes it.*\n"
         return
-    yield f"From [{of.name}.json]({of.name}.json), which `{values.get('command', of.how)}` writes.\n"
+    written = f"From [{of.name}.json]({of.name}.json), which `{values.get('command', of.how)}` writes. "
+    yield (written + of.beside(values)).rstrip() + "\n"
     for picture in sorted([*folder.glob(f"{of.name}*.png"), *(folder / of.name).glob("*.png")]):
         yield f"![{of.title}]({os.path.relpath(picture, folder)})\n"
     yield "".join(f"{' ' * (len(line) - len(line.lstrip()))}- {line.lstrip()}\n" for line in values.get("verdicts", ()))
@@ -58,7 +108,7 @@ def planning(folder: Path) -> str:
     rows = results_of("step_cost", folder).get("results", ())
     if not rows:
         return "Planning a step, at most 100 and 500 us more with 50 and 500 requests than stock: not measured.\n"
-    missed = [f"{row['num_requests']} requests, {row['load']}, {row['policy']}" for row in rows if not row["is_met"]]
+    missed = [_missed(row) for row in rows if not row["is_met"]]
     worst = max(rows, key=lambda row: row["more_us"] / row["most_more_us"])
     return (
         "Planning a step, at most 100 and 500 us more with 50 and 500 requests than stock: met in "
@@ -67,6 +117,12 @@ def planning(folder: Path) -> str:
         + (f". Missed: {'; '.join(missed)}" if missed else "")
         + ".\n"
     )
+
+
+def _missed(row: Mapping[str, Any]) -> str:
+    why = WHY_PLANNING_MISSED.get(row["policy"].partition("(")[0])
+    names = filter(None, (f"{row['num_requests']} requests", row["load"], row["policy"], row.get("way")))
+    return ", ".join(names) + (f" ({row['more_us']:,.0f} us: {why})" if why else f" ({row['more_us']:,.0f} us)")
 
 
 def rows_table(rows: Any) -> str:

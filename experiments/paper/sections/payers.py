@@ -41,6 +41,7 @@ class Compared(NamedTuple):
 
     point: Point
     other: Way
+    seeds: Sequence[int]
     pairs: Sequence[Pair]
 
 
@@ -64,7 +65,7 @@ def _seconds(of: Digest) -> Sequence[float]:
 
 def write(report: Report) -> str:
     found = list(_found(report))
-    head = ["", "against", "served later", "by P50/P95/most, s", "of the shorter half", "of the longest tenth"]
+    head = ["", "against", "seeds", "served later", "by P50/P95/most, s", "of the shorter half", "of the longest tenth"]
     text = (
         "The same requests under ours and under another way. *Served later*: by more than "
         f"{LEAST_S * 1e3:.0f} ms, and by how much those are. The last columns: the share served later of the half "
@@ -81,11 +82,11 @@ def write(report: Report) -> str:
 
 def _found(report: Report) -> Iterator[Compared]:
     for point in POINTS:
-        ours = report.results.pool(point, OURS)
+        ours = report.results.all_seeds(point, OURS)
         for way in OTHERS:
-            before = report.results.pool(point, way)
+            before = report.results.all_seeds(point, way)
             if before and ours and (of := pairs(before, ours)):
-                yield Compared(point, way, of)
+                yield Compared(point, way, ours.seeds, of)
 
 
 def _row(of: Compared) -> list[str]:
@@ -95,7 +96,7 @@ def _row(of: Compared) -> list[str]:
     num = len(by_length)
     shares = map(_share, (by_length, by_length[: num // 2], by_length[num - max(num // 10, 1) :]))
     all_of, short, long = map(percent, shares)
-    return [of.point.name, of.other.name, all_of, by, short, long]
+    return [of.point.name, of.other.name, ", ".join(map(str, of.seeds)), all_of, by, short, long]
 
 
 def _share(of: Sequence[Pair]) -> float:

@@ -9,7 +9,7 @@ from ..pictures import Curves, Line, Lines, draw_ccdfs, draw_lines
 from ..plan import Scale, Wanted
 from ..points import LADDERS, Point
 from ..published import SECONDS, SPEED_UPS
-from ..standing import floor_of, seconds_of
+from ..standing import floor_of, ratios, seconds_of
 from ..ways import FCFS, FCFS_SYNC, NOT_STREAMING, OURS, PAPER_WAYS, Way
 from .section import Report, Section
 
@@ -30,8 +30,12 @@ def write(report: Report) -> str:
         "`ttft_after_retrieval_s`, P50/P95/P99 in seconds of all requests of all seeds. Published figures in "
         "parentheses; those of the searches stand beside both readings. `FCFS, no step ahead` is the same on an engine "
         "that plans a step when the one before has ended, as theirs does; all others plan one ahead, as vLLM does "
-        "today.\n\n"
-        + table(["", *(way.name for way in (*WAYS, FCFS_SYNC)), "floor"], _rows(report))
+        "today. The *floor* is that of a request alone, with the published token budget and with ours; the pictures "
+        f"have ours. Seeds {', '.join(map(str, report.scale.seeds(LADDERS['crawler'][0])))}.\n\n"
+        + table(
+            ["", *(way.name for way in (*WAYS, FCFS_SYNC)), "floor", "floor, our budget", "ours/floor, our budget"],
+            _rows(report),
+        )
         + "\n### CCDFs (figure 8)\n\n"
         + report.pictures.add(
             "ttft-ccdf", draw_ccdfs(list(_ccdfs(report)), "ttft_after_retrieval_s (seconds)"), "CCDFs of the TTFT"
@@ -54,9 +58,15 @@ def _rows(report: Report) -> Iterator[list[str]]:
                 published = SECONDS.get((workload.removesuffix("-last"), point.qps, way.name))
                 text = triple(seconds_of(pool)[rank] for rank in TAIL) if pool else "–"
                 row.append(f"{text} ({triple(published)})" if published else text)
-            known = next(filter(None, pools), None)
-            row.append(triple(floor_of(known)[rank] for rank in TAIL) if known else "–")
-            yield row
+            by_way = dict(zip((*WAYS, FCFS_SYNC), pools, strict=True))
+            row += [_floor(by_way[NOT_STREAMING]), _floor(by_way[OURS])]
+            mine = by_way[OURS]
+            to_floor = ratios(seconds_of(mine), floor_of(mine)) if mine else None
+            yield [*row, triple(to_floor[rank] for rank in TAIL) if to_floor else "–"]
+
+
+def _floor(pool: Pool | None) -> str:
+    return triple(floor_of(pool)[rank] for rank in TAIL) if pool else "–"
 
 
 def _ccdfs(report: Report) -> Iterator[Curves]:
@@ -64,8 +74,8 @@ def _ccdfs(report: Report) -> Iterator[Curves]:
         for point in points:
             pools = dict(report.results.at(point, WAYS))
             values = {way.name: pool.values(lambda d: d.ttft_after_retrieval_s) for way, pool in pools.items()}
-            for known in list(pools.values())[:1]:
-                values["floor"] = known.values(lambda d: d.floor_s)
+            if OURS in pools:
+                values["floor"] = pools[OURS].values(lambda d: d.floor_s)
             yield Curves(point.name, values)
 
 

@@ -65,6 +65,8 @@ def test_each_limit_is_missed_just_past_it() -> None:
     slow = replace(fast, ours=seconds(0.045, 0.401, 0.8), floor=seconds(0.02, 0.2, 0.4))
     assert missed([slow]) == [("the paper's FCFS over ours", "P95")]
     assert missed([replace(fast, busy_ratio=1.021)]) == [("busy time over not streaming's", "busy")]
+    # Beside not streaming with as many tokens a step, which keeps the engine less busy.
+    assert missed([replace(fast, busy_ratio_same=1.021)]) == [("busy time over not streaming's", "busy")]
     waits = replace(fast, ours={**fast.ours, "max": 16.1})
     assert missed([waits]) == [("our longest wait over not streaming's", "max")]
     assert missed([replace(fast, not_streaming={**fast.not_streaming, "P90": 0.14})]) == [
@@ -79,15 +81,21 @@ def test_a_limit_that_the_bound_forbids_is_said_to_be_impossible() -> None:
     (found,) = target.at([close])
     assert (found.is_met, found.is_possible) == (False, False)
     assert found.bound == pytest.approx(0.40 / 0.38)
+    assert target.why([found]) == "impossible: no schedule gets past 1.05 (P95, crawler 4 QPS, seed 1 alone)"
+    found = found._replace(seeds=(1, 2))
     assert target.why([found]) == "impossible: no schedule gets past 1.05 (P95, crawler 4 QPS)"
     possible = replace(target, reason="known").why([found._replace(is_possible=True, bound=2.0)])
     assert possible == "1.03 (P95, crawler 4 QPS; the bound allows 2.00); known"
     (alone,) = target.at([replace(close, floor=seconds(0.02, 0.38, 0.4), bound=seconds(0.02, 0.2, 0.4))])
     assert alone.is_possible
     assert "a request alone on the engine 1.05" in target.why([alone])
-    assert target.why([found._replace(is_met=True)]) == target.why_beside_best([found._replace(is_met=True)]) == ""
-    told = replace(target, budget_reason="long steps").why_beside_best([found])
+    met = found._replace(is_met=True)
+    assert target.why([met]) == target.why_beside_best([met], [met]) == ""
+    told = replace(target, budget_reason="long steps").why_beside_best([met], [found])
     assert told == "with the best budget 1.03 (P95, crawler 4 QPS): long steps"
+    told = replace(target, budget_reason="").why_beside_best([met], [found])
+    assert told == "with the best budget 1.03 (P95, crawler 4 QPS)"
+    assert target.why_beside_best([found], [found]) == "", "what is missed anyway is told once"
 
 
 def test_limits_differ_by_point() -> None:
