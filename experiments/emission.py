@@ -58,6 +58,7 @@ from streamrag.sources.emission.calibration_queries import HeldOut, sentences
 from streamrag.sources.emission.worth_sending import estimate_tokens
 from streamrag.trace.generate import LongWindow, generate
 from streamrag.trace.read import read_trace
+from streamrag.trace.statistics import num_common_tokens
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedUpdate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -323,7 +324,7 @@ def measure(load: Load, arm: str, order: str, qps: float) -> dict[str, Any]:
             num_updates += len(after.events)
             for a, b in zip(after.events, after.events[1:], strict=False):
                 num_before += sum(chunk.num_tokens for chunk in chunks_of(a))
-                num_shared += num_shared_tokens(chunks_of(a), chunks_of(b))
+                num_shared += num_common_tokens(chunks_of(a), chunks_of(b))
         cells.append(run_cell(settings(load.name, qps, seed), trace=Trace(moved)))
     requests = [request for cell in cells for request in cell.requests]
     waits = sorted(request.ttft_after_retrieval_s for request in requests)
@@ -367,15 +368,6 @@ def displacement(load: Load) -> dict[str, Any]:
         "share_with_the_best_first": statistics.mean(is_first),
         "share_of_best_five_in_front_five": statistics.mean(in_top),
     }
-
-
-def num_shared_tokens(before: Sequence[TracedChunk], after: Sequence[TracedChunk]) -> int:
-    shared = 0
-    for a, b in zip(before, after, strict=False):
-        if a.key != b.key:
-            break
-        shared += a.num_tokens
-    return shared
 
 
 def print_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:

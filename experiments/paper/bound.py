@@ -19,7 +19,7 @@ late for x already if their work ends later than x less one overhead. Work is th
 [a, b) of a prompt cost the same in however many steps. Preemption is free; loads are such that queries share no chunks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TypeAlias
@@ -31,7 +31,8 @@ from streamrag.bench.cell import CellSettings
 from streamrag.bench.workload import NUM_TAIL_TOKENS
 from streamrag.engine.costs import AnalyticProfile
 from streamrag.engine.profile_files import load_profile
-from streamrag.trace.values import TracedAppend, TracedChunk, TracedQuery
+from streamrag.trace.statistics import contexts, num_common_tokens
+from streamrag.trace.values import TracedQuery
 
 from .points import queries_of
 from .standing import RANKS
@@ -64,12 +65,12 @@ class Job:
 
 def job_of(query: TracedQuery, profile: AnalyticProfile, num_tail_tokens: int = NUM_TAIL_TOKENS) -> Job:
     """From when on each token of the last prompt can be computed: since it and all before it stand in some prompt."""
-    versions = list(_versions(query))
+    versions = list(zip((event.at_s for event in query.events), contexts(query.events), strict=True))
     last = versions[-1][1] if versions else ()
     releases, works = [], []
     num_before = 0
     for at_s, chunks in versions:
-        num_after = _num_common(chunks, last)
+        num_after = num_common_tokens(chunks, last)
         if num_after > num_before:
             releases.append(query.arrival_s + at_s)
             works.append(work_s(profile, num_before, num_after))
@@ -77,22 +78,6 @@ def job_of(query: TracedQuery, profile: AnalyticProfile, num_tail_tokens: int = 
     releases.append(query.arrival_s + query.end_s)
     works.append(work_s(profile, num_before, num_before + num_tail_tokens))
     return Job(releases[-1], tuple(releases), tuple(works))
-
-
-def _versions(query: TracedQuery) -> Iterator[tuple[float, tuple[TracedChunk, ...]]]:
-    chunks: tuple[TracedChunk, ...] = ()
-    for event in query.events:
-        chunks = (*chunks, event.chunk) if isinstance(event, TracedAppend) else event.chunks
-        yield event.at_s, chunks
-
-
-def _num_common(chunks: Sequence[TracedChunk], others: Sequence[TracedChunk]) -> int:
-    num_tokens = 0
-    for one, other in zip(chunks, others, strict=False):
-        if one.key != other.key:
-            break
-        num_tokens += one.num_tokens
-    return num_tokens
 
 
 def work_s(profile: AnalyticProfile, num_before: int, num_after: int) -> float:
