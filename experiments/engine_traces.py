@@ -17,36 +17,24 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple
 
+import validity
 from paper.ways import PAPER_OPTIONS
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from validity import (
-    BUDGET,
-    MODEL,
-    NUM_OUTPUT_TOKENS,
-    NUM_SEQS,
-    PERCENTILES,
-    Engine,
-    of_run,
-    with_provenance,
-)
+from validity import BUDGET, MODEL, NUM_OUTPUT_TOKENS, NUM_SEQS, PERCENTILES, Done, of_run, play_in_turns, simulate_runs
 
 from streamrag.backends.vllm.options import SchedulerOptions
-from streamrag.bench import simulate
-from streamrag.bench.cell import Arm, CellResult, CellSettings
-from streamrag.bench.profiling import Pass, measure, slowness, table_profile, warm_up
-from streamrag.bench.wall import engine_for, max_model_len, play_cell
+from streamrag.bench.cell import Arm, CellSettings
 from streamrag.bench.workload import NUM_TAIL_TOKENS, fitted, make_load
 from streamrag.engine.costs import TableProfile
-from streamrag.engine.profile_files import save_profile
 from streamrag.files import write_whole
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.read import read_trace
@@ -82,35 +70,10 @@ OURS = (Way("the paper's FCFS", "streaming", "fcfs", PAPER_OPTIONS), Way("stream
 
 
 @dataclass
-class Run:
-    """A load on the real engine, between two passes, and in simulations."""
-
-    way: Way
-    num_passes_before: int
-    real: CellResult
-    simulated: list[CellResult] = field(default_factory=list)
-
-    def slowness(self, of_passes: Sequence[float]) -> float:
-        return mean(of_passes[self.num_passes_before - 1 : self.num_passes_before + 1])
-
-
-@dataclass
-class Measured:
+class Measured(validity.Measured[Way]):
     """One trace on the real engine."""
 
-    path: Path
-    passes: list[Pass] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    qps: float | None = None
-    engine: Engine | None = None
-
-    def profile(self, at: float | None = None) -> TableProfile:
-        """Of all passes; on a machine that is always as slow as `at`, or sometimes slower, as it was."""
-        assert self.engine
-        passes = self.passes
-        if at is not None:
-            passes = [one.times(at / of_it) for one, of_it in zip(passes, slowness(passes), strict=True)]
-        return with_provenance(table_profile(passes, self.engine, "cpu-tiny-llama"))
+    path: Path = field(kw_only=True)
 
     def cell(self, way: Way, **where: Any) -> CellSettings:
         """In wall time with a model, in virtual time with a profile."""
@@ -127,6 +90,10 @@ class Measured:
             scheduler_options=dict(way.options),
             **where,
         )
+
+    def simulated_cell(self, way: Way, profile: Path) -> CellSettings:
+        """In virtual time."""
+        return self.cell(way, profile=str(profile))
 
 
 def groups_of(trace: Trace) -> list[tuple[Way, ...]]:
@@ -153,41 +120,20 @@ def _chunks(event: Any) -> Sequence[Any]:
     return (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
 
 
-async def run_real(model: Path, path: Path, num_repetitions: int, done: Callable[[], None]) -> Measured:
-    """Ways take turns, and steps are measured in between: a machine that becomes slower does so for all."""
-    trace, found = read_trace(path), Measured(path)
+async def run_real(model: Path, path: Path, num_repetitions: int, done: Done) -> Measured:
+    """Each way on the engine that it needs."""
+    trace, found = read_trace(path), Measured(path=path)
     for ways in groups_of(trace):
-        first = found.cell(ways[0], model=str(model))
-        queries = fitted(first, make_load(first, trace), None).queries
-        longest = max_model_len(first, queries)
-        async with engine_for(first, queries) as client:
-            found.engine = Engine(client.kv_tokens, client.block_size, client.is_async)
-            await warm_up(client, BUDGET, longest)
-            found.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))
-            profile = found.profile()
-            found.qps = found.qps or rate(queries, profile)
-            for way in ways * num_repetitions:
-                await client.reset_prefix_cache()
-                cell = found.cell(way, model=str(model))
-                load = fitted(cell, make_load(cell, trace), None).queries
-                real = await play_cell(cell, load, client, profile)
-                found.runs.append(Run(way, len(found.passes), real))
-                found.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))
-                done()
+        await play_in_turns(
+            found,
+            ways,
+            num_repetitions,
+            lambda way: found.cell(way, model=str(model)),
+            lambda cell: fitted(cell, make_load(cell, trace), None).queries,
+            rate,
+            done,
+        )
     return found
-
-
-def simulate_runs(found: Measured, done: Callable[[], None]) -> None:
-    """Each as slow as the machine was."""
-    of_passes = slowness(found.passes)
-    with tempfile.TemporaryDirectory() as folder:
-        for number, run in enumerate(found.runs):
-            path = Path(folder, f"{number}.json")
-            save_profile(found.profile(run.slowness(of_passes)), path)
-            cell = found.cell(run.way, profile=str(path))
-            for seed in range(number * NUM_SIMULATIONS, (number + 1) * NUM_SIMULATIONS):
-                run.simulated.append(simulate.run_cell(cell, unsteady_seed=seed))
-                done()
 
 
 def rows_of(found: Measured) -> Iterator[dict[str, Any]]:
@@ -258,7 +204,7 @@ def main() -> None:
         model = make_tiny_llama(Path(folder, "model"), **{**MODEL, "max_model_len": longest})
         for path in paths:
             found = asyncio.run(run_real(model, path, arguments.repetitions, lambda: progress.advance(real)))
-            simulate_runs(found, lambda: progress.advance(simulated))
+            simulate_runs(found, NUM_SIMULATIONS, found.simulated_cell, lambda: progress.advance(simulated))
             rows += rows_of(found)
             rates[path.name.partition(".")[0]] = found.qps or 0.0
     show(rows, rates)

@@ -23,7 +23,7 @@ def test_the_trace_of_a_search_has_no_sessions_of_vllm_s_own() -> None:
 
 def test_the_rate_keeps_the_engine_busy_for_half_of_the_time() -> None:
     for path in (CRAWL, SEARCH):
-        trace, found = read_trace(path), Measured(path)
+        trace, found = read_trace(path), Measured(path=path)
         way = groups_of(trace)[0][0]
         cell = found.cell(way, profile="any")
         queries = fitted(cell, make_load(cell, trace), None).queries
@@ -55,10 +55,12 @@ def test_rows_are_medians_over_the_turns_of_a_way() -> None:
     way = engine_traces.OURS[1]
     runs = []
     for seconds in (1.0, 3.0, 2.0):
-        cell = Measured(CRAWL).cell(way, profile="any")
+        cell = Measured(path=CRAWL).cell(way, profile="any")
         result = made_result(cell)
         requests = tuple(replace(r, first_token_s=r.retrieval_end_s + seconds) for r in result.requests)
-        runs.append(engine_traces.Run(way, 1, replace(result, requests=requests), [replace(result, requests=requests)]))
-    (row,) = engine_traces.rows_of(Measured(CRAWL, runs=runs))
+        runs.append(
+            engine_traces.validity.Run(way, 1, replace(result, requests=requests), [replace(result, requests=requests)])
+        )
+    (row,) = engine_traces.rows_of(Measured(path=CRAWL, runs=runs))
     assert (row["trace"], row["way"], row["num_turns"]) == ("crawl-python-docs", "streamrag", 3)
     assert row["p50_real"] == row["p95_simulated"] == pytest.approx(2.0)
