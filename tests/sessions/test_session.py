@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -151,8 +151,16 @@ async def test_who_waits_for_drops_is_told_that_the_session_was_closed() -> None
             await waits
 
 
-async def test_a_loop_of_appends_lets_the_engine_take_them_in() -> None:
-    """Nothing else in it awaits anything."""
+async def test_a_loop_of_appends_lets_the_engine_take_them_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else in it awaits anything. The tokenizer takes turns of the loop here, not a thread: when one of those
+    comes to run on a busy machine, no turn decides."""
+
+    async def on_the_loop(tokenizer: object, function: Callable[[], object], *, is_background: bool) -> object:
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return function()
+
+    monkeypatch.setattr("streamrag.sessions.prompts.in_thread", on_the_loop)
     async with Session(Engine(answer="yes")) as session:
         for i in range(10_000):
             await session.append(f"line {i}")
