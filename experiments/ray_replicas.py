@@ -18,6 +18,7 @@ import random
 import re
 import signal
 import statistics
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -626,4 +627,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: Ray and the replicas have been ended")

@@ -67,7 +67,7 @@ class Front:
     ) -> None:
         keys = read_keys(settings.keys)
         observers, self._close_observers = make_observers(settings, keys)
-        backend = make_replicated(settings.model, settings.engine, settings.replicas, Attached(engines))
+        backend = make_replicated(settings.model, settings.engine, settings.replicas, cluster=Attached(engines))
         source = make_source(settings.source) if sources is None else RaySource(Attached(sources))
         self._drain_s = settings.limits.drain_s
         self._service = service_of(settings, backend, source, observers)

@@ -9,6 +9,7 @@ import pytest
 from streamrag.errors import ConfigurationError
 from streamrag.serve import Limits
 from streamrag.serve.config.configuration import SECTIONS, load
+from streamrag.serve.config.parts import name_on_ray
 from streamrag.serve.config.settings import Settings
 from streamrag.serve.config.showing import HIDDEN, commented_defaults, effective, toml_of
 
@@ -165,3 +166,16 @@ def test_true_is_no_number(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="must not be true or false"):
         Limits(max_queries=True)
+
+
+def test_services_on_one_cluster_have_engines_of_their_own() -> None:
+    def named(**told: object) -> str:
+        options = {f"replicas.{key}": value for key, value in told.items() if key != "port"}
+        return name_on_ray(load(None, {}, {"server.port": told.get("port", 8080), **options}).settings)
+
+    shared = {"address": "head:6379"}
+    assert named(port=1, **shared) == named(port=1, **shared), "the same one takes over what it has left"
+    assert (
+        len({named(port=1, **shared), named(port=2, **shared), named(port=0, **shared), named(port=0, **shared)}) == 4
+    )
+    assert named(name="desk", **shared) == "desk"

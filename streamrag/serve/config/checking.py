@@ -135,7 +135,7 @@ def _engine(loaded: Loaded, told: EngineSettings) -> Iterator[Problem]:
         yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {told.log_path.parent}")
 
 
-OF_SOURCES = ("number", "address", "sources", "max_sources", "source_num_cpus", "place_s")
+OF_SOURCES = ("number", "address", "name", "sources", "max_sources", "source_num_cpus", "place_s")
 """Settings of replicas that count without engines in them too."""
 
 

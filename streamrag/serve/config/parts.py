@@ -1,6 +1,8 @@
 """The parts of a service, made as its settings say."""
 
 import importlib.util
+import secrets
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
@@ -55,9 +57,14 @@ def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
 
 
 def make_replicated(
-    model: ModelSettings, engine: EngineSettings, told: ReplicaSettings, cluster: "Connects | None" = None
+    model: ModelSettings,
+    engine: EngineSettings,
+    told: ReplicaSettings,
+    *,
+    cluster: "Connects | None" = None,
+    name: str = "streamrag",
 ) -> Backend:
-    """Engines in replicas, not started; those of `cluster`, or else as they are told.
+    """Engines in replicas, not started; those of `cluster`, or else as they are told, with this name on Ray.
 
     :raises ConfigurationError: values that cannot work.
     """
@@ -70,7 +77,7 @@ def make_replicated(
         or Cluster(
             partial(make_engines, model, engine, told),
             address=told.address,
-            app_name="streamrag-engines",
+            app_name=f"{name}-engines",
             place_s=told.place_s,
         ),
         make_tokenizer=partial(make_tokenizer, model, engine),
@@ -107,8 +114,8 @@ def make_tokenizer(model: ModelSettings, engine: EngineSettings) -> Tokenizer:
     )
 
 
-def make_pooled(told: SourceSettings, replicas: ReplicaSettings) -> Source:
-    """The source in replicas of its own, not started.
+def make_pooled(told: SourceSettings, replicas: ReplicaSettings, *, name: str = "streamrag") -> Source:
+    """The source in replicas of its own, not started, with this name on Ray.
 
     :raises MissingDependencyError: Ray is not installed.
     """
@@ -120,7 +127,7 @@ def make_pooled(told: SourceSettings, replicas: ReplicaSettings) -> Source:
         Cluster(
             partial(make_sources, told, replicas),
             address=replicas.address,
-            app_name="streamrag-sources",
+            app_name=f"{name}-sources",
             place_s=replicas.place_s,
         )
     )
@@ -133,6 +140,16 @@ def make_sources(told: SourceSettings, replicas: ReplicaSettings) -> Any:
     return sources(
         partial(make_source, told), replicas.sources, replicas.max_sources, num_cpus=replicas.source_num_cpus
     )
+
+
+def name_on_ray(settings: Settings) -> str:
+    """What begins the names of its engines and sources there. Of two services with one name on a cluster the second
+    would take over the first one's, and end them when it ends; the same service, started again, is to take over what
+    it has left behind."""
+    told, port = settings.replicas, settings.server.port
+    if told.name is not None or told.address is None:
+        return told.name or "streamrag"
+    return f"streamrag-{socket.gethostname()}-{port or secrets.token_hex(4)}"
 
 
 def _require_ray() -> None:
@@ -153,13 +170,13 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
 
     :raises ConfigurationError: values that cannot work.
     """
-    replicas = settings.replicas
+    replicas, name = settings.replicas, name_on_ray(settings)
     return service_of(
         settings,
-        make_replicated(settings.model, settings.engine, replicas)
+        make_replicated(settings.model, settings.engine, replicas, name=name)
         if replicas.number
         else make_backend(settings.model, settings.engine),
-        make_pooled(settings.source, replicas) if replicas.sources else make_source(settings.source),
+        make_pooled(settings.source, replicas, name=name) if replicas.sources else make_source(settings.source),
         observers,
     )
 

@@ -125,6 +125,11 @@ class ReplicaSettings(Section):
     address: str | None = Field(
         default=None, description='a Ray cluster, as "auto" or "head:6379"; else one is started on this machine'
     )
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="what engines and sources are called on a cluster, each service's its own; else by host and port",
+    )
     min_number: int | None = Field(default=None, ge=1, description="fewest engines when there is little to do")
     max_number: int | None = Field(
         default=None, ge=1, description="most engines under load; else their number stays as it is"
