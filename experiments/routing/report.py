@@ -281,8 +281,8 @@ def written(page: str, rows: Rows, decisions: Rows) -> str:
         if each.name and each.lines:
             lines = [(each.corner, *each.header), ("---",) * (1 + len(each.header)), *((n, *c) for n, c in each.lines)]
             table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-            pattern = rf"(<!-- table: {re.escape(each.name)} -->\n\n)(?:\|.*\n)*"
-            page = re.sub(pattern, lambda match, table=table: f"{match[1]}{table}\n", page)  # type: ignore[misc]
+            pattern = rf"(<!-- table: {re.escape(each.name)} -->\n\n)(?:\|.*\n)*\n?"
+            page = re.sub(pattern, lambda match, table=table: f"{match[1]}{table}\n\n", page)  # type: ignore[misc]
     return page
 
 
