@@ -213,8 +213,19 @@ def plan(
 
 def _num_waiting(order: Sequence[RequestView], size: StepSize) -> float:
     """Complete prompts that have something to compute, and those that will come while they are computed."""
-    waiting = [r for r in order if r.is_complete and not r.has_output and r.num_likely_tokens]
-    return len(waiting) + size.arrivals * sum(_length(r, r.num_likely_tokens, size) for r in waiting)
+    num, length, pair = 0, 0.0, size.pair
+    for request in order:
+        if not request.is_complete or request.has_output:
+            continue
+        # `num_likely_tokens` and `StepSize.length`, written out: hundreds wait on a busy engine.
+        num_before, num_kept = request.num_computed_tokens, request.num_kept_tokens
+        if num_kept > num_before:
+            num_before = num_kept
+        num_likely = request.num_tokens - num_before
+        if num_likely:
+            num += 1
+            length += num_likely * (1 + pair * (num_before + num_likely / 2))
+    return num + size.arrivals * length
 
 
 def _length(request: RequestView, num_tokens: int, size: StepSize) -> float:
@@ -361,5 +372,6 @@ def _num_partial_tokens(order: Sequence[RequestView], limits: Limits, memory: Me
     num_tokens = 0
     for request in order:
         if request.is_complete or not (request.is_speculative or (is_memory_short and not request.num_blocks)):
-            num_tokens += request.num_likely_tokens
+            num_before, num_kept = request.num_computed_tokens, request.num_kept_tokens
+            num_tokens += request.num_tokens - (num_before if num_before > num_kept else num_kept)
     return limits.num_partial_tokens, int(num_tokens * BACKLOG_SHARE)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import BLOCK_SIZE, SPECS, policy_of, view_lists, views
 
 from streamrag.engine import Budget, Limits, Plan, RequestView, make_policy, plan
-from streamrag.engine.planning import BACKLOG_SHARE, MOST_TRIES, NUM_IN_TURN
+from streamrag.engine.planning import BACKLOG_SHARE, MOST_TRIES, NUM_IN_TURN, _num_partial_tokens, _num_waiting
 from streamrag.engine.step_size import LEAST_TOKENS, StepSize
 
 
@@ -428,3 +428,21 @@ def test_what_several_need_next_is_computed_by_the_first_of_them() -> None:
     assert computing([leads._replace(is_complete=False), holds]) == ["a1", "a2"]
     assert computing([leads, holds._replace(num_computed_tokens=50, num_blocks=4)]) == ["a1", "a2"]
     assert computing([holds]) == ["a2"]  # whoever led is gone
+
+
+@given(view_lists(), st.floats(0, 1e-2), st.floats(0, 1e-3))
+def test_what_waits_is_counted_as_views_and_sizes_count_it(
+    order: list[RequestView], arrivals: float, pair: float
+) -> None:
+    size = StepSize(500.0, arrivals, pair)
+    waiting = [r for r in order if r.is_complete and not r.has_output and r.num_likely_tokens]
+    lengths = [size.length(r.num_likely_tokens, r.num_tokens - r.num_likely_tokens) for r in waiting]
+    assert _num_waiting(order, size) == pytest.approx(len(waiting) + arrivals * sum(lengths))
+
+
+@given(view_lists())
+def test_a_backlog_is_what_is_likely_to_be_computed(order: list[RequestView]) -> None:
+    complete = [view._replace(is_complete=True) for view in order]
+    limits = Limits(num_tokens=512, num_seqs=8, num_partial_tokens=64)
+    _, most = _num_partial_tokens(complete, limits, Blocks(1_000))
+    assert most == int(sum(view.num_likely_tokens for view in complete) * BACKLOG_SHARE)
