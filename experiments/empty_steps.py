@@ -77,7 +77,8 @@ def scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> StreamingSchedulerMix
             each.setdefault("handed", begins - ends)
         return found
 
-    made.schedule, made.update_from_output = timed_schedule, timed_update  # type: ignore[method-assign]
+    for name, timed in {"schedule": timed_schedule, "update_from_output": timed_update}.items():
+        setattr(made, name, timed)
     return made
 
 
