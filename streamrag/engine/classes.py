@@ -10,9 +10,10 @@ Source: arXiv 2605.13784, section 3.6, which has no ageing.
 
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias, get_args
+from typing import TYPE_CHECKING, get_args
 
 from streamrag.core import RequestClass
+from streamrag.engine.places import Place, Places
 from streamrag.engine.request import RequestView
 from streamrag.errors import ConfigurationError
 from streamrag.kinds import is_number, short
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from streamrag.engine.policies import Policy
 
 RANKS: dict[str, int] = {name: rank for rank, name in enumerate(get_args(RequestClass))}
-
-Place: TypeAlias = tuple[bool, float, int, float, str]
 
 
 class ClassPolicy:
@@ -40,24 +39,30 @@ class ClassPolicy:
         self.within = within
         self.needs_prefix_hits = within.needs_prefix_hits
         self._ageing_s = ageing_s
+        self._places = Places(self._place)
 
     def __repr__(self) -> str:
         return f"<{self.within!r} in classes, {self._ageing_s:g} s apart>"
 
     def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
-        classed = [r for r in requests if r.request_class != "pool"]
-        if not classed:
+        pool = [r for r in requests if r.request_class == "pool"]
+        if len(pool) == len(requests):
             return self.within.order(requests, now_s)
-        pool = self.within.order([r for r in requests if r.request_class == "pool"], now_s)
-        places = zip(sorted(self._place(r, now_s) for r in pool), pool, strict=True)
-        served = [*places, *((self._place(r, now_s), r) for r in classed)]
-        served.sort(key=lambda each: each[0])
-        return [request for _, request in served]
+        self._places.forget(len(requests))
+        served = self._places.of([r for r in requests if r.request_class != "pool"], now_s)
+        if pool:
+            places = self._places.of([r for r in pool if r.is_complete], now_s)
+            places += [self._place(r, now_s) for r in pool if not r.is_complete]
+            places.sort()
+            taken = zip(places, self.within.order(pool, now_s), strict=True)
+            served += [(*place[:-1], request) for place, request in taken]
+        served.sort()
+        return [place[-1] for place in served]
 
     def _place(self, r: RequestView, now_s: float) -> Place:
         rank = RANKS[r.request_class]
         since_s = r.since_s if r.request_class == "stream" else r.last_chunk_s if r.is_complete else now_s
-        return (not r.has_output, since_s + rank * self._ageing_s, rank, r.arrival_s, r.request_id)
+        return (not r.has_output, since_s + rank * self._ageing_s, rank, r.arrival_s, r.request_id, r)
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
         self.within.on_admitted([r for r in requests if r.request_class == "pool"])

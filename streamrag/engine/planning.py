@@ -252,9 +252,10 @@ def _select(
     """Phase 1: the grants, the free blocks that they miss, the position of the last, and who waits for memory."""
     grants: list[Grant] = []
     waiting: list[RequestView] = []
-    num_tokens_left = limits.num_tokens - limits.num_ahead
+    num_all_tokens = num_tokens_left = limits.num_tokens - limits.num_ahead
     num_seqs_left = limits.num_seqs - limits.num_ahead
-    num_lean_left, num_filling_left = _num_partial_tokens(order, limits, memory)
+    num_lean_left = NO_LIMIT if limits.num_partial_tokens is None else limits.num_partial_tokens
+    num_filling = None
     num_ready, size = 0, limits.step_size if num_waiting else None
     length_left = size.longest(num_waiting) if size is not None else math.inf
     num_most_of_data = _num_data_tokens(order, limits)
@@ -268,7 +269,11 @@ def _select(
         is_new, is_complete = request.num_blocks == 0, request.is_complete
         if request.num_remaining_tokens <= 0 or (is_blocked and is_new):
             continue
-        num_most = num_tokens_left if is_complete else min(num_tokens_left, max(num_lean_left, num_filling_left))
+        num_most = num_tokens_left
+        if not is_complete:
+            if num_filling is None:  # a busy engine hardly ever comes to a partial prompt
+                num_filling = _num_filling_tokens(order, limits, memory)
+            num_most = min(num_most, max(num_lean_left, num_filling - (num_all_tokens - num_tokens_left)))
         is_data = request.request_class == "stream" and not is_complete
         if is_data:
             num_most = min(num_most, num_most_of_data)
@@ -335,7 +340,6 @@ def _select(
             num_waiting -= 1
             num_ready += num_present + num_tokens == request.num_tokens
         num_needed, last = num_needed_now, position
-        num_filling_left -= num_tokens
         if not is_complete:
             num_lean_left -= num_tokens
         elif not request.has_output:
@@ -360,18 +364,18 @@ def _num_data_tokens(order: Sequence[RequestView], limits: Limits) -> int:
     return min(max(limits.num_tokens // max(num_prompts, 1), LEAST_DATA_TOKENS), limits.max_data_tokens)
 
 
-def _num_partial_tokens(order: Sequence[RequestView], limits: Limits, memory: Memory) -> tuple[int, int]:
-    """How much partial prompts may compute: beside no complete prompt, and up to which size of a step in any case.
+def _num_filling_tokens(order: Sequence[RequestView], limits: Limits, memory: Memory) -> int:
+    """The size of a step up to which partial prompts may compute in any case.
 
     A backlog is what must be computed sooner or later. That is not known of speculative prompts, nor of those that must
     wait for memory: others may be complete first.
     """
     if limits.num_partial_tokens is None:
-        return NO_LIMIT, NO_LIMIT
+        return NO_LIMIT
     is_memory_short = memory.num_free_blocks <= limits.num_blocks_kept_free
     num_tokens = 0
     for request in order:
         if request.is_complete or not (request.is_speculative or (is_memory_short and not request.num_blocks)):
             num_before, num_kept = request.num_computed_tokens, request.num_kept_tokens
             num_tokens += request.num_tokens - (num_before if num_before > num_kept else num_kept)
-    return limits.num_partial_tokens, int(num_tokens * BACKLOG_SHARE)
+    return int(num_tokens * BACKLOG_SHARE)

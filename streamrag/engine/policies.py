@@ -9,9 +9,9 @@ import importlib
 import math
 import re
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, Protocol, TypeAlias
 
+from streamrag.engine.places import Place, Places
 from streamrag.engine.request import RequestView
 from streamrag.errors import ConfigurationError
 
@@ -54,27 +54,19 @@ class KeyPolicy:
         self.key = key
         self.name = name
         self.is_static = is_static
-        # From request id to the view and its place. Most requests have not changed since the last step.
-        self._places: dict[str, tuple[RequestView, tuple[Any, ...]]] = {}
+        self._places = Places(self._place)
 
     def __repr__(self) -> str:
         return f"<policy {self.name}>"
 
     def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
-        if not self.is_static or len(self._places) > 2 * len(requests) + 100:
-            self._places.clear()
-        places = self._places
-        placed = []
-        for request in requests:
-            known = places.get(request.request_id)
-            if known is None or known[0] is not request:
-                known = places[request.request_id] = request, self._place(request, now_s)
-            placed.append(known)
-        placed.sort(key=_second)
-        return [request for request, _ in placed]
+        self._places.forget(len(requests) if self.is_static else 0)
+        places = self._places.of(requests, now_s)
+        places.sort()
+        return [place[-1] for place in places]
 
-    def _place(self, r: RequestView, now_s: float) -> tuple[Any, ...]:
-        return (not r.has_output, self.key(r, now_s), r.arrival_s, r.request_id)
+    def _place(self, r: RequestView, now_s: float) -> Place:
+        return (not r.has_output, self.key(r, now_s), r.arrival_s, r.request_id, r)
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
         """Ignored: this order does not depend on who was admitted."""
@@ -148,13 +140,16 @@ class ShortestRemainingPolicy(KeyPolicy):
         known = self._tokens_per_s
         if not self._is_fixed and not known / MOST_DRIFT < tokens_per_s < known * MOST_DRIFT:
             self._tokens_per_s = tokens_per_s
-            self._places.clear()
+            self._places.forget()
 
     # The wait is now - last_chunk_s; now is the same for all, so that it can be left out of the comparison.
     def _key(self, r: RequestView, now_s: float) -> tuple[bool, float]:
         if not r.is_complete:
             return (True, r.arrival_s if r.expected_complete_s is None else r.expected_complete_s - TYPICAL_S)
         return (False, r.num_likely_tokens / self._tokens_per_s + self._ageing * r.last_chunk_s)
+
+    def _place(self, r: RequestView, now_s: float) -> Place:
+        return (not r.has_output, *self._key(r, now_s), r.arrival_s, r.request_id, r)  # flat is compared sooner
 
 
 class LongestPrefixPolicy:
@@ -205,9 +200,6 @@ class LongestPrefixPolicy:
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
         if not math.isinf(self.k):
             self._num_in_round = int((self._num_in_round + len(requests)) % self.k)
-
-
-_second = itemgetter(1)
 
 
 def _is_admitted(r: RequestView) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import BLOCK_SIZE, SPECS, policy_of, view_lists, views
 
 from streamrag.engine import Budget, Limits, Plan, RequestView, make_policy, plan
-from streamrag.engine.planning import BACKLOG_SHARE, MOST_TRIES, NUM_IN_TURN, _num_partial_tokens, _num_waiting
+from streamrag.engine.planning import BACKLOG_SHARE, MOST_TRIES, NUM_IN_TURN, _num_filling_tokens, _num_waiting
 from streamrag.engine.step_size import LEAST_TOKENS, StepSize
 
 
@@ -444,5 +444,5 @@ def test_what_waits_is_counted_as_views_and_sizes_count_it(
 def test_a_backlog_is_what_is_likely_to_be_computed(order: list[RequestView]) -> None:
     complete = [view._replace(is_complete=True) for view in order]
     limits = Limits(num_tokens=512, num_seqs=8, num_partial_tokens=64)
-    _, most = _num_partial_tokens(complete, limits, Blocks(1_000))
+    most = _num_filling_tokens(complete, limits, Blocks(1_000))
     assert most == int(sum(view.num_likely_tokens for view in complete) * BACKLOG_SHARE)

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import importlib
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 SCRATCH = "vllm"
+RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 SPAWN_POLL_S = 0.01
 SHUTDOWN_GRACE_S = 15.0
 """How long the engine's processes may take to end by themselves. Their requests are aborted by then."""
@@ -79,6 +81,19 @@ def import_vllm() -> Any:
             return importlib.import_module("vllm")
         except ImportError as error:
             raise ConfigurationError(f"vLLM cannot be imported: {error}. Install it anew with:  {INSTALL}") from error
+
+
+def num_reserved_cores(num_workers: int) -> int:
+    """Cores that are not computed on where the device is the CPU: one for each worker, as vLLM has it, if as many are
+    left.
+
+    With a KV connector vLLM reserves twice as many, unless it finds so few that it reserves none: ours needs none, and
+    engines with it and without it would be compared on different numbers of cores.
+    """
+    psutil = importlib.import_module("psutil")
+    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else math.inf
+    num_cores = min(psutil.cpu_count(logical=False) or 1, allowed)
+    return num_workers if num_cores > 2 * num_workers else 0
 
 
 @contextmanager
@@ -236,6 +251,8 @@ class EngineProcesses:
         }
         if isinstance(self._model, Path):
             environment["HF_HUB_OFFLINE"] = "1"
+        if RESERVED_CORES not in os.environ:
+            environment[RESERVED_CORES] = str(num_reserved_cores(config.parallel_config.local_world_size))
         borrowed = ExitStack()
         borrowed.enter_context(_environment(environment))
         borrowed.enter_context(self._log.redirected())

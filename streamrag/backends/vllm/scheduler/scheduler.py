@@ -173,11 +173,14 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         decoding, others = self._split_running()
         views, held_up = [self.kv_memory.view(r) for r in others], []
         for request in self.waiting:
+            view = request.view
             # One that has a view is not held up: it would have lost its view on the way there.
-            if request.view is None and self._is_held_up(request):
-                held_up.append(request)
-            else:
-                views.append(request.view or self.kv_memory.view(request))
+            if view is None:
+                if self._is_held_up(request):
+                    held_up.append(request)
+                    continue
+                view = self.kv_memory.view(request)
+            views.append(view)
         policy = self.streaming_policy
         if policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
@@ -213,15 +216,20 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
 
     def _split_running(self) -> tuple[list[Request], list[Request]]:
         """The running requests that decode and have what they need, which is one token each; and the others."""
-        decoding = [r for r in self.running if r._output_token_ids and not r.is_prefill_chunk]
-        block_size = self.kv_memory.smallest_block_size
-        num_blocks = len(self.kv_memory.groups) * sum(r.num_computed_tokens % block_size == 0 for r in decoding)
+        decoding: list[Request] = []
+        others: list[Request] = []
+        block_size, num_whole = self.kv_memory.smallest_block_size, 0
+        for request in self.running:
+            if request._output_token_ids and not request.is_prefill_chunk:
+                decoding.append(request)
+                num_whole += request.num_computed_tokens % block_size == 0
+            else:
+                others.append(request)
+        num_blocks = len(self.kv_memory.groups) * num_whole
         if num_blocks > self.kv_memory.num_free_blocks or len(decoding) > self.max_num_scheduled_tokens:
             return [], self.running
         self.kv_memory.num_free_blocks -= num_blocks
-        if len(decoding) == len(self.running):
-            return decoding, []
-        return decoding, [r for r in self.running if not r._output_token_ids or r.is_prefill_chunk]
+        return decoding, others
 
     def _idle_views(self) -> list[RequestView]:
         """Those that hold KV, the last of which is the first victim: the one that is expected to wait for longest."""

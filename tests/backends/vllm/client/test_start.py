@@ -23,6 +23,7 @@ import pytest
 
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.arguments import Strategy, scheduler_args
+from streamrag.backends.vllm.client.processes import num_reserved_cores
 from streamrag.backends.vllm.client.token_streams import TokenStream
 from streamrag.core import AnswerChunk, Prompt, SamplingParams
 from streamrag.errors import (
@@ -344,3 +345,16 @@ def test_a_program_that_is_not_guarded_is_told_so(tiny_model: Path, tmp_path: Pa
     run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100)
     assert run.returncode == 1
     assert "Start it under  if __name__ == '__main__':" in run.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_allowed", "num_workers", "num_reserved"),
+    [(1, 1, 1, 0), (2, 2, 1, 0), (2, 4, 1, 0), (8, 2, 1, 0), (3, 3, 1, 1), (32, 64, 1, 1), (4, 8, 2, 0), (8, 16, 2, 2)],
+)
+def test_an_engine_computes_on_all_cores_but_one_for_each_worker(
+    num_cores: int, num_allowed: int, num_workers: int, num_reserved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    psutil = importlib.import_module("psutil")
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: num_cores)
+    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: list(range(num_allowed)))
+    assert num_reserved_cores(num_workers) == num_reserved

@@ -1,0 +1,31 @@
+"""Where requests stand in an order, worked out once: most have not changed since the last step, and hundreds wait."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from streamrag.engine.request import RequestView
+
+Place: TypeAlias = tuple[Any, ...]
+"""Something to sort by, whose last part is the request; what is before that differs from any other request's."""
+
+
+class Places:
+    """What `place` says of each request, kept as long as it is asked for the very same view."""
+
+    def __init__(self, place: Callable[[RequestView, float], Place]) -> None:
+        self._place = place
+        # From the identity of a view, which the place keeps alive.
+        self._known: dict[int, Place] = {}
+
+    def of(self, requests: Iterable[RequestView], now_s: float) -> list[Place]:
+        known, enter = self._known.get, self._enter
+        return [place if (place := known(id(r))) is not None else enter(r, now_s) for r in requests]
+
+    def forget(self, num_wanted: int = 0) -> None:
+        """Forget all, unless hardly more are kept than the `num_wanted` that may be asked for again."""
+        if not num_wanted or len(self._known) > 2 * num_wanted + 100:
+            self._known.clear()
+
+    def _enter(self, request: RequestView, now_s: float) -> Place:
+        place = self._known[id(request)] = self._place(request, now_s)
+        return place
