@@ -49,15 +49,18 @@ class ClassPolicy:
         if len(pool) == len(requests):
             return self.within.order(requests, now_s)
         self._places.forget(len(requests))
-        served = self._places.of([r for r in requests if r.request_class != "pool"], now_s)
+        served = self._placed([r for r in requests if r.request_class != "pool"], now_s)
         if pool:
-            places = self._places.of([r for r in pool if r.is_complete], now_s)
-            places += [self._place(r, now_s) for r in pool if not r.is_complete]
-            places.sort()
+            places = sorted(self._placed(pool, now_s))
             taken = zip(places, self.within.order(pool, now_s), strict=True)
             served += [(*place[:-1], request) for place, request in taken]
         served.sort()
         return [place[-1] for place in served]
+
+    def _placed(self, requests: Sequence[RequestView], now_s: float) -> list[Place]:
+        lasting = [r for r in requests if r.is_complete or r.request_class == "stream"]
+        as_if_new = [r for r in requests if not r.is_complete and r.request_class != "stream"]
+        return self._places.of(lasting, now_s) + [self._place(r, now_s) for r in as_if_new]
 
     def _place(self, r: RequestView, now_s: float) -> Place:
         rank = RANKS[r.request_class]

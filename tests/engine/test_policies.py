@@ -44,6 +44,20 @@ def test_requests_that_have_shown_a_token_come_first(spec: str, requests: list[R
     assert has_output == sorted(has_output, reverse=True)
 
 
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "k_lpm" not in spec])  # whose order depends on who came
+@given(steps=st.lists(view_lists(), max_size=4), rng=st.randoms(use_true_random=False))
+def test_what_was_ordered_before_changes_nothing(spec: str, steps: list[list[RequestView]], rng: random.Random) -> None:
+    policy, before = policy_of(spec), list[RequestView]()
+    for number, requests in enumerate(steps):
+        speed = rng.choice([100.0, 20_000.0])
+        now = {r.request_id: r for r in requests} | {r.request_id: r for r in before if rng.random() < 0.5}
+        before = list(now.values())  # some with the view of before, some with another, some are gone
+        fresh = policy_of(spec)
+        for each in (policy, fresh):
+            each.on_speed(speed)
+        assert policy.order(before, float(number)) == fresh.order(before, float(number))
+
+
 def test_arrival_ignores_everything_but_the_arrival() -> None:
     assert order("arrival", view("b", 2), view("a", 3), view("c", 1, is_complete=False)) == "c b a"
 
