@@ -135,7 +135,7 @@ MUTANTS = (
         RUNNING,
         '            await end_or_leave(task, f"a {what} of {self._name} that was stopped")\n',
         "            pass\n",
-        10,
+        50,
     ),
     mutant("a stream that is left goes on", LANE, "            await end_or_leave(", "            _ = (", 5),
     mutant(

@@ -286,7 +286,7 @@ class _Desk:
                 return
             except PromptTooLongError:
                 await asyncio.sleep(0)  # for whoever notes versions
-                check(truth.can_be_too_long(question), f"{truth.name}: {question!r} would have fitted")
+                check(truth.can_be_too_long(question, answers), f"{truth.name}: {question!r} would have fitted")
                 self.met["questions too long"] += 1
                 return
             check((answer.version or 0) >= (at_least or 0), f"{truth.name}: {answer.version} for at least {at_least}")
@@ -316,7 +316,8 @@ class _Desk:
             except TimeoutError:
                 await watch.aclose()
             except PromptTooLongError:
-                check(self.truth.can_be_too_long(load.question), f"{self.truth.name}: {load.question!r} fits")
+                can_be = self.truth.can_be_too_long(load.question, load.answers)
+                check(can_be, f"{self.truth.name}: {load.question!r} fits")
 
     def _closing(self) -> "_Closing":
         return _Closing(self)

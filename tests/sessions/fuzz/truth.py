@@ -92,9 +92,11 @@ class Truth:
         data = self.data[version] or "(no data yet)\n"
         return list(map(ord, f"{head}User: Data:\n\n{data}\nQuestion: {question}\n\nAssistant:"))
 
-    def can_be_too_long(self, question: str) -> bool:
-        """Whether there was a version that left no room for this question."""
-        return any(len(self.prompt(version, question)) >= LONGEST for version in self.data)
+    def can_be_too_long(self, question: str, answers: tuple[str, ...] = ()) -> bool:
+        """Whether there was a version that left no room for this question, and for all but the last token of one of
+        these answers."""
+        num_begun = max((len(answer) - 1 for answer in answers), default=0)
+        return any(len(self.prompt(version, question)) + num_begun >= LONGEST for version in self.data)
 
     def check_answer(self, asked: Asked) -> None:
         """That this is the model's answer to the data of the version that it says it is of."""
