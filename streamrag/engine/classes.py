@@ -39,7 +39,7 @@ class ClassPolicy:
         self.within = within
         self.needs_prefix_hits = within.needs_prefix_hits
         self._ageing_s = ageing_s
-        self._places = Places(self._place)
+        self._places = Places(self._place, _does_not_follow_the_clock)
 
     def __repr__(self) -> str:
         return f"<{self.within!r} in classes, {self._ageing_s:g} s apart>"
@@ -49,18 +49,13 @@ class ClassPolicy:
         if len(pool) == len(requests):
             return self.within.order(requests, now_s)
         self._places.forget(len(requests))
-        served = self._placed([r for r in requests if r.request_class != "pool"], now_s)
+        served = self._places.of([r for r in requests if r.request_class != "pool"], now_s)
         if pool:
-            places = sorted(self._placed(pool, now_s))
+            places = sorted(self._places.of(pool, now_s))
             taken = zip(places, self.within.order(pool, now_s), strict=True)
             served += [(*place[:-1], request) for place, request in taken]
         served.sort()
         return [place[-1] for place in served]
-
-    def _placed(self, requests: Sequence[RequestView], now_s: float) -> list[Place]:
-        lasting = [r for r in requests if r.is_complete or r.request_class == "stream"]
-        as_if_new = [r for r in requests if not r.is_complete and r.request_class != "stream"]
-        return self._places.of(lasting, now_s) + [self._place(r, now_s) for r in as_if_new]
 
     def _place(self, r: RequestView, now_s: float) -> Place:
         rank = RANKS[r.request_class]
@@ -72,3 +67,7 @@ class ClassPolicy:
 
     def on_speed(self, tokens_per_s: float) -> None:
         self.within.on_speed(tokens_per_s)
+
+
+def _does_not_follow_the_clock(r: RequestView) -> bool:
+    return r.is_complete or r.request_class == "stream"

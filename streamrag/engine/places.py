@@ -10,10 +10,13 @@ Place: TypeAlias = tuple[Any, ...]
 
 
 class Places:
-    """What `place` says of each request, kept as long as it is asked for the very same view."""
+    """What `place` says of each request, kept as long as it is asked for the very same view, if `lasts` says so."""
 
-    def __init__(self, place: Callable[[RequestView, float], Place]) -> None:
+    def __init__(
+        self, place: Callable[[RequestView, float], Place], lasts: Callable[[RequestView], bool] = lambda request: True
+    ) -> None:
         self._place = place
+        self._lasts = lasts
         # From the identity of a view, which the place keeps alive.
         self._known: dict[int, Place] = {}
 
@@ -27,5 +30,7 @@ class Places:
             self._known.clear()
 
     def _enter(self, request: RequestView, now_s: float) -> Place:
-        place = self._known[id(request)] = self._place(request, now_s)
+        place = self._place(request, now_s)
+        if self._lasts(request):
+            self._known[id(request)] = place
         return place
