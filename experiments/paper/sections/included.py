@@ -73,9 +73,10 @@ INCLUDED = (
     Included("step_cost", "What planning a step costs with 50 and 500 requests", "make bench-step", sorting_published),
 )
 WHY_PLANNING_MISSED = {
-    "k_lpm": "it asks the prefix cache for every waiting prompt in every step, and sorts by age and by prefix anew"
+    "k_lpm": "it asks the prefix cache for every waiting prompt in every step, and sorts by age and by prefix anew",
+    "above high water": "what each session's data need is worked out, to tell those that must wait from those that fit",
 }
-"""By the policy's name without its parameters."""
+"""By the policy's name without its parameters, or by the way."""
 
 
 def write(report: Report) -> str:
@@ -120,7 +121,7 @@ def planning(folder: Path) -> str:
 
 
 def _missed(row: Mapping[str, Any]) -> str:
-    why = WHY_PLANNING_MISSED.get(row["policy"].partition("(")[0])
+    why = WHY_PLANNING_MISSED.get(row["policy"].partition("(")[0]) or WHY_PLANNING_MISSED.get(row.get("way", ""))
     names = filter(None, (f"{row['num_requests']} requests", row["load"], row["policy"], row.get("way")))
     return ", ".join(names) + (f" ({row['more_us']:,.0f} us: {why})" if why else f" ({row['more_us']:,.0f} us)")
 
