@@ -427,6 +427,14 @@ MUTANTS = (
         "tests/engine/test_planning.py::test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first",
     ),
     Mutant(
+        "a place that follows the clock is kept",
+        CLASSES,
+        'return r.is_complete or r.request_class == "stream"',
+        "return True",
+        0,
+        "tests/engine/test_policies.py::test_what_was_ordered_before_changes_nothing",
+    ),
+    Mutant(
         "classes do not age",
         CLASSES,
         "since_s + rank * self._ageing_s",
