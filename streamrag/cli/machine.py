@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from streamrag.backends.vllm.facts import num_allowed_cores
 from streamrag.backends.vllm.host_size import host_bytes
 from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
 from streamrag.errors import ConfigurationError
@@ -90,7 +91,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
         parts=[_part(extra, what_for) for extra, what_for in PARTS.items()],
         engine=" ".join(f"{name} {version}" for name, version in installed_versions(*DISTRIBUTIONS).items()) or "none",
         device=gpu or f"CPU{' with ' + ', '.join(flags) if flags else ''}",
-        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cpus=num_allowed_cores(),
         memory_bytes=memory_bytes,
         device_bytes=gpu_bytes or memory_bytes,
     )

@@ -48,7 +48,7 @@ class ClassPolicy:
         pool = [r for r in requests if r.request_class == "pool"]
         if len(pool) == len(requests):
             return self.within.order(requests, now_s)
-        self._places.forget(len(requests))
+        self._places.forget_unless(len(requests))
         served = self._places.of([r for r in requests if r.request_class != "pool"], now_s)
         if pool:
             places = sorted(self._places.of(pool, now_s))

@@ -24,10 +24,14 @@ class Places:
         known, enter = self._known.get, self._enter
         return [place if (place := known(id(r))) is not None else enter(r, now_s) for r in requests]
 
-    def forget(self, num_wanted: int = 0) -> None:
-        """Forget all, unless hardly more are kept than the `num_wanted` that may be asked for again."""
-        if not num_wanted or len(self._known) > 2 * num_wanted + 100:
-            self._known.clear()
+    def forget(self) -> None:
+        """All of them."""
+        self._known.clear()
+
+    def forget_unless(self, num_wanted: int) -> None:
+        """All, unless hardly more are kept than the `num_wanted` that may be asked for again."""
+        if len(self._known) > 2 * num_wanted + 100:
+            self.forget()
 
     def _enter(self, request: RequestView, now_s: float) -> Place:
         place = self._place(request, now_s)

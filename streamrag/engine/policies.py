@@ -53,14 +53,13 @@ class KeyPolicy:
     def __init__(self, key: Key, name: str, *, is_static: bool = False) -> None:
         self.key = key
         self.name = name
-        self.is_static = is_static
-        self._places = Places(self._place)
+        self._places = Places(self._place, lambda request: is_static)
 
     def __repr__(self) -> str:
         return f"<policy {self.name}>"
 
     def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
-        self._places.forget(len(requests) if self.is_static else 0)
+        self._places.forget_unless(len(requests))
         places = self._places.of(requests, now_s)
         places.sort()
         return [place[-1] for place in places]

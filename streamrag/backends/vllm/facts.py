@@ -38,6 +38,11 @@ class EngineFacts:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * self.kv_dtype_bytes
 
 
+def num_allowed_cores() -> int:
+    """Logical cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def engine_facts(config: "VllmConfig") -> EngineFacts:
     """Facts about an engine of this configuration, whose layers must all have attention of the usual kind."""
     from vllm.platforms import current_platform
@@ -46,7 +51,7 @@ def engine_facts(config: "VllmConfig") -> EngineFacts:
     model, parallel, scheduler = config.model_config, config.parallel_config, config.scheduler_config
     kv_dtype = get_kv_cache_torch_dtype(config.cache_config.cache_dtype, model.dtype)
     is_cpu = current_platform.is_cpu()
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = num_allowed_cores()
     cores = f"CPU, {num_cores} cores ({platform.machine()})"
     return EngineFacts(
         model=Path(model.model).name if Path(model.model).is_dir() else model.model,

@@ -9,7 +9,6 @@ import asyncio
 import gc
 import importlib
 import logging
-import math
 import multiprocessing
 import os
 import re
@@ -26,6 +25,7 @@ import anyio.to_thread
 
 from streamrag.backends.vllm.client.errors import vllm_model_errors_translated
 from streamrag.backends.vllm.client.log import EngineLog
+from streamrag.backends.vllm.facts import num_allowed_cores
 from streamrag.backends.vllm.version import INSTALL, check_version
 from streamrag.errors import BackendError, ConfigurationError, ModelError
 from streamrag.scratch import ScratchFolder, remove_left_behind
@@ -90,9 +90,8 @@ def num_reserved_cores(num_workers: int) -> int:
     With a KV connector vLLM reserves twice as many, unless it finds so few that it reserves none: ours needs none, and
     engines with it and without it would be compared on different numbers of cores.
     """
-    psutil = importlib.import_module("psutil")
-    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else math.inf
-    num_cores = min(psutil.cpu_count(logical=False) or 1, allowed)
+    num_physical = importlib.import_module("psutil").cpu_count(logical=False) or 1
+    num_cores = min(num_physical, num_allowed_cores())
     return num_workers if num_cores > 2 * num_workers else 0
 
 

@@ -354,7 +354,6 @@ def test_a_program_that_is_not_guarded_is_told_so(tiny_model: Path, tmp_path: Pa
 def test_an_engine_computes_on_all_cores_but_one_for_each_worker(
     num_cores: int, num_allowed: int, num_workers: int, num_reserved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    psutil = importlib.import_module("psutil")
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical: num_cores)
-    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: list(range(num_allowed)), raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: num_cores)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_allowed)), raising=False)
     assert num_reserved_cores(num_workers) == num_reserved
