@@ -98,6 +98,10 @@ class Run:
         self.engine.on_step = self._on_step
         assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
         self.scheduler = self.engine.scheduler
+        self._planned: dict[str, tuple[int, int, bool]] = {}
+        """Each grant of the last plan: tokens that are there, those after the step, and whether it has shown any."""
+        self._plans_evictions = False
+        self.scheduler._plan = self._keep_plan(self.scheduler._plan)  # type: ignore[method-assign]
         self.scheduler.step_sizes = AnySizes(scenario.seed)
         self.host_memory = self.scheduler.host_memory
         check((self.host_memory is None) == (scenario.eviction == "recompute"), "host memory for nothing, or none")
@@ -164,6 +168,8 @@ class Run:
         """A step computes. Told before its output is known."""
         num_steps, copies = self.engine.num_steps, step.kv_connector_metadata
         self._loaded = {block_id for _, block_id in copies.loads} if isinstance(copies, HostCopies) else set()
+        if self.pause is None:
+            self._check_as_planned(step)
         for request_id in step.num_scheduled_tokens:
             client = self.current[request_id]
             client.computed = (client.num_chunks, end_s)
@@ -173,6 +179,44 @@ class Run:
             if self.pause is not None:
                 may_run = self.pause.mode == "wait" and client.started_at <= self._paused_at
                 check(may_run, f"{client.name} runs in a pause")
+
+    def _keep_plan(self, make_plan: Callable[[], Any]) -> Callable[[], Any]:
+        """Keep what each plan grants, to compare it with what vLLM then schedules."""
+
+        def make_and_keep() -> Any:
+            step = make_plan()
+            present = self.scheduler.kv_memory.num_present_tokens
+            self._planned, self._plans_evictions = {}, bool(step.plan.evictions)
+            for grant in step.plan.grants:
+                view, start = grant.request, present(grant.request)
+                end = start + grant.num_tokens
+                self._planned[view.request_id] = (start, end, view.has_output)
+                is_part = view.is_complete and not view.is_running and end < view.num_tokens
+                self.met["complete prompts that start with a part"] += is_part
+            return step
+
+        return make_and_keep
+
+    def _check_as_planned(self, step: SchedulerOutput) -> None:
+        """Check that the step computes each prompt exactly to the end that was planned for it.
+
+        Where its computation starts may differ: a request that starts finds what one before it computes in the same
+        step, and loses what one before it is given the blocks of. If somebody has lost, others may not fit. Nor may
+        they if a victim's blocks are in the prefix hit of one that starts, which no plan knows.
+        """
+        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        cached = step.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        is_lost = any(start < self._planned[name][0] for name, start in starts.items() if name in self._planned)
+        self.met["steps in which a prefix hit is lost"] += is_lost
+        for name, (start, end, has_output) in self._planned.items():
+            if name in starts:
+                computed = starts[name] + step.num_scheduled_tokens[name]
+                is_as_planned = computed <= end if is_lost else computed == end
+                check(is_as_planned, f"{name} was to compute from {start} to {end}: from {starts[name]} to {computed}")
+            elif not has_output:  # else its last token may be in flight
+                self.met["starts that did not fit"] += 1
+                check(is_lost or self._plans_evictions, f"{name} was to compute to {end} and computes nothing")
 
     def _check_overtaken(self, starting: Client) -> None:
         """That no complete prompt that came before this one, and could run, is still to be started."""

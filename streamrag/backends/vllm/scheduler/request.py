@@ -42,10 +42,8 @@ class StreamRequest(Request):
     num_messages: int
     num_acknowledged: int
     """Chunks for which the client has been sent a finish. It expects exactly one each."""
-    step_limit: int | None
-    """While running: most tokens to compute in this step; None for no limit."""
-    num_visible_tokens: int | None
-    """While a partial prompt waits to be scheduled: as many of its tokens may be there after the step; None for all."""
+    step_end: int | None
+    """While vLLM plans a step that computes only some of its tokens: how many are computed after it; else None."""
     num_loaded_tokens: int
     """Tokens that the step for which it was admitted last loads from host memory."""
     released_blocks: set[int]
@@ -86,7 +84,7 @@ class StreamRequest(Request):
         request.since_s = arrival_s
         request.is_replaced = False
         request.num_messages, request.num_acknowledged = 1, 0
-        request.step_limit = request.num_visible_tokens = None
+        request.step_end = None
         request.num_loaded_tokens = 0
         request.released_blocks = set()
         request.was_evicted = False
@@ -106,15 +104,11 @@ class StreamRequest(Request):
 
     @property
     def num_tokens(self) -> int:
-        num_tokens = len(self._all_token_ids) - (not self.is_complete)
-        return num_tokens if self.num_visible_tokens is None else min(num_tokens, self.num_visible_tokens)
+        return len(self._all_token_ids) - (not self.is_complete) if self.step_end is None else self.step_end
 
     @property
     def num_tokens_with_spec(self) -> int:
-        num_tokens = len(self._all_token_ids) - (not self.is_complete) + len(self.spec_token_ids)
-        if self.step_limit is None:
-            return num_tokens
-        return min(num_tokens, self.num_computed_tokens - self.num_output_placeholders + self.step_limit)
+        return self.num_tokens + len(self.spec_token_ids)
 
     @property
     def num_remaining_tokens(self) -> int:

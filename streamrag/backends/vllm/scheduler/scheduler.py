@@ -119,8 +119,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             self.waiting.extend(waiting)
             self.num_waiting_for_streaming_input = 0
             for grant in step.plan.grants:
-                request = self._request(grant.request)
-                request.step_limit = request.num_visible_tokens = None
+                self._request(grant.request).step_end = None
 
     def has_requests(self) -> bool:
         # Partial prompts alone may all wait for memory. vLLM's loop sleeps if it is told that there is nothing to do.
@@ -261,15 +260,10 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         for grant in step.plan.grants:
             request = self._request(grant.request)
             granted.add(request.request_id)
-            if request.status == RequestStatus.RUNNING:
-                running.append(request)
-                if grant.num_tokens < grant.request.num_remaining_tokens:
-                    request.step_limit = grant.num_tokens
-            else:
-                starting.append(request)
-                if not request.is_complete:
-                    num_present = self.kv_memory.num_present_tokens(grant.request)
-                    request.num_visible_tokens = num_present + grant.num_tokens
+            (running if request.status == RequestStatus.RUNNING else starting).append(request)
+            end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens
+            if end < grant.request.num_tokens:
+                request.step_end = end
         rest: list[Request] = []
         waiting = step.held_up.copy()
         requests, running_status = self.requests, RequestStatus.RUNNING  # hundreds may wait
@@ -313,7 +307,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         num_pairs = 0.0
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = requests[request_id]
-            request.view = None
+            request.view = request.step_end = None  # first: a request with tokens left to compute samples none
             num_pairs += num_tokens * (request.num_computed_tokens + num_tokens / 2)
             if request.log.num_present >= request.num_prompt_tokens:
                 continue  # a decode
@@ -326,6 +320,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self._counts_in_flight.append(scheduler_output.num_scheduled_tokens)
         self._started.append((self._step_s, num_pairs))
         super()._update_after_schedule(scheduler_output)
+        self._inflight_prefills.update(r for r, _ in prefills if r.is_complete and r.is_prefill_chunk)
         for request in partial:
             # The prompt is not at its end, whatever the numbers say: no token comes from this step.
             request.is_prefill_chunk = True
