@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-busy bench-small-host bench-step bench-emission bench-near-end bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-early-exit demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
+.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-busy bench-small-host bench-step bench-emission bench-near-end bench-one-user bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-early-exit demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -111,6 +111,9 @@ bench-emission: .venv/installed ## send every update, the last, or what is worth
 
 bench-near-end: .venv/installed ## a search on the model's own processors: what NearEnd gives for what it takes; real engine, two minutes
 	$(RUN) experiments/near_end.py --json experiments/results/near_end.json
+
+bench-one-user: .venv/installed ## one user whose context changes faster than a step takes: does streaming make anybody wait? real engine, two minutes
+	$(RUN) experiments/one_user.py --json experiments/results/one_user.json
 
 bench-crawl: .venv/installed ## milliseconds of each step of a crawl, pages a second, the first page's delay, memory; near-duplicates
 	$(RUN) experiments/crawling.py --json experiments/results/crawling.json

@@ -1,5 +1,6 @@
 """What the next chunk of a stream will do, and when, learnt from those that each source has made."""
 
+import math
 from typing import NamedTuple
 
 from streamrag.engine.request import RequestView
@@ -44,7 +45,8 @@ class ChunkForecast:
         expected_s = request.last_chunk_s + (habits.gap_s if habits else 0.0)
         return expected_s if expected_s > now_s else 2 * now_s - request.last_chunk_s
 
-    def replaces(self, source_name: str) -> bool:
-        """Whether a good part of what is computed of a partial prompt is likely to be computed for nothing."""
+    def replaced_every_s(self, source_name: str) -> float:
+        """Return the mean seconds in which `source_name` replaces a whole prompt: infinity if it appends, or is new."""
         habits = self._habits.get(source_name)
-        return habits is not None and habits.kept_share < SURE_SHARE
+        is_sure = habits is None or habits.kept_share >= SURE_SHARE
+        return math.inf if habits is None or is_sure else habits.gap_s / (1 - habits.kept_share)

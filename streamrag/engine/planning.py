@@ -63,7 +63,7 @@ class Limits:
     """Requests that are served before all others in any case, with one token each, and whose blocks are not free."""
     num_partial_tokens: int | None = None
     """If given, steps are lean: partial prompts compute so many tokens at most, and none beside a complete one, so that
-    neither those that wait for an answer nor those that come to do so wait for a long step. See `BACKLOG_SHARE`."""
+    neither those that wait for an answer nor what comes next waits for a long step. See `BACKLOG_SHARE`."""
     step_size: StepSize | None = None
     """If given, a step computes only as many tokens of complete prompts as are worth that others wait for its end."""
     is_early: bool = False
@@ -274,6 +274,8 @@ def _select(
             if num_filling is None:  # a busy engine hardly ever comes to a partial prompt
                 num_filling = _num_filling_tokens(order, limits, memory)
             num_most = min(num_most, max(num_lean_left, num_filling - (num_all_tokens - num_tokens_left)))
+            if request.num_step_tokens is not None:
+                num_most = min(num_most, request.num_step_tokens)
         is_data = request.request_class == "stream" and not is_complete
         if is_data:
             num_most = min(num_most, num_most_of_data)

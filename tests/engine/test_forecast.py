@@ -1,5 +1,9 @@
 """When the next chunk is expected, and what of."""
 
+import math
+
+import pytest
+
 from streamrag.engine.forecast import ChunkForecast
 from streamrag.engine.request import RequestView
 
@@ -24,7 +28,8 @@ def test_a_source_that_keeps_little_of_what_it_has_sent_replaces() -> None:
     for number in range(100):
         forecast.observe("crawl", 1.0, 0.999)  # the last token of a chunk may merge with the next
         forecast.observe("search", 1.0, (0.3, 1.0)[number % 2])
-    assert [forecast.replaces(source) for source in ("crawl", "search", "never seen")] == [False, True, False]
+    every_s = [forecast.replaced_every_s(source) for source in ("crawl", "search", "never seen")]
+    assert every_s == [math.inf, pytest.approx(1 / 0.35, rel=0.1), math.inf]
 
 
 def test_a_source_that_changes_its_ways_is_learnt_anew() -> None:
@@ -32,7 +37,7 @@ def test_a_source_that_changes_its_ways_is_learnt_anew() -> None:
     for kept_share, is_replacing in ((1.0, False), (0.2, True), (1.0, False)):
         for _ in range(100):
             forecast.observe("search", 1.0, kept_share)
-        assert forecast.replaces("search") == is_replacing
+        assert (forecast.replaced_every_s("search") < math.inf) == is_replacing
 
 
 def test_one_that_is_late_is_expected_to_stay_away_as_long_again() -> None:

@@ -7,6 +7,7 @@
 vLLM's client expects one finish per chunk. Those of chunks that are not the last carry no token: acknowledgements.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from streamrag.backends.vllm.scheduler.record_file import RecordFile
 from streamrag.backends.vllm.scheduler.replacement import drop_output_in_flight, replace_prompt
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.engine.forecast import ChunkForecast
+from streamrag.engine.pace import Pace
 from streamrag.engine.step_size import StepSizes
 from streamrag.records import ChunkRecord
 
@@ -53,6 +55,7 @@ class StreamIntakeMixin(_Base):
         self.record_file: RecordFile | None = None
         self.forecast = ChunkForecast()
         self.step_sizes = StepSizes()
+        self.pace: Pace
         self.host_memory: HostMemory | None = host_memory_of(self.connector)
         self._outbox: list[tuple[int, EngineCoreOutput]] = []
         # Ids of the last that failed or were aborted. Their clients know, and may use them again.
@@ -120,7 +123,7 @@ class StreamIntakeMixin(_Base):
         drop_output_in_flight(stream)
         if message is not None:
             stream.log.on_chunk(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0), num_left=0)
-            stream.is_replaced = self.forecast.replaces(stream.source_name)
+            self._forecast(stream)
         super().add_request(stream)
         if stream.is_complete:
             self.step_sizes.observe_complete(self.clock())
@@ -138,7 +141,7 @@ class StreamIntakeMixin(_Base):
         stream.is_complete = message.is_complete  # first: a complete prompt has one token more to hash
         num_shared = replace_prompt(self, stream, message.num_kept, request)
         self.forecast.observe(message.source_name, now_s - stream.last_chunk_s, num_shared / num_held)
-        stream.is_replaced = self.forecast.replaces(message.source_name)
+        self._forecast(stream)
         stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)
         if self.host_memory is not None:
             self.host_memory.on_chunk(stream, num_computed, num_shared)
@@ -155,6 +158,13 @@ class StreamIntakeMixin(_Base):
         if stream.is_complete:
             self.step_sizes.observe_complete(now_s)
         self._settle(stream)
+
+    def _forecast(self, stream: StreamRequest) -> None:
+        """Note how soon the prompt is likely to be replaced, and how much of it a step may compute until then."""
+        replaced_every_s = self.forecast.replaced_every_s(stream.source_name)
+        stream.is_replaced = replaced_every_s < math.inf
+        size = self.step_sizes.at(self.clock())
+        stream.num_step_tokens = self.pace.num_before_replaced(replaced_every_s, size and size.overhead)
 
     def _requeue(self, stream: StreamRequest) -> None:
         """Have the model runner be sent the new prompt: only a request that waits is sent as a whole."""

@@ -39,6 +39,8 @@ class StreamRequest(Request):
     """Since when it has had something to compute."""
     is_replaced: bool
     """Whether its source is known to replace what it has sent."""
+    num_step_tokens: int | None
+    """While its prompt is partial, most tokens of it in one step; None for no limit of its own."""
     num_messages: int
     num_acknowledged: int
     """Chunks for which the client has been sent a finish. It expects exactly one each."""
@@ -83,6 +85,7 @@ class StreamRequest(Request):
         request.request_class = chunk.request_class if chunk else "pool"
         request.since_s = arrival_s
         request.is_replaced = False
+        request.num_step_tokens = None
         request.num_messages, request.num_acknowledged = 1, 0
         request.step_end = None
         request.num_loaded_tokens = 0
@@ -141,6 +144,7 @@ class StreamRequest(Request):
             source_name=self.source_name,
             was_evicted=self.was_evicted,
             num_kept_tokens=0 if num_blocks else self.num_kept_tokens,
+            num_step_tokens=self.num_step_tokens,
             is_speculative=not self.is_complete and self.is_replaced,
             request_class=self.request_class,
             since_s=self.since_s,

@@ -74,8 +74,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         has_later_hits = self._is_grouped or (self.options.looks_up_again and can_share)
         later_hits = LaterHits(self, are_of_all=self._is_grouped) if has_later_hits else None
         self.kv_memory = KvMemory(self, self.host_memory, later_hits)
-        self.is_lean = self.options.num_partial_tokens is not None
-        self.pace = Pace(self.options.num_partial_tokens or 0, self.options.partial_step_s)
+        self.pace = Pace(self.options.num_partial_tokens, self.options.partial_step_s)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         self._num_kept_free = int(self.options.low_water * num_blocks)
         high_water, budget = self.options.data_high_water, self.options.kv_budget
@@ -183,15 +182,13 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         policy = self.streaming_policy
         if policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
-        # Who is alone on the engine keeps nobody waiting.
-        num_partial_tokens = self.pace.num_partial_tokens if self.is_lean and len(self.requests) > 1 else None
         limits = Limits(
             num_tokens=self.max_num_scheduled_tokens,
             num_seqs=self.max_num_active_reqs,
             can_partial_evict=bool(self.options.can_partial_evict),
             can_growing_evict=self.options.can_partial_evict is None and self._is_kv_kept(),
             num_ahead=len(decoding),
-            num_partial_tokens=num_partial_tokens,
+            num_partial_tokens=self.pace.num_partial_tokens,
             step_size=self.step_sizes.at(self._step_s) if self.options.sizes_steps else None,
             is_early=self.options.late_binding and any(self._prefills_in_flight),
             num_blocks_kept_free=self._num_kept_free,

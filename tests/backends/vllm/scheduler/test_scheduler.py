@@ -17,6 +17,7 @@ from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vl
 from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
 from streamrag.backends.vllm.scheduler.supported import CHECKS, check_supported
+from streamrag.engine.step_size import StepSize, StepSizes
 from streamrag.errors import ConfigurationError
 from tests.engine.oracle import V1OracleRunner
 
@@ -224,15 +225,61 @@ def test_a_lean_step_leaves_partial_prompts_out_beside_a_complete_one(bench: Mak
     assert "partial" in b.scheduler.idle
 
 
-@pytest.mark.parametrize(("num_others", "num_computed"), [(0, 16), (1, 8)])
-def test_a_partial_prompt_that_is_alone_takes_whole_steps(bench: Make, num_others: int, num_computed: int) -> None:
-    b = bench(streamrag={"num_partial_tokens": 8})
-    for i in range(num_others):
-        b.chunk(f"other{i}", list(range(500, 510)))
-        b.run()
-    b.chunk("partial", list(range(100)))
+def test_a_partial_prompt_that_is_alone_takes_short_steps_too_because_its_next_chunk_waits_for_them(
+    bench: Make,
+) -> None:
+    b = bench(max_num_batched_tokens=512, num_blocks=400, max_model_len=1_000)
+    b.chunk("partial", list(range(400)))
     b.step()
-    assert b.scheduler.requests["partial"].num_computed_tokens == num_computed
+    assert b.scheduler.requests["partial"].num_computed_tokens == 128  # before any step was measured, and after
+    b.chunk("partial", list(range(500, 600)), is_complete=True)
+    b.step()
+    assert b.tokens("partial") == b.fresh_answer(list(range(500, 600)))[:1]
+
+
+def test_a_prompt_whose_source_soon_replaces_it_takes_the_shortest_steps(bench: Make) -> None:
+    b = bench(max_num_batched_tokens=512, num_blocks=400, max_model_len=1_000)
+    b.plain("measured", 300)  # a second a step
+    b.run()
+    b.scheduler.forecast.observe("", gap_s=0.02, kept_share=0.5)
+    b.chunk("partial", list(range(400, 800)))
+    b.step()
+    assert b.scheduler.requests["partial"].num_computed_tokens == 39  # sqrt(2 x 64 tokens x 0.04 s x 300 tokens / s)
+
+
+def long_steps_seldom() -> StepSizes:
+    """Return sizes that say a step of 256 tokens is best."""
+    sizes = StepSizes()
+    sizes.at = lambda now_s: StepSize(overhead=1.0, arrivals=1.0)  # type: ignore[method-assign]
+    return sizes
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_prompt_that_starts_computes_no_more_than_planned(bench: Make, is_async: bool) -> None:
+    b = bench(max_num_batched_tokens=2_000, num_blocks=1_000, max_model_len=4_000, is_async=is_async)
+    b.scheduler.step_sizes = long_steps_seldom()
+    b.plain("long", 1_500)
+    b.step()
+    assert b.scheduler.requests["long"].num_computed_tokens == 256
+    b.run()
+    at_once = bench(max_num_batched_tokens=2_000, num_blocks=1_000, max_model_len=4_000, is_async=is_async)
+    at_once.plain("long", 1_500)
+    at_once.run()
+    assert b.tokens("long") == at_once.tokens("long")
+    assert len(b.tokens("long")) == 2
+
+
+def test_a_long_prompt_that_needs_the_memory_of_an_idle_stream_gets_it_without_a_reserve_for_all_of_it(
+    bench: Make,
+) -> None:
+    b = bench(max_num_batched_tokens=2_000, num_blocks=500, max_model_len=2_000, must_fit_whole=False)
+    b.scheduler.step_sizes = long_steps_seldom()
+    b.chunk("idle", list(range(3_000, 3_200)))
+    b.run()
+    b.plain("long", 1_900)
+    for _ in range(20):
+        b.step()
+    assert len(b.tokens("long")) == 2
 
 
 @pytest.mark.parametrize(("first_token", "num_computed"), [(0, 16), (100, 8)])
