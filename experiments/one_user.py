@@ -140,8 +140,8 @@ async def measure(folder: Path, num_questions: int) -> list[Row]:
 
         await ask("", "What is not counted?", is_streaming=True)
         for number, (load, question) in enumerate(track(asked, "asking", console=console, transient=True)):
-            for is_streaming in (True, False) if number % 2 else (False, True):
-                rows.append(await ask(load, question, is_streaming=is_streaming))
+            ways = (True, False) if number % 2 else (False, True)
+            rows += [await ask(load, question, is_streaming=way) for way in ways]
     return rows
 
 
@@ -187,9 +187,7 @@ def show(found: dict[str, dict[str, float]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=Path(".demo"), help="where `make demo` puts things (%(default)s)"
-    )
+    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="that of `make demo` (%(default)s)")
     parser.add_argument("--questions", type=int, default=8, metavar="N", help="of each load (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     arguments = parser.parse_args()

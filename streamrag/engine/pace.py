@@ -3,8 +3,8 @@
 import math
 
 FEWEST_TOKENS = 64
-"""Smaller steps say more about what a step costs than about what a token does. Also a step's overhead, in tokens, as long
-as it is not known."""
+"""Smaller steps say more about what a step costs than about what a token does. Also the overhead of a step, in tokens,
+until it is known."""
 FEWEST_REPLACED_TOKENS = 16
 """Of a prompt that is about to be replaced: with fewer, a step is hardly shorter."""
 WEIGHT = 0.2
