@@ -17,7 +17,6 @@ import random
 import statistics
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -115,9 +114,7 @@ async def measure(folder: Path, num_questions: int) -> list[Row]:
     scripts["What is not counted?"] = reranked_search(chunks, rng)
     backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, dtype="float32")
     params, rows = SamplingParams(max_tokens=MAX_TOKENS), []
-    async with aclosing(backend), Pipeline(ScriptedSource(scripts), backend, owns_backend=False) as pipeline:
-        await backend.start(lambda line: None)
-        await pipeline.start()
+    async with Pipeline(ScriptedSource(scripts), backend) as pipeline:
 
         async def ask(load: str, question: str, *, is_streaming: bool) -> Row:
             await backend.reset_prefix_cache()
