@@ -561,7 +561,7 @@ MUTANTS = (
         '"num_computed": stream.num_prompt_tokens',
         50,
     ),
-    # The next ones cost memory, or time, or are fair to fewer: no answer is wrong, so that the fuzz sees little of them.
+    # The next cost memory or time, or are unfair. No answer is wrong, so that the fuzz sees little of them.
     Mutant(
         "places are never forgotten",
         PLACES,
