@@ -129,7 +129,8 @@ def test_a_reader_that_has_seen_enough_is_no_error(options: str) -> None:
 
 
 def test_a_full_disk_at_the_standard_error_stops_nothing(tmp_path: Path) -> None:
-    done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {quoted(tmp_path)}/t.jsonl 2> /dev/full")
+    path = quoted(tmp_path / "t.jsonl")
+    done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {path} 2> /dev/full")
     assert done.returncode == 0
     assert (tmp_path / "t.jsonl").exists()
 
@@ -163,7 +164,8 @@ def test_a_closed_standard_output_is_an_error(command: str) -> None:
 
 
 def test_a_closed_standard_error_stops_nothing(tmp_path: Path) -> None:
-    done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {quoted(tmp_path)}/t.jsonl 2>&-")
+    path = quoted(tmp_path / "t.jsonl")
+    done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {path} 2>&-")
     assert done.returncode == 0
     assert run_in_shell("streamrag trace show nowhere 2>&-").returncode == 1
 

@@ -26,6 +26,8 @@ MANY = ["bench", "simulate", "--workload", "crawler", "--qps", "4", "--seeds", "
 PROMISED_S = 2.0
 PATIENCE_S = 60.0
 
+pytestmark = pytest.mark.usefixtures("default_signals")
+
 
 class Running:
     """A program, and all that it starts."""

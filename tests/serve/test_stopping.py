@@ -19,6 +19,8 @@ from tests.serve.raw import FINISH, OPEN, raw
 from tests.serve.scripted_server import MortalBackend
 from tests.serve.serving import serving
 
+pytestmark = pytest.mark.usefixtures("default_signals")
+
 
 @asynccontextmanager
 async def running(

@@ -174,6 +174,7 @@ def test_an_engine_core_that_is_killed_while_it_starts_takes_its_worker_with_it(
     assert engine_folders(temporary) == []
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_the_command_line_closes_its_engine_on_a_signal(
     tiny_model: Path, temporary: Path, number: signal.Signals
