@@ -129,10 +129,10 @@ def test_a_reader_that_has_seen_enough_is_no_error(options: str) -> None:
 
 
 def test_a_full_disk_at_the_standard_error_stops_nothing(tmp_path: Path) -> None:
-    path = quoted(tmp_path / "t.jsonl")
+    path = quoted(tmp_path / "a streamrag.jsonl")
     done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {path} 2> /dev/full")
     assert done.returncode == 0
-    assert (tmp_path / "t.jsonl").exists()
+    assert (tmp_path / "a streamrag.jsonl").exists()
 
 
 def test_a_terminal_without_unicode_gets_question_marks() -> None:
@@ -164,7 +164,7 @@ def test_a_closed_standard_output_is_an_error(command: str) -> None:
 
 
 def test_a_closed_standard_error_stops_nothing(tmp_path: Path) -> None:
-    path = quoted(tmp_path / "t.jsonl")
+    path = quoted(tmp_path / "a streamrag.jsonl")
     done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {path} 2>&-")
     assert done.returncode == 0
     assert run_in_shell("streamrag trace show nowhere 2>&-").returncode == 1
