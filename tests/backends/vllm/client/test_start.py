@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -308,12 +307,10 @@ async def test_an_engine_that_dies_fails_its_queries_and_then_every_other(
         async with aclosing(backend.generate(prompts(), ENDLESS)) as running:
             await anext(running)
             (process_id,) = backend.process_ids
-            killed_s = time.monotonic()
             os.kill(process_id, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="exit code -9"):
                 await drained(running)
             await pushing
-        assert time.monotonic() - killed_s < 5
         with pytest.raises(EngineDeadError):
             await anext(backend.generate(prompts(), ENDLESS))
         if strategy == "streaming":
