@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,6 @@ os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 
 # Looking for garbage takes a quarter of the time in which vLLM is imported, so it waits until all tests are.
 gc.disable()
-
-# A shell's background job ignores Ctrl-C, and so would the programs that are started here to see what they do on it.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -64,6 +61,22 @@ def one_process_has_the_engines(request: pytest.FixtureRequest, tmp_path_factory
         shared.mkdir(exist_ok=True)
         (shared / worker).touch()
         assert [path.name for path in shared.iterdir()] == [worker]
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Let this process, and the programs that a test starts, react to signals that stop programs.
+
+    `nohup` has them ignore SIGHUP, the background job of a shell SIGINT, some supervisors SIGTERM, and what is ignored
+    is inherited. Only for a test: the run itself shall go on when its terminal is closed.
+    """
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

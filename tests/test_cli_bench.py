@@ -142,6 +142,7 @@ def test_a_failed_cell_is_named_and_stops_no_other(tmp_path: Path, capsys: pytes
     assert "2 cells failed" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
     many = ["--workload", "crawler", "--qps", "4", "--seeds", "1", "--processes", "2", "--output", str(tmp_path)]
     program = [sys.executable, "-c", "from streamrag.cli import main; raise SystemExit(main())", "bench", "simulate"]

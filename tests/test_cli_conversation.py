@@ -26,6 +26,8 @@ from streamrag.errors import PromptTooLongError
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
+pytestmark = pytest.mark.usefixtures("default_signals")
+
 
 class Talk:
     """A conversation over a pipe, with what a person sees."""

@@ -1,6 +1,7 @@
 import ast
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -97,43 +98,45 @@ def test_no_figure_of_a_table_is_cut(
 
 
 def run_in_shell(command: str) -> subprocess.CompletedProcess[str]:
-    program = f"{sys.executable} -m streamrag"
-    environment = {**os.environ, "COLUMNS": "80"}
+    """Run what a user types. Paths in it must be quoted."""
+    program = f'streamrag() {{ {shlex.quote(sys.executable)} -m streamrag "$@"; }}'
     return subprocess.run(
-        ["/bin/bash", "-c", command.replace("streamrag", program)],
+        ["/bin/bash", "-c", f"{program}; {command}"],
         capture_output=True,
         text=True,
-        env=environment,
+        env={**os.environ, "COLUMNS": "80"},
         check=False,
     )
 
 
-TRACE = Path(__file__).parents[1] / "traces"
+def quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+TRACE = quoted(next((Path(__file__).parents[1] / "traces").glob("*.jsonl.gz")))
 
 
 @pytest.mark.parametrize("options", ["--no-plot", "--json"])
 def test_a_full_disk_at_the_standard_output_is_an_error_and_no_traceback(options: str) -> None:
-    trace = next(TRACE.glob("*.jsonl.gz"))
-    done = run_in_shell(f"streamrag trace show {trace} {options} > /dev/full")
+    done = run_in_shell(f"streamrag trace show {TRACE} {options} > /dev/full")
     assert done.returncode == 1
     assert done.stderr == "streamrag: OutputError: the standard output cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize("options", ["--no-plot", "--json"])
 def test_a_reader_that_has_seen_enough_is_no_error(options: str) -> None:
-    trace = next(TRACE.glob("*.jsonl.gz"))
-    assert run_in_shell(f"streamrag trace show {trace} {options} | true").stderr == ""
+    assert run_in_shell(f"streamrag trace show {TRACE} {options} | true").stderr == ""
 
 
 def test_a_full_disk_at_the_standard_error_stops_nothing(tmp_path: Path) -> None:
-    done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {tmp_path}/t.jsonl 2> /dev/full")
+    path = quoted(tmp_path / "a streamrag.jsonl")
+    done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {path} 2> /dev/full")
     assert done.returncode == 0
-    assert (tmp_path / "t.jsonl").exists()
+    assert (tmp_path / "a streamrag.jsonl").exists()
 
 
 def test_a_terminal_without_unicode_gets_question_marks() -> None:
-    trace = next(TRACE.glob("*.jsonl.gz"))
-    done = run_in_shell(f"PYTHONIOENCODING=ascii streamrag trace show {trace}é")
+    done = run_in_shell(f"PYTHONIOENCODING=ascii streamrag trace show {TRACE}é")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
 
@@ -156,12 +159,13 @@ def test_help_that_cannot_be_written_is_an_error(command: str) -> None:
 
 @pytest.mark.parametrize("command", ["--help", "trace show {trace} --no-plot", "trace show {trace} --json"])
 def test_a_closed_standard_output_is_an_error(command: str) -> None:
-    done = run_in_shell(f"streamrag {command.format(trace=next(TRACE.glob('*.jsonl.gz')))} >&-")
+    done = run_in_shell(f"streamrag {command.format(trace=TRACE)} >&-")
     assert (done.returncode, done.stderr) == (1, "streamrag: OutputError: the standard output is closed\n")
 
 
 def test_a_closed_standard_error_stops_nothing(tmp_path: Path) -> None:
-    done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {tmp_path}/t.jsonl 2>&-")
+    path = quoted(tmp_path / "a streamrag.jsonl")
+    done = run_in_shell(f"streamrag trace generate crawler --queries 2 --output {path} 2>&-")
     assert done.returncode == 0
     assert run_in_shell("streamrag trace show nowhere 2>&-").returncode == 1
 
@@ -188,7 +192,7 @@ def test_json_loses_nothing_where_the_standard_output_is_not_utf_8() -> None:
     ],
 )
 def test_a_path_that_nobody_can_use_is_one_line(command: str, tmp_path: Path) -> None:
-    done = run_in_shell(f"streamrag {command.format(long='x' * 300, here=tmp_path)}")
+    done = run_in_shell(f"streamrag {command.format(long='x' * 300, here=quoted(tmp_path))}")
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("streamrag: ")

@@ -23,6 +23,8 @@ from tests.test_cli_doctor import serving as completions
 KEY = "k" * 32
 QUESTION = "Why does it jam?"
 
+pytestmark = pytest.mark.usefixtures("default_signals")
+
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -58,10 +58,9 @@ class Engine:
         self._changed.set()
 
     async def until(self, line: str) -> None:
-        async with asyncio.timeout(5):
-            while line not in self.log:
-                self._changed.clear()
-                await self._changed.wait()
+        while line not in self.log:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def settle(self) -> None:
         """Let everything run that can run."""
@@ -115,8 +114,7 @@ class Query:
         )
 
     async def next(self) -> BackendEvent:
-        async with asyncio.timeout(5):
-            return await anext(self.events)
+        return await anext(self.events)
 
     @asynccontextmanager
     async def consumed(self) -> AsyncIterator["asyncio.Task[list[BackendEvent]]"]:

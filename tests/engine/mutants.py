@@ -57,6 +57,8 @@ AFFINITY, SIMPLE, ROUTERS_TEST = (
 CLASSES, GROUPS = "streamrag.engine.classes", "streamrag.engine.groups"
 ADMISSION = "streamrag.backends.vllm.scheduler.admission"
 LATER = "streamrag.backends.vllm.scheduler.later_hits"
+OF_LATER, OF_PLANS = "tests/backends/vllm/scheduler/test_later_hits.py", "tests/engine/test_planning.py"
+PLACES, POLICIES, PLACES_TEST = "streamrag.engine.places", "streamrag.engine.policies", "tests/engine/test_places.py"
 OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"
 
 MUTANTS = (
@@ -558,6 +560,111 @@ MUTANTS = (
         '"num_computed": stream.num_computed_tokens',
         '"num_computed": stream.num_prompt_tokens',
         50,
+    ),
+    # The next cost memory or time, or are unfair. No answer is wrong, so that the fuzz sees little of them.
+    Mutant(
+        "places are never forgotten",
+        PLACES,
+        "if len(self._known) > 2 * num_wanted + 100:",
+        "if False:",
+        0,
+        PLACES_TEST,
+    ),
+    Mutant(
+        "the places of classes are never forgotten",
+        CLASSES,
+        "        self._places.forget_unless(len(requests))\n",
+        "",
+        0,
+        PLACES_TEST,
+    ),
+    Mutant(
+        "the places of a policy are never forgotten",
+        POLICIES,
+        "        self._places.forget_unless(len(requests))\n",
+        "",
+        0,
+        PLACES_TEST,
+    ),
+    Mutant(
+        "a later hit: whoever reads no prefix cache has it too",
+        LATER,
+        "request.skip_reading_prefix_cache or has",
+        "has",
+        0,
+        f"{OF_LATER}::test_a_stream_that_reads_no_prefix_cache_takes_nothing_from_it_later",
+    ),
+    Mutant(
+        "a later hit: what nobody holds counts as free",
+        LATER,
+        " + sum(block.ref_cnt == 0 for block in found)",
+        "",
+        0,
+        f"{OF_LATER}::test_cached_blocks_that_nobody_holds_are_no_longer_free_for_the_stream_that_takes_them",
+    ),
+    Mutant(
+        "data take memory from others",
+        PLANNING,
+        "            may_evict = False\n",
+        "",
+        0,
+        f"{OF_PLANS}::test_data_of_a_session_take_no_memory_from_others_where_some_is_kept_from_them",
+    ),
+    Mutant(
+        "the last of a group leads",
+        GROUPS,
+        "self._leaders.setdefault(block, (request, num_present + num_tokens))",
+        "self._leaders[block] = (request, num_present + num_tokens)",
+        0,
+        f"{OF_PLANS}::test_of_several_that_compute_the_same_the_first_leads",
+    ),
+    Mutant(
+        "those behind one that does not fit start",
+        PLANNING,
+        "                is_blocked = True\n",
+        "",
+        0,
+        f"{OF_PLANS}::test_nobody_starts_behind_a_request_that_does_not_fit",
+    ),
+    Mutant(
+        "a partial prompt that does not fit keeps what it holds",
+        PLANNING,
+        "                waiting.append(request)\n                victims.yields(request, position)\n",
+        "                waiting.append(request)\n",
+        0,
+        f"{OF_PLANS}::test_what_a_stuck_partial_prompt_holds_may_be_had_from_behind_it",
+    ),
+    Mutant(
+        "what is over the budget keeps what it holds",
+        PLANNING,
+        "            is_over_budget = True\n            victims.yields(request, position)\n",
+        "            is_over_budget = True\n",
+        0,
+        f"{OF_PLANS}::test_what_prompts_over_the_budget_hold_may_be_had_from_behind_them",
+    ),
+    Mutant(
+        "what comes behind what is over the budget keeps what it holds",
+        PLANNING,
+        "        if needs_claim and is_over_budget:\n            victims.yields(request, position)\n",
+        "        if needs_claim and is_over_budget:\n",
+        0,
+        f"{OF_PLANS}::test_what_prompts_over_the_budget_hold_may_be_had_from_behind_them",
+    ),
+    Mutant(
+        "blocks that are being loaded are not pinned",
+        HOST_POOL,
+        "        self._pinned.update(dict.fromkeys(keys))\n",
+        "",
+        0,
+        "tests/engine/test_host_pool.py::test_a_pinned_block_outlives_its_owner_until_it_is_sent",
+    ),
+    Mutant(
+        "a running request computes one token more than was planned",
+        SCHEDULER,
+        "request.step_limit = grant.num_tokens",
+        "request.step_limit = grant.num_tokens + 1",
+        0,
+        "tests/backends/vllm/scheduler/test_grants.py::test_a_running_request_computes_as_many_tokens_as_it_is_granted",
     ),
     # Routers have no part in the fuzz.
     Mutant("a query counts twice", BOOKS, "        self.ended(query_id)\n", "", 0, BOOKS_TEST),

@@ -446,3 +446,35 @@ def test_a_backlog_is_what_is_likely_to_be_computed(order: list[RequestView]) ->
     limits = Limits(num_tokens=512, num_seqs=8, num_partial_tokens=64)
     most = _num_filling_tokens(complete, limits, Blocks(1_000))
     assert most == int(sum(view.num_likely_tokens for view in complete) * BACKLOG_SHARE)
+
+
+def test_data_of_a_session_take_no_memory_from_others_where_some_is_kept_from_them() -> None:
+    idle = made_view("idle", num_computed_tokens=160, num_blocks=10, is_complete=False, is_idle=True)
+    alone = data("data")
+    kept, free = (Limits(1_000, 8, can_partial_evict=True, num_blocks_kept_from_data=num) for num in (0, None))
+    made = plan([alone], lambda: [idle], kept, Blocks(2))
+    assert (made.grants, made.evictions, made.waiting) == ((), (), (alone,))
+    assert [e.request for e in plan([alone], lambda: [idle], free, Blocks(2)).evictions] == [idle]
+
+
+def test_of_several_that_compute_the_same_the_first_leads() -> None:
+    def next_block(request: RequestView, num_tokens: int) -> int:
+        return num_tokens // BLOCK_SIZE
+
+    computes = made_view("first", num_computed_tokens=20, num_blocks=2, is_running=True)
+    too = computes._replace(request_id="second", is_complete=False)
+    follower = computes._replace(request_id="third", is_running=False)
+    made = plan([computes, too, follower], list, Limits(1_000, 8), Blocks(1_000), next_block=next_block)
+    # It waits for the complete prompt. For the partial one, which computes the same, it would not.
+    assert [grant.request.request_id for grant in made.grants] == ["first", "second"]
+
+
+def test_what_prompts_over_the_budget_hold_may_be_had_from_behind_them() -> None:
+    over = made_view("over", num_answer_tokens=400)
+    holds = made_view("holds", num_computed_tokens=32, num_blocks=2, num_answer_tokens=400)
+    begun = made_view("begun", num_tokens=32, has_claim=True)
+    limits = Limits(1_000, 8, budget=Budget(20, has_claims=True))
+    for order in ([holds, begun], [over, holds, begun]):
+        made = plan(order, list, limits, Blocks(0))
+        assert [g.request for g in made.grants] == [begun]
+        assert [e.request for e in made.evictions] == [holds]

@@ -1,14 +1,15 @@
-"""A client that writes and reads bytes of HTTP, both at once, as no polite one does."""
+"""A client that writes and reads bytes of HTTP, both at once, as no polite one does.
+
+It waits for as long as the test may run: what takes long on a busy machine is no failure.
+"""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
-
-GIVE_UP_S = 20.0
 
 OPEN = {"type": "open", "query": "What is the capital of France?"}
 FINISH = {"type": "finish"}
@@ -54,8 +55,7 @@ class Raw:
 
     async def status(self) -> int:
         """Reads the head of the answer."""
-        async with asyncio.timeout(GIVE_UP_S):
-            first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         self.is_chunked = headers.get("transfer-encoding") == "chunked"
         self.num_left = int(headers.get("content-length", 0))
@@ -74,11 +74,10 @@ class Raw:
 
     async def events(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """The events of an answer that is SSE, as they come: each is one piece."""
-        async with asyncio.timeout(GIVE_UP_S):
-            async for piece in self._pieces():
-                fields = dict(line.split(": ", 1) for line in piece.splitlines() if line and not line.startswith(":"))
-                if fields:
-                    yield fields.get("event", "message"), json.loads(fields["data"])
+        async for piece in self._pieces():
+            fields = dict(line.split(": ", 1) for line in piece.splitlines() if line and not line.startswith(":"))
+            if fields:
+                yield fields.get("event", "message"), json.loads(fields["data"])
 
     async def until(self, name: str) -> dict[str, Any]:
         """The next event of that name; those before it are read."""
@@ -89,11 +88,8 @@ class Raw:
 
     async def is_closed(self) -> bool:
         """Whether the other side closes, whatever it still says."""
-        async with asyncio.timeout(GIVE_UP_S):
-            try:
-                while await self.reader.read(65_536):
-                    pass
-            except ConnectionError:
+        with suppress(ConnectionError):
+            while await self.reader.read(65_536):
                 pass
         return True
 

@@ -92,7 +92,7 @@ async def serving(
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     headers = {"authorization": f"Bearer {next(iter(keys))}"} if keys else {}
     try:
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20.0) as http:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None) as http:
             yield Serving(service, source, backend, watcher, url, http, app)
     finally:
         await service.aclose()

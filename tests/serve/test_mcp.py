@@ -31,8 +31,7 @@ async def client_of(served: Serving, headers: Mapping[str, str] | None = None, *
 
 async def freed(served: Serving) -> bool:
     """Whether nothing is left once the query has ended."""
-    async with asyncio.timeout(5):
-        await served.watcher.has_ended.wait()
+    await served.watcher.has_ended.wait()
     return is_free(served)
 
 

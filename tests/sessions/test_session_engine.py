@@ -14,7 +14,7 @@ from streamrag.records import read_records
 from streamrag.sessions.choosing import DECISIVE_GAP
 from streamrag.testing import ScriptedSource, make_tiny_llama
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(280), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK = 32
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

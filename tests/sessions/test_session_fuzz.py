@@ -2,8 +2,6 @@
 
 from collections import Counter
 
-import pytest
-
 from tests.sessions.fuzz import run_seed
 
 SITUATIONS = [
@@ -28,7 +26,6 @@ SITUATIONS = [
 ]
 
 
-@pytest.mark.timeout(180)
 def test_answers_of_sessions_are_those_of_one_request_whatever_happens_around_them() -> None:
     met: Counter[str] = Counter()
     for seed in range(40):

@@ -214,11 +214,13 @@ class Endless:
     """No iterator, and no list."""
 
     def __init__(self) -> None:
+        self.has_begun = threading.Event()
         self.is_closed = threading.Event()
 
     def __iter__(self) -> Iterator[str]:
         try:
             while True:
+                self.has_begun.set()
                 yield "again"
         finally:
             self.is_closed.set()
@@ -258,9 +260,11 @@ async def test_what_never_ends_is_refused_and_closed(way: str, monkeypatch: pyte
 async def test_what_is_read_lazily_is_read_no_further_than_its_query(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sources.callers.MAX_LAZY", 1 << 40)
     endless = Endless()
-    with anyio.move_on_after(0.01):
-        await events(lazily(way, endless))
-    assert await asyncio.to_thread(endless.is_closed.wait, 10)
+    query = asyncio.create_task(events(lazily(way, endless)))
+    await asyncio.to_thread(endless.has_begun.wait)
+    query.cancel()
+    assert await asyncio.to_thread(endless.is_closed.wait)
+    await asyncio.wait([query])
 
 
 def test_places_of_an_event_loop_that_has_ended_are_not_missed() -> None:

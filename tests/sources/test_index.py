@@ -325,6 +325,7 @@ def test_of_damaged_embeddings_only_the_good_are_used_again(
     assert (folder / "index" / "ivf.index").read_bytes() == undamaged
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path) -> None:
     before = contents(index)
     documents = write_documents(tmp_path / "documents", 2)

@@ -73,7 +73,7 @@ class Website:
         await self._until(lambda: self.num_open == 0)
 
     async def _until(self, condition) -> None:  # type: ignore[no-untyped-def]
-        async with asyncio.timeout(10), self._changed:
+        async with self._changed:
             await self._changed.wait_for(condition)
 
     async def _notify(self) -> None:

@@ -67,8 +67,7 @@ class Sender:
             self.client_left.set()
 
     async def until_client_left(self) -> None:
-        async with asyncio.timeout(10):
-            await self.client_left.wait()
+        await self.client_left.wait()
 
 
 # ------------------------------------------------------------------------------------------------------------ how much
@@ -253,8 +252,7 @@ async def test_a_list_of_models_that_drips_is_given_up(
     sender = Sender(head, b" ", pace_s=0.02)
     server.send_models = sender
     with pytest.raises(ServerError, match=r"sent nothing, or nothing whole, for 0\.3 s|broke off"):
-        async with asyncio.timeout(10):
-            await OpenAIBackend(server.url, "tiny", timeout_s=0.3, max_retries=0).start(lambda line: None)
+        await OpenAIBackend(server.url, "tiny", timeout_s=0.3, max_retries=0).start(lambda line: None)
     await sender.until_client_left()
 
 
@@ -262,8 +260,7 @@ async def test_interim_answers_without_end_are_given_up(server: Server) -> None:
     sender = Sender(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100, pace_s=0.001)
     server.send_models = sender
     with pytest.raises(ServerError, match="sends too much: the head"):
-        async with asyncio.timeout(10):
-            await OpenAIBackend(server.url, "tiny").start(lambda line: None)
+        await OpenAIBackend(server.url, "tiny").start(lambda line: None)
     await sender.until_client_left()
 
 
@@ -298,7 +295,7 @@ async def test_no_server_outlasts_the_querys_deadline(server: Server, phase: str
     if phase == "warming":
         steps = [Append(Chunk("text", "a")), 60.0]
     backend = OpenAIBackend(server.url, "tiny", block_size=1)
-    async with asyncio.timeout(10), Pipeline(ScriptedSource(steps), backend) as pipeline:
+    async with Pipeline(ScriptedSource(steps), backend) as pipeline:
         with pytest.raises(DeadlineExceededError):
             async for _ in pipeline.stream("Why?", deadline_s=1.0, params=SamplingParams(max_tokens=100)):
                 pass

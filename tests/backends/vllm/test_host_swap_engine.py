@@ -36,7 +36,7 @@ from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenSt
 from streamrag.core import Prefilled
 from streamrag.errors import BackendError
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(280), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 PATIENCE_S = 60
 NUM_STREAMS = 64

@@ -28,7 +28,7 @@ from streamrag.core import Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, SourceError
 from streamrag.records import RequestRecord
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(280), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 NUM_STREAMS = 64
 

@@ -58,12 +58,10 @@ async def talking(served: Serving, key: str = "none") -> AsyncIterator[Talk]:
 
 async def settled(served: Serving, num_prompts: int, query: int = -1) -> None:
     """Until the engine has so many prompts of a query."""
-    async with asyncio.timeout(5):
-        while not served.backend.prompts or len(served.backend.prompts[query]) < num_prompts:
-            await anyio.lowlevel.checkpoint()
+    while not served.backend.prompts or len(served.backend.prompts[query]) < num_prompts:
+        await anyio.lowlevel.checkpoint()
 
 
 async def freed(served: Serving) -> None:
-    async with asyncio.timeout(5):
-        while served.service.queries or served.backend.num_requests or served.source.num_streams:
-            await anyio.lowlevel.checkpoint()
+    while served.service.queries or served.backend.num_requests or served.source.num_streams:
+        await anyio.lowlevel.checkpoint()

@@ -191,10 +191,9 @@ async def test_of_a_dead_engine_everything_raises_at_once(strategy: Strategy) ->
         backend.num_unfinished_requests(),
         backend.reset_prefix_cache(),
     ]
-    async with asyncio.timeout(5):
-        for call in calls:
-            with pytest.raises(EngineDeadError, match="it was killed"):
-                await call
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="it was killed"):
+            await call
     with pytest.raises(EngineDeadError, match="it was killed"):
         _ = backend.streams
 
@@ -217,11 +216,10 @@ async def test_the_engine_dies_while_it_is_asked_or_computes(strategy: Strategy)
     await settle()
     assert core.held
     core.die()
-    async with asyncio.timeout(5):
+    with pytest.raises(EngineDeadError, match="it was killed"):
+        await generating
+    if strategy == "streaming":
         with pytest.raises(EngineDeadError, match="it was killed"):
-            await generating
-        if strategy == "streaming":
-            with pytest.raises(EngineDeadError, match="it was killed"):
-                await asking
-        else:
-            assert await asking == 0
+            await asking
+    else:
+        assert await asking == 0

@@ -3,6 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
+
+from streamrag.backends.vllm.chunk_wire import PromptMessage
+
 Make = Callable[..., Any]
 FRONT, SAME = list(range(10)), list(range(10, 50))
 """What two streams have at first, in blocks of four, and what both get then."""
@@ -52,3 +56,35 @@ def test_plain_requests_are_looked_up_once_as_in_vllm(bench: Make) -> None:
     b.chunk("s", list(range(40)), is_complete=True)
     b.run()
     assert b.record("a").num_from_cache == 0
+
+
+def test_a_stream_that_reads_no_prefix_cache_takes_nothing_from_it_later(bench: Make) -> None:
+    for reads in (True, False):
+        b = bench()
+        params = SamplingParams(max_tokens=2, temperature=0.0, skip_reading_prefix_cache=not reads)
+        b.chunk("a", FRONT)
+        b.engine.add("b", FRONT, params, PromptMessage(0, 0, False, 0.0))
+        b.run()
+        b.chunk("a", SAME, kept=10, is_complete=True)
+        b.run()
+        b.engine.add("b", SAME, params, PromptMessage(1, 10, True, 0.0))
+        b.run()
+        record = b.record("b")
+        assert (record.num_from_cache > 0) == reads
+        assert record.num_computed - record.num_recomputed + record.num_from_cache == 50
+
+
+def test_cached_blocks_that_nobody_holds_are_no_longer_free_for_the_stream_that_takes_them(bench: Make) -> None:
+    b = bench(num_blocks=20, max_model_len=80)
+    b.chunk("idle", list(range(500, 525)))  # six blocks
+    b.chunk("late", FRONT)  # three, the last of which is not whole
+    b.run()
+    b.plain("ended", 40, max_tokens=1)  # the same as "late" at first; eight blocks of its own stay cached
+    b.run()
+    b.chunk("late", [*range(10, 40), *range(600, 624)], kept=10, is_complete=True, max_tokens=1)
+    # 16 blocks in all: two are held, eight are found, and six more must be free beside these. Ten or eleven are free.
+    b.step()
+    assert b.scheduler.requests["late"].num_computed_tokens == 40 + 16, "a step was planned that did not fit"
+    assert b.scheduler.idle["idle"].num_computed_tokens == 0
+    b.run()
+    assert b.tokens("late") == b.fresh_answer([*range(40), *range(600, 624)], max_tokens=1)
