@@ -315,7 +315,10 @@ class Startable(Protocol):
     """A source or backend that holds processes, connections or memory."""
 
     async def start(self, progress: Progress) -> None:
-        """Acquire them; return when queries can be served. Must free what it took if it raises."""
+        """Acquire them; return when queries can be served. Must free what it took if it raises.
+
+        :raises AlreadyStartedError: another owner has started it; `aclose` is not called then.
+        """
 
     async def aclose(self) -> None:
         """Free them. Does nothing when not started."""

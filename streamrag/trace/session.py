@@ -54,8 +54,8 @@ async def record_queries(
     async with AsyncExitStack() as parts:
         for part in (source, recorder):
             if isinstance(part, Startable):
-                parts.push_async_callback(part.aclose)
                 await part.start(progress)
+                parts.push_async_callback(part.aclose)
         tasks = [asyncio.create_task(record(query), name="streamrag record") for query in queries]
         try:
             await asyncio.gather(*tasks)
