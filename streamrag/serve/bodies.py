@@ -1,6 +1,7 @@
 """Reading what clients send: JSON objects, and the fields of OpenAI's requests that several interfaces have."""
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -43,6 +44,21 @@ def parsed(body: bytes | str, model: type[M]) -> M:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise RequestError(f"{where}: {first['msg']}" if where else first["msg"], param=where or None) from None
+
+
+def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mapping[str, bool]) -> None:
+    """Refuse the fields of `refused` that are true, and unknown ones that ask for something, but for harmless ones.
+
+    :raises RequestError: there is one; it would change the answer, and be ignored.
+    """
+    unknown = {
+        name: not (value is None or value is False or value in ("", []) or name in harmless)
+        for name, value in (request.model_extra or {}).items()
+    }
+    for name, is_refused in {**unknown, **refused}.items():
+        if is_refused:
+            name = f"{name:.80}"
+            raise RequestError(f"{name}: this service does not do that", code="unsupported_value", param=name)
 
 
 def text_of(content: object, param: str) -> str:
