@@ -59,13 +59,6 @@ class ModelError(ConfigurationError):
 class AlreadyStartedError(ConfigurationError):
     """A source or a backend is started a second time; the first owner goes on using it."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} is started already, and has one owner, which closes it. Make another one, or share it: start it "
-            "yourself, and give each Pipeline owns_backend=False or owns_source=False"
-        )
-        self.name = name
-
 
 class TraceError(ConfigurationError):
     """A trace cannot be read or written; the message names the file, and the line."""

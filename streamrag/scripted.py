@@ -39,10 +39,9 @@ class ScriptedSource:
     @started_once
     async def start(self, progress: Progress) -> None:
         progress("scripted source is ready")
-        self.is_started = True
 
     async def aclose(self) -> None:
-        self.is_started = self._is_started = False
+        self.is_started = False
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
         self.queries.append(query)
@@ -91,10 +90,9 @@ class ScriptedBackend:
     @started_once
     async def start(self, progress: Progress) -> None:
         progress("scripted backend is ready")
-        self.is_started = True
 
     async def aclose(self) -> None:
-        self.is_started = self._is_started = False
+        self.is_started = False
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
         seen: list[Prompt] = []

@@ -34,17 +34,20 @@ async def start_all(parts: Iterable[object], progress: Progress) -> AsyncExitSta
 
 
 def started_once(start: Start) -> Start:
-    """Refuse to `start` an object that is started; its `aclose` sets `_is_started` to False again."""
+    """Refuse to `start` an object that is started; its `aclose` sets `is_started` to False again."""
 
     @wraps(start)
     async def starts(self: Any, progress: Progress) -> Any:
-        if getattr(self, "_is_started", False):
-            raise AlreadyStartedError(part_name(self))
-        self._is_started = True
+        if getattr(self, "is_started", False):
+            raise AlreadyStartedError(
+                f"{part_name(self)} is started already, and has one owner, which closes it. Make another one, or share "
+                "it: start it yourself, and give each Pipeline owns_backend=False or owns_source=False"
+            )
+        self.is_started = True
         try:
             return await start(self, progress)
         except BaseException:
-            self._is_started = False
+            self.is_started = False
             raise
 
     return cast(Start, starts)

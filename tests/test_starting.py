@@ -93,7 +93,7 @@ async def test_of_two_that_start_a_part_at_once_one_is_refused_and_a_failed_star
                 raise OSError("no room")
 
         async def aclose(self) -> None:
-            self._is_started = False
+            self.is_started = False
 
     part = Slow()
     first = asyncio.create_task(start_all([part], silent))

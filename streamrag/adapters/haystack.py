@@ -230,7 +230,7 @@ class HaystackSource:
 
     async def aclose(self) -> None:
         """Close the components."""
-        self._is_started = False
+        self.is_started = False
         for part in (self._retriever, *self._rankers):
             await self._call(part, "close")
 

@@ -90,7 +90,7 @@ class _McpSource:
 
     async def aclose(self) -> None:
         """Close the connection; a server that was started here has ended then. Does nothing when not started."""
-        opened, self._opened, self._is_started = self._opened, None, False
+        opened, self._opened, self.is_started = self._opened, None, False
         if opened is not None:
             await opened.aclose()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +15,8 @@ from streamrag.serve.failures import RequestError
 M = TypeVar("M", bound=BaseModel)
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
@@ -106,9 +109,5 @@ def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...
 def sampling(default: SamplingParams, **given: Any) -> SamplingParams:
     """`default`, with what the client gave; what it gave as null is not given."""
     named = {name: value for name, value in given.items() if value is not None and name != "extra"}
-    extra = {**default.extra, **{name: value for name, value in given.get("extra", {}).items() if value is not None}}
-    values = {
-        name: getattr(default, name)
-        for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
-    }
-    return SamplingParams(**{**values, **named, "extra": extra})
+    extra = {name: value for name, value in given.get("extra", {}).items() if value is not None}
+    return replace(default, **named, extra={**default.extra, **extra})

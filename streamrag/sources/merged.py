@@ -78,7 +78,7 @@ class Merged:
 
     async def aclose(self) -> None:
         """Close the sources."""
-        self._is_started = False
+        self.is_started = False
         await self._started.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:

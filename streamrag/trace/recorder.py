@@ -85,7 +85,7 @@ class TraceRecorder:
 
         :raises TraceError: something could not be written.
         """
-        writer, self._writer, self._is_started = self._writer, None, False
+        writer, self._writer, self.is_started = self._writer, None, False
         if writer:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(writer.close)

@@ -153,7 +153,7 @@ async def test_biases_of_tokens_reach_the_engine() -> None:
     async with serving(backend=Recording()) as served, client_of(served) as client:
         for bias in ({"5": -100, "7": 1.5}, {}):
             await client.chat.completions.create(model="scripted", messages=QUESTION, logit_bias=bias)
-    assert seen == [{"logit_bias": {5: -100.0, 7: 1.5}}, {}]
+    assert seen == [{"logit_bias": {5: -100.0, 7: 1.5}}, {"logit_bias": {}}]
 
 
 async def test_an_error_is_a_status_or_stands_in_the_stream() -> None:

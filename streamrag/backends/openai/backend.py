@@ -189,7 +189,7 @@ class OpenAIBackend:
 
     async def aclose(self) -> None:
         """Close the connections. Does nothing when not started."""
-        server, self._server, self._is_started = self._server, None, False
+        server, self._server, self.is_started = self._server, None, False
         if server is not None:
             await server.aclose()
 

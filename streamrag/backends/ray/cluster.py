@@ -146,7 +146,7 @@ class Cluster:
         """Remove the application; and Ray, if it was started here. Does nothing when not started."""
         if self._thread is not None:
             await run_regardless(self._leave(), "streamrag leaves Ray")
-            self._is_started = False
+            self.is_started = False
 
     async def _leave(self) -> None:
         thread = self._thread

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
 from streamrag.core import MAX_INT, SamplingParams
-from streamrag.serve.bodies import read_body, refuse_fields, sampling, split_turns, turn_of
+from streamrag.serve.bodies import SAMPLING, read_body, refuse_fields, sampling, split_turns, turn_of
 from streamrag.serve.citations import url_citations
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.gate import CALLER
@@ -58,6 +58,10 @@ HARMLESS = frozenset(
 """Fields that change no answer, and are ignored."""
 
 
+EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+"""For the engine, unchanged."""
+
+
 class ChatRequest(BaseModel):
     """OpenAI's request, as far as this service does what it says; what it cannot do is refused, not ignored."""
 
@@ -85,22 +89,12 @@ class ChatRequest(BaseModel):
 
     def params(self, default: SamplingParams) -> SamplingParams:
         """How to sample the answer."""
-        return sampling(
-            default,
-            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            stop=(self.stop,) if isinstance(self.stop, str) else self.stop,
-            extra={
-                "min_p": self.min_p,
-                "presence_penalty": self.presence_penalty,
-                "frequency_penalty": self.frequency_penalty,
-                "repetition_penalty": self.repetition_penalty,
-                "logit_bias": self.logit_bias or None,
-            },
-        )
+        given = self.model_dump(include=SAMPLING)
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,)
+        return sampling(default, **given, extra=self.model_dump(include=EXTRA))
 
     def check(self) -> None:
         """:raises RequestError: it asks for what this service does not do."""

@@ -236,7 +236,7 @@ class WebSource:
     async def aclose(self) -> None:
         """Stop the workers. Crawls that are under way end with an error. Does nothing when not started."""
         workers, self._workers = self._workers, None
-        scratch, self._scratch, self._is_started = self._scratch, None, False
+        scratch, self._scratch, self.is_started = self._scratch, None, False
         await wait_regardless([asyncio.create_task(_release(workers, scratch), name="web source close")])
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:

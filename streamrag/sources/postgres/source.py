@@ -193,7 +193,7 @@ class PgVectorSource:
 
     async def aclose(self) -> None:
         """Stop the workers, and disconnect. Searches that are under way end with an error."""
-        opened, self._opened, self._is_started = self._opened, None, False
+        opened, self._opened, self.is_started = self._opened, None, False
         if opened:
             try:
                 await opened.link.aclose()

@@ -230,7 +230,7 @@ class HybridSource:
 
     async def aclose(self) -> None:
         """Stop the workers. Searches that are under way end with an error. Does nothing when not started."""
-        opened, self._opened, self._is_started = self._opened, None, False
+        opened, self._opened, self.is_started = self._opened, None, False
         if opened:
             await self._close(opened)
 

@@ -140,7 +140,7 @@ class IndexSource(ABC):
 
     async def aclose(self) -> None:
         """Stop the workers. Searches that are under way end with an error. Does nothing when not started."""
-        opened, self._opened, self._is_started = self._opened, None, False
+        opened, self._opened, self.is_started = self._opened, None, False
         if opened:
             await opened.workers.aclose()
 

@@ -189,7 +189,7 @@ class VllmBackend:
 
     async def aclose(self) -> None:
         """Abort what is running, and end the engine's processes. Does nothing when not started."""
-        engine, self._engine, self._is_started = self._engine, None, False
+        engine, self._engine, self.is_started = self._engine, None, False
         streams, self._streams = self._streams, None
         processes, self._processes = self._processes, None
         if processes is not None:
