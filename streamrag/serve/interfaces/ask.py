@@ -6,6 +6,7 @@ The last event is `answered`, or `error`.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.event import ServerSentEvent
@@ -55,7 +56,7 @@ class Options(BaseModel):
         given = self.model_dump(include=OF_QUERY, exclude_none=True)
         if self.system:
             given["system"] = service.system_text(self.system)
-        return QueryOptions(params=params, history=history, **given)  # type: ignore[typeddict-item]
+        return cast(QueryOptions, {"params": params, "history": history, **given})
 
 
 class AskRequest(Options):
