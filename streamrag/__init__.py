@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from streamrag.core import Update as Update
     from streamrag.core import plain_chat as plain_chat
     from streamrag.engine import RequestView as RequestView
+    from streamrag.errors import AlreadyStartedError as AlreadyStartedError
     from streamrag.errors import BackendError as BackendError
     from streamrag.errors import ConfigurationError as ConfigurationError
     from streamrag.errors import DeadlineExceededError as DeadlineExceededError
@@ -109,6 +110,7 @@ _HOMES = {
     "BackendEvent": "streamrag.core",
     "Calibration": "streamrag.sources.emission.calibration",
     "Chunk": "streamrag.core",
+    "AlreadyStartedError": "streamrag.errors",
     "ConfigurationError": "streamrag.errors",
     "CutShort": "streamrag.core",
     "DeadlineExceededError": "streamrag.errors",

@@ -13,13 +13,14 @@ import anyio
 
 from streamrag.asked import Query, QueryOptions, check_options
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Backend, Mode, Progress, Source, Startable, Turn
+from streamrag.core import Backend, Mode, Progress, Source, Turn
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.handle import AnswerStream, Emit, EventStream
 from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
 from streamrag.modes import PromptTemplate, UpdateMode
 from streamrag.query import QueryRun
-from streamrag.tasks import cancel_regardless, is_cancelled, wait_regardless
+from streamrag.starting import start_all
+from streamrag.tasks import is_cancelled, wait_regardless
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
@@ -328,18 +329,7 @@ class Pipeline:
             task.exception()  # the handle raises it, unless that was dropped
 
     async def _start_parts(self) -> None:
-        """Start all parts at once; if one fails, stop the others."""
-        async with AsyncExitStack() as parts:
-            starts = []
-            for part in self._owned:
-                if isinstance(part, Startable):
-                    parts.push_async_callback(part.aclose)
-                    starts.append(asyncio.create_task(part.start(self._on_progress)))
-            try:
-                await asyncio.gather(*starts)
-            finally:
-                await cancel_regardless(starts)
-            self._parts = parts.pop_all()
+        self._parts = await start_all(self._owned, self._on_progress)
 
 
 def _succeeded(task: "asyncio.Task[None]") -> bool:

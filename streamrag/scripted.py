@@ -17,6 +17,7 @@ from streamrag.core import (
     SamplingParams,
     SourceEvent,
 )
+from streamrag.starting import started_once
 
 Step: TypeAlias = SourceEvent | float | BaseException | anyio.Event
 """An event to yield, seconds to pause, an error to raise, or something to wait for."""
@@ -35,9 +36,9 @@ class ScriptedSource:
         self.num_streams = 0
         self.is_started = False
 
+    @started_once
     async def start(self, progress: Progress) -> None:
         progress("scripted source is ready")
-        self.is_started = True
 
     async def aclose(self) -> None:
         self.is_started = False
@@ -86,9 +87,9 @@ class ScriptedBackend:
         self._error = error
         self._is_endless = is_endless
 
+    @started_once
     async def start(self, progress: Progress) -> None:
         progress("scripted backend is ready")
-        self.is_started = True
 
     async def aclose(self) -> None:
         self.is_started = False

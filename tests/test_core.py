@@ -47,14 +47,22 @@ def test_values_are_frozen() -> None:
         *(("top_k", value) for value in (-1, 1.5)),
         *(("seed", value) for value in ("x", 10**30, 1.0)),
         *(("stop", value) for value in ("END", 5, ("a", 5), ("",))),
+        *(("stop", value) for value in (("x",) * 17, ("x" * 257,), ["x"] * 100_000)),
+        *((name, 1 << 31) for name in ("max_tokens", "top_k")),
         ("ignore_eos", 1),
         ("extra", [1]),
     ],
     ids=lambda value: short(value)[:20],
 )
 def test_sampling_parameters_that_no_engine_accepts_are_named(name: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(f"SamplingParams: {name}={short(value)}")):
+    shown = tuple(value) if name == "stop" and isinstance(value, list) else value
+    with pytest.raises(ConfigurationError, match=re.escape(f"SamplingParams: {name}={short(shown)}")):
         SamplingParams(**{name: value})
+
+
+def test_as_many_stop_texts_as_are_allowed_are_taken() -> None:
+    texts = tuple(f"{number:256}" for number in range(16))
+    assert SamplingParams(stop=texts).stop == texts
 
 
 def test_sampling_parameters_may_be_numpys_numbers_and_a_list_of_stop_texts() -> None:

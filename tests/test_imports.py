@@ -20,7 +20,7 @@ LINES = [
     {"sources"},
     {"modes", "engine", "routing"},
     {"clock", "telemetry", "trace"},
-    {"retrieving", "tokenizing"},
+    {"retrieving", "starting", "tokenizing"},
     {
         "core",
         "errors",

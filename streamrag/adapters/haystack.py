@@ -28,6 +28,7 @@ from streamrag.sources.fusion import reciprocal_rank_fusion
 from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
+from streamrag.starting import started_once
 from streamrag.tasks import cancel_regardless
 from streamrag.telemetry import Answer, ContextComplete, TokensGenerated
 
@@ -217,6 +218,7 @@ class HaystackSource:
         self._inputs = dict(inputs or {})
         self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
 
+    @started_once
     async def start(self, progress: Progress) -> None:
         """Warm the components up."""
         try:
@@ -228,6 +230,7 @@ class HaystackSource:
 
     async def aclose(self) -> None:
         """Close the components."""
+        self.is_started = False
         for part in (self._retriever, *self._rankers):
             await self._call(part, "close")
 

@@ -11,17 +11,18 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from concurrent.futures import Future, wait
-from contextlib import aclosing, closing, suppress
+from contextlib import AsyncExitStack, aclosing, closing, suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 
 from streamrag.adapters.life import CLOSED, End, Life, Reading
 from streamrag.adapters.loop_thread import LoopThread, current_loop
 from streamrag.clock import monotonic
-from streamrag.core import Source, Startable
+from streamrag.core import Source
 from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.kinds import short
 from streamrag.pipeline import FORKED, Pipeline
+from streamrag.starting import start_all
 from streamrag.tasks import run_regardless
 
 LOOK_S = 1.0
@@ -79,9 +80,10 @@ class Home:
         """
         if isinstance(source, type) or not callable(getattr(source, "stream", None)):
             raise ConfigurationError(f"source={short(source)} is no source: it has no method 'stream'")
-        if is_owned and isinstance(source, Startable):
-            return cls(partial(_start_source, source), source.aclose)
-        return cls(_nothing, _nothing)
+        if not is_owned:
+            return cls(_nothing, _nothing)
+        started = AsyncExitStack()
+        return cls(partial(_start_source, source, started), started.aclose)
 
     def start(self) -> None:
         """Start what lives here."""
@@ -258,13 +260,8 @@ async def _one(work: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:
     yield await work()
 
 
-async def _start_source(source: Any) -> None:
-    """As a pipeline does it: what has failed to start is closed."""
-    try:
-        await source.start(lambda line: None)
-    except Exception:  # whatever it is goes on to the caller
-        await source.aclose()
-        raise
+async def _start_source(source: Source, started: AsyncExitStack) -> None:
+    started.push_async_callback((await start_all([source], lambda line: None)).aclose)
 
 
 def _called(loop: asyncio.AbstractEventLoop, begin: Callable[["Future[T]"], None]) -> "Future[T]":

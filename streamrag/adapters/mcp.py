@@ -21,6 +21,7 @@ from streamrag.errors import ConfigurationError, MissingDependencyError, SourceE
 from streamrag.kinds import is_number, is_whole, short
 from streamrag.showing import one_line
 from streamrag.sources.passage_like import TEXTS, PassageReader
+from streamrag.starting import started_once
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -61,6 +62,7 @@ class _McpSource:
         self._max_bytes = max_bytes
         self._opened: Connection | None = None
 
+    @started_once
     async def start(self, progress: Progress) -> None:
         """Connect to the server, or start it.
 
@@ -68,7 +70,6 @@ class _McpSource:
         :raises ConfigurationError: the server has no such tool.
         :raises SourceError: it cannot be reached or started, or does not answer.
         """
-        assert self._opened is None, "started already"
         if importlib.util.find_spec("mcp") is None:
             raise MissingDependencyError("mcp", "pip install 'streamrag[mcp]'")
         progress(f"{self.name}: connecting to its MCP server")
@@ -89,7 +90,7 @@ class _McpSource:
 
     async def aclose(self) -> None:
         """Close the connection; a server that was started here has ended then. Does nothing when not started."""
-        opened, self._opened = self._opened, None
+        opened, self._opened, self.is_started = self._opened, None, False
         if opened is not None:
             await opened.aclose()
 

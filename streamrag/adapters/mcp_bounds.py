@@ -8,7 +8,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import httpx2
@@ -95,12 +95,25 @@ def _junk_bytes(error: object) -> int:
     return JUNK_BYTES + (len(text) if isinstance(text, str) else 0)
 
 
-class _CountedRead:
-    """What `mcp` reads of a stream, as its protocol `ReadStream` says."""
+class _Counted:
+    """A stream of `mcp`, which counts what passes through it."""
 
     def __init__(self, stream: Any, traffic: Traffic) -> None:
         self._stream = stream
         self._traffic = traffic
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+
+class _CountedRead(_Counted):
+    """What `mcp` reads of a stream, as its protocol `ReadStream` says."""
 
     @property
     def last_context(self) -> Any:
@@ -114,9 +127,6 @@ class _CountedRead:
             raise anyio.EndOfStream
         return item
 
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
     def __aiter__(self) -> "_CountedRead":
         return self
 
@@ -126,33 +136,14 @@ class _CountedRead:
         except anyio.EndOfStream:
             raise StopAsyncIteration from None
 
-    async def __aenter__(self) -> "_CountedRead":
-        return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
-
-
-class _CountedWrite:
+class _CountedWrite(_Counted):
     """What `mcp` writes to, as its protocol `WriteStream` says."""
-
-    def __init__(self, stream: Any, traffic: Traffic) -> None:
-        self._stream = stream
-        self._traffic = traffic
 
     async def send(self, item: Any) -> None:
         self._traffic.sends(item.message)
         await self._stream.send(item)
         self._traffic.sent(item.message)
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-    async def __aenter__(self) -> "_CountedWrite":
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
 
 
 class BoundedTransport(httpx2.AsyncBaseTransport):

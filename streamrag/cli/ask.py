@@ -7,19 +7,16 @@ import sys
 from dataclasses import asdict
 from typing import Any, get_args
 
-from rich.text import Text
-
 from streamrag.asked import QueryOptions
 from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.cli.conversation import Conversation, converse
 from streamrag.cli.output import Output
 from streamrag.cli.source import add_source_arguments, make_source
-from streamrag.cli.steps import StepLines
+from streamrag.cli.steps import shown_starting
 from streamrag.cli.view import print_sources, print_timings, watch
 from streamrag.core import Backend, SamplingParams, Turn
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
-from streamrag.showing import one_line
 from streamrag.telemetry import Answer
 
 EPILOG = """\
@@ -86,13 +83,7 @@ async def _ask(arguments: argparse.Namespace) -> int:
     is_conversation = arguments.question is None
     if is_conversation and sys.stdin is None:  # its number may be another file by now
         raise ConfigurationError("the standard input is closed: give a QUESTION")
-    lines = StepLines(progress)
-    with progress.status("starting") as status:
-
-        def show(line: str) -> None:
-            status.update(Text(one_line(line)))
-            lines.show(line)
-
+    with shown_starting(progress) as show:
         backend = _make_backend(arguments)
         pipeline = Pipeline(
             make_source(arguments),

@@ -12,16 +12,14 @@ from statistics import median
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from streamrag.backends.openai import OpenAIBackend
 from streamrag.cli import machine
 from streamrag.cli.output import Output, markup
-from streamrag.cli.steps import StepLines
+from streamrag.cli.steps import positive, shown_starting
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Prefilled, Progress, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError
-from streamrag.showing import one_line
 from streamrag.tokenizing import in_thread
 
 DESCRIPTION = """\
@@ -115,15 +113,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME", help="the model's name there (the only one, if there is one), or its folder here"
     )
     parser.add_argument(
-        "--port", type=_positive, default=8080, metavar="N", help="to listen on, without --server (%(default)s)"
+        "--port", type=positive, default=8080, metavar="N", help="to listen on, without --server (%(default)s)"
     )
     parser.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer (the server's own, if it has one)")
     parser.add_argument("--api-key", metavar="KEY", help="OPENAI_API_KEY in the environment unless given")
-    parser.add_argument("--max-model-len", type=_positive, metavar="N", help="longest prompt (the server is asked)")
+    parser.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt (the server is asked)")
     parser.add_argument(
         "--prompt-tokens", type=_context_length, default=2000, metavar="N", help="length of each context (%(default)s)"
     )
-    parser.add_argument("--repetitions", type=_positive, default=5, metavar="N", help="pairs to ask (%(default)s)")
+    parser.add_argument("--repetitions", type=positive, default=5, metavar="N", help="pairs to ask (%(default)s)")
     parser.add_argument(
         "--timeout", type=_seconds, default=300.0, metavar="S", help="give up after so many seconds (%(default)g)"
     )
@@ -131,15 +129,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run)
 
 
-def _positive(text: str) -> int:
-    value = text.replace("_", "")
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(value)
-
-
 def _context_length(text: str) -> int:
-    if (value := _positive(text)) < ROOM:
+    if (value := positive(text)) < ROOM:
         raise argparse.ArgumentTypeError(f"{text} tokens are too few to see a difference: at least {ROOM}")
     return value
 
@@ -184,13 +175,7 @@ def _look_at_machine(arguments: argparse.Namespace) -> int:
 
 async def _examine(arguments: argparse.Namespace) -> Finding:
     progress = Output(stderr=True)
-    lines = StepLines(progress)
-    with progress.status("starting") as status:
-
-        def show(line: str) -> None:
-            status.update(Text(one_line(line)))
-            lines.show(line)
-
+    with shown_starting(progress) as show:
         backend = OpenAIBackend(
             arguments.server,
             arguments.model,

@@ -10,9 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from streamrag.cli.output import Output
 from streamrag.cli.source import add_search_arguments, make_index_source
 from streamrag.cli.steps import StepLines, bar
-from streamrag.core import Startable
 from streamrag.errors import ConfigurationError
 from streamrag.sources.emission.calibration import Calibration, Odds
+from streamrag.starting import start_all
 
 DESCRIPTION = """\
 Searches INDEX for many queries, and counts at which stage of the search the
@@ -82,11 +82,9 @@ async def _calibrate(arguments: argparse.Namespace, console: Output) -> Calibrat
         twice = arguments.sentences and 2 * arguments.sentences  # those of the passage that is left out may be the best
         whole = make_index_source(arguments, k=arguments.k + 1, sentences=twice)
         queries, source = [*places], HeldOut(whole, places, arguments.sentences or arguments.k)
-    assert isinstance(source, Startable)
     lines = StepLines(console)
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    try:
-        await source.start(lambda line: console.print_line(line, style="dim"))
+    async with await start_all([source], lambda line: console.print_line(line, style="dim")):
         with bar(console, *columns) as progress:
             task = progress.add_task("searching", total=len(queries))
 
@@ -95,8 +93,6 @@ async def _calibrate(arguments: argparse.Namespace, console: Output) -> Calibrat
                 lines.show("searching", f"{num_done:,} of {num_total:,}")
 
             return await calibrate(source, queries, on_progress=show)
-    finally:
-        await source.aclose()
 
 
 def _print(calibration: Calibration, console: Output) -> None:

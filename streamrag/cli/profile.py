@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from streamrag.cli.output import Output
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.steps import StepLines, bar, positive
 from streamrag.errors import ConfigurationError
 from streamrag.scratch import ScratchFolder, remove_left_behind
 
@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="what to write (profile-MODEL.json)")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw (FILE with .png)")
     parser.add_argument("--no-plot", action="store_true", help="do not draw")
-    parser.add_argument("--tensor-parallel-size", type=_positive, default=1, metavar="N", help="devices (%(default)s)")
-    parser.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="most tokens a step (vLLM's own)")
-    parser.add_argument("--max-model-len", type=_positive, metavar="N", help="longest prompt (the model's own)")
+    parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="devices (%(default)s)")
+    parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help="most tokens a step (vLLM's own)")
+    parser.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt (the model's own)")
     parser.add_argument(
         "--engine-args",
         type=_json_object,
@@ -59,13 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="""more arguments of vLLM's engine: '{"kv_cache_dtype": "fp8"}'""",
     )
     parser.set_defaults(run=_run)
-
-
-def _positive(text: str) -> int:
-    value = text.replace("_", "")
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(value)
 
 
 def _json_object(text: str) -> dict[str, Any]:

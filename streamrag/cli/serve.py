@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from streamrag.cli.output import Output, markup
-from streamrag.cli.steps import StepLines
+from streamrag.cli.steps import StepLines, shown_starting
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.showing import one_line
 
 if TYPE_CHECKING:
     from streamrag.serve.config.settings import Settings
@@ -189,18 +188,12 @@ async def _serve(settings: "Settings") -> int:
     from streamrag.serve.server import listen, serve
 
     errors = Output(stderr=True)
-    lines = StepLines(errors)
     keys = read_keys(settings.keys)
     observers, close_observers = make_observers(settings, keys)
     service = make_service(settings, observers=observers)
     sock = listen(settings.server.host, settings.server.port)
     with sock:
-        with errors.status("starting") as status:
-
-            def show(line: str) -> None:
-                status.update(Text(one_line(line)))
-                lines.show(line)
-
+        with shown_starting(errors) as show:
             await service.start(show)
         app = create_app(
             service,

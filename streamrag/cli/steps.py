@@ -1,10 +1,16 @@
 """How far a command is: a bar on a terminal; lines in a file or a pipe, where nobody watches it."""
 
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
+from rich.text import Text
 
 from streamrag.cli.output import Output
 from streamrag.clock import Clock, monotonic
+from streamrag.showing import one_line
 
 EVERY_S = 10.0
 
@@ -31,3 +37,24 @@ class StepLines:
             self._last = step, now_s
             text = f"{step}, {count}" if count else step
             self._console.print(text, soft_wrap=True)
+
+
+@contextmanager
+def shown_starting(console: Output) -> Iterator[Callable[[str], None]]:
+    """Show that something starts, and each line that it says of that."""
+    lines = StepLines(console)
+    with console.status("starting") as status:
+
+        def show(line: str) -> None:
+            status.update(Text(one_line(line)))
+            lines.show(line)
+
+        yield show
+
+
+def positive(text: str) -> int:
+    """The whole number of an option, for `argparse`."""
+    value = text.replace("_", "")
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(value)

@@ -1,6 +1,8 @@
 """Reading what clients send: JSON objects, and the fields of OpenAI's requests that several interfaces have."""
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -13,6 +15,8 @@ from streamrag.serve.failures import RequestError
 M = TypeVar("M", bound=BaseModel)
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
@@ -43,6 +47,21 @@ def parsed(body: bytes | str, model: type[M]) -> M:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise RequestError(f"{where}: {first['msg']}" if where else first["msg"], param=where or None) from None
+
+
+def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mapping[str, bool]) -> None:
+    """Refuse the fields of `refused` that are true, and unknown ones that ask for something, but for harmless ones.
+
+    :raises RequestError: there is one; it would change the answer, and be ignored.
+    """
+    unknown = {
+        name: not (value is None or value is False or value in ("", []) or name in harmless)
+        for name, value in (request.model_extra or {}).items()
+    }
+    for name, is_refused in {**unknown, **refused}.items():
+        if is_refused:
+            name = f"{name:.80}"
+            raise RequestError(f"{name}: this service does not do that", code="unsupported_value", param=name)
 
 
 def text_of(content: object, param: str) -> str:
@@ -90,9 +109,5 @@ def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...
 def sampling(default: SamplingParams, **given: Any) -> SamplingParams:
     """`default`, with what the client gave; what it gave as null is not given."""
     named = {name: value for name, value in given.items() if value is not None and name != "extra"}
-    extra = {**default.extra, **{name: value for name, value in given.get("extra", {}).items() if value is not None}}
-    values = {
-        name: getattr(default, name)
-        for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
-    }
-    return SamplingParams(**{**values, **named, "extra": extra})
+    extra = {name: value for name, value in given.get("extra", {}).items() if value is not None}
+    return replace(default, **named, extra={**default.extra, **extra})

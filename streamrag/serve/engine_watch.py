@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from streamrag.core import Backend, Progress, Startable
 from streamrag.errors import BackendError, EngineDeadError
+from streamrag.kinds import message_of
 
 CHECK_S = 0.5
 """Between looks at whether it lives."""
@@ -104,6 +105,9 @@ class EngineWatch:
             return error
         except BackendError:  # it is being started, or was closed
             pass
+        except Exception as error:  # of somebody else's backend: what cannot tell is not taken to live
+            log.exception("the engine's health check failed")
+            return EngineDeadError(f"its health check failed: {message_of(error)}")
         return None
 
     async def _restart(self, error: Exception, progress: Progress) -> bool:

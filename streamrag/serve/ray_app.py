@@ -18,7 +18,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.ray.deployment import engines
+from streamrag.backends.ray.deployment import bind_to_node_address, engines
 from streamrag.backends.ray.replica import MakeBackend
 from streamrag.backends.ray.source import RaySource
 from streamrag.core import Progress
@@ -65,6 +65,7 @@ class Front:
     async def __init__(  # type: ignore[misc]
         self, settings: Settings, engines: DeploymentHandle, sources: DeploymentHandle | None = None
     ) -> None:
+        bind_to_node_address()
         keys = read_keys(settings.keys)
         observers, self._close_observers = make_observers(settings, keys)
         backend = make_replicated(settings.model, settings.engine, settings.replicas, cluster=Attached(engines))

@@ -21,7 +21,6 @@ from streamrag.core import (
     SamplingParams,
     Source,
     SourceEvent,
-    Startable,
     Turn,
 )
 from streamrag.errors import DeadlineExceededError, EngineDeadError, PipelineClosedError, StreamRagError
@@ -33,6 +32,7 @@ from streamrag.serve.engine_watch import EngineWatch, Restarts
 from streamrag.serve.failures import RefusedError, failure_of
 from streamrag.serve.limits import Limits
 from streamrag.serve.observing import AllOf, Interface, Observer, Outcome, ServedQuery, current_query
+from streamrag.starting import start_all
 from streamrag.tasks import cancel_regardless, run_regardless
 from streamrag.telemetry import Answer, Answered, Event
 
@@ -167,6 +167,7 @@ class Service:
         )
         self._pipeline = self._make_pipeline(NoSource() if source is None else source)
         self._progress: Progress = lambda line: None
+        self._started = AsyncExitStack()
         self.closers: list[Callable[[], Awaitable[None]]] = []
         """Called when the service is closed, before its engine is: for what lives longer than a query."""
         self._open: dict[OpenQuery, None] = {}
@@ -225,8 +226,7 @@ class Service:
         """
         self._progress = progress
         try:
-            if isinstance(self.backend, Startable):
-                await self.backend.start(progress)
+            self._started = await start_all([self.backend], progress)
             await self._pipeline.start()
         except BaseException:
             await self.aclose()
@@ -259,8 +259,7 @@ class Service:
         while self.closers:  # a second call may come meanwhile
             await self.closers.pop(0)()
         await self._pipeline.aclose()
-        if isinstance(self.backend, Startable):
-            await self.backend.aclose()
+        await self._started.aclose()
 
     def _engine_died(self, error: EngineDeadError) -> None:
         self.admission.is_ready = False

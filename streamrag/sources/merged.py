@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from math import inf
 from typing import TypeAlias
@@ -15,7 +16,6 @@ from streamrag.core import (
     Skipped,
     Source,
     SourceEvent,
-    Startable,
     Update,
     part_name,
 )
@@ -24,6 +24,7 @@ from streamrag.kinds import is_number, message_of, short
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import Retrieval
 from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion, without_score
+from streamrag.starting import start_all, started_once
 from streamrag.tasks import cancel_regardless
 
 _Came: TypeAlias = tuple[int, SourceEvent | BaseException | None, asyncio.Event]
@@ -67,26 +68,18 @@ class Merged:
         self._sources = sources
         self._weights = weights
         self._k = k
+        self._started = AsyncExitStack()
         self.name = name or f"Merged({', '.join(map(part_name, sources))})"
 
+    @started_once
     async def start(self, progress: Progress) -> None:
-        """Start the sources that must be, at once. If one cannot be, all are closed."""
-        starts = [asyncio.create_task(part.start(progress)) for part in self._sources if isinstance(part, Startable)]
-        try:
-            await asyncio.gather(*starts)
-        except BaseException:
-            await cancel_regardless(starts)
-            await self.aclose()
-            raise
+        """Start the sources that must be, at once. If one cannot be, the others are closed."""
+        self._started = await start_all(self._sources, progress)
 
     async def aclose(self) -> None:
         """Close the sources."""
-        closed = await asyncio.gather(
-            *(part.aclose() for part in self._sources if isinstance(part, Startable)), return_exceptions=True
-        )
-        for error in closed:
-            if isinstance(error, BaseException):
-                raise error
+        self.is_started = False
+        await self._started.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """The events of all sources.

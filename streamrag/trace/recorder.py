@@ -11,6 +11,7 @@ import anyio
 from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.errors import TraceError
 from streamrag.kinds import message_of
+from streamrag.starting import started_once
 from streamrag.tasks import run_regardless
 from streamrag.trace.background import BackgroundWriter
 from streamrag.trace.lines import EndLine, Line, QueryLine, SkippedLine, TextMode
@@ -53,30 +54,27 @@ class TraceRecorder:
         self._text: TextMode = text
         self._provenance = dict(provenance or {})
         self._clock = clock
-        self._starting = anyio.Lock()
         self._writer: BackgroundWriter | None = None
         self._tokenizer: str | None = None
         self._defined: set[str] = set()
         self._num_queries = 0
         self._began_s = 0.0
 
+    @started_once
     async def start(self, progress: Progress) -> None:
-        """Open the file, and repair its end if it needs that. Does nothing when started.
+        """Open the file, and repair its end if it needs that.
 
         :raises TraceError: the file is something else, is broken, is being recorded to, or cannot be written.
         :raises MissingDependencyError: it is a .zst file, and zstandard is not installed.
         """
-        async with self._starting:
-            if self._writer:
-                return
-            progress(f"recording to {self.path}")
-            try:
-                await run_regardless(self._open(), "streamrag trace opens")
-            except BaseException:  # whoever is cancelled has not entered what would close it
-                await self.aclose()
-                raise
-            self._defined = set()
-            self._num_queries = 0
+        progress(f"recording to {self.path}")
+        try:
+            await run_regardless(self._open(), "streamrag trace opens")
+        except BaseException:  # whoever is cancelled has not entered what would close it
+            await self.aclose()
+            raise
+        self._defined = set()
+        self._num_queries = 0
 
     async def _open(self) -> None:
         self._writer = await anyio.to_thread.run_sync(BackgroundWriter, self.path)
@@ -87,7 +85,7 @@ class TraceRecorder:
 
         :raises TraceError: something could not be written.
         """
-        writer, self._writer = self._writer, None
+        writer, self._writer, self.is_started = self._writer, None, False
         if writer:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(writer.close)

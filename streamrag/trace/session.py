@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from typing import TypeAlias
 
 import anyio
 
-from streamrag.core import Append, Progress, Source, Startable, Update
+from streamrag.core import Append, Progress, Source, Update
 from streamrag.errors import SourceError
 from streamrag.retrieving import Retrieval
+from streamrag.starting import start_all
 from streamrag.tasks import wait_regardless
 from streamrag.trace.recorder import CountTokens, TraceRecorder
 
@@ -51,11 +52,7 @@ async def record_queries(
             num_ended += 1
             on_recorded(num_ended, num_events)
 
-    async with AsyncExitStack() as parts:
-        for part in (source, recorder):
-            if isinstance(part, Startable):
-                parts.push_async_callback(part.aclose)
-                await part.start(progress)
+    async with await start_all((source, recorder), progress):
         tasks = [asyncio.create_task(record(query), name="streamrag record") for query in queries]
         try:
             await asyncio.gather(*tasks)

@@ -98,7 +98,8 @@ class TestRetriever(RetrieversIntegrationTests):
 
     @property
     def retriever_constructor_params(self) -> dict[str, Any]:
-        return {"source": ScriptedSource([Update((A, B)), Update((A, B, C, D))])}
+        # The suite makes two retrievers of these at once, and a source has one owner.
+        return {"source": ScriptedSource([Update((A, B)), Update((A, B, C, D))]), "owns_source": False}
 
     @property
     def retriever_query_example(self) -> str:

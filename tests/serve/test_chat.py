@@ -94,6 +94,20 @@ async def test_the_last_message_is_asked_and_the_others_are_history() -> None:
         ({"messages": QUESTION, "max_tokens": 0, "stream": True}, 400, None),
         ({"messages": QUESTION, "model": "gpt-9"}, 404, "model"),
         ({"messages": QUESTION, "tools": [{}]}, 400, "tools"),
+        ({"messages": QUESTION, "max_completion_tokens": 0}, 400, None),
+        ({"messages": QUESTION, "stop": ["x"] * 100_000}, 400, None),
+        ({"messages": QUESTION, "top_k": 10**30}, 400, None),
+        ({"messages": QUESTION, "logit_bias": {"Paris": 1}}, 400, "logit_bias.Paris.[key]"),
+        ({"messages": QUESTION, "logit_bias": {"5": 101}}, 400, "logit_bias.5"),
+        ({"messages": QUESTION, "logit_bias": {str(i): 1 for i in range(301)}}, 400, "logit_bias"),
+        ({"messages": QUESTION, "logprobs": True}, 400, "logprobs"),
+        ({"messages": QUESTION, "top_logprobs": 3}, 400, "top_logprobs"),
+        ({"messages": QUESTION, "tool_choice": "required"}, 400, "tool_choice"),
+        ({"messages": QUESTION, "functions": [{}]}, 400, "functions"),
+        ({"messages": QUESTION, "reasoning_effort": "high"}, 400, "reasoning_effort"),
+        ({"messages": QUESTION, "web_search_options": {}}, 400, "web_search_options"),
+        ({"messages": QUESTION, "bad_words": ["Paris"]}, 400, "bad_words"),
+        ({"messages": QUESTION, "x" * 200: 1}, 400, "x" * 80),
     ],
 )
 async def test_what_cannot_be_answered_is_refused(body: object, status: int, param: str | None) -> None:
@@ -106,6 +120,40 @@ async def test_what_cannot_be_answered_is_refused(body: object, status: int, par
         assert error["param"] == param
         good = await served.http.post("/v1/chat/completions", json={"messages": QUESTION})
         assert good.status_code == 200
+
+
+async def test_fields_that_change_no_answer_are_taken() -> None:
+    body = {
+        "messages": QUESTION,
+        **dict.fromkeys(("functions", "logit_bias", "logprobs", "modalities", "tools", "web_search_options")),
+        "logprobs": False,
+        "tools": [],
+        "n": 1,
+        "response_format": {"type": "text"},
+        "tool_choice": "auto",
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+        "service_tier": "auto",
+        "store": True,
+        "user": "me",
+    }
+    async with serving() as served:
+        answer = await served.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+
+
+async def test_biases_of_tokens_reach_the_engine() -> None:
+    class Recording(ScriptedBackend):
+        async def generate(self, prompts, params):  # type: ignore[no-untyped-def, override]
+            seen.append(params.extra)
+            async for event in super().generate(prompts, params):
+                yield event
+
+    seen: list[object] = []
+    async with serving(backend=Recording()) as served, client_of(served) as client:
+        for bias in ({"5": -100, "7": 1.5}, {}):
+            await client.chat.completions.create(model="scripted", messages=QUESTION, logit_bias=bias)
+    assert seen == [{"logit_bias": {5: -100.0, 7: 1.5}}, {"logit_bias": {}}]
 
 
 async def test_an_error_is_a_status_or_stands_in_the_stream() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Update
-from streamrag.errors import SourceError, TraceError
+from streamrag.errors import AlreadyStartedError, SourceError, TraceError
 from streamrag.pipeline import Pipeline
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from streamrag.trace.background import BackgroundWriter
@@ -307,15 +307,16 @@ async def test_one_that_is_cancelled_while_it_starts_lets_go_of_its_file(
     SlowWriter.goes_on.set()
     with pytest.raises(asyncio.CancelledError):
         await entering
-    async with TraceRecorder(tmp_path / "trace.jsonl"):  # the lock is free
+    async with TraceRecorder(tmp_path / "trace.jsonl"):
         pass
 
 
-async def test_two_that_start_it_at_once_open_one_file(tmp_path: Path) -> None:
+async def test_of_two_that_start_it_at_once_one_is_refused(tmp_path: Path) -> None:
     recorder = TraceRecorder(tmp_path / "trace.jsonl")
     lines: list[str] = []
-    await asyncio.gather(recorder.start(lines.append), recorder.start(lines.append))
+    starts = await asyncio.gather(*[recorder.start(lines.append) for _ in range(2)], return_exceptions=True)
     await recorder.aclose()
+    assert [type(each) for each in starts] == [type(None), AlreadyStartedError]
     assert len(lines) == 1
 
 

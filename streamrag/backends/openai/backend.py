@@ -17,6 +17,7 @@ from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenize
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, ServerError
+from streamrag.starting import started_once
 from streamrag.tokenizing import in_thread
 
 PROBE = "The server says which tokens it was sent."
@@ -112,13 +113,13 @@ class OpenAIBackend:
 
     # ------------------------------------------------------------------------------------------- starting and stopping
 
+    @started_once
     async def start(self, progress: Progress) -> None:
         """Find out whether the server has the model and takes token ids.
 
         :raises ServerError: when it cannot be reached or refuses.
         :raises ConfigurationError: when it does not have the model, or its length is not known.
         """
-        assert self._server is None, "started already"
         progress(f"asking {self._url}")
         try:
             self._server = await anyio.to_thread.run_sync(self._make_server)
@@ -188,7 +189,7 @@ class OpenAIBackend:
 
     async def aclose(self) -> None:
         """Close the connections. Does nothing when not started."""
-        server, self._server = self._server, None
+        server, self._server, self.is_started = self._server, None, False
         if server is not None:
             await server.aclose()
 

@@ -3,16 +3,21 @@
 Whoever opens a stream gives it a ticket; the code that sends it asks the ticket, in whatever thread that runs.
 """
 
+import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from streamrag.clock import Clock
 from streamrag.core import Prompt
 from streamrag.propagation import conversation
 from streamrag.routing import Books, Opening, Report, Router
+
+log = logging.getLogger("streamrag.ray")
+
+T = TypeVar("T")
 
 REPORTED = tuple(field.name for field in fields(Report))
 
@@ -73,14 +78,14 @@ class Choosing:
         with self._lock:
             self._books.first_token(stream_id)
             if replica_id in self._told_s:
-                self._router.completed(token_ids, replica_id)
+                self._tell(self._router.completed, token_ids, replica_id)
 
     def prefilled(self, stream_id: str, token_ids: Sequence[int], replica_id: str) -> None:
         """This prompt, which is kept there for others, is computed; the stream waits for more of it."""
         with self._lock:
             self._books.first_token(stream_id)
             if replica_id in self._told_s:
-                self._router.prefilled(token_ids, replica_id)
+                self._tell(self._router.prefilled, token_ids, replica_id)
 
     def in_use(self) -> set[str]:
         """Replicas that have streams of ours."""
@@ -101,7 +106,15 @@ class Choosing:
 
     def _route(self, stream_id: str, opening: Opening, replica_id: str) -> None:
         self._where[stream_id] = replica_id
-        self._books.routed(stream_id, replica_id, self._router.routed(opening, replica_id))
+        self._books.routed(stream_id, replica_id, self._tell(self._router.routed, opening, replica_id) or 0)
+
+    def _tell(self, tell: Callable[..., T], *args: Any) -> T | None:
+        """Tell the router something. If it fails, no query fails with it: it may only choose worse from then on."""
+        try:
+            return tell(*args)
+        except Exception:
+            log.exception("the router failed to hear of a query or a replica")
+            return None
 
     def _follow(self, candidates: Sequence[Candidate]) -> None:
         there = {each.id for each in candidates}
@@ -120,7 +133,7 @@ class Choosing:
         for replica_id in replica_ids:
             self._told_s.pop(replica_id, None)
             self._books.lost(replica_id)
-            self._router.lost(replica_id)
+            self._tell(self._router.lost, replica_id)
 
 
 @dataclass(frozen=True, slots=True)

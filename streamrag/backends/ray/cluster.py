@@ -20,6 +20,7 @@ from streamrag.clock import monotonic
 from streamrag.core import Progress
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.kinds import message_of
+from streamrag.starting import started_once
 from streamrag.tasks import run_regardless
 
 log = logging.getLogger("streamrag.ray")
@@ -115,13 +116,13 @@ class Cluster:
         self._is_left = threading.Event()
         """Ends what waits in the thread, so that leaving need not."""
 
+    @started_once
     async def start(self, progress: Progress) -> DeploymentHandle:
         """A handle of the replicas, once all that there are at first can answer.
 
         :raises ConfigurationError: there is no such cluster, or it has no room for the replicas.
         :raises BackendError: Ray, or what the replicas hold, cannot be started.
         """
-        assert self._thread is None, "started already"
         self._thread = ThreadPoolExecutor(1, "streamrag-ray")
         self._is_left.clear()
         where = "on this machine" if self._address is None else f"at {self._address}"
@@ -145,6 +146,7 @@ class Cluster:
         """Remove the application; and Ray, if it was started here. Does nothing when not started."""
         if self._thread is not None:
             await run_regardless(self._leave(), "streamrag leaves Ray")
+            self.is_started = False
 
     async def _leave(self) -> None:
         thread = self._thread

@@ -5,7 +5,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeAlias
 
 from ray import serve
+from ray._common.tls_utils import add_port_to_grpc_server
+from ray.serve._private import replica
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.util import get_node_ip_address
 
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica, MakeBackend
@@ -30,10 +33,24 @@ QUERIES_PER_SOURCE = 16
 """That a source's replica retrieves for at once; more of them wait."""
 
 
+def bind_to_node_address() -> None:
+    """Make this replica's gRPC server listen on its node's address; call it while the replica is made.
+
+    Ray Serve 2.60 binds the server to all interfaces, on one machine too, and has no option for it.
+    """
+
+    def bind(server: Any, address: str) -> int:
+        port: int = add_port_to_grpc_server(server, address.replace("[::]", get_node_ip_address()))
+        return port
+
+    replica.add_port_to_grpc_server = bind
+
+
 class DeployedReplica(EngineReplica):
     """A replica that Ray Serve has made, and calls."""
 
     async def __init__(self, make_backend: MakeBackend, max_open: int) -> None:  # type: ignore[misc]
+        bind_to_node_address()
         super().__init__(make_backend, max_open=max_open, replica_id=serve.get_replica_context().replica_id.unique_id)
         await self.start()
 
@@ -117,6 +134,7 @@ class DeployedSource:
     """A source in a replica; it retrieves for whoever asks, and needs no accelerator."""
 
     async def __init__(self, make_source: MakeSource) -> None:  # type: ignore[misc]
+        bind_to_node_address()
         source = make_source()
         assert source is not None, "no source is set"
         self._source = source

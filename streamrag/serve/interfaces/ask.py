@@ -6,6 +6,7 @@ The last event is `answered`, or `error`.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.event import ServerSentEvent
@@ -15,7 +16,7 @@ from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
 from streamrag.core import Chunk
-from streamrag.serve.bodies import read_body, sampling, turn_of
+from streamrag.serve.bodies import SAMPLING, read_body, sampling, turn_of
 from streamrag.serve.failures import Failure
 from streamrag.serve.gate import CALLER
 from streamrag.serve.interfaces.chat import Message
@@ -23,6 +24,8 @@ from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond
 from streamrag.serve.wire import json_of, name_of, values_of
 from streamrag.telemetry import ContextChanged, Event
+
+OF_QUERY = {"max_context_tokens", "deadline_s", "late_share", "overlap"}
 
 
 class Options(BaseModel):
@@ -48,28 +51,12 @@ class Options(BaseModel):
 
         :raises RequestError, ConfigurationError: one of them cannot work.
         """
-        params = sampling(
-            service.params,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            stop=self.stop,
-        )
+        params = sampling(service.params, **self.model_dump(include=SAMPLING))
         history = [turn_of(each.role, each.content, f"history.{i}") for i, each in enumerate(self.history)]
-        options = QueryOptions(params=params, history=history)
+        given = self.model_dump(include=OF_QUERY, exclude_none=True)
         if self.system:
-            options["system"] = service.system_text(self.system)
-        if self.max_context_tokens is not None:
-            options["max_context_tokens"] = self.max_context_tokens
-        if self.deadline_s is not None:
-            options["deadline_s"] = self.deadline_s
-        if self.late_share is not None:
-            options["late_share"] = self.late_share
-        if self.overlap is not None:
-            options["overlap"] = self.overlap
-        return options
+            given["system"] = service.system_text(self.system)
+        return cast(QueryOptions, {"params": params, "history": history, **given})
 
 
 class AskRequest(Options):

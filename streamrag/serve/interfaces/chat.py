@@ -6,17 +6,17 @@ The last user message is the question, and what the service's retrieval is asked
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
-from streamrag.core import SamplingParams
-from streamrag.serve.bodies import read_body, sampling, split_turns, turn_of
+from streamrag.core import MAX_INT, SamplingParams
+from streamrag.serve.bodies import SAMPLING, read_body, refuse_fields, sampling, split_turns, turn_of
 from streamrag.serve.citations import url_citations
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.gate import CALLER
@@ -24,6 +24,9 @@ from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of
 from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated
+
+TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
+Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Message(BaseModel):
@@ -39,8 +42,30 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Fields that change no answer, and are ignored."""
+
+
+EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+"""For the engine, unchanged."""
+
+
 class ChatRequest(BaseModel):
     """OpenAI's request, as far as this service does what it says; what it cannot do is refused, not ignored."""
+
+    model_config = ConfigDict(extra="allow")
 
     messages: list[Message] = Field(min_length=1, max_length=1000)
     model: str | None = None
@@ -57,40 +82,28 @@ class ChatRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[TokenId, Bias] | None = Field(default=None, max_length=300)
     n: int | None = None
-    logprobs: bool | None = None
-    tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
+    tool_choice: Any = None
 
     def params(self, default: SamplingParams) -> SamplingParams:
         """How to sample the answer."""
-        return sampling(
-            default,
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            stop=(self.stop,) if isinstance(self.stop, str) else self.stop,
-            extra={
-                "min_p": self.min_p,
-                "presence_penalty": self.presence_penalty,
-                "frequency_penalty": self.frequency_penalty,
-                "repetition_penalty": self.repetition_penalty,
-            },
-        )
+        given = self.model_dump(include=SAMPLING)
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,)
+        return sampling(default, **given, extra=self.model_dump(include=EXTRA))
 
     def check(self) -> None:
         """:raises RequestError: it asks for what this service does not do."""
         refused = {
             "n": self.n not in (None, 1),
-            "logprobs": bool(self.logprobs),
-            "tools": bool(self.tools),
             "response_format": (self.response_format or {}).get("type", "text") != "text",
+            "tool_choice": self.tool_choice not in (None, "none", "auto"),
         }
-        for name, is_refused in refused.items():
-            if is_refused:
-                raise RequestError(f"{name}: this service does not do that", code="unsupported_value", param=name)
+        refuse_fields(self, HARMLESS, refused)
 
 
 def routes(service: Service) -> list[Route]:

@@ -34,6 +34,7 @@ from streamrag.sources.http.politeness import Hosts
 from streamrag.sources.http.robots import Robots
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers.pool import WorkerPool, WorkerStartError
+from streamrag.starting import started_once
 from streamrag.tasks import wait_regardless
 from streamrag.versions import __version__
 
@@ -177,6 +178,7 @@ class WebSource:
             remembered = PageCache(store, allow_private=allow_private, user_agent=user_agent)
         self._shared = Shared(lookups, Hosts(self._options.num_fetches_per_host), robots, remembered)
 
+    @started_once
     async def start(self, progress: Progress) -> None:
         """Start the workers.
 
@@ -185,8 +187,6 @@ class WebSource:
         :raises UnreachableError: no browser answers at `cdp_url`.
         :raises WorkerError: a worker cannot start.
         """
-        if self._workers:
-            return
         for package in PACKAGES:
             if importlib.util.find_spec(package) is None:
                 raise MissingDependencyError(package, INSTALL)
@@ -236,7 +236,7 @@ class WebSource:
     async def aclose(self) -> None:
         """Stop the workers. Crawls that are under way end with an error. Does nothing when not started."""
         workers, self._workers = self._workers, None
-        scratch, self._scratch = self._scratch, None
+        scratch, self._scratch, self.is_started = self._scratch, None, False
         await wait_regardless([asyncio.create_task(_release(workers, scratch), name="web source close")])
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:

@@ -17,6 +17,7 @@ from streamrag.sources.postgres.names import TableName, checked_columns, checked
 from streamrag.sources.postgres.query import Row, Rows, Search, storable
 from streamrag.sources.postgres.table import Ladder, Table, at_start, inspect_table
 from streamrag.sources.workers.pool import Share
+from streamrag.starting import started_once
 from streamrag.tasks import cancel_regardless
 
 NUM_STAGES = 5
@@ -128,6 +129,7 @@ class PgVectorSource:
     def __repr__(self) -> str:
         return f"PgVectorSource({self._address}, table={self._table!r})"
 
+    @started_once
     async def start(self, progress: Progress) -> None:
         """Look at the table, load the embedder (many seconds), open the pool.
 
@@ -139,8 +141,6 @@ class PgVectorSource:
         :raises MissingDependencyError: the embedder's package is not installed.
         :raises WorkerError: a worker cannot start.
         """
-        if self._opened:
-            return
         progress(f"looking at {self._address}")
         table, search, num_rows, dimensions = await self._inspect()
         progress(f"table {table.name} has about {num_rows:,} passages; loading the embedder {self._embedder}")
@@ -193,7 +193,7 @@ class PgVectorSource:
 
     async def aclose(self) -> None:
         """Stop the workers, and disconnect. Searches that are under way end with an error."""
-        opened, self._opened = self._opened, None
+        opened, self._opened, self.is_started = self._opened, None, False
         if opened:
             try:
                 await opened.link.aclose()

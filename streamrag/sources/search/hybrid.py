@@ -3,13 +3,13 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from math import ceil, inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from streamrag.core import Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Startable, Update
+from streamrag.core import Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
 from streamrag.kinds import is_number, short
 from streamrag.retrieving import Retrieval
@@ -23,6 +23,7 @@ from streamrag.sources.search.rerank import RerankerPlace, find_reranker
 from streamrag.sources.search.sentences import Narrowing
 from streamrag.sources.search.vector import VectorSource
 from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
+from streamrag.starting import start_all, started_once
 from streamrag.tasks import cancel_regardless
 
 START_TIMEOUT_S = 300.0
@@ -43,6 +44,8 @@ class _Opened:
     num_passages: int
     keywords: WorkerPool
     reranker: WorkerPool | None
+    vectors: AsyncExitStack
+    """What closes the vector search, once it is started."""
 
 
 class HybridSource:
@@ -143,6 +146,7 @@ class HybridSource:
 
     # ---------------------------------------------------------------------------------------------------- starting
 
+    @started_once
     async def start(self, progress: Progress) -> None:
         """Check the index, load embedder and reranker (many seconds), open the index.
 
@@ -154,17 +158,15 @@ class HybridSource:
         :raises ConfigurationError: the embedder or the reranker cannot be loaded.
         :raises WorkerError: a worker cannot start.
         """
-        if self._opened:
-            return
         manifest, manifest_sha256, place = await asyncio.to_thread(self._check)
         opened = _Opened(
             manifest.num_passages,
             self._keyword_pool(manifest, manifest_sha256),
             self._rerank_pool(place) if place else None,
+            AsyncExitStack(),
         )
-        starts = [asyncio.create_task(self._start_pools(opened, progress), name="hybrid source start")]
-        if isinstance(self._vectors, Startable):
-            starts.append(asyncio.create_task(self._vectors.start(progress), name="hybrid source start"))
+        starting = (self._start_pools(opened, progress), self._start_vectors(opened, progress))
+        starts = [asyncio.create_task(each, name="hybrid source start") for each in starting]
         try:
             await asyncio.gather(*starts)
         except BaseException:
@@ -210,6 +212,9 @@ class HybridSource:
             await opened.reranker.start()
             await self._load(opened.reranker)
 
+    async def _start_vectors(self, opened: _Opened, progress: Progress) -> None:
+        opened.vectors.push_async_callback((await start_all([self._vectors], progress)).aclose)
+
     async def _load(self, workers: WorkerPool) -> None:
         """One job for each worker: those that have loaded the model answer at once."""
         loads = (_run(workers, {"do": "load"}, timeout_s=START_TIMEOUT_S) for _ in range(self._num_workers))
@@ -225,16 +230,14 @@ class HybridSource:
 
     async def aclose(self) -> None:
         """Stop the workers. Searches that are under way end with an error. Does nothing when not started."""
-        opened, self._opened = self._opened, None
+        opened, self._opened, self.is_started = self._opened, None, False
         if opened:
             await self._close(opened)
 
     async def _close(self, opened: _Opened) -> None:
         if self._loading:
             await cancel_regardless([self._loading])
-        closing = [pool.aclose() for pool in (opened.keywords, opened.reranker) if pool]
-        if isinstance(self._vectors, Startable):
-            closing.append(self._vectors.aclose())
+        closing = [part.aclose() for part in (opened.keywords, opened.reranker, opened.vectors) if part]
         for error in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error

@@ -14,6 +14,7 @@ from streamrag.sources.embedder import EmbedderPlace, embedder_of_index, find_em
 from streamrag.sources.index_folder import IndexKind, Manifest, check_index, corrupt, explain
 from streamrag.sources.options import check_whole
 from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool, WorkerTimeoutError
+from streamrag.starting import started_once
 
 JOB_TIMEOUT_S = 300.0
 """A search takes milliseconds; in a worker that replaced another, loading the embedder comes before it."""
@@ -72,6 +73,7 @@ class IndexSource(ABC):
     def _merge(self, best: Sequence[Found], found: Sequence[Found], k: int) -> list[Found]:
         """The best passages after a stage."""
 
+    @started_once
     async def start(self, progress: Progress) -> None:
         """Check the index, load the embedder (many seconds), open the index.
 
@@ -83,8 +85,6 @@ class IndexSource(ABC):
         :raises ConfigurationError: the embedder cannot be loaded.
         :raises WorkerError: a worker cannot start.
         """
-        if self._opened:
-            return
         progress(f"checking the index {self._folder}")
         manifest, manifest_sha256, place = await asyncio.to_thread(self._check)
         workers = self._new_pool(manifest, manifest_sha256, place)
@@ -140,7 +140,7 @@ class IndexSource(ABC):
 
     async def aclose(self) -> None:
         """Stop the workers. Searches that are under way end with an error. Does nothing when not started."""
-        opened, self._opened = self._opened, None
+        opened, self._opened, self.is_started = self._opened, None, False
         if opened:
             await opened.workers.aclose()
 

@@ -207,6 +207,25 @@ async def test_a_router_that_fails_does_not_hold_up_queries(caplog: pytest.LogCa
     assert "goes to any replica" in caplog.text
 
 
+async def test_no_query_fails_with_a_router_that_fails_to_hear_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Deaf(Fewest):
+        def fail(self, *args: object) -> Any:
+            raise ZeroDivisionError
+
+        routed = completed = prefilled = lost = fail
+
+    choosing = Choosing(Deaf(), clock=lambda: 0.0)
+    there = [Candidate("a", 9, {}), Candidate("b", 9, {})]
+    assert choosing.ticket("1", FIRST).rank(there) == ["a", "b"]
+    assert choosing.ticket("2", FIRST).rank(there) == ["b", "a"]  # the books know of the first
+    choosing.ticket("3", FIRST).went_to("a")
+    choosing.computed("1", (1,), "a")
+    choosing.prefilled("1", (1,), "a")
+    choosing.died("a")
+    assert choosing.in_use() == {"a", "b"}
+    assert caplog.text.count("the router failed to hear") == 6
+
+
 def test_a_stream_that_another_router_has_sent_counts_where_it_is() -> None:
     choosing = Choosing(Fewest(), clock=lambda: 0.0)
     choosing.ticket("1", FIRST).went_to("a")

@@ -35,6 +35,10 @@ from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+"""127.0.0.1, and the same as an IPv6 address."""
+
+
 def processes() -> set[int]:
     """That were started with this test's mark in their environment, but this one."""
     found = set()
@@ -123,9 +127,10 @@ async def test_answers_come_from_both_replicas_and_prompts_reach_the_one_that_ha
 
 
 async def test_ray_listens_on_loopback(backend: RayBackend) -> None:
-    """All but replicas themselves, to which nobody talks without the cluster's token."""
-    of_ray = processes() - set(await who(backend))
-    assert listening(of_ray) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    replicas = set(await who(backend))
+    assert listening(replicas), "they have a server each"
+    assert replicas <= processes()
+    assert listening(processes()) <= LOOPBACK
 
 
 @pytest.mark.parametrize("question", ["hold", "endless", "slower"])
@@ -307,6 +312,7 @@ async def test_the_whole_service_as_an_application_with_a_pool_of_sources(
         answer = (await client.post("/v1/chat/completions", json=asked)).json()
         assert answer["choices"][0]["message"]["content"] == "An answer."
         assert "printer.md" in str(answer)
+        assert listening(processes()) <= LOOPBACK  # also the service, and replicas of sources
         asked_else = {"messages": [{"role": "user", "content": "What?"}]}
         failed = (await client.post("/v1/chat/completions", json=asked_else)).json()
         assert "retrieval failed" in failed["error"]["message"]

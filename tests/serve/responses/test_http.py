@@ -223,6 +223,12 @@ async def test_another_clients_responses_are_not_there() -> None:
         ({"input": QUESTION, "tool_choice": {"type": "function", "name": "f"}}, 400, "tool_choice"),
         ({"input": QUESTION, "tools": [{"type": "function", "name": "f"}]}, 400, "tools"),
         ({"input": QUESTION, "truncation": "auto"}, 400, "truncation"),
+        ({"input": QUESTION, "max_tool_calls": 0}, 400, "max_tool_calls"),
+        ({"input": QUESTION, "moderation": {}}, 400, "moderation"),
+        ({"input": QUESTION, "prompt": {"id": "pmpt_1"}}, 400, "prompt"),
+        ({"input": QUESTION, "context_management": [{}]}, 400, "context_management"),
+        ({"input": QUESTION, "logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"input": QUESTION, "stop": ["."]}, 400, "stop"),
     ],
 )
 async def test_what_cannot_be_answered_is_refused(body: object, status: int, param: str | None) -> None:

@@ -25,6 +25,7 @@ from streamrag.engine.eviction import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
 from streamrag.records import KvHeld, KvUse
+from streamrag.starting import started_once
 from streamrag.tasks import run_regardless
 
 T = TypeVar("T")
@@ -143,8 +144,9 @@ class VllmBackend:
 
     # ------------------------------------------------------------------------------------------- starting and stopping
 
+    @started_once
     async def start(self, progress: Progress) -> None:
-        """Start the engine's processes, which takes 20 to 60 s, most of it imports. Call it only once.
+        """Start the engine's processes, which takes 20 to 60 s, most of it imports.
 
         :raises MissingDependencyError: when vLLM is not installed.
         :raises UnsupportedVersionError: when it is not 0.32.
@@ -152,7 +154,6 @@ class VllmBackend:
         :raises ConfigurationError: when it, or our scheduler, refuses the arguments.
         :raises BackendError: when it fails otherwise.
         """
-        assert self._engine is None, "started already"
         began_s = time.monotonic()
         self._processes = processes = EngineProcesses(self._path or self._model_name, self._log_path)
         try:
@@ -188,7 +189,7 @@ class VllmBackend:
 
     async def aclose(self) -> None:
         """Abort what is running, and end the engine's processes. Does nothing when not started."""
-        engine, self._engine = self._engine, None
+        engine, self._engine, self.is_started = self._engine, None, False
         streams, self._streams = self._streams, None
         processes, self._processes = self._processes, None
         if processes is not None:

@@ -52,7 +52,9 @@ def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParam
             "when it prefills a prompt in several steps. Leave out the seed, or use temperature=0"
         )
     try:
-        return vllm.SamplingParams(**named, **params.extra, output_kind=RequestOutputKind.DELTA)
+        made = vllm.SamplingParams(**named, **params.extra, output_kind=RequestOutputKind.DELTA)
+        made.verify(config.model_config, config.speculative_config, None, None)  # the rest is for the engine to see
+        return made
     except (TypeError, ValueError, VLLMClientError) as error:
         raise ConfigurationError(f"vLLM refuses these SamplingParams: {error}") from error
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from streamrag.core import SamplingParams, Turn
-from streamrag.serve.bodies import sampling, turn_of
+from streamrag.serve.bodies import refuse_fields, sampling, turn_of
 from streamrag.serve.failures import RequestError
-from streamrag.serve.interfaces.chat import check_model
+from streamrag.serve.interfaces.chat import HARMLESS, check_model
 from streamrag.serve.interfaces.responses.states import State
 from streamrag.serve.service import Service
 
@@ -45,6 +45,8 @@ class CacheOptions(BaseModel):
 class ResponseRequest(BaseModel):
     """OpenAI's request, as far as this service does what it says; what it cannot do is refused, not ignored."""
 
+    model_config = ConfigDict(extra="allow")
+
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)] | None = None
     model: str | None = None
     instructions: str | None = None
@@ -65,13 +67,7 @@ class ResponseRequest(BaseModel):
     generate: bool | None = None
     stream_id: Id | None = None
     prompt_cache_options: CacheOptions | None = None
-    # What is refused, unless it asks for nothing.
-    background: bool | None = None
-    context_management: Any = None
-    conversation: Any = None
-    max_tool_calls: int | None = None
-    moderation: Any = None
-    prompt: Any = None
+    # Further values that ask for nothing; so do null, false, "" and [], in any field.
     reasoning: Any = None
     top_logprobs: int | None = None
 
@@ -92,12 +88,6 @@ class ResponseRequest(BaseModel):
         choice = self.tool_choice
         chosen = choice.get("type") if isinstance(choice, dict) else choice
         refused = {
-            "background": bool(self.background),
-            "context_management": bool(self.context_management),
-            "conversation": bool(self.conversation),
-            "max_tool_calls": self.max_tool_calls is not None,
-            "moderation": bool(self.moderation),
-            "prompt": bool(self.prompt),
             "reasoning": isinstance(self.reasoning, Mapping) and any(v is not None for v in self.reasoning.values()),
             "top_logprobs": bool(self.top_logprobs),
             "truncation": self.truncation not in (None, "disabled"),
@@ -110,9 +100,7 @@ class ResponseRequest(BaseModel):
             "generate": self.is_prepared_only and not is_socket,
             "stream_id": self.stream_id is not None and not is_socket,
         }
-        for name, is_refused in refused.items():
-            if is_refused:
-                raise RequestError(f"{name}: this service does not do that", code="unsupported_value", param=name)
+        refuse_fields(self, HARMLESS | {"stream_options"}, refused)
         for name, given_back in (("tools", self.tools), ("tool_choice", choice)):
             try:
                 json.dumps(given_back, allow_nan=False)

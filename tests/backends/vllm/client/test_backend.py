@@ -597,6 +597,9 @@ async def test_seeds_which_would_end_the_engine_on_a_cpu_are_refused(backend: Vl
     ("extra", "message"),
     [
         ({"min_p": 2.0}, "min_p"),
+        ({"logit_bias": {1 << 20: 1.0}}, "logit_bias"),
+        ({"stop_token_ids": [1 << 20]}, "stop_token_ids"),
+        ({"logprobs": 10_000}, "logprobs"),
         ({"no_such_parameter": 1}, "no_such_parameter"),
         ({"temperature": 1.0}, "temperature cannot be given there"),
         ({"n": 2}, "n cannot be given there"),
