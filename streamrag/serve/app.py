@@ -1,6 +1,7 @@
 """The ASGI application: a gate, and the routes of every interface."""
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 from starlette.applications import Starlette
@@ -39,11 +40,13 @@ def create_app(
     more_routes: for interfaces of your own.
     """
 
+    created = int(time.time())
+
     async def models(request: Request) -> Response:
         model = {
             "id": service.model_name,
             "object": "model",
-            "created": int(service.started_at),
+            "created": created,
             "owned_by": "streamrag",
             "max_model_len": service.model.max_model_len,
         }

@@ -10,7 +10,8 @@ from streamrag.serve.config.settings import KeySettings
 
 MIN_KEY_CHARACTERS = 16
 
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 8 << 20
+"""Room for 80,000 keys of 64 digits."""
 
 
 def read_keys(told: KeySettings) -> dict[str, str]:
