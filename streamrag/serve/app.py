@@ -40,13 +40,11 @@ def create_app(
     more_routes: for interfaces of your own.
     """
 
-    created = int(time.time())
-
     async def models(request: Request) -> Response:
         model = {
             "id": service.model_name,
             "object": "model",
-            "created": created,
+            "created": int(time.time() - (time.monotonic() - service.started_s)),
             "owned_by": "streamrag",
             "max_model_len": service.model.max_model_len,
         }

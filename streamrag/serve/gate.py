@@ -64,10 +64,8 @@ class Gate:
         return bool(self._keys)
 
     def set_keys(self, keys: Mapping[str, str]) -> None:
-        """Accept these keys, and no others, from now on; requests that were let in go on, and a WebSocket until it asks.
-
-        They are looked up by digest: one among thousands costs as much as one, and no time tells how near a guess was.
-        """
+        """Accept these keys alone from now on; requests that were let in go on, and a WebSocket until it asks."""
+        # By digest: one among thousands costs as much as one, and no time tells how near a guess was.
         self._keys = {_digest(key.encode()): client for key, client in keys.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,7 +148,7 @@ class Gate:
     def _client(self, path: str, headers: Headers) -> str:
         if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
             return ANONYMOUS
-        client = self._keys.get(_digest(_key(headers)))
+        client = self._keys.get(_digest(key)) if (key := _key(headers)) else None
         if client is None:
             raise RequestError(
                 "this service wants an API key: send `Authorization: Bearer KEY`", status=401, code="invalid_api_key"

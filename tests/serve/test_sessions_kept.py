@@ -122,8 +122,8 @@ async def test_a_session_outlives_a_restart_however_long_it_took_by_a_clock_that
         url, unasked = await opened(served), await opened(served)
         await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})
     monkeypatch.setattr("streamrag.serve.interfaces.session_store.time", clock)
-    for path in tmp_path.iterdir():
-        os.utime(path, (time.time() - old_s,) * 2)
+    for name in names_in(tmp_path):
+        os.utime(tmp_path / name, (time.time() - old_s,) * 2)
     async with kept(tmp_path, limits=limits) as (served, _):
         clock.now_s += 99
         assert (await served.http.get(url)).json()["version"] == 1

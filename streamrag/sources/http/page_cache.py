@@ -88,8 +88,7 @@ class PageCache(Remembered):
         return answered
 
     def _get(self, key: str) -> Response | None:
-        kept = self._store.get(key)
-        response = _decode(kept) if kept is not None else None
+        response = _decode(self._store.get(key) or b"")
         return _dated(response, 0.0) if response else None  # the clock was set back since: its age is not known
 
     async def _put(self, key: str, response: Response) -> None:

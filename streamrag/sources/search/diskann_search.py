@@ -44,8 +44,7 @@ NOT_FOR_SEARCHING = ("ann_vectors.bin", "ann_mem.index.data", "ann_sample_data.b
 NUM_ROWS_AT_ONCE = 8192
 
 METADATA, METADATA_FIELDS = "ann_metadata.bin", struct.Struct("<QQQQ")
-"""DiskANN's element type, metric, number of vectors and dimension. It believes the file, whatever the others hold."""
-FLOAT32, L2 = 0, 0
+"""DiskANN's element type (0: float32), metric (0: L2), number of vectors and dimension. It believes the file."""
 
 SPARE_BYTES = 256 << 20
 """Memory for opening an index, beside a byte for each number of a compressed vector; 18 MiB have been measured."""
@@ -70,7 +69,7 @@ class _Searcher(IndexSearcher):
 
         with (self._folder / METADATA).open("rb") as file:
             metadata = file.read(METADATA_FIELDS.size)
-        if metadata != METADATA_FIELDS.pack(FLOAT32, L2, self._num_passages, self._dimension):
+        if metadata != METADATA_FIELDS.pack(0, 0, self._num_passages, self._dimension):
             raise corrupt(self._folder, f"{METADATA} does not describe {self._num_passages} passages")
         try:
             with memory_limited(self._num_passages * self._dimension + SPARE_BYTES):
