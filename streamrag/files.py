@@ -65,7 +65,7 @@ def exchange_folders(one: Path, other: Path) -> None:
     """Each gets the other's name, at one moment: whoever looks, or is killed, finds both.
 
     Where the system or the file system cannot do that (NFS, for one), three renames do it; if those are interrupted,
-    what was `other` is left beside it under a hidden name that `set_aside` finds.
+    what was `other` is left beside it as `.NAME.old-` and eight digits.
 
     :raises OSError: it failed; both are as they were.
     """
@@ -79,13 +79,6 @@ def exchange_folders(one: Path, other: Path) -> None:
         aside.rename(other)
         raise
     aside.rename(one)
-
-
-def set_aside(path: Path) -> list[Path]:
-    """What an exchange left behind that was interrupted between its renames."""
-    with suppress(OSError):
-        return sorted(path.parent.glob(f".{path.name}.old-????????"))
-    return []
 
 
 def _exchange_at_once(one: Path, other: Path) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 from streamrag.serve.failures import RefusedError
@@ -16,9 +16,6 @@ LEARNS_FROM = 32
 
 WANTED_S = 30.0
 """After a client found no place it counts as waiting for one."""
-
-MOST_CLIENTS = 10_000
-"""Clients whose begun queries are counted; those of the last minute are all that counts, so it is rarely reached."""
 
 
 class Place:
@@ -66,9 +63,10 @@ class Admission:
         self._clock = clock
         self._places: set[Place] = set()
         self._of_client: Counter[str] = Counter()
-        self._begun: dict[str, deque[float]] = {}
-        self._wanted_s: dict[str, float] = {}
-        """When clients last found no place."""
+        self._begun: OrderedDict[str, deque[float]] = OrderedDict()
+        """Begin of each query of the last minute, by client. The client whose newest query is oldest comes first."""
+        self._wanted_s: OrderedDict[str, float] = OrderedDict()
+        """When clients last found no place, oldest first."""
         self._prompts: deque[int] = deque(maxlen=LEARNS_FROM)
         self._stays: deque[float] = deque(maxlen=LEARNS_FROM)
 
@@ -102,6 +100,7 @@ class Admission:
             )
         if len(self._places) >= limits.max_queries:
             self._wanted_s[client] = self._clock()
+            self._wanted_s.move_to_end(client)
             raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
         self._check_rate(client)
         expected = num_prompt_tokens if num_prompt_tokens is not None else self._expected_prompt_tokens()
@@ -115,6 +114,7 @@ class Admission:
                 self._wait_s(math.ceil(share * len(self._places))),
             )
         self._begun.setdefault(client, deque()).append(self._clock())
+        self._begun.move_to_end(client)
         self._places.add(place)
         self._of_client[client] += 1
         return place
@@ -132,11 +132,13 @@ class Admission:
     def _share_of(self, client: str) -> int:
         """Places that a client may have: as many as each, while another one has found none."""
         since_s = self._clock() - WANTED_S
-        self._wanted_s = {name: at_s for name, at_s in self._wanted_s.items() if at_s > since_s}
+        while self._wanted_s and next(iter(self._wanted_s.values())) <= since_s:
+            self._wanted_s.popitem(last=False)
         most = self.limits.max_queries_per_client
-        if not self._wanted_s.keys() - {client}:
+        if len(self._wanted_s) == (client in self._wanted_s):
             return most
-        num_clients = len(self._wanted_s.keys() | self._of_client.keys() | {client})
+        num_others = sum(name not in self._wanted_s for name in {client, *self._of_client})
+        num_clients = len(self._wanted_s) + num_others
         return min(most, max(self.limits.max_queries // num_clients, 1))
 
     def _queued_before(self, client: str) -> int:
@@ -149,16 +151,12 @@ class Admission:
 
     def _check_rate(self, client: str) -> None:
         now = self._clock()
-        if len(self._begun) > MOST_CLIENTS:
-            self._begun = {name: times for name, times in self._begun.items() if times[-1] > now - MINUTE_S}
-        times = self._begun.get(client)
-        if times is None:
-            return
+        while self._begun and next(iter(self._begun.values()))[-1] <= now - MINUTE_S:
+            self._begun.popitem(last=False)
+        times = self._begun.get(client, deque())
         while times and times[0] <= now - MINUTE_S:
             times.popleft()
-        if not times:
-            del self._begun[client]
-        elif len(times) >= self.limits.max_requests_per_minute:
+        if len(times) >= self.limits.max_requests_per_minute:
             raise RefusedError(
                 f"{self.limits.max_requests_per_minute} queries a minute are the most",
                 "client_rate",

@@ -1,6 +1,7 @@
 """The ASGI application: a gate, and the routes of every interface."""
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 from starlette.applications import Starlette
@@ -43,7 +44,7 @@ def create_app(
         model = {
             "id": service.model_name,
             "object": "model",
-            "created": int(service.started_at),
+            "created": int(time.time() - (time.monotonic() - service.started_s)),
             "owned_by": "streamrag",
             "max_model_len": service.model.max_model_len,
         }

@@ -143,7 +143,7 @@ class Service:
         self.observers = tuple(observers)
         self._observer = AllOf(self.observers)
         self.admission = Admission(self.limits)
-        self.started_at = time.time()
+        self.started_s = time.monotonic()
         self._engine = EngineWatch(
             backend,
             Restarts(max_restarts if on_engine_death == "restart" else 0, restart_window_s),

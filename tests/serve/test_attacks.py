@@ -4,19 +4,24 @@ import asyncio
 import io
 import json
 import logging
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import anyio
 import pytest
 import websockets
+from prometheus_client import generate_latest
 
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.errors import BackendError, EngineDeadError, SourceError
-from streamrag.serve import Limits, Live
+from streamrag.serve import Limits, Live, Metrics
 from streamrag.serve.admission import Admission, Place
+from streamrag.serve.config.parts import make_observers
+from streamrag.serve.config.settings import Settings
 from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED, RefusedError
+from streamrag.serve.gate import CALLER, Gate
 from streamrag.serve.observe.logs import HIDDEN, QueryLog, hide, log_to
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw
@@ -154,6 +159,93 @@ def test_places_are_shared_evenly_while_a_client_finds_none() -> None:
     assert isinstance(come("dora"), Place), "a fourth one finds its place at once"
     now_s = 31.0
     assert isinstance(come("ada"), Place), "nobody has been refused for long"
+
+
+class Name(str):
+    """A client's name that counts how often any of them is looked up."""
+
+    num_looks = 0
+
+    def __hash__(self) -> int:
+        Name.num_looks += 1
+        return super().__hash__()
+
+
+def test_thousands_of_clients_who_came_once_cost_the_next_one_nothing_and_are_forgotten() -> None:
+    now_s = 0.0
+    admission = Admission(Limits(max_requests_per_minute=2), clock=lambda: now_s)
+
+    def looks_of(client: Name) -> int:
+        before = Name.num_looks
+        admission.leave(admission.enter(client, max_tokens=1), stayed_s=1.0)
+        return Name.num_looks - before
+
+    looks_of(Name("ada"))
+    second = looks_of(Name("eve"))
+    for number in range(10_100):
+        now_s += 0.001
+        looks_of(Name(number))
+    assert looks_of(Name("bob")) <= second + 4, "two more when one is forgotten"
+    looks_of(Name("ada"))
+    with pytest.raises(RefusedError, match="2 queries a minute"):
+        looks_of(Name("ada"))
+    now_s += 61.0
+    looks_of(Name("cleo"))
+    assert list(admission._begun) == ["cleo"]
+
+
+def test_thousands_of_clients_who_found_no_place_cost_the_next_one_nothing() -> None:
+    now_s = 0.0
+    admission = Admission(Limits(max_queries=1), clock=lambda: now_s)
+    place = admission.enter("ada", max_tokens=1)
+
+    def looks_of(client: Name) -> int:
+        before = Name.num_looks
+        with pytest.raises(RefusedError, match="1 queries are open"):
+            admission.enter(client, max_tokens=1)
+        return Name.num_looks - before
+
+    looks_of(Name("bob"))
+    second = looks_of(Name("cleo"))
+    for number in range(2_000):
+        looks_of(Name(number))
+    assert looks_of(Name("dora")) == second
+    admission.leave(place, stayed_s=1.0)
+    now_s = 31.0
+    admission.enter("ada", max_tokens=1)
+    assert not admission._wanted_s
+
+
+def test_a_key_among_ten_thousand_costs_no_more_than_one() -> None:
+    async def app(scope: object, receive: object, send: object) -> None:
+        return None
+
+    def num_calls(num_keys: int) -> int:
+        keys = {f"key-{number}-".ljust(16, "x"): str(number) for number in range(num_keys)}
+        gate = Gate(app, limits=Limits(), keys=keys)
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"host", b"localhost")]}
+        scope["headers"] += [(b"authorization", f"Bearer {min(keys)}".encode())]
+        calls: list[str] = []
+        sys.setprofile(lambda frame, event, arg: calls.append(event))
+        try:
+            with suppress(StopIteration):
+                gate(scope, None, None).send(None)  # type: ignore[arg-type]
+        finally:
+            sys.setprofile(None)
+        assert scope[CALLER].client == "0"
+        return len(calls)
+
+    assert num_calls(10_000) < num_calls(1) + 1_000, "the garbage collector's are among them"
+
+
+@pytest.mark.usefixtures("lines")
+@pytest.mark.parametrize(("num_keys", "told_apart"), [(0, False), (100, True), (101, False)])
+def test_metrics_have_a_line_for_each_client_only_where_they_are_few(num_keys: int, told_apart: bool) -> None:
+    keys = {f"{number:016}": f"client {number}" for number in range(num_keys)}
+    metrics = make_observers(Settings(), keys)[0][0]
+    assert isinstance(metrics, Metrics)
+    metrics.query_refused("client 0", "chat", "queries")
+    assert (b'client="client 0"' in generate_latest(metrics.registry)) == told_apart
 
 
 async def test_connections_of_one_client_do_not_push_out_what_is_stored_for_another() -> None:

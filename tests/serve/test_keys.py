@@ -28,6 +28,11 @@ def test_keys_come_from_a_file_and_from_the_environment(tmp_path: Path) -> None:
     assert read_keys(KeySettings()) == {}
 
 
+def test_a_file_may_have_the_keys_of_ten_thousand_clients(tmp_path: Path) -> None:
+    lines = (f'"client {number} of a company with a long name" = "{number:064}"\n' for number in range(10_000))
+    assert len(read_keys(KeySettings(file=file_of(tmp_path, "".join(lines))))) == 10_000
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
     [

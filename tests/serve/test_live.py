@@ -32,6 +32,12 @@ async def snapshot(served: Serving) -> dict[str, Any]:
     return values
 
 
+async def test_how_long_a_service_runs_does_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(observers=[Live()]) as served:
+        monkeypatch.setattr("time.time", lambda: 0.0)
+        assert (await snapshot(served))["uptime_s"] >= 0
+
+
 async def test_an_open_query_is_shown_in_each_phase_and_then_among_the_ended() -> None:
     retrieves = anyio.Event()
     backend = ScriptedBackend(answer="It is.", is_endless=True)

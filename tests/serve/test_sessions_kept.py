@@ -105,11 +105,31 @@ async def test_a_session_that_expires_is_gone_from_the_disk_also_one_of_before(t
             await served.http.post(f"{url}/data", json={"data": ["x"]})
     path = tmp_path / f"{early.rpartition('/')[2]}.jsonl"
     os.utime(path, (time.time() - 2000,) * 2)
-    async with kept(tmp_path, limits=limits) as (served, _):
+    async with kept(tmp_path, limits=limits.model_copy(update={"session_unused_s": 0.1})) as (served, _):
         await until_gone(served, early, tmp_path)
         assert (await served.http.get(late)).json()["version"] == 1
     async with kept(tmp_path, limits=Limits(session_idle_s=0.2)) as (served, _):
         await until_gone(served, late, tmp_path)
+
+
+@pytest.mark.parametrize("old_s", [1_000_000.0, -1_000_000.0])
+async def test_a_session_outlives_a_restart_however_long_it_took_by_a_clock_that_was_set_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_s: float
+) -> None:
+    clock = Clocks()
+    limits = Limits(session_idle_s=1000, session_unused_s=100)
+    async with kept(tmp_path, limits=limits) as (served, _):
+        url, unasked = await opened(served), await opened(served)
+        await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})
+    monkeypatch.setattr("streamrag.serve.interfaces.session_store.time", clock)
+    for name in names_in(tmp_path):
+        os.utime(tmp_path / name, (time.time() - old_s,) * 2)
+    async with kept(tmp_path, limits=limits) as (served, _):
+        clock.now_s += 99
+        assert (await served.http.get(url)).json()["version"] == 1
+        clock.now_s += 902
+        await until_gone(served, unasked, tmp_path)
+        assert (await served.http.get(url)).json()["version"] == 1
 
 
 async def test_a_session_that_is_only_asked_says_on_disk_that_it_is_used(tmp_path: Path) -> None:
@@ -180,7 +200,11 @@ async def test_without_a_folder_nothing_can_be_flushed() -> None:
         assert (await served.http.get(url)).json()["num_appended"] == 0
 
 
-async def test_what_each_client_has_is_counted_right_whatever_becomes_of_it(tmp_path: Path) -> None:
+async def test_what_each_client_has_is_counted_right_whatever_becomes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clocks()
+    monkeypatch.setattr("streamrag.serve.interfaces.session_store.time", clock)
     limits = Limits(
         max_sessions=4,
         max_sessions_per_client=3,
@@ -213,6 +237,7 @@ async def test_what_each_client_has_is_counted_right_whatever_becomes_of_it(tmp_
     os.utime(tmp_path / f"{two.rpartition('/')[2]}.jsonl", (time.time() - 2000,) * 2)
     async with kept(tmp_path, limits=limits) as (served, bob):
         alice = served.http
+        clock.now_s += limits.session_unused_s + 1
         await until_gone(served, two, tmp_path)
         assert await may_open(bob, 101) == "client_session_tokens", "those of before count, though nobody has used them"
         kept_ones = [await may_open(alice, 300) for _ in range(3)]

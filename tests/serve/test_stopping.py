@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -70,6 +70,32 @@ async def test_sigterm_aborts_what_does_not_end_in_time() -> None:
         process.send_signal(signal.SIGTERM)
         for client in (ask, stream):
             assert (await client.until("error"))["error"]["code"] == "draining"
+        assert await process.wait() == 3
+
+
+MESSAGES = [{"role": "user", "content": "What?"}]
+CALL = {"name": "ask", "arguments": {"question": "What?"}, "_meta": {"progressToken": 1}}
+STREAMED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "stream": True},
+    "/v1/responses": {"input": "What?", "stream": True},
+    "/v1/retrieve": {"query": "wait for ever"},
+    "/mcp": {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": CALL},
+}
+
+
+async def test_whatever_streams_says_that_the_service_stops_before_its_answer_ends() -> None:
+    headers = {"accept": "application/json, text/event-stream", "content-type": "application/json"}
+    async with running("endless", {"drain_s": 0.1}) as (process, url), AsyncExitStack() as clients:
+        streaming = []
+        for path, body in STREAMED.items():
+            client = await clients.enter_async_context(raw(url))
+            await client.post(path, body, headers)
+            if (status := await client.status()) != 404 or path != "/mcp":  # which is an extra
+                assert status == 200, path
+                streaming.append(client)
+        process.send_signal(signal.SIGTERM)
+        for client in streaming:
+            assert "the service is stopping" in await client.text()
         assert await process.wait() == 3
 
 

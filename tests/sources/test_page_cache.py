@@ -72,6 +72,34 @@ async def test_a_stale_page_is_asked_for_with_what_names_its_version(site: Websi
     assert len(site.requests) == 2
 
 
+@pytest.mark.parametrize("ahead_s", [None, 7200.0])
+async def test_a_page_grows_old_also_where_its_server_gives_no_date_or_one_to_come(
+    site: Website, store: DiskStore, monkeypatch: pytest.MonkeyPatch, ahead_s: float | None
+) -> None:
+    date = "" if ahead_s is None else email.utils.formatdate(time.time() + ahead_s, usegmt=True)
+    url = site.add("/", "<p>text", headers={"Date": date, **FRESH})
+    await fetch(store, url)
+    await fetch(store, url)
+    assert len(site.requests) == 1
+    later_s = time.time() + 4000
+    monkeypatch.setattr("time.time", lambda: later_s)
+    await fetch(store, url)
+    assert len(site.requests) == 2
+
+
+async def test_a_page_is_asked_for_again_when_the_clock_was_set_back_to_before_it_came(
+    site: Website, store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = site.add("/", "<p>text", headers={"Date": email.utils.formatdate(time.time(), usegmt=True), **FRESH})
+    await fetch(store, url)
+    earlier_s = time.time() - 4000
+    monkeypatch.setattr("time.time", lambda: earlier_s)
+    await fetch(store, url)
+    assert len(site.requests) == 2
+    await fetch(store, url)
+    assert len(site.requests) == 2, "the clock may be right now"
+
+
 async def test_a_page_that_has_changed_takes_the_old_ones_place(
     site: Website, store: DiskStore, tmp_path: Path
 ) -> None:

@@ -1,6 +1,8 @@
 import asyncio
 import importlib.util
+import json
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -325,6 +327,26 @@ async def test_files_that_diskann_refuses_are_corrupt(index: Path) -> None:
     (index / "ann_pq_pivots.bin").write_bytes(b"\0" * 1000)
     resign(index)
     with pytest.raises(IndexCorruptError, match="DiskANN cannot open it"):
+        await VectorSource(index, embedder=EMBEDDER).start(lambda line: None)
+
+
+async def test_metadata_of_another_element_type_are_corrupt_before_diskann_believes_them(index: Path) -> None:
+    metadata = (index / "ann_metadata.bin").read_bytes()
+    (index / "ann_metadata.bin").write_bytes(struct.pack("<Q", 1) + metadata[8:])
+    resign(index)
+    with pytest.raises(IndexCorruptError, match="does not describe 20 passages"):
+        await VectorSource(index, embedder=EMBEDDER).start(lambda line: None)
+
+
+async def test_a_sparse_file_of_a_gigabyte_takes_no_memory(index: Path) -> None:
+    num_vectors, num_bytes = 1 << 24, (1 << 30) + 8
+    with (index / "ann_pq_compressed.bin").open("r+b") as file:
+        file.write(struct.pack("<II", num_vectors, 64))
+        file.truncate(num_bytes)
+    manifest = json.loads((index / "manifest.json").read_text())
+    manifest["files"]["ann_pq_compressed.bin"]["size_bytes"] = num_bytes
+    (index / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(IndexCorruptError, match="MemoryError"):
         await VectorSource(index, embedder=EMBEDDER).start(lambda line: None)
 
 

@@ -183,6 +183,8 @@ class SessionStore:
         for id, header, idle_s in self._folder.found() if self._folder else ():
             of_log = {"window_tokens": header.window_tokens, "slide_share": header.slide_share}
             held = self._add(id, header.owner, header.window_tokens, of_log)
+            # Nobody could use it while the service was down; and the wall clock may have been set meanwhile.
+            idle_s = min(idle_s, max(limits.session_idle_s - limits.session_unused_s, 0.0))
             held.used_s = held.touched_s = time.monotonic() - idle_s
             held.was_used = held.is_of_before = True
         service.closers.append(self.aclose)

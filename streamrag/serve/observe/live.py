@@ -93,7 +93,7 @@ class Live:
             "model": service.model_name,
             "is_ready": service.is_ready,
             "is_draining": service.admission.is_draining,
-            "uptime_s": round(time.time() - service.started_at, 1),
+            "uptime_s": round(time.monotonic() - service.started_s, 1),
             "num_restarts": service.num_restarts,
             "max_queries": service.limits.max_queries,
             "num_queued_tokens": service.admission.num_queued_tokens,

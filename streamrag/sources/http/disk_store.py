@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from streamrag.errors import ConfigurationError
+from streamrag.reading import open_regular
 
 MAGIC = b"streamrag cache 1\n"
 SUM_BYTES = 32
@@ -59,21 +60,14 @@ class DiskStore:
         """What was last put under `key`, if it is still there and whole."""
         path = self._path(key)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open_regular(path, follow_links=False) as file:
+                if os.fstat(file.fileno()).st_size > self._max_bytes:
+                    return None
+                entry = file.read(self._max_bytes + 1)
+                with suppress(OSError):  # of another user's file
+                    os.utime(file.fileno())  # used now
         except OSError:
             return None
-        try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > self._max_bytes:
-                return None
-            with os.fdopen(os.dup(file), "rb") as opened:
-                entry = opened.read(self._max_bytes + 1)
-            with suppress(OSError):  # of another user's file
-                os.utime(file)  # used now
-        except OSError:
-            return None
-        finally:
-            os.close(file)
         content = entry[len(MAGIC) + SUM_BYTES :]
         if entry[: len(MAGIC) + SUM_BYTES] == MAGIC + _sum(key, content):
             return content

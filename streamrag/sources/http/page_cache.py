@@ -11,8 +11,12 @@ private addresses is never given what another one has fetched there.
 import itertools
 import json
 import re
+import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from email.utils import formatdate, parsedate_to_datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +88,11 @@ class PageCache(Remembered):
         return answered
 
     def _get(self, key: str) -> Response | None:
-        kept = self._store.get(key)
-        return _decode(kept) if kept is not None else None
+        response = _decode(self._store.get(key) or b"")
+        return _dated(response, 0.0) if response else None  # the clock was set back since: its age is not known
 
     async def _put(self, key: str, response: Response) -> None:
-        await self._threads.run(partial(self._store.put, key, _encode(response)))
+        await self._threads.run(partial(self._store.put, key, _encode(_dated(response, time.time()))))
 
 
 def _is_worth_keeping(response: Response) -> bool:
@@ -97,6 +101,14 @@ def _is_worth_keeping(response: Response) -> bool:
     return (response.status in KEPT_STATUS and not response.is_cut) and (
         not names.isdisjoint(response.fields) or "max-age" in response.fields.get("cache-control", "").lower()
     )
+
+
+def _dated(response: Response, otherwise_s: float) -> Response:
+    """Return the response with a date that is past: its own if it has one. hishel takes any other for an age of 0."""
+    with suppress(KeyError, ValueError, OverflowError):
+        if parsedate_to_datetime(response.fields["date"]).timestamp() <= time.time():
+            return response
+    return replace(response, fields={**response.fields, "date": formatdate(otherwise_s, usegmt=True)})
 
 
 def _to_hishel(response: Response) -> "hishel.Response":

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from streamrag.errors import MissingDependencyError
 from streamrag.sources.index_folder import VECTORS, corrupt
 from streamrag.sources.search.search_worker import IndexSearcher, silence_stdout
+from streamrag.sources.workers.memory_limit import memory_limited
 
 if TYPE_CHECKING:
     from streamrag.sources.embedder import Vectors
@@ -42,6 +43,12 @@ NOT_FOR_SEARCHING = ("ann_vectors.bin", "ann_mem.index.data", "ann_sample_data.b
 
 NUM_ROWS_AT_ONCE = 8192
 
+METADATA, METADATA_FIELDS = "ann_metadata.bin", struct.Struct("<QQQQ")
+"""DiskANN's element type (0: float32), metric (0: L2), number of vectors and dimension. It believes the file."""
+
+SPARE_BYTES = 256 << 20
+"""Memory for opening an index, beside a byte for each number of a compressed vector; 18 MiB have been measured."""
+
 VECTORS_HEADER = struct.Struct("<II")
 """DiskANN's: number of vectors, dimension; float32 rows follow."""
 
@@ -60,10 +67,15 @@ class _Searcher(IndexSearcher):
     def _open_index(self) -> Any:
         import diskannpy
 
+        with (self._folder / METADATA).open("rb") as file:
+            metadata = file.read(METADATA_FIELDS.size)
+        if metadata != METADATA_FIELDS.pack(0, 0, self._num_passages, self._dimension):
+            raise corrupt(self._folder, f"{METADATA} does not describe {self._num_passages} passages")
         try:
-            return diskannpy.StaticDiskIndex(
-                str(self._folder), num_threads=NUM_DISKANN_THREADS, index_prefix="ann", **NO_CACHE
-            )
+            with memory_limited(self._num_passages * self._dimension + SPARE_BYTES):
+                return diskannpy.StaticDiskIndex(
+                    str(self._folder), num_threads=NUM_DISKANN_THREADS, index_prefix="ann", **NO_CACHE
+                )
         except Exception as error:  # RuntimeError, MemoryError, IndexError and others have been seen
             reason = f"DiskANN cannot open it, {type(error).__name__}: {error}"
             raise corrupt(self._folder, reason) from error
