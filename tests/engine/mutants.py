@@ -133,8 +133,8 @@ MUTANTS = (
     Mutant(
         "a partial prompt shows its last token",
         REQUEST,
-        "_all_token_ids) - (not self.is_complete)\n",
-        "_all_token_ids)\n",
+        "_all_token_ids) - (not self.is_complete) if",
+        "_all_token_ids) if",
         50,
     ),
     Mutant(
@@ -661,8 +661,8 @@ MUTANTS = (
     Mutant(
         "a running request computes one token more than was planned",
         SCHEDULER,
-        "request.step_limit = grant.num_tokens",
-        "request.step_limit = grant.num_tokens + 1",
+        "                request.step_end = end\n",
+        "                request.step_end = end + 1\n",
         0,
         "tests/backends/vllm/scheduler/test_grants.py::test_a_running_request_computes_as_many_tokens_as_it_is_granted",
     ),
