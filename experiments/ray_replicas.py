@@ -165,7 +165,13 @@ async def load(generate: Callable[..., Any], given: Sequence[Query]) -> list[Ask
 
 def engine(folder: str) -> partial[VllmBackend]:
     return partial(
-        VllmBackend, folder, kv_cache_bytes=KV_BYTES, max_model_len=2_048, collect_stats=True, max_num_seqs=16
+        VllmBackend,
+        folder,
+        dtype="float32",  # in bfloat16, tokens of random weights tie, and batches of other sizes break ties otherwise
+        kv_cache_bytes=KV_BYTES,
+        max_model_len=2_048,
+        collect_stats=True,
+        max_num_seqs=16,
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.steps import StepLines, bar
 from streamrag.errors import ConfigurationError
@@ -48,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="what to write (profile-MODEL.json)")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw (FILE with .png)")
     parser.add_argument("--no-plot", action="store_true", help="do not draw")
-    parser.add_argument("--tensor-parallel-size", type=_positive, default=1, metavar="N", help="devices (%(default)s)")
-    parser.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="most tokens a step (vLLM's own)")
-    parser.add_argument("--max-model-len", type=_positive, metavar="N", help="longest prompt (the model's own)")
+    parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="devices (%(default)s)")
+    parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help="most tokens a step (vLLM's own)")
+    parser.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt (the model's own)")
     parser.add_argument(
         "--engine-args",
         type=_json_object,
@@ -59,13 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="""more arguments of vLLM's engine: '{"kv_cache_dtype": "fp8"}'""",
     )
     parser.set_defaults(run=_run)
-
-
-def _positive(text: str) -> int:
-    value = text.replace("_", "")
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(value)
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -117,9 +111,7 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
         return
     from streamrag.testing import make_tiny_llama
 
-    console.print_line(
-        "no --model: measuring a tiny one with random weights, made here; its figures are its own",
-    )
+    console.print_line("no --model: measuring a tiny one with random weights, made here; its figures are its own")
     remove_left_behind(SCRATCH)
     scratch = ScratchFolder(SCRATCH)
     try:
@@ -140,8 +132,7 @@ def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "Tab
             progress.update(task, description=what, completed=num_done, total=num_total)
             lines.show(what)
 
-        named = {name: getattr(arguments, name) for name in NAMED}
-        given = {name: value for name, value in named.items() if value is not None}
+        given = {name: getattr(arguments, name) for name in NAMED if getattr(arguments, name) is not None}
         return asyncio.run(measure_machine(model, {**arguments.engine_args, **given}, show))
 
 
