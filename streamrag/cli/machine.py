@@ -86,14 +86,13 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
     gpu, gpu_bytes = _gpu()
     capabilities = {} if gpu else cpu_capabilities()
     flags = [flag for flag in CPU_FLAGS if capabilities.get(flag)]
-    emulated = emulated_dtypes(capabilities)
     memory_bytes = host_bytes()
     found = Machine(
         versions={"streamrag": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
         parts=[_part(extra, what_for) for extra, what_for in PARTS.items()],
         engine=" ".join(f"{name} {version}" for name, version in installed_versions(*DISTRIBUTIONS).items()) or "none",
         device=gpu or f"CPU{' with ' + ', '.join(flags) if flags else ''}",
-        dtype=_dtype_rule(emulated),
+        dtype=_dtype_rule(capabilities),
         num_cpus=num_allowed_cores(),
         memory_bytes=memory_bytes,
         device_bytes=gpu_bytes or memory_bytes,
@@ -104,7 +103,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
             line = f"{part.what_for}: pip install 'streamrag[{part.extra}]'"
             (found.problems if part.extra == "serve" else found.advice).append(line)
     if model is not None:
-        found.model = _model_needs(Path(model).expanduser(), emulated)
+        found.model = _model_needs(Path(model).expanduser(), emulated_dtypes(capabilities))
         found.problems += _memory_problems(found, is_gpu=gpu is not None)
     found.problems += _port_problems(host, port)
     shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None
@@ -124,11 +123,11 @@ def _part(extra: str, what_for: str) -> Part:
     return Part(extra, what_for, installed, tuple(name for name in names if name not in installed))
 
 
-def _dtype_rule(emulated: Sequence[str]) -> str:
+def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
     rule = "that of the weights, but bfloat16 for weights in float32"
-    if emulated:
-        missing = ", ".join(name for dtype in emulated for name in DTYPE_INSTRUCTIONS[dtype])
-        rule += f", and float32 in place of {' and '.join(emulated)}: slow here, as this CPU has none of {missing}"
+    for dtype in emulated_dtypes(capabilities):
+        missing = " and ".join(name for name in DTYPE_INSTRUCTIONS[dtype] if name in capabilities)
+        rule += f"; float32 in place of {dtype}, which takes this CPU several times as long without {missing}"
     return f"{rule}. --engine.dtype takes another"
 
 

@@ -11,6 +11,7 @@ def test_of_each_answer_that_differs_the_first_position_counts_with_the_margin_o
     reference = [[Token(1, 0.5), Token(2, 0.25)], [Token(3, 0.0), Token(4, 1.0)], [Token(5, 2.0)]]
     answers = [[Token(1, 0.5), Token(9, 0.1)], [Token(8, 0.0), Token(9, 1.0)], [Token(5, 1.9)]]
     assert difference(answers, reference) == {
+        "num_prompts": 3,
         "num_different": 2,
         "first_differences": [{"position": 1, "margin": 0.25}, {"position": 0, "margin": 0.0}],
     }
