@@ -13,6 +13,7 @@ FILE has already are kept, unless --only names them.
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
@@ -265,6 +266,7 @@ def main() -> None:
                 if not case.is_batch_invariant:
                     raise
                 row = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            gc.collect()  # vLLM's engine, which must not live until the interpreter ends
             kept[case.name] = row
             if arguments.json:
                 made = {
