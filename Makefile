@@ -1,11 +1,11 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-busy bench-small-host bench-step bench-emission bench-near-end bench-one-user bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-early-exit demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
+.PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*## .*/\1/p' Makefile)
 
 RUN := .venv/bin/python
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: .venv/installed ## crawl and search real documentation into a real vLLM, streaming and not; prints and draws it
 	$(RUN) examples/demo.py
@@ -80,6 +80,9 @@ bench-overlap: .venv/installed ## do steps take longer while KV is copied beside
 
 bench-rounding: .venv/installed ## log-probabilities of prompts computed whole, in pieces by vLLM, streamed: half an hour
 	$(RUN) experiments/rounding.py --json experiments/results/rounding.json
+
+bench-bfloat16: .venv/installed ## how often rounding changes an answer in bfloat16 and in float32: alone, in batches, streamed; real engine, a quarter of an hour
+	$(RUN) experiments/bfloat16.py --json experiments/results/bfloat16.json
 
 bench-context: .venv/installed ## which pages are in a context that cannot hold all of them, and do they hold the answer? two minutes
 	$(RUN) experiments/context_choice.py --json experiments/results/context_choice.json

@@ -311,6 +311,10 @@ async def run(arguments: argparse.Namespace) -> None:
     console.rule("[bold]what came of it", align="left")
     print_table(groups)
     save(out, groups)
+    if arguments.model:
+        console.print(
+            "In another dtype than float32 some answers may differ by rounding alone: docs/backends.md#exactness"
+        )
     if arguments.tiny:
         console.print("The model has random weights: its answers are noise. --model, --url and --index take real ones.")
 

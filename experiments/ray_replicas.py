@@ -63,6 +63,8 @@ NUM_SYSTEM, NUM_DOCUMENT, NUM_QUESTION, NUM_ANSWER = 128, 1_024, 32, 12
 NUM_DOCUMENTS = 12
 KV_BYTES = 8 * (NUM_SYSTEM + NUM_DOCUMENT + 128) * 5 * 2 * 2 * 64 * 4
 """For eight documents: each replica holds some of them, and none all."""
+DTYPE = "float32"
+"""In bfloat16, tokens of random weights tie, and what else is in a batch decides which of them is sampled."""
 PARAMS = SamplingParams(max_tokens=NUM_ANSWER, ignore_eos=True)
 APP = "streamrag"
 
@@ -165,7 +167,13 @@ async def load(generate: Callable[..., Any], given: Sequence[Query]) -> list[Ask
 
 def engine(folder: str) -> partial[VllmBackend]:
     return partial(
-        VllmBackend, folder, kv_cache_bytes=KV_BYTES, max_model_len=2_048, collect_stats=True, max_num_seqs=16
+        VllmBackend,
+        folder,
+        dtype=DTYPE,
+        kv_cache_bytes=KV_BYTES,
+        max_model_len=2_048,
+        collect_stats=True,
+        max_num_seqs=16,
     )
 
 
@@ -336,7 +344,12 @@ async def bench(folder: str, num: int, rate: float, scenarios: Sequence[str], na
     Our routers take their turns in the same engines. Ray's have a cluster of their own each, because a handle keeps the
     router that it had first. Rows of other turns with the same settings stay in `path`.
     """
-    settings = {**provenance(f"bench --num {num} --rate {rate:g}"), "num_queries": num, "queries_per_s": rate}
+    settings = {
+        **provenance(f"bench --num {num} --rate {rate:g}"),
+        "dtype": DTYPE,
+        "num_queries": num,
+        "queries_per_s": rate,
+    }
     rows = kept_rows(path, settings)
     ours = [name for name in OURS if name in names]
     for turns, of_ray in [(ours, OPTIONS.request_router), *(([name], RAYS[name]) for name in RAYS if name in names)]:

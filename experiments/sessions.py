@@ -196,7 +196,12 @@ async def measure(model: Path, chosen: Sequence[str], num_cycles: int, num_sessi
                     results["many"] = await many(pipeline, num_sessions, done)
         if "stock" in chosen:
             info = ModelInfo(str(model), HuggingFaceTokenizer(model), MODEL["max_model_len"])
-            args = {"block_size": BLOCK_SIZE, "kv_cache_memory_bytes": KV_BYTES, "max_model_len": info.max_model_len}
+            args = {
+                "block_size": BLOCK_SIZE,
+                "dtype": "float32",
+                "kv_cache_memory_bytes": KV_BYTES,
+                "max_model_len": info.max_model_len,
+            }
             async with running_engine(str(model), args, policy=None) as client:
                 results["stock"] = await growing_stock(client, info, num_cycles, NUM_OUTPUT_TOKENS, done)
     return results

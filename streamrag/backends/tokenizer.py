@@ -4,7 +4,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,15 @@ class HuggingFaceTokenizer:
                     f"the tokenizer of {model} makes special tokens of text, and a space in it does not help: "
                     f"{', '.join(map(repr, still[:5]))}"
                 )
+
+    @classmethod
+    def of_engine(cls, model: str | os.PathLike[str], engine_args: Mapping[str, Any]) -> "HuggingFaceTokenizer":
+        """Make the tokenizer of a vLLM engine with these arguments."""
+        return cls(
+            engine_args.get("tokenizer") or model,
+            revision=engine_args.get("tokenizer_revision") or engine_args.get("revision"),
+            trust_remote_code=engine_args.get("trust_remote_code", False),
+        )
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of `text`, nothing added around them.

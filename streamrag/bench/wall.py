@@ -145,6 +145,7 @@ async def play_cell(
     provenance = {
         **versions(),
         "model": settings.model,
+        "dtype": client.facts.dtype,
         "kv_tokens": client.kv_tokens,
         "block_size": client.block_size,
         "is_async": client.is_async,

@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from streamrag.backends.openai import OpenAIBackend
 from streamrag.cli import machine
+from streamrag.cli.option_types import positive, seconds
 from streamrag.cli.output import Output, markup
 from streamrag.cli.steps import positive, shown_starting
 from streamrag.clock import Clock, monotonic
@@ -57,8 +58,8 @@ ROOM = 64
 class Pair:
     """One context that the server had not seen, and one that it had been sent: seconds to the first token of each."""
 
-    cold_s: float
-    warm_s: float
+    cold_ttft_s: float
+    warm_ttft_s: float
     warming_s: float
     """Seconds that the request took that sent the context ahead."""
 
@@ -76,22 +77,22 @@ class Finding:
     pairs: tuple[Pair, ...]
 
     @property
-    def cold_s(self) -> float:
-        return median(pair.cold_s for pair in self.pairs)
+    def cold_ttft_s(self) -> float:
+        return median(pair.cold_ttft_s for pair in self.pairs)
 
     @property
-    def warm_s(self) -> float:
-        return median(pair.warm_s for pair in self.pairs)
+    def warm_ttft_s(self) -> float:
+        return median(pair.warm_ttft_s for pair in self.pairs)
 
     @property
     def saved(self) -> float:
         """The share of the time to the first token that warming saves; the median of the pairs."""
-        return median(1 - pair.warm_s / pair.cold_s for pair in self.pairs)
+        return median(1 - pair.warm_ttft_s / pair.cold_ttft_s for pair in self.pairs)
 
     @property
     def helps(self) -> bool:
         """Whether that is more than chance: most of it, in nearly all pairs."""
-        num_sooner = sum(pair.warm_s < pair.cold_s for pair in self.pairs)
+        num_sooner = sum(pair.warm_ttft_s < pair.cold_ttft_s for pair in self.pairs)
         return self.saved >= MIN_SAVED and num_sooner >= 0.8 * len(self.pairs)
 
     @property
@@ -123,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repetitions", type=positive, default=5, metavar="N", help="pairs to ask (%(default)s)")
     parser.add_argument(
-        "--timeout", type=_seconds, default=300.0, metavar="S", help="give up after so many seconds (%(default)g)"
+        "--timeout", type=seconds, default=300.0, metavar="S", help="give up after so many seconds (%(default)g)"
     )
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON instead")
     parser.set_defaults(run=_run)
@@ -132,16 +133,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _context_length(text: str) -> int:
     if (value := positive(text)) < ROOM:
         raise argparse.ArgumentTypeError(f"{text} tokens are too few to see a difference: at least {ROOM}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
     return value
 
 
@@ -294,23 +285,8 @@ class Doctor:
 
 def as_json(finding: Finding) -> dict[str, Any]:
     """What was found, as `--json` prints it."""
-    return {
-        "server": finding.server,
-        "model": finding.model,
-        "max_model_len": finding.max_model_len,
-        "takes_token_ids": finding.takes_token_ids,
-        "tokenizer": finding.tokenizer,
-        "num_prompt_tokens": finding.num_prompt_tokens,
-        "cold_ttft_s": finding.cold_s,
-        "warm_ttft_s": finding.warm_s,
-        "saved": finding.saved,
-        "helps": finding.helps,
-        "verdict": finding.verdict,
-        "pairs": [
-            {"cold_ttft_s": pair.cold_s, "warm_ttft_s": pair.warm_s, "warming_s": pair.warming_s}
-            for pair in finding.pairs
-        ],
-    }
+    derived = ("cold_ttft_s", "warm_ttft_s", "saved", "helps", "verdict")
+    return {**asdict(finding), **{name: getattr(finding, name) for name in derived}}
 
 
 def _print(finding: Finding, output: Output) -> None:
@@ -324,11 +300,11 @@ def _print(finding: Finding, output: Output) -> None:
         output.print_line(f"{name}: {value}")
     table = Table("time to the first token, ms", "median", "least", "most", box=None, pad_edge=False)
     columns = {
-        "a context it has not seen": [pair.cold_s for pair in finding.pairs],
-        "one it was sent before": [pair.warm_s for pair in finding.pairs],
+        "a context it has not seen": [pair.cold_ttft_s for pair in finding.pairs],
+        "one it was sent before": [pair.warm_ttft_s for pair in finding.pairs],
         "(sending it before)": [pair.warming_s for pair in finding.pairs],
     }
-    for name, seconds in columns.items():
-        table.add_row(name, *(f"{1e3 * value:.1f}" for value in (median(seconds), min(seconds), max(seconds))))
+    for name, times in columns.items():
+        table.add_row(name, *(f"{1e3 * value:.1f}" for value in (median(times), min(times), max(times))))
     output.print_table(table)
     output.print(finding.verdict)

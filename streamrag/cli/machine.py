@@ -1,19 +1,18 @@
 """What this machine has for serving: packages, engine, device, memory, a free port; and what to do about the rest."""
 
 import json
-import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from streamrag.backends.vllm.facts import num_allowed_cores
+from streamrag.backends.vllm.facts import DTYPE_INSTRUCTIONS, cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.host_size import host_bytes
 from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
 from streamrag.errors import ConfigurationError
@@ -33,14 +32,12 @@ PARTS: Mapping[str, str] = {
 }
 """The extras that serving may want, and what each is for."""
 
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+CPU_FLAGS = ("avx2", "avx512_f", *sum(DTYPE_INSTRUCTIONS.values(), ()))
 PROCESS_BYTES = 3 * GIB
 """What the engine's processes take beside weights and KV, about: torch, vLLM, an embedder."""
 CPU_KV_BYTES = 4 * GIB
 """vLLM's KV cache on a CPU, unless it is told otherwise."""
 MIN_SHM_BYTES = 256 << 20
-
-_DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """What a model takes, in bytes; of KV for each token."""
+    """Memory that a model takes once it is loaded in `dtype`, with KV for each token."""
 
+    dtype: str
     weights_bytes: int
     kv_bytes_per_token: int
     max_model_len: int
@@ -70,6 +68,8 @@ class Machine:
     parts: list[Part]
     engine: str
     device: str
+    dtype: str
+    """The meaning of dtype="auto" here, and the reason."""
     num_cpus: int
     memory_bytes: int
     device_bytes: int
@@ -84,24 +84,26 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
     :raises ConfigurationError: the model's folder has no configuration that can be read.
     """
     gpu, gpu_bytes = _gpu()
-    flags = [flag for flag in CPU_FLAGS if flag in _cpu_flags()]
+    capabilities = {} if gpu else cpu_capabilities()
+    flags = [flag for flag in CPU_FLAGS if capabilities.get(flag)]
     memory_bytes = host_bytes()
     found = Machine(
         versions={"streamrag": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
         parts=[_part(extra, what_for) for extra, what_for in PARTS.items()],
         engine=" ".join(f"{name} {version}" for name, version in installed_versions(*DISTRIBUTIONS).items()) or "none",
         device=gpu or f"CPU{' with ' + ', '.join(flags) if flags else ''}",
+        dtype=_dtype_rule(capabilities),
         num_cpus=num_allowed_cores(),
         memory_bytes=memory_bytes,
         device_bytes=gpu_bytes or memory_bytes,
     )
-    found.problems += _engine_problems(gpu)
+    found.problems += _engine_problems(gpu, capabilities)
     for part in found.parts:
         if part.missing:
             line = f"{part.what_for}: pip install 'streamrag[{part.extra}]'"
             (found.problems if part.extra == "serve" else found.advice).append(line)
     if model is not None:
-        found.model = _model_needs(Path(model).expanduser())
+        found.model = _model_needs(Path(model).expanduser(), emulated_dtypes(capabilities))
         found.problems += _memory_problems(found, is_gpu=gpu is not None)
     found.problems += _port_problems(host, port)
     shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None
@@ -121,7 +123,15 @@ def _part(extra: str, what_for: str) -> Part:
     return Part(extra, what_for, installed, tuple(name for name in names if name not in installed))
 
 
-def _engine_problems(gpu: str | None) -> Iterator[str]:
+def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
+    rule = "that of the weights, but bfloat16 for weights in float32"
+    for dtype in emulated_dtypes(capabilities):
+        missing = " and ".join(name for name in DTYPE_INSTRUCTIONS[dtype] if name in capabilities)
+        rule += f"; float32 in place of {dtype}, which takes this CPU several times as long without {missing}"
+    return f"{rule}. --engine.dtype takes another"
+
+
+def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterator[str]:
     try:
         check_version()
     except ConfigurationError as error:
@@ -132,7 +142,7 @@ def _engine_problems(gpu: str | None) -> Iterator[str]:
         yield f"vLLM is installed for a GPU, and none is here: {INSTALL}"
     if gpu is not None and "vllm" not in installed:
         yield f"vLLM is installed for CPUs, and {gpu} is not used: {INSTALL}"
-    if gpu is None and sys.platform == "linux" and os.uname().machine == "x86_64" and "avx2" not in _cpu_flags():
+    if capabilities.get("avx2") is False:  # only x86 has the name
         yield "this CPU has no AVX2, which vLLM wants: take another machine, or --server"
 
 
@@ -150,27 +160,26 @@ def _gpu() -> tuple[str | None, int]:
         return None, 0
 
 
-def _cpu_flags() -> set[str]:
-    try:
-        return set(re.findall(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0].split())
-    except (OSError, IndexError):
-        return set()
-
-
-def _model_needs(folder: Path) -> ModelNeeds:
+def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        is_quantized = "quantization_config" in config
         config = config.get("text_config", config)
         num_heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
         num_kv_heads = config.get("num_key_value_heads") or num_heads
-        size = _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+        stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        dtype = "bfloat16" if stored == "float32" else stored
+        if dtype in emulated and not is_quantized:
+            dtype = "float32"
+        size = 4 if dtype == "float32" else 2
         kv = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim * size
         max_model_len = int(config.get("max_position_embeddings") or 0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{folder} has no config.json of a model that answers: {error!r}") from error
     files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
-    return ModelNeeds(sum(file.stat().st_size for file in files), int(kv), max_model_len)
+    growth = 1.0 if is_quantized else size / (4 if stored == "float32" else 2)
+    return ModelNeeds(dtype, int(growth * sum(file.stat().st_size for file in files)), int(kv), max_model_len)
 
 
 def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
@@ -210,6 +219,7 @@ def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
     yield "engine", found.engine
     of_device = "" if found.device_bytes == found.memory_bytes else f", {_gib(found.device_bytes)}"
     yield "device", found.device + of_device
+    yield "dtype", found.dtype
     yield "machine", f"{found.num_cpus} CPUs, {_gib(found.memory_bytes)} of memory"
     for part in found.parts:
         if part.installed or part.missing:
@@ -219,8 +229,8 @@ def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
         num_tokens = max(found.device_bytes - model.weights_bytes - PROCESS_BYTES, 0) // model.kv_bytes_per_token
         yield (
             "model",
-            f"weights of {_gib(model.weights_bytes)}, KV of {model.kv_bytes_per_token / 1024:.0f} KiB a token: "
-            f"at most {num_tokens:,} tokens fit beside them, of {model.max_model_len:,} for each query",
+            f"{model.dtype}, weights of {_gib(model.weights_bytes)}, KV of {model.kv_bytes_per_token / 1024:.0f} KiB a "
+            f"token: at most {num_tokens:,} tokens fit beside them, of {model.max_model_len:,} for each query",
         )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.steps import StepLines, bar, positive
 from streamrag.errors import ConfigurationError
@@ -110,9 +111,7 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
         return
     from streamrag.testing import make_tiny_llama
 
-    console.print_line(
-        "no --model: measuring a tiny one with random weights, made here; its figures are its own",
-    )
+    console.print_line("no --model: measuring a tiny one with random weights, made here; its figures are its own")
     remove_left_behind(SCRATCH)
     scratch = ScratchFolder(SCRATCH)
     try:
@@ -133,8 +132,7 @@ def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "Tab
             progress.update(task, description=what, completed=num_done, total=num_total)
             lines.show(what)
 
-        named = {name: getattr(arguments, name) for name in NAMED}
-        given = {name: value for name, value in named.items() if value is not None}
+        given = {name: getattr(arguments, name) for name in NAMED if getattr(arguments, name) is not None}
         return asyncio.run(measure_machine(model, {**arguments.engine_args, **given}, show))
 
 

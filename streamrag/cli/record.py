@@ -13,6 +13,7 @@ import anyio
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
+from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.source import add_source_arguments, make_source
 from streamrag.cli.steps import StepLines, bar
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     about = "counts the tokens: a model's folder or name; without one, words and signs are counted instead"
     parser.add_argument("--tokenizer", metavar="PATH", help=about)
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="questions under way at once (%(default)s)")
+    parser.add_argument("--at-once", type=positive, default=1, metavar="N", help="asked at once (%(default)s)")
     parser.add_argument("--note", metavar="TEXT", help="remembered in the trace's header")
     add_source_arguments(parser)
     parser.set_defaults(run=run)
@@ -67,8 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
     questions = [*arguments.question, *_questions_in(arguments.questions)]
     if not questions:
         raise ConfigurationError("there is no question: give some, or a file of them with --questions")
-    if arguments.at_once < 1:
-        raise ConfigurationError(f"--at-once {arguments.at_once} must be at least 1")
     return asyncio.run(_record(arguments, questions))
 
 

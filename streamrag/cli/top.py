@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from streamrag.cli.option_types import seconds
 from streamrag.cli.output import Output, markup
 from streamrag.errors import ConfigurationError, StreamRagError
 from streamrag.kinds import message_of
@@ -52,21 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8080", help="of the service (%(default)s)")
     parser.add_argument("--key", help=f"an API key of the service; {KEY} in the environment unless given")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (%(default)s)"
+        "--interval", type=seconds, default=1.0, metavar="S", help="seconds between looks (%(default)s)"
     )
     parser.add_argument("--once", action="store_true", help="print one snapshot, and end")
     parser.add_argument("--json", action="store_true", help="with --once: what the service says, as it is")
     parser.set_defaults(run=_run)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 3600")
-    return value
 
 
 def _run(arguments: argparse.Namespace) -> int:

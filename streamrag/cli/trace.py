@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from streamrag.cli import trace_generate
+from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.record import WORDS, WORDS_NOTE, make_counter
 from streamrag.errors import ConfigurationError, MissingDependencyError
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument(
         "--text", choices=("full", "hash"), default="full", help="keep texts, or only lengths (%(default)s)"
     )
-    convert.add_argument("--queries", type=int, metavar="N", help="only the first N")
+    convert.add_argument("--queries", type=positive, metavar="N", help="only the first N")
     convert.add_argument("--force", action="store_true", help="replace the file that is there")
     convert.set_defaults(run=_convert)
     trace_generate.add_arguments(
@@ -166,8 +167,6 @@ def _read(arguments: argparse.Namespace) -> "Trace":
     from streamrag.trace.arrivals import read_azure_llm, read_mooncake
     from streamrag.trace.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 
-    if arguments.queries is not None and arguments.queries < 1:
-        raise ConfigurationError(f"--queries {arguments.queries} must be at least 1")
     match arguments.format:
         case "mooncake":
             return read_mooncake(arguments.path, max_queries=arguments.queries)

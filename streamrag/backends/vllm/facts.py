@@ -1,13 +1,22 @@
 """What a profile of an engine is about: its model, its device and its limits, as vLLM is configured."""
 
+import importlib
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+DTYPE_INSTRUCTIONS = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+"""Instruction sets that compute in a dtype, as `torch.cpu.get_capabilities` names them; the last ones are ARM's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,20 @@ class EngineFacts:
 def num_allowed_cores() -> int:
     """Logical cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_capabilities() -> Mapping[str, Any]:
+    """Return the instruction sets that torch knows, and whether this CPU has them; empty without torch."""
+    try:
+        return dict(importlib.import_module("torch").cpu.get_capabilities())
+    except ImportError:
+        return {}
+
+
+def emulated_dtypes(capabilities: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the dtypes in which a CPU computes several times slower than in float32, for want of instructions."""
+    known = {dtype: {capabilities.get(name) for name in names} for dtype, names in DTYPE_INSTRUCTIONS.items()}
+    return tuple(dtype for dtype, found in known.items() if False in found and True not in found)
 
 
 def engine_facts(config: "VllmConfig") -> EngineFacts:

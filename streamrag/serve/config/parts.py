@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
-from streamrag.core import Backend, SamplingParams, Source, Tokenizer
+from streamrag.core import Backend, SamplingParams, Source
 from streamrag.errors import MissingDependencyError
 from streamrag.modes import PromptTemplate
 from streamrag.routing import make_router
@@ -80,7 +80,7 @@ def make_replicated(
             app_name=f"{name}-engines",
             place_s=told.place_s,
         ),
-        make_tokenizer=partial(make_tokenizer, model, engine),
+        make_tokenizer=partial(HuggingFaceTokenizer.of_engine, model.name, engine.engine_args),
         router=make_router(told.router),
         max_replays=told.max_replays,
     )
@@ -99,19 +99,6 @@ def make_engines(model: ModelSettings, engine: EngineSettings, told: ReplicaSett
 def replica_options(told: ReplicaSettings) -> ReplicaOptions:
     """:raises ConfigurationError: values that cannot work."""
     return ReplicaOptions(**told.model_dump(include={field.name for field in fields(ReplicaOptions)}))
-
-
-def make_tokenizer(model: ModelSettings, engine: EngineSettings) -> Tokenizer:
-    """The model's, where its engine is elsewhere.
-
-    :raises ModelError: there is none, or it cannot be used.
-    """
-    args = engine.engine_args
-    return HuggingFaceTokenizer(
-        args.get("tokenizer") or model.name,
-        revision=args.get("tokenizer_revision") or args.get("revision"),
-        trust_remote_code=args.get("trust_remote_code", False),
-    )
 
 
 def make_pooled(told: SourceSettings, replicas: ReplicaSettings, *, name: str = "streamrag") -> Source:

@@ -101,7 +101,7 @@ class EngineSettings(Section):
     eviction: EvictionMode | None = Field(default=None, description="what becomes of the KV of those that make room")
     host_kv_bytes: int | None = Field(default=None, ge=0, description="host memory for KV, for each worker")
     profile: str | None = Field(default=None, description="name or path of the hardware's costs")
-    dtype: str = Field(default="auto", description="of weights and KV")
+    dtype: str = Field(default="auto", description="of weights and KV; `streamrag doctor` says what is chosen")
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="most tokens computed in one step")
     max_num_seqs: int | None = Field(default=None, ge=1, description="most requests computed in one step")
     kv_cache_bytes: int | None = Field(

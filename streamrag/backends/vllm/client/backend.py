@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +54,8 @@ class VllmBackend:
     profile: name or path of the hardware's costs; without one they are estimated from the model's shape, and corrected
         by what the engine's own steps take.
     max_model_len: most tokens of prompt and answer together. This, and what else is None below, is vLLM's choice.
-    dtype: of weights and KV, as vLLM names it.
+    dtype: of weights and KV, as vLLM names it. "auto" is vLLM's choice, or float32 on a CPU without instructions
+        for that choice, unless the weights are quantized.
     max_num_batched_tokens: most tokens computed in one step.
     max_num_seqs: most requests computed in one step.
     kv_cache_bytes: size of the KV cache, in place of `gpu_memory_utilization`; 4 GiB by default on a CPU.
@@ -155,12 +157,14 @@ class VllmBackend:
         :raises BackendError: when it fails otherwise.
         """
         began_s = time.monotonic()
-        self._processes = processes = EngineProcesses(self._path or self._model_name, self._log_path)
+        model = self._path or self._model_name
+        self._processes = processes = EngineProcesses(model, self._log_path)
         try:
             progress("importing vLLM")
             self._vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
             progress(f"loading {self._model_name}" + ("" if self._path else " from the Hugging Face hub or its cache"))
-            tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer, abandon_on_cancel=True)
+            make_tokenizer = partial(HuggingFaceTokenizer.of_engine, model, self._engine_args)
+            tokenizer = await anyio.to_thread.run_sync(make_tokenizer, abandon_on_cancel=True)
             # vLLM makes its own metrics when it is given any logger of stats.
             stats = self._stats
             stat_loggers = [] if stats is None else [lambda config, index: stats]
@@ -172,20 +176,13 @@ class VllmBackend:
             raise
         self._streams = TokenStreams(self._engine, why_dead=self._why_dead) if self._strategy == "streaming" else None
         cache = self._engine.vllm_config.cache_config
-        max_model_len = self._engine.vllm_config.model_config.max_model_len
+        model_config = self._engine.vllm_config.model_config
+        max_model_len, dtype = model_config.max_model_len, str(model_config.dtype).removeprefix("torch.")
         # Where nothing is cached, nothing is worth warming: no prompt has a whole block.
         self._block_size = cache.block_size if cache.enable_prefix_caching else max_model_len
         self._info = ModelInfo(self._model_name, tokenizer, max_model_len)
         num_kv_tokens = cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size
-        progress(f"ready in {time.monotonic() - began_s:.0f} s, KV cache of {num_kv_tokens:,} tokens")
-
-    def _make_tokenizer(self) -> HuggingFaceTokenizer:
-        args = self._engine_args
-        return HuggingFaceTokenizer(
-            args.get("tokenizer") or self._path or self._model_name,
-            revision=args.get("tokenizer_revision") or args.get("revision"),
-            trust_remote_code=args.get("trust_remote_code", False),
-        )
+        progress(f"ready in {time.monotonic() - began_s:.0f} s, KV cache of {num_kv_tokens:,} tokens, {dtype}")
 
     async def aclose(self) -> None:
         """Abort what is running, and end the engine's processes. Does nothing when not started."""

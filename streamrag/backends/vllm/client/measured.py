@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-GPU_BLOCK_SIZE = 16
-"""vLLM's default."""
-
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
@@ -79,9 +76,9 @@ async def running_engine(
         raise ConfigurationError("a real engine runs on the wall clock only: simulate the cell, or use asyncio.run")
     name_or_path = local_model_path(model) or model
     async with aclosing(EngineProcesses(name_or_path)) as processes:
-        vllm = await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
+        await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
         log = _Steps()
-        args = _for_measuring(engine_args, policy, kv_tokens, is_cpu=vllm.platforms.current_platform.is_cpu())
+        args = _for_measuring(engine_args, policy, kv_tokens)
         engine = await processes.start(args, stat_loggers=[lambda config, index: log])
         yield EngineClient(engine, log.steps, processes.why_dead)
 
@@ -99,17 +96,15 @@ def model_len(model: str) -> int:
         return int(args.create_model_config().max_model_len)
 
 
-def _for_measuring(
-    engine_args: Mapping[str, Any], policy: str | None, kv_tokens: int | None, *, is_cpu: bool
-) -> dict[str, Any]:
-    args: dict[str, Any] = {"skip_tokenizer_init": True, "enable_logging_iteration_details": True}
-    if is_cpu:
-        args["dtype"] = "float32"
-    args |= engine_args
+def _for_measuring(engine_args: Mapping[str, Any], policy: str | None, kv_tokens: int | None) -> dict[str, Any]:
+    from vllm.config import CacheConfig
+    from vllm.platforms import current_platform
+
+    args = {"skip_tokenizer_init": True, "enable_logging_iteration_details": True, **engine_args}
     if policy is not None:
         args |= scheduler_args("streaming", policy, None, args)
     if kv_tokens is not None:
-        default = CPU_BLOCK_SIZE if is_cpu else GPU_BLOCK_SIZE
+        default = CPU_BLOCK_SIZE if current_platform.is_cpu() else CacheConfig.DEFAULT_BLOCK_SIZE
         args["num_gpu_blocks_override"] = kv_tokens // args.get("block_size", default)
     return args
 

@@ -25,7 +25,7 @@ import anyio.to_thread
 
 from streamrag.backends.vllm.client.errors import vllm_model_errors_translated
 from streamrag.backends.vllm.client.log import EngineLog
-from streamrag.backends.vllm.facts import num_allowed_cores
+from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.version import INSTALL, check_version
 from streamrag.errors import BackendError, ConfigurationError, ModelError
 from streamrag.scratch import ScratchFolder, remove_left_behind
@@ -241,7 +241,7 @@ class EngineProcesses:
         with _environment({}) as environment:
             # Sets its own place in the environment, so that compiled code outlives the folder that TMPDIR will name.
             importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
-            config = _make_config(str(self._model), engine_args)
+            config = make_config(str(self._model), engine_args)
         environment |= {
             "TMPDIR": str(self._folder),
             "VLLM_RPC_BASE_PATH": str(self._folder),
@@ -302,7 +302,8 @@ class EngineProcesses:
         return ModelError(f"vLLM cannot load {self._model}: {reason}")
 
 
-def _make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
+def make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
+    """Return vLLM's configuration of an engine, with our defaults for what `engine_args` leaves open."""
     vllm = importlib.import_module("vllm")
     logging_config = importlib.import_module("vllm.config.logging").LoggingConfig
     defaults = {
@@ -310,7 +311,8 @@ def _make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
         # vLLM would close this program's log handlers. Unconfigured, it prints warnings and errors.
         "logging_config": logging_config(configure_logging=False, pylogging_config_file=None),
     }
-    if importlib.import_module("vllm.platforms").current_platform.is_cpu():
+    is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
+    if is_cpu:
         # Compilation would triple the time to start, needs a C++ compiler, and gives a tenth of the prefill time.
         defaults |= {"block_size": CPU_BLOCK_SIZE, "enforce_eager": True}
         if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_args.keys():
@@ -320,4 +322,9 @@ def _make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
     except TypeError as error:
         raise ConfigurationError(f"engine_args: {error}. They are the arguments of vllm.AsyncEngineArgs") from error
     with vllm_model_errors_translated(model):
+        if is_cpu and args.dtype == "auto" and (emulated := emulated_dtypes(cpu_capabilities())):
+            chosen = args.create_model_config()
+            # Kernels for quantized weights compute in few dtypes, and seldom in float32.
+            if str(chosen.dtype).removeprefix("torch.") in emulated and chosen.quantization is None:
+                args.dtype = "float32"
         return args.create_engine_config()
