@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,14 +63,21 @@ class SessionLog:
 
     owner: kept in the log, for whoever asks whose it is.
     on_failure: called with the reason when the disk does not take it, the first time in a row.
+    max_watches: watches that are read from the file at most; all, if that is None.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, owner: str = "", on_failure: Callable[[str], None] = lambda reason: None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        owner: str = "",
+        on_failure: Callable[[str], None] = lambda reason: None,
+        max_watches: int | None = None,
     ) -> None:
         self.state = LogState()
         self._owner = owner
         self._on_failure = on_failure
+        self._max_watches = max_watches
         self._file = LogFile(Path(path))
         self._header: Header
         self._held: OrderedDict[int, Chunk] = OrderedDict()
@@ -117,7 +125,11 @@ class SessionLog:
         if logged is not None:
             self.state = LogState(is_resumed=True, is_torn=logged.is_torn)
             self._newest = logged.num_appended
-            self._watches = dict(logged.watches)
+            self._watches = dict(islice(logged.watches.items(), self._max_watches))
+            if len(self._watches) < len(logged.watches):
+                log.warning(
+                    "%s: of its %d watches, the first %d are kept", self.path, len(logged.watches), len(self._watches)
+                )
             self.num_events = logged.num_events
             self._held.update((each.number, each.chunk) for each in logged.chunks)
             if logged.is_torn:
@@ -179,7 +191,9 @@ class SessionLog:
         :raises SessionLogError: it began so high, as no session does, that the next process could not read them.
         """
         if self._newest + num >= MAX_NUMBER:
-            raise SessionLogError(f"{self.path} has version {self._newest}, and cannot count further: begin another")
+            raise SessionLogError(
+                f"the log has version {self._newest}, and cannot count further: begin another session"
+            )
 
     @staticmethod
     def check_system(system: str) -> None:

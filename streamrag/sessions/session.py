@@ -2,10 +2,10 @@
 
 import asyncio
 import os
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Self
@@ -37,10 +37,14 @@ from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
     from streamrag.sessions.watch import Watch
-    from streamrag.sessions.watching import Watches
+    from streamrag.sessions.watching import Admit, Watches
 
 MAX_ANSWERS = 1024
+MAX_ANSWER_BYTES = 4_000_000
 """Greedy answers that are kept, for whoever asks the same of the same data: those last asked for."""
+
+TOKEN_BYTES = 40
+"""Memory of a token id in a tuple."""
 
 MAX_WAITING = 4096
 MAX_WAITING_CHARACTERS = 4_000_000
@@ -64,6 +68,7 @@ class Session:
         wait for fewer steps, and for newer data.
     log: a file that the session's text is kept in; if it is there, the session goes on where it ended.
     tenant, books: whose it is, and where it is counted while it is open; nowhere, without.
+    admit: makes room for each answer to a watched question, or refuses it for now; without, there is always room.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Session:
         name: str = "session",
         tenant: str = "",
         books: SessionBooks | None = None,
+        admit: "Admit" = lambda asked: lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for option, value in (
@@ -104,15 +110,16 @@ class Session:
         if not isinstance(tenant, str):
             raise ConfigurationError(f"tenant={short(tenant)} must be a str")
         self._books = books
-        admit = partial(self._admit, tenant)
-        self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log, admit)
+        self._admit_answer = admit
+        register = partial(self._register, tenant)
+        self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log, register)
         self._batch_interval_s = float(batch_interval_s)
         self._buffer = Buffer(max_waiting, max_waiting_characters, self._dropped)
         self._drops = Drops()
         self._num_in_turn = 0
         self._running = Running(name)
         self._conversation = f"session {uuid.uuid4().hex}"
-        self._answers = KeptAnswers(MAX_ANSWERS)
+        self._answers = KeptAnswers(MAX_ANSWERS, MAX_ANSWER_BYTES)
         """To the version that stands, by what was asked and whether it has a gap."""
         self._under_way = UnderWay(clock)
         """The same of any version."""
@@ -159,7 +166,7 @@ class Session:
         self._is_forgotten = forgets
         await run_regardless(self._close(), "streamrag session closes")
 
-    def _admit(self, tenant: str, window_tokens: int) -> None:
+    def _register(self, tenant: str, window_tokens: int) -> None:
         if self._books is not None:
             self._books.check(tenant, window_tokens)
             self._books.put(self, tenant, window_tokens)
@@ -412,8 +419,8 @@ class Session:
         return AnswerStream(self._asked(question, answers, at_least, params, deadline_s, with_gap, decisive_gap))
 
     def ask_ahead(self, asked: Asked) -> AnswerStream:
-        """The same for a watch: nobody has asked yet, and who does is to have the answer at once."""
-        return AnswerStream(self._starting(replace(asked, request_class="flash"), 0, None))
+        """Answer a watched question: nobody has asked it yet, and who does is to have the answer at once."""
+        return AnswerStream(self._starting(asked, 0, None))
 
     def ask_events(
         self,
@@ -491,7 +498,7 @@ class Session:
         from streamrag.sessions.watching import Watches
 
         if self._watches is None:
-            self._watches = Watches(self, self._log)
+            self._watches = Watches(self, self._log, self._admit_answer)
         return self._watches
 
     async def _answered(self, asked: Asked, at_least: int, emit: Emit) -> Answer:
@@ -516,7 +523,8 @@ class Session:
     async def _computed(self, snapshot: Snapshot, asked: Asked, submitted_s: float, emit: Emit) -> Answer:
         answer = await answered(self._backend, snapshot, asked, submitted_s, self._clock, emit)
         if asked.key[-1] and answer.version == self.version:
-            self._answers.put((asked.key, asked.with_gap), answer)
+            num_bytes = sum(map(sys.getsizeof, (asked.question, *asked.answers, answer.text)))
+            self._answers.put((asked.key, asked.with_gap), answer, num_bytes + TOKEN_BYTES * len(answer.token_ids))
         return answer
 
     async def _at_least(self, version: int) -> Snapshot:

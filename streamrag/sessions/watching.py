@@ -1,11 +1,20 @@
 """Questions that are kept answered, all those of a session: Flash Queries, after arXiv 2605.13784, section 3.9."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 from streamrag.core import SamplingParams
-from streamrag.errors import BackendError, ConfigurationError, PipelineClosedError, PromptTooLongError, StreamRagError
+from streamrag.errors import (
+    BackendError,
+    ConfigurationError,
+    PipelineClosedError,
+    PromptTooLongError,
+    StreamRagError,
+    TooManyQueriesError,
+)
 from streamrag.kinds import is_number, is_whole, plain_text, short
 from streamrag.sessions.asking import Asked, asked
 from streamrag.sessions.at_once import AtOnce
@@ -19,7 +28,10 @@ if TYPE_CHECKING:
     from streamrag.sessions.session import Session
 
 RETRY_S = 1.0
-"""After an attempt that failed."""
+"""Seconds until the next attempt, after one that failed or for which there was no room."""
+
+Admit: TypeAlias = Callable[[Asked], Callable[[], None]]
+"""Makes room for one answer, and returns what is to be called at its end; or raises TooManyQueriesError."""
 
 
 class Watches:
@@ -29,11 +41,13 @@ class Watches:
     left go first among their equals, so that none starves.
 
     log: keeps those that have a name.
+    admit: called before each answer; while it refuses, none is begun.
     """
 
-    def __init__(self, session: "Session", log: SessionLog | None) -> None:
+    def __init__(self, session: "Session", log: SessionLog | None, admit: Admit) -> None:
         self._session = session
         self._log = log
+        self._admit = admit
         self._watches: list[Watch] = []
         self.named: dict[str, Watch] = {}
         """Also those that cannot be answered, until their owner ends them."""
@@ -133,7 +147,10 @@ class Watches:
                     await self._has_work.wait()
 
     def _start_due(self) -> float | None:
-        """Have answered what is due, as far as there is room; seconds until another is, None if none will be."""
+        """Have answered what is due, as far as there is room.
+
+        Returns the seconds until there is more to do, None if nothing but another event brings that about.
+        """
         try:
             self._session.check_open()
         except PipelineClosedError:
@@ -145,12 +162,26 @@ class Watches:
         stale = [watch for watch in self._watches if watch.version < version and watch.work is None]
         due = sorted((each for each in stale if each.due_s <= now), key=lambda each: (-each.priority, each.version))
         num_working = sum(watch.work is not None for watch in self._watches)
-        starting = due[: max(self._at_once.most - num_working, 0)]
-        for watch in starting:
+        starting: list[tuple[Watch, Callable[[], None]]] = []
+        wait_s = min((each.due_s - now for each in stale if each.due_s > now), default=None)
+        try:
+            for watch in due[: max(self._at_once.most - num_working, 0)]:
+                leave = self._admit(watch.asked)
+                starting.append((watch, leave))
+        except TooManyQueriesError:
+            wait_s = RETRY_S
+        for watch, leave in starting:
             watch.due_s = now + watch.every_s
             work = self._answer(watch, num_working + len(starting))
             watch.work = asyncio.create_task(work, name="streamrag watched question")
-        return min((each.due_s - now for each in stale if each.due_s > now), default=None)
+            watch.work.add_done_callback(partial(self._ended, watch, leave))
+        return wait_s
+
+    def _ended(self, watch: Watch, leave: Callable[[], None], work: "asyncio.Task[None]") -> None:
+        leave()  # also where the work was cancelled before it had begun
+        if watch.work is work:
+            watch.work = None
+        self._has_work.set()
 
     async def _answer(self, watch: Watch, num_at_once: int) -> None:
         try:
@@ -166,9 +197,6 @@ class Watches:
         else:
             self._at_once.took(num_at_once, answered.took_s)
             watch.put(answered)
-        finally:
-            watch.work = None
-            self._has_work.set()
 
     async def _answered(self, watch: Watch) -> WatchedAnswer:
         began_s = _now_s()

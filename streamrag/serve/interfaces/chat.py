@@ -66,7 +66,7 @@ class ChatRequest(BaseModel):
         """How to sample the answer."""
         return sampling(
             default,
-            max_tokens=self.max_completion_tokens or self.max_tokens,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,

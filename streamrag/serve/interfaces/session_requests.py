@@ -11,7 +11,7 @@ from streamrag.core import Chunk
 from streamrag.errors import PipelineClosedError, SessionLogError, StreamRagError
 from streamrag.serve.bodies import sampling
 from streamrag.serve.failures import RequestError
-from streamrag.serve.interfaces.session_store import Held, gone
+from streamrag.serve.interfaces.session_store import MAX_SHOWN, Held, gone
 from streamrag.serve.service import Caller, Service
 from streamrag.sessions.choosing import DECISIVE_GAP
 from streamrag.sessions.session import MAX_WAITING
@@ -149,7 +149,13 @@ async def answering(service: Service, caller: Caller, held: Held, asked: Questio
     )
     with held.in_use():
         async with (
-            service.open(caller, "sessions", asked.question, max_tokens=params.max_tokens) as opened,
+            service.open(
+                caller,
+                "sessions",
+                asked.question,
+                max_tokens=params.max_tokens,
+                num_prompt_tokens=len(asked.question),  # the data before it are computed, and a token has a character
+            ) as opened,
             stream as seen,
         ):
             try:
@@ -166,7 +172,7 @@ def _ended(service: Service, error: PipelineClosedError) -> StreamRagError:
 
 def state_of(held: Held) -> dict[str, Any]:
     """How it stands, for its client."""
-    watches = {name: watch.question for name, (watch, _) in sorted(held.watches.items())}
+    watches = {name: watch.question[:MAX_SHOWN] for name, (watch, _) in sorted(held.watches.items())}
     return {"id": held.id, **asdict(held.session.state), "watches": watches}
 
 

@@ -16,7 +16,7 @@ GET    /v1/sessions/{id}/socket            WebSocket: data and questions in, all
 DELETE /v1/sessions/{id}
 """
 
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from sse_starlette.event import ServerSentEvent
@@ -127,7 +127,7 @@ def routes(service: Service) -> list[BaseRoute]:
         last = event_id(request.headers.get("last-event-id", "0"), "Last-Event-ID")
 
         async def produce(write: Write) -> None:
-            with held.being_read():
+            with held.being_read(service.limits):
                 await write(ServerSentEvent(json_of(state_of(held)), event="session"))
                 async with aclosing(held.read(last, request.scope[CALLER])) as events:
                     async for event in events:
@@ -137,13 +137,15 @@ def routes(service: Service) -> list[BaseRoute]:
 
     async def connect(socket: WebSocket) -> None:
         caller = socket.scope[CALLER]
-        try:
-            held = await store.find(socket.path_params["id"], caller.client)
-            last = event_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
-        except StreamRagError as error:
-            await Frames(socket, service.limits, "id").refuse(error)
-            return
-        await SessionSocket(service, socket, caller, held).run(last)
+        with ExitStack() as ends:
+            try:
+                held = await store.find(socket.path_params["id"], caller.client)
+                last = event_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
+                ends.enter_context(held.being_read(service.limits))
+            except StreamRagError as error:
+                await Frames(socket, service.limits, "id").refuse(error)
+                return
+            await SessionSocket(service, socket, caller, held).run(last)
 
     async def close(request: Request) -> Response:
         await store.close(await store.find(request.path_params["id"], request.scope[CALLER].client, starts=False))
