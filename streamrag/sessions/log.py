@@ -23,7 +23,6 @@ from streamrag.sessions.buffer import Numbered, num_characters
 from streamrag.sessions.log_file import LogFile
 from streamrag.sessions.log_lines import (
     MAX_CHARACTERS,
-    MAX_NUMBER,
     Dropped,
     Entry,
     Frozen,
@@ -185,16 +184,6 @@ class SessionLog:
         if num_characters(chunk) > MAX_CHARACTERS:
             raise SessionLogError(f"a chunk has more than {MAX_CHARACTERS:,} characters, the most in a log: split it")
 
-    def check_room(self, num: int) -> None:
-        """Whether so many versions can be counted on from the newest.
-
-        :raises SessionLogError: it began so high, as no session does, that the next process could not read them.
-        """
-        if self._newest + num >= MAX_NUMBER:
-            raise SessionLogError(
-                f"the log has version {self._newest}, and cannot count further: begin another session"
-            )
-
     @staticmethod
     def check_system(system: str) -> None:
         """:raises SessionLogError: it is too long for a log."""
@@ -234,7 +223,7 @@ class SessionLog:
 
     def _reserve(self, num_events: int) -> None:
         self._num_reserved = num_events
-        self._queue(Reserved(min(num_events, MAX_NUMBER - 1)), 0)
+        self._queue(Reserved(num_events), 0)
 
     def append(self, numbered: Numbered) -> None:
         """It was appended. Never waits."""
@@ -316,13 +305,7 @@ class SessionLog:
         if not queued and not self._is_behind:
             return True
         if self._is_behind or self._file.has_grown:
-            header = replace(
-                self._header,
-                num_appended=newest,
-                num_dropped=min(self._header.num_dropped, MAX_NUMBER - 1),
-                num_slid=min(self._header.num_slid, MAX_NUMBER - 1),
-                num_events=min(self._num_reserved, MAX_NUMBER - 1),
-            )
+            header = replace(self._header, num_appended=newest, num_events=self._num_reserved)
             held = [Numbered(number, chunk) for number, chunk in self._held.items()]
             work = partial(self._file.write_anew, header, [*self._watches.values(), *held])
         else:

@@ -26,6 +26,7 @@ from streamrag.sessions.following import append_all, check_followed
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog, session_log
+from streamrag.sessions.log_lines import KeptWatch
 from streamrag.sessions.opening import Opening
 from streamrag.sessions.prompts import session_template
 from streamrag.sessions.running import Running
@@ -158,7 +159,7 @@ class Session:
         conversation.reset(token)
         self._ingestion = ingestion
         for kept in self._log.watches if self._log else ():
-            self._watching().resume(kept)
+            self._watching().begin(kept.watch, kept)
 
     async def aclose(self, *, forgets: bool = False) -> None:
         """End all questions and watches, and free the session's KV; with `forgets`, remove its log too."""
@@ -177,18 +178,15 @@ class Session:
 
     async def _close(self) -> None:
         try:
-            await self._end_all()
+            if self._watches is not None:
+                await self._watches.aclose()
+            await self._running.aclose()
+            if self._ingestion is not None:
+                await self._ingestion.aclose()
+            if self._log is not None and (self._ingestion is not None or self._is_forgotten):
+                await self._log.aclose(removes=self._is_forgotten)
         finally:
             self._leave_books()
-
-    async def _end_all(self) -> None:
-        if self._watches is not None:
-            await self._watches.aclose()
-        await self._running.aclose()
-        if self._ingestion is not None:
-            await self._ingestion.aclose()
-        if self._log is not None and (self._ingestion is not None or self._is_forgotten):
-            await self._log.aclose(removes=self._is_forgotten)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -240,7 +238,7 @@ class Session:
         self.check_open()
         chunk = self._shown(data)
         await self._turn()
-        self._check_room(1)
+        self.check_open()
         return self._started().append(chunk)
 
     async def extend(self, data: Sequence[Chunk | str]) -> int:
@@ -256,7 +254,7 @@ class Session:
         for each in data:
             chunks.append(self._shown(each))
             await self._turn()
-        self._check_room(len(chunks))
+        self.check_open()
         self._buffer.check(chunks)
         for chunk in chunks:
             self._started().append(chunk)
@@ -267,11 +265,6 @@ class Session:
         if self._log is not None:
             self._log.check(chunk)
         return chunk
-
-    def _check_room(self, num: int) -> None:
-        self.check_open()
-        if self._log is not None:
-            self._log.check_room(num)
 
     async def _turn(self) -> None:
         self._num_in_turn += 1
@@ -332,7 +325,7 @@ class Session:
         before = ingestion.ready.prompts
         prompts = await in_thread(before.tokenizer, partial(before.with_system, system))
         prompts.check_window(ingestion.window.max_tokens)
-        self._check_room(1)
+        self.check_open()
         return ingestion.freeze(prompts, system)
 
     async def newest(self, *, behind: int = 0, at_most: int = 100) -> list[tuple[int, str]]:
@@ -492,7 +485,10 @@ class Session:
         :raises SessionLogError: it has a name, and is too long for the log.
         """
         self.check_open()
-        return self._watching().add(question, answers, every_s, priority, params, with_gap, decisive_gap, name)
+        params = SamplingParams(max_tokens=64) if params is None else params
+        return self._watching().add(
+            name, KeptWatch("", question, answers, every_s, priority, with_gap, decisive_gap, params)
+        )
 
     def _watching(self) -> "Watches":
         from streamrag.sessions.watching import Watches

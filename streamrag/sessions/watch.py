@@ -55,8 +55,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self.work: asyncio.Task[None] | None = None
         """Under way, to answer it."""
         self._has_news = asyncio.Event()
-        self._has_answered = asyncio.Event()
-        """Set, and replaced by another, with each answer."""
+        """Set, and replaced by another, with each answer and at the end."""
         self._is_closed = False
 
     @property
@@ -74,9 +73,8 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self.newest = answered
         self.num_answered += 1
         self.error = None
-        self._wake()
         self._unread = answered if answered.text != self._told else None
-        self._has_news.set()
+        self._wake()
 
     async def at_least(self, version: int) -> WatchedAnswer:
         """The answer to this version of the data, or to a newer one, once it is there.
@@ -89,16 +87,12 @@ class Watch(AsyncIterator[WatchedAnswer]):
                 if self.error is not None:
                     raise self.error
                 raise PipelineClosedError("the watch ended before that version was answered")
-            await self._has_answered.wait()
+            await self._has_news.wait()
         return self.newest
 
     def _wake(self) -> None:
-        self._has_answered.set()
-        self._has_answered = asyncio.Event()
-
-    def fail(self, error: StreamRagError) -> None:
-        """It cannot be answered at all; whoever iterates is told."""
-        self._end(error)
+        self._has_news.set()
+        self._has_news = asyncio.Event()
 
     async def aclose(self) -> None:
         """The question is no longer answered ahead, nor when its session is resumed."""
@@ -109,15 +103,15 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self._watches.forget(self)
         self.stop()
 
-    def stop(self) -> None:
-        """End it for now: a session that is resumed has it again, if it has a name."""
-        if not self._is_closed:
-            self._end(None)
+    def stop(self, error: StreamRagError | None = None) -> None:
+        """End the watch for now: a session that is resumed has it again, if it has a name.
 
-    def _end(self, error: StreamRagError | None) -> None:
+        error: why it cannot be answered at all, for whoever iterates.
+        """
+        if self._is_closed:
+            return
         self.error = error
         self._is_closed = True
-        self._has_news.set()
         self._wake()
         self._watches.remove(self)
         if self.work is not None:
@@ -132,7 +126,6 @@ class Watch(AsyncIterator[WatchedAnswer]):
                 if self.error is not None:
                     raise self.error
                 raise StopAsyncIteration
-            self._has_news.clear()
             await self._has_news.wait()
         answered, self._unread = self._unread, None
         self._told = answered.text

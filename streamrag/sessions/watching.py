@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from streamrag.core import SamplingParams
 from streamrag.errors import (
     BackendError,
     ConfigurationError,
@@ -16,7 +16,7 @@ from streamrag.errors import (
     TooManyQueriesError,
 )
 from streamrag.kinds import is_number, is_whole, plain_text, short
-from streamrag.sessions.asking import Asked, asked
+from streamrag.sessions.asking import Asked
 from streamrag.sessions.at_once import AtOnce
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.log_lines import KeptWatch
@@ -56,43 +56,25 @@ class Watches:
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    def add(
-        self,
-        question: str,
-        answers: tuple[str, ...],
-        every_s: float,
-        priority: int,
-        params: SamplingParams | None,
-        with_gap: bool,
-        decisive_gap: float,
-        name: str | None,
-    ) -> Watch:
+    def add(self, name: str | None, given: KeptWatch) -> Watch:
         """Register a question; another one of this name goes."""
-        if not is_number(every_s) or every_s < 0:
-            raise ConfigurationError(f"every_s={short(every_s)} must be a number of seconds, 0 or more")
-        if not is_whole(priority):
-            raise ConfigurationError(f"priority={short(priority)} must be a whole number")
+        if not is_number(given.every_s) or given.every_s < 0:
+            raise ConfigurationError(f"every_s={short(given.every_s)} must be a number of seconds, 0 or more")
+        if not is_whole(given.priority):
+            raise ConfigurationError(f"priority={short(given.priority)} must be a whole number")
         if name is not None and not (isinstance(name, str) and name):
             raise ConfigurationError(f"name={short(name)} must be a text, or None")
-        given = SamplingParams(max_tokens=64) if params is None else params
-        what = asked(question, answers, given, with_gap, decisive_gap)
-        every_s, priority = float(every_s), int(priority)
-        if name is None:
-            return self._begin(what, every_s, priority, None)
-        name = plain_text(name)
-        if self._log is not None:
-            kept = KeptWatch(
-                name, what.question, what.answers, every_s, priority, what.with_gap, what.decisive_gap, given
+        name, what = name and plain_text(name), given.asked()
+        if name is not None and self._log is not None:
+            of = {field: getattr(what, field) for field in ("question", "answers", "with_gap", "decisive_gap")}
+            self._log.watched(
+                replace(given, watch=name, every_s=float(given.every_s), priority=int(given.priority), **of)
             )
-            self._log.watched(kept)
-        return self._begin(what, every_s, priority, name)
+        return self.begin(name, given)
 
-    def resume(self, kept: KeptWatch) -> None:
-        """Register what a log has."""
-        self._begin(kept.asked(), kept.every_s, kept.priority, kept.watch)
-
-    def _begin(self, what: Asked, every_s: float, priority: int, name: str | None) -> Watch:
-        watch = Watch(self, what, every_s, priority, name)
+    def begin(self, name: str | None, kept: KeptWatch) -> Watch:
+        """Register what `add` has checked, or a log has."""
+        watch = Watch(self, kept.asked(), float(kept.every_s), int(kept.priority), name)
         if name is not None:
             before = self.named.get(name)
             self.named[name] = watch
@@ -157,7 +139,7 @@ class Watches:
             return None
         except BackendError as error:  # the session has failed: there will be no other version
             for watch in list(self._watches):
-                watch.fail(error)
+                watch.stop(error)
         now, version = _now_s(), self._session.version
         stale = [watch for watch in self._watches if watch.version < version and watch.work is None]
         due = sorted((each for each in stale if each.due_s <= now), key=lambda each: (-each.priority, each.version))
@@ -188,7 +170,7 @@ class Watches:
             answered = await self._answered(watch)
         except (ConfigurationError, PromptTooLongError) as error:  # this question's fault
             watch.work = None
-            watch.fail(error)
+            watch.stop(error)
         except Exception as error:  # whatever the engine raises, the others are answered, and this one again
             watch.error = (
                 error if isinstance(error, StreamRagError) else BackendError(f"the engine failed: {error!r:.300}")

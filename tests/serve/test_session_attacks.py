@@ -16,7 +16,7 @@ from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import Serving, serving
 from tests.serve.test_session_socket import Talk
-from tests.serve.test_sessions import events_of, opened
+from tests.serve.test_sessions import Clock, events_of, opened
 
 
 async def until_open(served: Serving, num: int) -> None:
@@ -47,29 +47,32 @@ async def test_watched_questions_take_half_of_their_client_s_places(monkeypatch:
         assert served.service.admission.num_queries == 0
 
 
-async def test_watched_questions_take_half_of_their_client_s_queries_of_a_minute() -> None:
-    limits = Limits(max_requests_per_minute=10)
+async def test_watched_questions_count_as_queries_of_their_client() -> None:
+    limits = Limits(max_requests_per_minute=12)
     async with serving(backend=ScriptedBackend(answer="yes"), limits=limits) as served:
+        served.service.admission._clock = lambda: 0.0
         url = await opened(served)
         for number in range(8):
             await served.http.put(f"{url}/watches/{number}", json={"question": f"Any of {number}?"})
         async with asyncio.timeout(20):
-            while len(served.backend.prompts) < 6:  # noqa: ASYNC110 - nobody says when
+            while len(served.backend.prompts) < 2:  # noqa: ASYNC110 - nobody says when
                 await asyncio.sleep(0)
-        for number in range(5):
+        for number in range(11):
             answer = await served.http.post(f"{url}/ask", json={"question": f"Some of {number}?"})
             assert answer.status_code == 200, answer.text
         refused = await served.http.post(f"{url}/ask", json={"question": "Yet another?"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "client_rate")
-        assert len(served.backend.prompts) == 1 + 5 + 5, "the data, and two times five questions"
+        assert len(served.backend.prompts) == 1 + 1 + 11, (
+            "the data, one watched question in this second, and the others"
+        )
 
 
 def test_watched_questions_are_begun_some_in_each_second() -> None:
-    now_s = 0.0
-    admission = Admission(Limits(), clock=lambda: now_s)
+    clock = Clock()
+    admission = Admission(Limits(), clock=clock.monotonic)
     nums = []
-    for now_s in (0.0, 0.5, 0.99, 1.0, 1.5, 2.1):
-        num = 0
+    for at_s in (0.0, 0.5, 0.99, 1.0, 1.5, 2.1):
+        clock.now_s, num = at_s, 0
         with suppress(RefusedError):
             for num in range(100):  # noqa: B007 -- how many were begun
                 admission.leave(admission.enter("ada", max_tokens=1, is_ahead=True), stayed_s=0.1)
@@ -207,7 +210,7 @@ async def test_no_error_of_a_session_s_log_says_where_it_is(tmp_path: Path) -> N
     async with serving(session_log_dir=tmp_path) as served:
         url = await opened(served)
         assert (await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})).status_code == 202
-        (path,) = tmp_path.glob("*.jsonl")
+        path = tmp_path / f"{url.rpartition('/')[2]}.jsonl"
         path.unlink()
         path.write_text("something else")
         answer = await served.http.post(f"{url}/data", json={"data": ["y"], "flush": True})

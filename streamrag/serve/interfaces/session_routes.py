@@ -108,13 +108,8 @@ def routes(service: Service) -> list[BaseRoute]:
         store.watch(
             await found(request),
             request.path_params["name"],
-            given.question,
-            answers=tuple(given.answers),
-            every_s=given.every_s,
-            priority=given.priority,
             params=params,
-            with_gap=given.with_gap,
-            decisive_gap=given.decisive_gap,
+            **given.model_dump(exclude={"max_tokens"}),
         )
         return JSONResponse({"name": request.path_params["name"]}, 201)
 

@@ -293,7 +293,7 @@ class SessionStore:
         )
 
     def _admit(self, client: str, asked: Asked) -> Callable[[], None]:
-        """Claim a place for a watched question, as for any other of its client; see `streamrag.sessions.watching.Admit`."""
+        """Claim a place for a watched question, as for any other of its client."""
         admission, began_s = self._service.admission, time.monotonic()
         max_tokens, num_prompt_tokens = asked.params.max_tokens, len(asked.question)
         place = admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens, is_ahead=True)

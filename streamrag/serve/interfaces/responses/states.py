@@ -132,18 +132,17 @@ class _Kept:
 
     def __init__(self, client: Hashable) -> None:
         self.client = client
-        self.states: OrderedDict[str, State] = OrderedDict()
+        self.states: OrderedDict[str, tuple[State, float]] = OrderedDict()
+        """With the time at which each was used last."""
         self.num_bytes = 0
-        self._used_s: dict[str, float] = {}
         self._turns: Counter[int] = Counter()  # by identity, since the states of a chain share them
 
     @property
     def oldest_s(self) -> float:
-        return self._used_s[next(iter(self.states))]
+        return next(iter(self.states.values()))[1]
 
     def add(self, state: State, now_s: float) -> None:
-        self.states[state.id] = state
-        self._used_s[state.id] = now_s
+        self.states[state.id] = state, now_s
         for turn in state.turns:
             if not self._turns[id(turn)]:
                 self.num_bytes += _size(turn)
@@ -151,14 +150,14 @@ class _Kept:
         self.num_bytes += state.own_bytes
 
     def use(self, key: str, now_s: float) -> State | None:
-        if key in self.states:
-            self.states.move_to_end(key)
-            self._used_s[key] = now_s
-        return self.states.get(key)
+        if key not in self.states:
+            return None
+        state, _ = self.states.pop(key)
+        self.states[key] = state, now_s
+        return state
 
     def remove(self, key: str) -> None:
-        state = self.states.pop(key)
-        del self._used_s[key]
+        state, _ = self.states.pop(key)
         for turn in state.turns:
             self._turns[id(turn)] -= 1
             if not self._turns[id(turn)]:
