@@ -34,7 +34,7 @@ from streamrag.sessions.log_lines import (
     num_characters_of,
 )
 from streamrag.sessions.state import LogState
-from streamrag.tasks import LET_GO_S, wait_regardless
+from streamrag.tasks import LET_GO_S, Broadcast, wait_regardless
 
 RETRY_S = 5.0
 """After the disk refused to take it."""
@@ -96,8 +96,7 @@ class SessionLog:
         self._has_work = asyncio.Event()
         self._hurry = asyncio.Event()
         """Set when somebody waits for it."""
-        self._has_news = asyncio.Event()
-        """Set, and replaced by another, after each attempt to write."""
+        self._attempts = Broadcast()
 
     @property
     def path(self) -> Path:
@@ -126,9 +125,7 @@ class SessionLog:
             self._newest = logged.num_appended
             self._watches = dict(islice(logged.watches.items(), self._max_watches))
             if len(self._watches) < len(logged.watches):
-                log.warning(
-                    "%s: of its %d watches, the first %d are kept", self.path, len(logged.watches), len(self._watches)
-                )
+                log.warning("%s: watches beyond the first %d are left out", self.path, len(self._watches))
             self.num_events = logged.num_events
             self._held.update((each.number, each.chunk) for each in logged.chunks)
             if logged.is_torn:
@@ -153,7 +150,7 @@ class SessionLog:
 
     async def begun(self) -> None:
         """Wait for the first attempt to write, which reserves numbers for events."""
-        await self._has_news.wait()
+        await self._attempts.wait()
 
     async def aclose(self, *, removes: bool = False) -> None:
         """Write what is left, and let others have the file; with `removes` it is gone. That is done later if
@@ -260,7 +257,7 @@ class SessionLog:
                 raise SessionLogError(f"{self.path} has been closed")
             self._has_work.set()
             self._hurry.set()
-            await self._has_news.wait()
+            await self._attempts.wait()
         return self.state.flushed
 
     async def touch(self, at_s: float) -> None:
@@ -288,8 +285,7 @@ class SessionLog:
             self._has_work.clear()
             self._hurry.clear()
             has_failed = not await self._write()
-            self._has_news.set()
-            self._has_news = asyncio.Event()
+            self._attempts.wake()
             if self._is_closing and (has_failed or not (self._queued or self._is_behind)):
                 return
             if has_failed:

@@ -6,9 +6,10 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
 from streamrag.errors import ConfigurationError, PipelineClosedError
@@ -44,15 +45,29 @@ MAX_ANSWERS = 1024
 MAX_ANSWER_BYTES = 4_000_000
 """Greedy answers that are kept, for whoever asks the same of the same data: those last asked for."""
 
-TOKEN_BYTES = 40
-"""Memory of a token id in a tuple."""
-
 MAX_WAITING = 4096
 MAX_WAITING_CHARACTERS = 4_000_000
 """Data that wait for the engine, unless the caller says otherwise."""
 
 IN_ONE_TURN = 64
 """Chunks that are appended before others have a turn of the event loop: half a millisecond."""
+
+
+class AskOptions(TypedDict, total=False):
+    """How a question is answered."""
+
+    answers: tuple[str, ...]
+    """The only answers there may be, none another's beginning. As few tokens are computed as tell them apart, mostly
+    one."""
+    at_least: int | None
+    """Wait until that holds the data of this version, as `append` returned it."""
+    params: SamplingParams | None
+    deadline_s: float | None
+    """Most seconds until the last token."""
+    with_gap: bool
+    """Say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities."""
+    decisive_gap: float
+    """Of `answers`: the one that leads by so much, in log-probability, is taken before all its tokens are computed."""
 
 
 class Session:
@@ -363,8 +378,8 @@ class Session:
         :raises BackendError: it has failed.
         """
         self.check_open()
-        with self._drops.reading() as reader:
-            while (dropped := await reader.next()) is not None:
+        async with aclosing(self._drops.read()) as told:
+            async for dropped in told:
                 yield dropped
         self.check_open()
 
@@ -385,37 +400,23 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------- questions
 
-    def ask(
-        self,
-        question: str,
-        *,
-        answers: tuple[str, ...] = (),
-        at_least: int | None = None,
-        params: SamplingParams | None = None,
-        deadline_s: float | None = None,
-        with_gap: bool = False,
-        decisive_gap: float = DECISIVE_GAP,
-    ) -> AnswerStream:
-        """The answer to `question`, chunk by chunk, from the newest version that is computed.
-
-        answers: the only answers there may be, none another's beginning. As few tokens are computed as tell them apart:
-            most often one.
-        at_least: wait until that holds the data of this version, as `append` returned it.
-        deadline_s: most seconds until the last token.
-        with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
-        decisive_gap: of `answers`: the one that leads by so much, in log-probability, is taken before all its tokens
-            are computed.
+    def ask(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
+        """Return the answer to `question`, chunk by chunk, from the newest version that is computed.
 
         Raises, when iterated, DeadlineExceededError, PromptTooLongError, BackendError and PipelineClosedError; and
         ConfigurationError for answers that cannot be told from each other.
         """
-        return AnswerStream(self._asked(question, answers, at_least, params, deadline_s, with_gap, decisive_gap))
+        return AnswerStream(self._asked(question, **options))
 
     def ask_ahead(self, asked: Asked) -> AnswerStream:
         """Answer a watched question: nobody has asked it yet, and who does is to have the answer at once."""
         return AnswerStream(self._starting(asked, 0, None))
 
-    def ask_events(
+    def ask_events(self, question: str, **options: Unpack[AskOptions]) -> EventStream:
+        """The same as events: each piece of the answer, then the whole with its version and timings."""
+        return EventStream(self._asked(question, **options))
+
+    def _asked(
         self,
         question: str,
         *,
@@ -425,19 +426,6 @@ class Session:
         deadline_s: float | None = None,
         with_gap: bool = False,
         decisive_gap: float = DECISIVE_GAP,
-    ) -> EventStream:
-        """The same as events: each piece of the answer, then the whole with its version and timings."""
-        return EventStream(self._asked(question, answers, at_least, params, deadline_s, with_gap, decisive_gap))
-
-    def _asked(
-        self,
-        question: str,
-        answers: tuple[str, ...],
-        at_least: int | None,
-        params: SamplingParams | None,
-        deadline_s: float | None,
-        with_gap: bool,
-        decisive_gap: float,
     ) -> StartQuery:
         what = asked(question, answers, SamplingParams() if params is None else params, with_gap, decisive_gap)
         if at_least is not None and (not is_whole(at_least) or at_least > self._buffer.num_appended):
@@ -519,8 +507,8 @@ class Session:
     async def _computed(self, snapshot: Snapshot, asked: Asked, submitted_s: float, emit: Emit) -> Answer:
         answer = await answered(self._backend, snapshot, asked, submitted_s, self._clock, emit)
         if asked.key[-1] and answer.version == self.version:
-            num_bytes = sum(map(sys.getsizeof, (asked.question, *asked.answers, answer.text)))
-            self._answers.put((asked.key, asked.with_gap), answer, num_bytes + TOKEN_BYTES * len(answer.token_ids))
+            parts = (asked.question, *asked.answers, answer.text, answer.token_ids, *answer.token_ids)
+            self._answers.put((asked.key, asked.with_gap), answer, sum(map(sys.getsizeof, parts)))
         return answer
 
     async def _at_least(self, version: int) -> Snapshot:

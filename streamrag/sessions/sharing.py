@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from streamrag.handle import Emit
-from streamrag.tasks import cancel_regardless
+from streamrag.tasks import Broadcast, cancel_regardless
 from streamrag.telemetry import Answer, Event, Timings, TokensGenerated
 
 Compute: TypeAlias = Callable[[Emit], Coroutine[Any, Any, Answer]]
@@ -94,16 +94,16 @@ class _Computation:
     def __init__(self, compute: Compute) -> None:
         self.num_askers = 0
         self._pieces: list[TokensGenerated] = []
-        self._has_news = asyncio.Event()
+        self._news = Broadcast()
         self.task = asyncio.create_task(compute(self._put), name="streamrag shared answer")
-        self.task.add_done_callback(lambda _: self._wake())
+        self.task.add_done_callback(lambda _: self._news.wake())
 
     async def pieces(self) -> AsyncGenerator[TokensGenerated, None]:
         """All, also those of before."""
         num_read = 0
         while num_read < len(self._pieces) or not self.task.done():
             if num_read == len(self._pieces):
-                await self._has_news.wait()
+                await self._news.wait()
             for piece in self._pieces[num_read:]:
                 num_read += 1
                 yield piece
@@ -111,8 +111,4 @@ class _Computation:
     async def _put(self, event: Event) -> None:
         assert isinstance(event, TokensGenerated)
         self._pieces.append(event)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._has_news.set()
-        self._has_news = asyncio.Event()
+        self._news.wake()

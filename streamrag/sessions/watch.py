@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from streamrag.errors import PipelineClosedError, StreamRagError
 from streamrag.sessions.asking import Asked
+from streamrag.tasks import Broadcast
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         """What the reader has read last."""
         self.work: asyncio.Task[None] | None = None
         """Under way, to answer it."""
-        self._has_news = asyncio.Event()
-        """Set, and replaced by another, with each answer and at the end."""
+        self._news = Broadcast()
         self._is_closed = False
 
     @property
@@ -74,7 +74,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self.num_answered += 1
         self.error = None
         self._unread = answered if answered.text != self._told else None
-        self._wake()
+        self._news.wake()
 
     async def at_least(self, version: int) -> WatchedAnswer:
         """The answer to this version of the data, or to a newer one, once it is there.
@@ -87,12 +87,8 @@ class Watch(AsyncIterator[WatchedAnswer]):
                 if self.error is not None:
                     raise self.error
                 raise PipelineClosedError("the watch ended before that version was answered")
-            await self._has_news.wait()
+            await self._news.wait()
         return self.newest
-
-    def _wake(self) -> None:
-        self._has_news.set()
-        self._has_news = asyncio.Event()
 
     async def aclose(self) -> None:
         """The question is no longer answered ahead, nor when its session is resumed."""
@@ -112,7 +108,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
             return
         self.error = error
         self._is_closed = True
-        self._wake()
+        self._news.wake()
         self._watches.remove(self)
         if self.work is not None:
             self.work.cancel()
@@ -126,7 +122,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
                 if self.error is not None:
                     raise self.error
                 raise StopAsyncIteration
-            await self._has_news.wait()
+            await self._news.wait()
         answered, self._unread = self._unread, None
         self._told = answered.text
         return answered

@@ -138,15 +138,8 @@ async def answering(service: Service, caller: Caller, held: Held, asked: Questio
     params = service.answering(
         sampling(service.params, max_tokens=asked.max_tokens, temperature=asked.temperature, seed=asked.seed)
     )
-    stream = held.session.ask_events(
-        asked.question,
-        answers=tuple(asked.answers),
-        at_least=asked.at_least,
-        params=params,
-        deadline_s=service.limits.deadline_s,
-        with_gap=asked.with_gap,
-        decisive_gap=asked.decisive_gap,
-    )
+    given = asked.model_dump(include={"answers", "at_least", "with_gap", "decisive_gap"})
+    stream = held.session.ask_events(asked.question, params=params, deadline_s=service.limits.deadline_s, **given)
     with held.in_use():
         async with (
             service.open(

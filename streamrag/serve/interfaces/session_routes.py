@@ -27,9 +27,9 @@ from starlette.websockets import WebSocket
 
 from streamrag.errors import StreamRagError
 from streamrag.serve.bodies import read_body, sampling
-from streamrag.serve.failures import Failure
 from streamrag.serve.frames import Frames
 from streamrag.serve.gate import CALLER
+from streamrag.serve.interfaces.ask import told_failure
 from streamrag.serve.interfaces.session_requests import (
     Data,
     Frozen,
@@ -88,7 +88,7 @@ def routes(service: Service) -> list[BaseRoute]:
                     async for event in events:
                         await write(ServerSentEvent(json_of(values_of(event)), event=name_of(event)))
 
-            return await respond(request, produce, failed=_failed, send_timeout_s=service.limits.send_timeout_s)
+            return await respond(request, produce, failed=told_failure, send_timeout_s=service.limits.send_timeout_s)
 
         async def answered() -> dict[str, Any]:
             async with aclosing(answering(service, request.scope[CALLER], held, asked)) as events:
@@ -128,7 +128,7 @@ def routes(service: Service) -> list[BaseRoute]:
                     async for event in events:
                         await write(ServerSentEvent(json_of(event.values), event=event.name, id=str(event.id)))
 
-        return await respond(request, produce, failed=_failed, send_timeout_s=service.limits.send_timeout_s)
+        return await respond(request, produce, failed=told_failure, send_timeout_s=service.limits.send_timeout_s)
 
     async def connect(socket: WebSocket) -> None:
         caller = socket.scope[CALLER]
@@ -160,7 +160,3 @@ def routes(service: Service) -> list[BaseRoute]:
         Route(f"{one}/events", events, methods=["GET"]),
         WebSocketRoute(f"{one}/socket", connect),
     ]
-
-
-def _failed(failure: Failure) -> list[ServerSentEvent]:
-    return [ServerSentEvent(failure.json(), event="error")]

@@ -5,11 +5,11 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from streamrag.errors import SessionLogError, SessionLogInUseError, StreamRagError, TooManySessionsError
 from streamrag.serve.failures import RefusedError, RequestError, failure_of
@@ -22,7 +22,7 @@ from streamrag.sessions import Session, SessionLimits, Watch
 from streamrag.sessions.asking import Asked
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog
-from streamrag.tasks import cancel_regardless, run_regardless
+from streamrag.tasks import Broadcast, cancel_regardless, run_regardless
 
 MAX_KEPT_EVENTS = 256
 """Of a session, for readers that come back with the id of the last event that they saw."""
@@ -44,10 +44,6 @@ TOUCH_SHARE = 0.05
 
 RETRY_S = 60.0
 """After which whoever was refused may try again: somebody may have closed a session, or one has expired."""
-
-REFUSALS: Mapping[str, Refusal] = {
-    each: each for each in ("sessions", "client_sessions", "session_tokens", "client_session_tokens")
-}
 
 log = logging.getLogger("streamrag.serve")
 
@@ -98,7 +94,7 @@ class Held:
     num_events: int = 0
     watches: dict[str, tuple[Watch, "asyncio.Task[None]"]] = field(default_factory=dict)
     telling: tuple["asyncio.Task[None]", ...] = ()
-    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    news: Broadcast = field(default_factory=Broadcast)
     is_closed: bool = False
 
     @contextmanager
@@ -145,12 +141,7 @@ class Held:
         """Something happened."""
         self.num_events = self.num_events + 1 if self.log is None else self.log.next_event()
         self.events.append(SessionEvent(self.num_events, name, values))
-        self.wake()
-
-    def wake(self) -> None:
-        """Whoever reads events looks again."""
-        self.has_news.set()
-        self.has_news = asyncio.Event()
+        self.news.wake()
 
     async def read(self, after: int, caller: Caller) -> AsyncGenerator[SessionEvent, None]:
         """Events behind the one of this id, or all, as they come, until the session is closed.
@@ -175,7 +166,7 @@ class Held:
             if self.is_closed:
                 return
             if not self.events or self.events[-1].id <= after:
-                await self.has_news.wait()
+                await self.news.wait()
 
 
 class SessionStore:
@@ -207,9 +198,6 @@ class SessionStore:
         with suppress(RuntimeError):  # there is no event loop yet: the first request begins it
             self._begin_to_look()
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     async def open(self, client: str, **options: Any) -> Held:
         """A new session.
 
@@ -223,7 +211,7 @@ class SessionStore:
         try:  # the log of a session may say anything: no window is longer than the model
             self._books.check(client, num_tokens, longest_window=most)
         except TooManySessionsError as error:
-            raise RefusedError(str(error), REFUSALS[error.limit], RETRY_S) from None
+            raise RefusedError(str(error), cast(Refusal, error.limit), RETRY_S) from None
         held = self._add(f"sess_{uuid.uuid4().hex}", client, num_tokens, options)  # counted before the first await
         try:
             async with held.starting:
@@ -377,7 +365,7 @@ class SessionStore:
                         self._forget(held)
                     continue
                 if held.num_readers or held.num_users:
-                    held.wake()
+                    held.news.wake()
                 if held.used_s - held.touched_s > TOUCH_SHARE * limits.session_idle_s:
                     await _touch(held)
 
@@ -398,7 +386,7 @@ async def _end(held: Held, forgets: bool) -> None:
     async with held.starting:
         await held.session.aclose(forgets=forgets)
     await cancel_regardless([*(task for _, task in held.watches.values()), *held.telling])
-    held.wake()
+    held.news.wake()
 
 
 async def _touch(held: Held) -> None:
