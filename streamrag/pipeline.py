@@ -234,7 +234,7 @@ class Pipeline:
             raise PipelineClosedError(FORKED)
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new queries, let running ones go on for up to `drain_s` seconds, abort them and sessions, stop all parts.
+        """Refuse new queries, let running ones go on for up to `drain_s` seconds, end them and sessions, stop all.
 
         A call that is cancelled aborts them at once, and still returns only when all is stopped. So does a second call.
         Aborted queries raise PipelineClosedError.

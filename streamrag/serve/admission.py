@@ -11,12 +11,7 @@ from streamrag.telemetry import ContextChanged, Event, PrefillProgressed, Tokens
 
 MINUTE_S = 60.0
 
-AHEAD_SHARES = {
-    "max_queries": 2,
-    "max_queries_per_client": 2,
-    "max_requests_per_minute": 2,
-    "max_queued_tokens": 64,
-}
+AHEAD_SHARES = {"max_queries": 2, "max_queries_per_client": 2, "max_requests_per_minute": 2, "max_queued_tokens": 64}
 """Parts of a bound of which one is for watched questions: nobody waits for them yet, so they leave the rest to others.
 Of tokens it is a step of the engine by default, which is how long others then wait for them."""
 

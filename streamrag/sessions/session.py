@@ -474,9 +474,8 @@ class Session:
         """
         self.check_open()
         params = SamplingParams(max_tokens=64) if params is None else params
-        return self._watching().add(
-            name, KeptWatch("", question, answers, every_s, priority, with_gap, decisive_gap, params)
-        )
+        given = KeptWatch("", question, answers, every_s, priority, with_gap, decisive_gap, params)
+        return self._watching().add(name, given)
 
     def _watching(self) -> "Watches":
         from streamrag.sessions.watching import Watches

@@ -140,14 +140,11 @@ async def answering(service: Service, caller: Caller, held: Held, asked: Questio
     )
     given = asked.model_dump(include={"answers", "at_least", "with_gap", "decisive_gap"})
     stream = held.session.ask_events(asked.question, params=params, deadline_s=service.limits.deadline_s, **given)
+    num_tokens = len(asked.question)  # at most: the data before it are computed
     with held.in_use():
         async with (
             service.open(
-                caller,
-                "sessions",
-                asked.question,
-                max_tokens=params.max_tokens,
-                num_prompt_tokens=len(asked.question),  # the data before it are computed, and a token has a character
+                caller, "sessions", asked.question, max_tokens=params.max_tokens, num_prompt_tokens=num_tokens
             ) as opened,
             stream as seen,
         ):
