@@ -67,8 +67,8 @@ class Watches:
         name, what = name and plain_text(name), given.asked()
         if name is not None and self._log is not None:
             of = {field: getattr(what, field) for field in ("question", "answers", "with_gap", "decisive_gap")}
-            times = {"every_s": float(given.every_s), "priority": int(given.priority)}
-            self._log.watched(replace(given, watch=name, **times, **of))
+            every_s, priority = float(given.every_s), int(given.priority)
+            self._log.watched(replace(given, watch=name, every_s=every_s, priority=priority, **of))
         return self.begin(name, given)
 
     def begin(self, name: str | None, kept: KeptWatch) -> Watch:
