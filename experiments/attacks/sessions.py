@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -129,8 +128,8 @@ async def many_event_readers(port: int, key: str | None, seconds: float) -> str:
 
 async def stored_responses(port: int, key: str | None, seconds: float) -> str:
     """Have responses stored whose fields take thirty times as much memory as objects as they have bytes of JSON."""
-    tools = json.loads(f"[{'[],' * 300_000}1]")
-    body = json.dumps({"input": "Where?", "tools": [{"type": "file_search", "x": tools}], "max_output_tokens": 16})
+    tools = f'[{{"type":"file_search","x":[{"[]," * 300_000}1]}}]'
+    body = f'{{"input":"Where?","max_output_tokens":16,"tools":{tools}}}'
     headers = {"content-type": "application/json"}
     async with attacker(port, key) as http:
         seen = await repeat(seconds, lambda i: http.post("/v1/responses", content=body, headers=headers))

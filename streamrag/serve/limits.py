@@ -51,7 +51,7 @@ class Limits(Checked):
     )
     max_session_tokens_per_client: int = Field(default=1 << 21, ge=0, description="the same of one client's sessions")
     max_watches: int = Field(default=32, ge=0, description="watched questions of one session")
-    max_readers: int = Field(default=16, ge=0, description="readers of the events of one session, also on WebSockets")
+    max_readers: int = Field(default=4, ge=0, description="readers of the events of one session, also on WebSockets")
     session_idle_s: float = Field(default=3600.0, gt=0, description="seconds that a session stays without use")
     session_unused_s: float = Field(
         default=300.0, gt=0, description="the same of one that was opened and not used yet: perhaps nobody knows of it"

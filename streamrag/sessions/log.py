@@ -81,7 +81,7 @@ class SessionLog:
         self._header: Header
         self._held: OrderedDict[int, Chunk] = OrderedDict()
         """All that the session holds: in its window, and not there yet."""
-        self._watches: dict[str, KeptWatch] = {}
+        self.watches: dict[str, KeptWatch] = {}
         self.num_events = 0
         """Told so far, and before: a new event's number is one more."""
         self._num_reserved = 0
@@ -103,11 +103,6 @@ class SessionLog:
         """Where it is."""
         return self._file.path
 
-    @property
-    def watches(self) -> tuple[KeptWatch, ...]:
-        """Those that are kept."""
-        return tuple(self._watches.values())
-
     # --------------------------------------------------------------------------------------------- starting and ending
 
     async def open(self) -> Logged | None:
@@ -123,9 +118,9 @@ class SessionLog:
         if logged is not None:
             self.state = LogState(is_resumed=True, is_torn=logged.is_torn)
             self._newest = logged.num_appended
-            self._watches = dict(islice(logged.watches.items(), self._max_watches))
-            if len(self._watches) < len(logged.watches):
-                log.warning("%s: watches beyond the first %d are left out", self.path, len(self._watches))
+            self.watches = dict(islice(logged.watches.items(), self._max_watches))
+            if len(self.watches) < len(logged.watches):
+                log.warning("%s: watches beyond the first %d are left out", self.path, len(self.watches))
             self.num_events = logged.num_events
             self._held.update((each.number, each.chunk) for each in logged.chunks)
             if logged.is_torn:
@@ -202,12 +197,12 @@ class SessionLog:
         size = num_characters_of(watch)
         if size > MAX_CHARACTERS:
             raise SessionLogError(f"a watch has more than {MAX_CHARACTERS:,} characters, the most in a log: shorten it")
-        self._watches[watch.watch] = watch
+        self.watches[watch.watch] = watch
         self._queue(watch, size)
 
     def unwatched(self, name: str) -> None:
         """It is not any more."""
-        del self._watches[name]
+        del self.watches[name]
         self._queue(Unwatched(name), len(name))
 
     def next_event(self) -> int:
@@ -303,7 +298,7 @@ class SessionLog:
         if self._is_behind or self._file.has_grown:
             header = replace(self._header, num_appended=newest, num_events=self._num_reserved)
             held = [Numbered(number, chunk) for number, chunk in self._held.items()]
-            work = partial(self._file.write_anew, header, [*self._watches.values(), *held])
+            work = partial(self._file.write_anew, header, [*self.watches.values(), *held])
         else:
             work = partial(self._file.append, queued)
         self._is_behind = False

@@ -173,7 +173,7 @@ class Session:
         ingestion.start(self._data_updated, self._drops.end, self._batch_interval_s)
         conversation.reset(token)
         self._ingestion = ingestion
-        for kept in self._log.watches if self._log else ():
+        for kept in self._log.watches.values() if self._log else ():
             self._watching().begin(kept.watch, kept)
 
     async def aclose(self, *, forgets: bool = False) -> None:

@@ -33,7 +33,7 @@ MAX_SHOWN = 200
 MAX_WATCHED = 2_000
 """Characters of a watched question and its answers, which are kept as long as the session."""
 
-TOGETHER_S = 0.1
+TOGETHER_S = 0.25
 """Seconds between two events that say which version stands: each goes to all readers."""
 
 LOOK_S = 5.0
