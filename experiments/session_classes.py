@@ -119,7 +119,7 @@ class OneSession:
         while self._num_ready() < num:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.005)
         for _ in range(WATCHED):
-            self._seen.ahead.append(await self._answered(num, "flash", 1))
+            self._seen.ahead.append(await self._answered(num, "session", 1))
 
     async def _answered(self, num_ready: int, request_class: RequestClass, num_answer: int) -> float:
         clock = asyncio.get_running_loop().time

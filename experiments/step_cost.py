@@ -65,7 +65,7 @@ def all_states(made: SimulatedEngine, num: int) -> None:
 
 def sessions(made: SimulatedEngine, num: int) -> None:
     """The same: what users asked, data that stand, what is answered ahead and what others ask, and data that came."""
-    in_all_states(made, num, ["session", "stream", "flash", "stream"])
+    in_all_states(made, num, ["session", "stream", "session", "stream"])
 
 
 def in_all_states(made: SimulatedEngine, num: int, classes: Sequence[RequestClass]) -> None:

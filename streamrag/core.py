@@ -115,9 +115,9 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int], start: int = 0) -> int
     return shared
 
 
-RequestClass: TypeAlias = Literal["flash", "session", "pool", "stream"]
-"""Who waits for a request, the most urgent class first: a question of a session that is answered ahead, one that a user
-asks, any other query, and nobody, for a session's data. Source: arXiv 2605.13784, section 3.6."""
+RequestClass: TypeAlias = Literal["session", "pool", "stream"]
+"""Who waits for a request, the most urgent class first: a question of a session, any other query, and nobody, for a
+session's data. Source: arXiv 2605.13784, section 3.6, where watched questions are a class before all others."""
 
 
 @dataclass(frozen=True, slots=True)

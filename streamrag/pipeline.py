@@ -183,13 +183,13 @@ class Pipeline:
         tenant: whose it is, for the pipeline's `session_limits`. One more than these allow raises
             TooManySessionsError when it is entered.
         """
-        from streamrag.sessions.limits import SessionBooks
+        from streamrag.sessions.limits import SessionBooks, SessionLimits
         from streamrag.sessions.session import Session
 
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one")
-        if self._session_books is None and self._session_limits is not None:
-            self._session_books = SessionBooks(self._session_limits)
+        if self._session_books is None:
+            self._session_books = SessionBooks(self._session_limits or SessionLimits())
         return Session(
             self.backend,
             system=system,
@@ -235,7 +235,7 @@ class Pipeline:
             raise PipelineClosedError(FORKED)
 
     async def aclose(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new queries, let the running ones go on for up to `drain_s` seconds, abort them, stop all parts.
+        """Refuse new queries, let running ones go on for up to `drain_s` seconds, end them and sessions, stop all.
 
         A call that is cancelled aborts them at once, and still returns only when all is stopped. So does a second call.
         Aborted queries raise PipelineClosedError.
@@ -257,7 +257,11 @@ class Pipeline:
         for task in tasks:
             task.cancel()
         await wait_regardless(tasks)
-        await self._parts.aclose()
+        try:
+            sessions = self._session_books.close() if self._session_books else []
+            await asyncio.gather(*(session.aclose() for session in sessions))
+        finally:
+            await self._parts.aclose()
 
     async def __aenter__(self) -> Self:
         try:

@@ -16,6 +16,22 @@ LET_GO_S = 10.0
 T = TypeVar("T")
 
 
+class Broadcast:
+    """Wakes all tasks that wait for it at a moment."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def wake(self) -> None:
+        """Wake all that wait now."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Wait for the next `wake`."""
+        await self._event.wait()
+
+
 def is_cancelled() -> bool:
     """Whether the current task was told to stop. A CancelledError in one that was not is somebody's mistake."""
     task = asyncio.current_task()

@@ -1,11 +1,10 @@
-"""Requests in classes by who waits for them: flash, session, pool, stream, each first in, first out.
+"""Requests in classes by who waits for them: session, pool, stream, each first in, first out.
 
-    flash    ──────┬──────────── since_s                 a class has so long a start before the next
-    session  ──────┼──ageing_s── since_s + ageing_s
-    pool           ├──────────── since_s + 2 ageing_s    the places only: who takes one is for another policy to say
-    stream         └──────────── since_s + 3 ageing_s
+    session  ──────┬──────────── since_s                 a class has so long a start before the next
+    pool     ──────┼──ageing_s── since_s + ageing_s      the places only: who takes one is for another policy to say
+    stream         └──────────── since_s + 2 ageing_s
 
-Source: arXiv 2605.13784, section 3.6, which has no ageing.
+Source: arXiv 2605.13784, section 3.6, which has no ageing, and watched questions before all others.
 """
 
 from collections.abc import Sequence
@@ -27,8 +26,8 @@ RANKS: dict[str, int] = {name: rank for rank, name in enumerate(get_args(Request
 class ClassPolicy:
     """Serves each class before the next, and orders the pool as `within` does. Without other classes it is `within`.
 
-    A request is overtaken only by those that came less than its rank times `ageing_s` after it, where flash has rank 0
-    and stream 3. The wait of a stream counts from the first of its tokens that are not computed,
+    A request is overtaken only by those that came less than its rank times `ageing_s` after it, where session has rank
+    0 and stream 2. The wait of a stream counts from the first of its tokens that are not computed,
     that of others from their newest chunk. Partial prompts of the pool take places as if they came now: nobody waits
     for them yet, and when they are complete they age.
     """

@@ -11,6 +11,10 @@ from streamrag.telemetry import ContextChanged, Event, PrefillProgressed, Tokens
 
 MINUTE_S = 60.0
 
+AHEAD_SHARES = {"max_queries": 2, "max_queries_per_client": 2, "max_requests_per_minute": 2, "max_queued_tokens": 64}
+"""Parts of a bound of which one is for watched questions: nobody waits for them yet, so they leave the rest to others.
+Of tokens it is a step of the engine by default, which is how long others then wait for them."""
+
 LEARNS_FROM = 32
 """Prompts whose mean length the next one is expected to have."""
 
@@ -21,27 +25,25 @@ WANTED_S = 30.0
 class Place:
     """What one query has claimed. It starts with what is expected of it, and follows what it turns out to be."""
 
-    def __init__(self, client: str, num_prompt_tokens: int, num_answer_tokens: int) -> None:
+    def __init__(self, client: str, num_prompt_tokens: int, num_answer_tokens: int, is_ahead: bool = False) -> None:
         self.client = client
+        self.is_ahead = is_ahead
         self._num_prompt = num_prompt_tokens
         self._num_answer = num_answer_tokens
         self._num_computed = 0
+        self.num_context_tokens = 0
+        """Tokens of the newest prompt, if it is one whose context grew. Retrieval and sessions have none."""
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens of prompt and answer that are still to be computed."""
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Of the newest prompt."""
-        return self._num_prompt
-
     def follow(self, event: Event) -> None:
         """Take in what happened to it."""
         match event:
             case ContextChanged():
-                self._num_prompt = event.num_tokens
+                self._num_prompt = self.num_context_tokens = event.num_tokens
                 self._num_computed = min(self._num_computed, event.num_shared)
             case PrefillProgressed():
                 self._num_computed = event.num_tokens
@@ -58,6 +60,8 @@ class Admission:
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
+        shares = {name: max(getattr(limits, name) // num, 1) for name, num in AHEAD_SHARES.items()}
+        self._limits_ahead = limits.model_copy(update=shares)
         self.is_draining = False
         self.is_ready = True
         self._clock = clock
@@ -80,19 +84,22 @@ class Admission:
         """Tokens still to be computed for them."""
         return sum(place.num_queued_tokens for place in self._places)
 
-    def enter(self, client: str, *, max_tokens: int, num_prompt_tokens: int | None = None) -> Place:
-        """A place for one query, to be given back with `leave`.
+    def enter(
+        self, client: str, *, max_tokens: int, num_prompt_tokens: int | None = None, is_ahead: bool = False
+    ) -> Place:
+        """Claim a place for one query, to be given back with `leave`.
 
         max_tokens: of its answer. num_prompt_tokens: of its prompt, if that is known; else as long as those before.
+        is_ahead: whether nobody waits for its answer yet. It counts as any other, and has a share of each bound.
 
         :raises RefusedError: there is none.
         """
-        limits = self.limits
+        limits = self._limits_ahead if is_ahead else self.limits
         if self.is_draining:
             raise RefusedError("the service is stopping: ask another one, or later", "draining", 5.0)
         if not self.is_ready:
             raise RefusedError("the engine is starting: try again", "not_ready", 5.0)
-        most, num_open = self._share_of(client), self._of_client[client]
+        most, num_open = self._share_of(client, limits), self._of_client[client]
         if num_open >= most:
             why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"
             raise RefusedError(
@@ -102,11 +109,11 @@ class Admission:
             self._wanted_s[client] = self._clock()
             self._wanted_s.move_to_end(client)
             raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
-        self._check_rate(client)
+        self._check_rate(client, limits, is_ahead)
         expected = num_prompt_tokens if num_prompt_tokens is not None else self._expected_prompt_tokens()
-        place = Place(client, expected, max_tokens)
-        queued = self._queued_before(client)
-        if self._places and queued + place.num_queued_tokens > limits.max_queued_tokens:
+        place = Place(client, expected, max_tokens, is_ahead)
+        queued = self._queued_before(client, is_ahead)
+        if queued and queued + place.num_queued_tokens > limits.max_queued_tokens:
             share = (queued + place.num_queued_tokens - limits.max_queued_tokens) / max(queued, 1)
             raise RefusedError(
                 f"{queued:,} tokens wait to be computed, and {limits.max_queued_tokens:,} is the most",
@@ -125,43 +132,47 @@ class Admission:
         self._of_client[place.client] -= 1
         if not self._of_client[place.client]:
             del self._of_client[place.client]
-        if place.num_prompt_tokens:  # a retrieval alone has none, and says nothing of the others
-            self._prompts.append(place.num_prompt_tokens)
+        if place.num_context_tokens:
+            self._prompts.append(place.num_context_tokens)
         self._stays.append(stayed_s)
 
-    def _share_of(self, client: str) -> int:
-        """Places that a client may have: as many as each, while another one has found none."""
+    def _share_of(self, client: str, limits: Limits) -> int:
+        """Return how many places a client may have: as many as each, while another one has found none."""
         since_s = self._clock() - WANTED_S
         while self._wanted_s and next(iter(self._wanted_s.values())) <= since_s:
             self._wanted_s.popitem(last=False)
-        most = self.limits.max_queries_per_client
+        most = limits.max_queries_per_client
         if len(self._wanted_s) == (client in self._wanted_s):
             return most
         num_others = sum(name not in self._wanted_s for name in {client, *self._of_client})
         num_clients = len(self._wanted_s) + num_others
-        return min(most, max(self.limits.max_queries // num_clients, 1))
+        return min(most, max(limits.max_queries // num_clients, 1))
 
-    def _queued_before(self, client: str) -> int:
-        """Tokens that wait, of each other client no more than its share: nobody's prompts keep out everybody else."""
+    def _queued_before(self, client: str, is_ahead: bool) -> int:
+        """Count the tokens that wait, of each other client no more than its share, so that none keeps out all others.
+
+        Before what is computed ahead, count the same of this client only.
+        """
         waiting = Counter({client: 0})
         for place in self._places:
-            waiting[place.client] += place.num_queued_tokens
+            if not is_ahead or (place.is_ahead and place.client == client):
+                waiting[place.client] += place.num_queued_tokens
         share = self.limits.max_queued_tokens // len(waiting)
         return sum(num if name == client else min(num, share) for name, num in waiting.items())
 
-    def _check_rate(self, client: str) -> None:
+    def _check_rate(self, client: str, limits: Limits, is_ahead: bool) -> None:
         now = self._clock()
         while self._begun and next(iter(self._begun.values()))[-1] <= now - MINUTE_S:
             self._begun.popitem(last=False)
         times = self._begun.get(client, deque())
         while times and times[0] <= now - MINUTE_S:
             times.popleft()
-        if len(times) >= self.limits.max_requests_per_minute:
-            raise RefusedError(
-                f"{self.limits.max_requests_per_minute} queries a minute are the most",
-                "client_rate",
-                times[0] + MINUTE_S - now,
-            )
+        most_of_second = max(limits.max_requests_per_minute // 60, 1)
+        for most, window_s in ((limits.max_requests_per_minute, MINUTE_S), (most_of_second, 1.0))[: 1 + is_ahead]:
+            if len(times) >= most and times[-most] > now - window_s:
+                raise RefusedError(
+                    f"{most} queries in {window_s:g} s are the most", "client_rate", times[-most] + window_s - now
+                )
 
     def _expected_prompt_tokens(self) -> int:
         return round(sum(self._prompts) / len(self._prompts)) if self._prompts else 0

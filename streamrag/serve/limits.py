@@ -51,6 +51,7 @@ class Limits(Checked):
     )
     max_session_tokens_per_client: int = Field(default=1 << 21, ge=0, description="the same of one client's sessions")
     max_watches: int = Field(default=32, ge=0, description="watched questions of one session")
+    max_readers: int = Field(default=4, ge=0, description="readers of the events of one session, also on WebSockets")
     session_idle_s: float = Field(default=3600.0, gt=0, description="seconds that a session stays without use")
     session_unused_s: float = Field(
         default=300.0, gt=0, description="the same of one that was opened and not used yet: perhaps nobody knows of it"
@@ -58,7 +59,7 @@ class Limits(Checked):
     session_read_s: float = Field(
         default=86_400.0, gt=0, description="seconds that those who only read its events keep a session"
     )
-    max_state_bytes: int = Field(default=64 << 20, ge=0, description="bytes of text in those that are kept")
+    max_state_bytes: int = Field(default=64 << 20, ge=0, description="bytes of memory that those may take")
     state_s: float = Field(default=3600.0, gt=0, description="seconds that such a response is kept without being used")
     idle_s: float = Field(default=300.0, gt=0, description="seconds that a stream waits for a word of its client")
     send_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a client to read what was sent")

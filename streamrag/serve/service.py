@@ -13,11 +13,9 @@ import anyio
 from streamrag.asked import QueryOptions
 from streamrag.core import (
     Backend,
-    BackendEvent,
     Mode,
     ModelInfo,
     Progress,
-    Prompt,
     SamplingParams,
     Source,
     SourceEvent,
@@ -369,14 +367,6 @@ class Service:
             opened = await ends.enter_async_context(place)
             events = await ends.enter_async_context(handle)
             yield await ends.enter_async_context(aclosing(opened.noted(events)))
-
-    async def generate(
-        self, opened: OpenQuery, prompts: AsyncIterator[Prompt], params: SamplingParams
-    ) -> AsyncGenerator[BackendEvent, None]:
-        """The backend's events for prompts that a client brings as a whole; see `Backend.generate`."""
-        async with aclosing(self.backend.generate(prompts, params)) as events:  # type: ignore[type-var]
-            async for event in events:
-                yield event
 
 
 def first_question(turns: Sequence[Turn]) -> str | None:

@@ -7,10 +7,20 @@ system text is frozen, the data slide, question and answer are ephemeral.
 
 from streamrag.sessions.dropping import DataDropped as DataDropped
 from streamrag.sessions.limits import SessionLimits as SessionLimits
+from streamrag.sessions.session import AskOptions as AskOptions
 from streamrag.sessions.session import Session as Session
 from streamrag.sessions.state import LogState as LogState
 from streamrag.sessions.state import SessionState as SessionState
 from streamrag.sessions.watch import Watch as Watch
 from streamrag.sessions.watch import WatchedAnswer as WatchedAnswer
 
-__all__ = ["DataDropped", "LogState", "Session", "SessionLimits", "SessionState", "Watch", "WatchedAnswer"]
+__all__ = [
+    "AskOptions",
+    "DataDropped",
+    "LogState",
+    "Session",
+    "SessionLimits",
+    "SessionState",
+    "Watch",
+    "WatchedAnswer",
+]

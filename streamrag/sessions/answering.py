@@ -7,7 +7,7 @@ from functools import partial
 from math import inf, isfinite
 from typing import Any
 
-from streamrag.core import AnswerChunk, Backend, Prompt, RequestClass, SamplingParams
+from streamrag.core import AnswerChunk, Backend, Prompt, SamplingParams
 from streamrag.errors import BackendError
 from streamrag.handle import Emit
 from streamrag.retrieving import closing
@@ -42,7 +42,7 @@ async def answered(
 
     async def one_pass(begun: tuple[int, ...], allowed: Sequence[int]) -> tuple[int | None, Any]:
         params = asked.for_engine(allowed, with_logprobs=with_logprobs)
-        async with aclosing(_chunks(backend, token_ids + begun, params, asked.request_class)) as pieces:
+        async with aclosing(_chunks(backend, token_ids + begun, params)) as pieces:
             chunks[:] = [chunk async for chunk in pieces]
         first = next((chunk for chunk in chunks if chunk.token_ids), None)
         return (first.token_ids[0], first.logprobs and first.logprobs[0]) if first else (None, None)
@@ -54,7 +54,7 @@ async def answered(
         finish_reason = "stop"
         await emit(TokensGenerated(first_s, text, answer_ids, finish_reason))
     else:
-        async with aclosing(_chunks(backend, token_ids, asked.for_engine(), asked.request_class)) as pieces:
+        async with aclosing(_chunks(backend, token_ids, asked.for_engine())) as pieces:
             async for chunk in pieces:
                 at_s = clock() - submitted_s
                 first_s = at_s if first_s is None and (chunk.text or chunk.token_ids) else first_s
@@ -94,7 +94,7 @@ def again(answer: Answer, submitted_s: float, after_s: float) -> Answer:
 
 
 async def _chunks(
-    backend: Backend, token_ids: tuple[int, ...], params: SamplingParams, request_class: RequestClass
+    backend: Backend, token_ids: tuple[int, ...], params: SamplingParams
 ) -> AsyncGenerator[AnswerChunk, None]:
     """Of one request. Whoever leaves closes it.
 
@@ -102,7 +102,7 @@ async def _chunks(
     """
     is_finished = False
     async with (
-        aclosing(_one_prompt(token_ids, request_class)) as whole,
+        aclosing(_one_prompt(token_ids)) as whole,
         closing(backend.generate(whole, params)) as events,
     ):
         async for event in events:
@@ -113,8 +113,8 @@ async def _chunks(
         raise BackendError("the engine ended without finishing its answer")
 
 
-async def _one_prompt(token_ids: tuple[int, ...], request_class: RequestClass) -> AsyncGenerator[Prompt, None]:
-    yield Prompt(token_ids, 0, is_complete=True, request_class=request_class)
+async def _one_prompt(token_ids: tuple[int, ...]) -> AsyncGenerator[Prompt, None]:
+    yield Prompt(token_ids, 0, is_complete=True, request_class="session")
 
 
 def _gap(logprobs: Any) -> float | None:

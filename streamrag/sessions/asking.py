@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any
 
-from streamrag.core import RequestClass, SamplingParams
+from streamrag.core import SamplingParams
 from streamrag.errors import ConfigurationError
 from streamrag.kinds import is_number, plain_text, short
 
@@ -24,7 +24,6 @@ class Asked:
     """As of `choosing.chosen`."""
     key: tuple[str, frozenset[str], float, str]
     """Equal for those with the same answer. Its last part is empty where each time may have another."""
-    request_class: RequestClass = "session"
 
     def for_engine(self, allowed: Sequence[int] = (), *, with_logprobs: bool = False) -> SamplingParams:
         """What the engine is asked, if only these tokens may come."""

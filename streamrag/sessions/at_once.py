@@ -36,14 +36,11 @@ class AtOnce:
     def took(self, num: int, seconds: float) -> None:
         """One of so many at once did."""
         self._num_last = num
-        for name, value in (
-            ("_weight", 1.0),
-            ("_num", num),
-            ("_num_squared", num * num),
-            ("_took_s", seconds),
-            ("_num_took_s", num * seconds),
-        ):
-            setattr(self, name, DECAY * getattr(self, name) + value)
+        self._weight = DECAY * self._weight + 1.0
+        self._num = DECAY * self._num + num
+        self._num_squared = DECAY * self._num_squared + num * num
+        self._took_s = DECAY * self._took_s + seconds
+        self._num_took_s = DECAY * self._num_took_s + num * seconds
 
     @property
     def most(self) -> int:

@@ -1,8 +1,8 @@
 """Telling of data that were dropped: some at a time, to whoever wants to know."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass
 
 TOGETHER_S = 0.25
@@ -22,68 +22,51 @@ class DataDropped:
     """All, since the session began."""
 
 
-class DropReader:
+class _Reader:
     """What one reader has not been told of yet."""
 
     def __init__(self) -> None:
-        self._num_chunks = self._first = self._last = self._num_dropped = 0
-        self._has_news = asyncio.Event()
-        self._has_ended = asyncio.Event()
-
-    def put(self, number: int, num_dropped: int) -> None:
-        """The chunk of this number was dropped."""
-        if not self._num_chunks:
-            self._first = number
-            self._has_news.set()
-        self._num_chunks += 1
-        self._last, self._num_dropped = number, num_dropped
-
-    def end(self) -> None:
-        """There will be no more."""
-        self._has_ended.set()
-        self._has_news.set()
-
-    async def next(self) -> DataDropped | None:
-        """What was dropped, within some time; None at the end."""
-        await self._has_news.wait()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TOGETHER_S):
-                await self._has_ended.wait()
-        if not self._num_chunks:
-            return None
-        told = DataDropped(self._num_chunks, self._first, self._last, self._num_dropped)
-        self._num_chunks = 0
-        if not self._has_ended.is_set():
-            self._has_news.clear()
-        return told
+        self.num_chunks = self.first = self.last = 0
+        self.has_news = asyncio.Event()
 
 
 class Drops:
     """Those of one session."""
 
     def __init__(self) -> None:
-        self._readers: list[DropReader] = []
-        self._has_ended = False
+        self._readers: list[_Reader] = []
+        self._num_dropped = 0
+        self._has_ended = asyncio.Event()
 
     def put(self, number: int, num_dropped: int) -> None:
-        """The chunk of this number was dropped, one of so many."""
+        """Tell readers that the chunk of this number was dropped, one of so many."""
+        self._num_dropped = num_dropped
         for reader in self._readers:
-            reader.put(number, num_dropped)
+            reader.first = reader.first if reader.num_chunks else number
+            reader.last = number
+            reader.num_chunks += 1
+            reader.has_news.set()
 
     def end(self) -> None:
-        """There will be no more."""
-        self._has_ended = True
+        """Tell readers that there will be no more."""
+        self._has_ended.set()
         for reader in self._readers:
-            reader.end()
+            reader.has_news.set()
 
-    @contextmanager
-    def reading(self) -> Iterator[DropReader]:
-        """A reader of those that come from now on."""
-        reader = DropReader()
+    async def read(self) -> AsyncGenerator[DataDropped, None]:
+        """Yield what is dropped from now on, within some time each, up to the end."""
+        reader = _Reader()
         self._readers.append(reader)
-        if self._has_ended:
-            reader.end()
         try:
-            yield reader
+            while not self._has_ended.is_set():
+                await reader.has_news.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TOGETHER_S):
+                        await self._has_ended.wait()
+                if reader.num_chunks:
+                    told = DataDropped(reader.num_chunks, reader.first, reader.last, self._num_dropped)
+                    reader.num_chunks = 0
+                    reader.has_news.clear()
+                    yield told
         finally:
             self._readers.remove(reader)

@@ -11,7 +11,7 @@ from streamrag.sessions.lane import Lane
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.prompts import SessionPrompts
 from streamrag.sessions.window import Piece, Window
-from streamrag.tasks import cancel_regardless, wait_regardless
+from streamrag.tasks import Broadcast, cancel_regardless, wait_regardless
 
 MAX_BATCH = 256
 """Chunks that go into the prompt at once; what comes while they are computed makes the next batch."""
@@ -58,8 +58,8 @@ class Ingestion:
         """From this version on."""
         self._log = log
         self._has_data = asyncio.Event()
-        self._has_news = asyncio.Event()
-        """Set, and replaced by another, with each version and at the end."""
+        self._news = Broadcast()
+        """Of each version, and of the end."""
         self._task: asyncio.Task[None] | None = None
         self._lanes: list[Lane] = []
         """The newest last; those before it are on their way out."""
@@ -74,7 +74,7 @@ class Ingestion:
         self._task = asyncio.create_task(self._run(on_version, batch_interval_s), name=f"streamrag {self._name}")
         self._task.add_done_callback(lambda _: on_version())
         self._task.add_done_callback(lambda _: on_end())
-        self._task.add_done_callback(lambda _: self._wake())
+        self._task.add_done_callback(lambda _: self._news.wake())
 
     def append(self, chunk: Chunk) -> int:
         """Its number; never waits."""
@@ -111,17 +111,13 @@ class Ingestion:
         """
         while self.ready.version < version:
             self.check()
-            await self._has_news.wait()
+            await self._news.wait()
         return self.ready
 
     async def aclose(self) -> None:
         """Stop, and free what the engine holds."""
         if self._task is not None:
             await cancel_regardless([self._task])
-
-    def _wake(self) -> None:
-        self._has_news.set()
-        self._has_news = asyncio.Event()
 
     async def _run(self, on_version: Callable[[], None], batch_interval_s: float) -> None:
         snapshot, has_slid = self.ready, False
@@ -131,7 +127,7 @@ class Ingestion:
                 stands = await self._computed(snapshot, has_slid)
                 self.ready = snapshot
                 on_version()
-                self._wake()
+                self._news.wake()
                 await self._close_lanes(num_kept=int(stands))
                 if not stands:
                     await asyncio.sleep(RETRY_S)
@@ -150,7 +146,7 @@ class Ingestion:
             self._lanes.append(Lane(self._backend, self._name))
         try:
             await self._lanes[-1].advance(snapshot.token_ids)
-        except StreamRagError:
+        except BackendError:
             self.num_failures += 1
             return False
         return True

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from streamrag.core import Backend, Prefilled, Prompt, SamplingParams, common_prefix_len
-from streamrag.errors import BackendError, StreamRagError
+from streamrag.errors import BackendError
 from streamrag.retrieving import closing
 from streamrag.tasks import end_or_leave
 
@@ -30,7 +30,7 @@ class Lane:
     async def advance(self, token_ids: tuple[int, ...]) -> None:
         """Let the prompt be this one, and return when its KV is computed, or when that takes too long.
 
-        :raises StreamRagError: the engine gave it up; make another lane.
+        :raises BackendError: the engine gave it up; make another lane.
         """
         num_new = len(token_ids) - common_prefix_len(self._token_ids, token_ids)
         self._token_ids = token_ids
@@ -42,7 +42,7 @@ class Lane:
             async with asyncio.timeout(SETTLE_S + SETTLE_TOKEN_S * num_new):
                 while self._num_prefilled < len(token_ids) - 1:  # an engine leaves the last token to the answer
                     if self._task.done():
-                        raise self._fault(self._task)
+                        raise BackendError("the engine ended a stream that was not complete")
                     self._has_news.clear()
                     await self._has_news.wait()
         except TimeoutError:
@@ -74,12 +74,3 @@ class Lane:
             before, given = given, self._token_ids  # the newest: an engine that is slow to ask misses those between
             num_shared = common_prefix_len(before, given)
             yield Prompt(given, num_shared, is_complete=False, source_name=self._name, request_class="stream")
-
-    @staticmethod
-    def _fault(task: "asyncio.Task[None]") -> StreamRagError:
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, StreamRagError):
-            return error
-        failure = BackendError("the engine ended a stream that was not complete")
-        failure.__cause__ = error
-        return failure

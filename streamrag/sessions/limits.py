@@ -3,8 +3,9 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from math import inf
+from typing import Any
 
-from streamrag.errors import ConfigurationError, TooManySessionsError
+from streamrag.errors import ConfigurationError, PipelineClosedError, TooManySessionsError
 from streamrag.kinds import is_whole, short
 
 
@@ -35,12 +36,21 @@ class SessionBooks:
     def __init__(self, limits: SessionLimits) -> None:
         self._limits = limits
         self._open: dict[Hashable, tuple[str, int]] = {}
+        self._is_closed = False
+
+    def close(self) -> list[Any]:
+        """Refuse all further sessions, and return those that are open."""
+        self._is_closed = True
+        return list(self._open)
 
     def check(self, tenant: str, num_tokens: int, *, longest_window: float = inf) -> None:
         """Whether this tenant may open another. No window counts for more than the longest that there can be.
 
         :raises TooManySessionsError: there are as many as may be, or their windows hold as much.
+        :raises PipelineClosedError: the pipeline was closed.
         """
+        if self._is_closed:
+            raise PipelineClosedError("the pipeline of this session has been closed: make a new one")
         limits = self._limits
         windows = [(whose, min(num, longest_window)) for whose, num in self._open.values()]
         own = [num for whose, num in windows if whose == tenant]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,6 @@ from streamrag.sessions.buffer import Numbered, num_characters
 from streamrag.sessions.log_file import LogFile
 from streamrag.sessions.log_lines import (
     MAX_CHARACTERS,
-    MAX_NUMBER,
     Dropped,
     Entry,
     Frozen,
@@ -34,7 +34,7 @@ from streamrag.sessions.log_lines import (
     num_characters_of,
 )
 from streamrag.sessions.state import LogState
-from streamrag.tasks import LET_GO_S, wait_regardless
+from streamrag.tasks import LET_GO_S, Broadcast, wait_regardless
 
 RETRY_S = 5.0
 """After the disk refused to take it."""
@@ -62,19 +62,26 @@ class SessionLog:
 
     owner: kept in the log, for whoever asks whose it is.
     on_failure: called with the reason when the disk does not take it, the first time in a row.
+    max_watches: watches that are read from the file at most; all, if that is None.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, owner: str = "", on_failure: Callable[[str], None] = lambda reason: None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        owner: str = "",
+        on_failure: Callable[[str], None] = lambda reason: None,
+        max_watches: int | None = None,
     ) -> None:
         self.state = LogState()
         self._owner = owner
         self._on_failure = on_failure
+        self._max_watches = max_watches
         self._file = LogFile(Path(path))
         self._header: Header
         self._held: OrderedDict[int, Chunk] = OrderedDict()
         """All that the session holds: in its window, and not there yet."""
-        self._watches: dict[str, KeptWatch] = {}
+        self.watches: dict[str, KeptWatch] = {}
         self.num_events = 0
         """Told so far, and before: a new event's number is one more."""
         self._num_reserved = 0
@@ -89,18 +96,12 @@ class SessionLog:
         self._has_work = asyncio.Event()
         self._hurry = asyncio.Event()
         """Set when somebody waits for it."""
-        self._has_news = asyncio.Event()
-        """Set, and replaced by another, after each attempt to write."""
+        self._attempts = Broadcast()
 
     @property
     def path(self) -> Path:
         """Where it is."""
         return self._file.path
-
-    @property
-    def watches(self) -> tuple[KeptWatch, ...]:
-        """Those that are kept."""
-        return tuple(self._watches.values())
 
     # --------------------------------------------------------------------------------------------- starting and ending
 
@@ -117,7 +118,9 @@ class SessionLog:
         if logged is not None:
             self.state = LogState(is_resumed=True, is_torn=logged.is_torn)
             self._newest = logged.num_appended
-            self._watches = dict(logged.watches)
+            self.watches = dict(islice(logged.watches.items(), self._max_watches))
+            if len(self.watches) < len(logged.watches):
+                log.warning("%s: watches beyond the first %d are left out", self.path, len(self.watches))
             self.num_events = logged.num_events
             self._held.update((each.number, each.chunk) for each in logged.chunks)
             if logged.is_torn:
@@ -142,7 +145,7 @@ class SessionLog:
 
     async def begun(self) -> None:
         """Wait for the first attempt to write, which reserves numbers for events."""
-        await self._has_news.wait()
+        await self._attempts.wait()
 
     async def aclose(self, *, removes: bool = False) -> None:
         """Write what is left, and let others have the file; with `removes` it is gone. That is done later if
@@ -173,14 +176,6 @@ class SessionLog:
         if num_characters(chunk) > MAX_CHARACTERS:
             raise SessionLogError(f"a chunk has more than {MAX_CHARACTERS:,} characters, the most in a log: split it")
 
-    def check_room(self, num: int) -> None:
-        """Whether so many versions can be counted on from the newest.
-
-        :raises SessionLogError: it began so high, as no session does, that the next process could not read them.
-        """
-        if self._newest + num >= MAX_NUMBER:
-            raise SessionLogError(f"{self.path} has version {self._newest}, and cannot count further: begin another")
-
     @staticmethod
     def check_system(system: str) -> None:
         """:raises SessionLogError: it is too long for a log."""
@@ -202,12 +197,12 @@ class SessionLog:
         size = num_characters_of(watch)
         if size > MAX_CHARACTERS:
             raise SessionLogError(f"a watch has more than {MAX_CHARACTERS:,} characters, the most in a log: shorten it")
-        self._watches[watch.watch] = watch
+        self.watches[watch.watch] = watch
         self._queue(watch, size)
 
     def unwatched(self, name: str) -> None:
         """It is not any more."""
-        del self._watches[name]
+        del self.watches[name]
         self._queue(Unwatched(name), len(name))
 
     def next_event(self) -> int:
@@ -220,7 +215,7 @@ class SessionLog:
 
     def _reserve(self, num_events: int) -> None:
         self._num_reserved = num_events
-        self._queue(Reserved(min(num_events, MAX_NUMBER - 1)), 0)
+        self._queue(Reserved(num_events), 0)
 
     def append(self, numbered: Numbered) -> None:
         """It was appended. Never waits."""
@@ -257,7 +252,7 @@ class SessionLog:
                 raise SessionLogError(f"{self.path} has been closed")
             self._has_work.set()
             self._hurry.set()
-            await self._has_news.wait()
+            await self._attempts.wait()
         return self.state.flushed
 
     async def touch(self, at_s: float) -> None:
@@ -285,8 +280,7 @@ class SessionLog:
             self._has_work.clear()
             self._hurry.clear()
             has_failed = not await self._write()
-            self._has_news.set()
-            self._has_news = asyncio.Event()
+            self._attempts.wake()
             if self._is_closing and (has_failed or not (self._queued or self._is_behind)):
                 return
             if has_failed:
@@ -302,15 +296,9 @@ class SessionLog:
         if not queued and not self._is_behind:
             return True
         if self._is_behind or self._file.has_grown:
-            header = replace(
-                self._header,
-                num_appended=newest,
-                num_dropped=min(self._header.num_dropped, MAX_NUMBER - 1),
-                num_slid=min(self._header.num_slid, MAX_NUMBER - 1),
-                num_events=min(self._num_reserved, MAX_NUMBER - 1),
-            )
+            header = replace(self._header, num_appended=newest, num_events=self._num_reserved)
             held = [Numbered(number, chunk) for number, chunk in self._held.items()]
-            work = partial(self._file.write_anew, header, [*self._watches.values(), *held])
+            work = partial(self._file.write_anew, header, [*self.watches.values(), *held])
         else:
             work = partial(self._file.append, queued)
         self._is_behind = False

@@ -60,7 +60,7 @@ class LogFile:
         """
         assert self._file is not None
         if not _is_same(self._file, self.path):
-            raise SessionLogError(f"{self.path} was removed or replaced by somebody else")
+            raise SessionLogError("the file was removed or replaced by somebody else")
         try:
             num_bytes = _write(self._file, map(line_of, entries))
             os.fsync(self._file)
@@ -75,7 +75,7 @@ class LogFile:
         :raises OSError, SessionLogError: it is what it was.
         """
         if self._file is None or (self.path.exists() and not _is_same(self._file, self.path)):
-            raise SessionLogError(f"{self.path} was replaced by somebody else")
+            raise SessionLogError("the file was replaced by somebody else")
         unfinished = self.path.with_name(f".writing-{secrets.token_hex(4)}-{self.path.name}")
         file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:

@@ -34,8 +34,8 @@ MAX_CHARACTERS = 1_000_000
 MAX_LINE_BYTES = 16_000_000
 """A character that is no ASCII takes up to twelve."""
 
-MAX_NUMBER = 1 << 53
-"""Above all that is counted, when it is read and when it is written: what JSON has room for."""
+MAX_NUMBER = 1 << 52
+"""Above all numbers that a session counts to, and far below what JSON has room for: a log that has more is damaged."""
 
 Count = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 

@@ -68,7 +68,6 @@ class Opening:
             buffer.num_appended, buffer.num_dropped = logged.num_appended, logged.num_dropped
         if self.log is not None:
             system = template.system if logged is None else logged.header.system  # which a frozen one may have followed
-            system = template.system if logged is None else logged.header.system  # which a frozen one may have followed
             self.log.start(system, window_tokens, self.slide_share, logged)
             if logged is not None:
                 await self.log.begun()

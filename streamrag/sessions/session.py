@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
-from dataclasses import replace
+from contextlib import aclosing
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
 from streamrag.errors import ConfigurationError, PipelineClosedError
@@ -26,6 +27,7 @@ from streamrag.sessions.following import append_all, check_followed
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog, session_log
+from streamrag.sessions.log_lines import KeptWatch
 from streamrag.sessions.opening import Opening
 from streamrag.sessions.prompts import session_template
 from streamrag.sessions.running import Running
@@ -37,9 +39,10 @@ from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
     from streamrag.sessions.watch import Watch
-    from streamrag.sessions.watching import Watches
+    from streamrag.sessions.watching import Admit, Watches
 
 MAX_ANSWERS = 1024
+MAX_ANSWER_BYTES = 4_000_000
 """Greedy answers that are kept, for whoever asks the same of the same data: those last asked for."""
 
 MAX_WAITING = 4096
@@ -48,6 +51,23 @@ MAX_WAITING_CHARACTERS = 4_000_000
 
 IN_ONE_TURN = 64
 """Chunks that are appended before others have a turn of the event loop: half a millisecond."""
+
+
+class AskOptions(TypedDict, total=False):
+    """How a question is answered."""
+
+    answers: tuple[str, ...]
+    """The only answers there may be, none another's beginning. As few tokens are computed as tell them apart, mostly
+    one."""
+    at_least: int | None
+    """Wait until that holds the data of this version, as `append` returned it."""
+    params: SamplingParams | None
+    deadline_s: float | None
+    """Most seconds until the last token."""
+    with_gap: bool
+    """Say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities."""
+    decisive_gap: float
+    """Of `answers`: the one that leads by so much, in log-probability, is taken before all its tokens are computed."""
 
 
 class Session:
@@ -64,6 +84,7 @@ class Session:
         wait for fewer steps, and for newer data.
     log: a file that the session's text is kept in; if it is there, the session goes on where it ended.
     tenant, books: whose it is, and where it is counted while it is open; nowhere, without.
+    admit: makes room for each answer to a watched question, or refuses it for now; without, there is always room.
     """
 
     def __init__(
@@ -81,6 +102,7 @@ class Session:
         name: str = "session",
         tenant: str = "",
         books: SessionBooks | None = None,
+        admit: "Admit" = lambda asked: lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for option, value in (
@@ -104,15 +126,16 @@ class Session:
         if not isinstance(tenant, str):
             raise ConfigurationError(f"tenant={short(tenant)} must be a str")
         self._books = books
-        admit = partial(self._admit, tenant)
-        self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log, admit)
+        self._admit_answer = admit
+        register = partial(self._register, tenant)
+        self._opening = Opening(words, is_text_given, window_tokens, float(slide_share), name, self._log, register)
         self._batch_interval_s = float(batch_interval_s)
         self._buffer = Buffer(max_waiting, max_waiting_characters, self._dropped)
         self._drops = Drops()
         self._num_in_turn = 0
         self._running = Running(name)
         self._conversation = f"session {uuid.uuid4().hex}"
-        self._answers = KeptAnswers(MAX_ANSWERS)
+        self._answers = KeptAnswers(MAX_ANSWERS, MAX_ANSWER_BYTES)
         """To the version that stands, by what was asked and whether it has a gap."""
         self._under_way = UnderWay(clock)
         """The same of any version."""
@@ -150,8 +173,8 @@ class Session:
         ingestion.start(self._data_updated, self._drops.end, self._batch_interval_s)
         conversation.reset(token)
         self._ingestion = ingestion
-        for kept in self._log.watches if self._log else ():
-            self._watching().resume(kept)
+        for kept in self._log.watches.values() if self._log else ():
+            self._watching().begin(kept.watch, kept)
 
     async def aclose(self, *, forgets: bool = False) -> None:
         """End all questions and watches, and free the session's KV; with `forgets`, remove its log too."""
@@ -159,7 +182,7 @@ class Session:
         self._is_forgotten = forgets
         await run_regardless(self._close(), "streamrag session closes")
 
-    def _admit(self, tenant: str, window_tokens: int) -> None:
+    def _register(self, tenant: str, window_tokens: int) -> None:
         if self._books is not None:
             self._books.check(tenant, window_tokens)
             self._books.put(self, tenant, window_tokens)
@@ -170,18 +193,15 @@ class Session:
 
     async def _close(self) -> None:
         try:
-            await self._end_all()
+            if self._watches is not None:
+                await self._watches.aclose()
+            await self._running.aclose()
+            if self._ingestion is not None:
+                await self._ingestion.aclose()
+            if self._log is not None and (self._ingestion is not None or self._is_forgotten):
+                await self._log.aclose(removes=self._is_forgotten)
         finally:
             self._leave_books()
-
-    async def _end_all(self) -> None:
-        if self._watches is not None:
-            await self._watches.aclose()
-        await self._running.aclose()
-        if self._ingestion is not None:
-            await self._ingestion.aclose()
-        if self._log is not None and (self._ingestion is not None or self._is_forgotten):
-            await self._log.aclose(removes=self._is_forgotten)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -233,7 +253,7 @@ class Session:
         self.check_open()
         chunk = self._shown(data)
         await self._turn()
-        self._check_room(1)
+        self.check_open()
         return self._started().append(chunk)
 
     async def extend(self, data: Sequence[Chunk | str]) -> int:
@@ -249,7 +269,7 @@ class Session:
         for each in data:
             chunks.append(self._shown(each))
             await self._turn()
-        self._check_room(len(chunks))
+        self.check_open()
         self._buffer.check(chunks)
         for chunk in chunks:
             self._started().append(chunk)
@@ -260,11 +280,6 @@ class Session:
         if self._log is not None:
             self._log.check(chunk)
         return chunk
-
-    def _check_room(self, num: int) -> None:
-        self.check_open()
-        if self._log is not None:
-            self._log.check_room(num)
 
     async def _turn(self) -> None:
         self._num_in_turn += 1
@@ -325,7 +340,7 @@ class Session:
         before = ingestion.ready.prompts
         prompts = await in_thread(before.tokenizer, partial(before.with_system, system))
         prompts.check_window(ingestion.window.max_tokens)
-        self._check_room(1)
+        self.check_open()
         return ingestion.freeze(prompts, system)
 
     async def newest(self, *, behind: int = 0, at_most: int = 100) -> list[tuple[int, str]]:
@@ -363,8 +378,8 @@ class Session:
         :raises BackendError: it has failed.
         """
         self.check_open()
-        with self._drops.reading() as reader:
-            while (dropped := await reader.next()) is not None:
+        async with aclosing(self._drops.read()) as told:
+            async for dropped in told:
                 yield dropped
         self.check_open()
 
@@ -385,37 +400,23 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------- questions
 
-    def ask(
-        self,
-        question: str,
-        *,
-        answers: tuple[str, ...] = (),
-        at_least: int | None = None,
-        params: SamplingParams | None = None,
-        deadline_s: float | None = None,
-        with_gap: bool = False,
-        decisive_gap: float = DECISIVE_GAP,
-    ) -> AnswerStream:
-        """The answer to `question`, chunk by chunk, from the newest version that is computed.
-
-        answers: the only answers there may be, none another's beginning. As few tokens are computed as tell them apart:
-            most often one.
-        at_least: wait until that holds the data of this version, as `append` returned it.
-        deadline_s: most seconds until the last token.
-        with_gap: say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities.
-        decisive_gap: of `answers`: the one that leads by so much, in log-probability, is taken before all its tokens
-            are computed.
+    def ask(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
+        """Return the answer to `question`, chunk by chunk, from the newest version that is computed.
 
         Raises, when iterated, DeadlineExceededError, PromptTooLongError, BackendError and PipelineClosedError; and
         ConfigurationError for answers that cannot be told from each other.
         """
-        return AnswerStream(self._asked(question, answers, at_least, params, deadline_s, with_gap, decisive_gap))
+        return AnswerStream(self._asked(question, **options))
 
     def ask_ahead(self, asked: Asked) -> AnswerStream:
-        """The same for a watch: nobody has asked yet, and who does is to have the answer at once."""
-        return AnswerStream(self._starting(replace(asked, request_class="flash"), 0, None))
+        """Answer a watched question: nobody has asked it yet, and who does is to have the answer at once."""
+        return AnswerStream(self._starting(asked, 0, None))
 
-    def ask_events(
+    def ask_events(self, question: str, **options: Unpack[AskOptions]) -> EventStream:
+        """The same as events: each piece of the answer, then the whole with its version and timings."""
+        return EventStream(self._asked(question, **options))
+
+    def _asked(
         self,
         question: str,
         *,
@@ -425,19 +426,6 @@ class Session:
         deadline_s: float | None = None,
         with_gap: bool = False,
         decisive_gap: float = DECISIVE_GAP,
-    ) -> EventStream:
-        """The same as events: each piece of the answer, then the whole with its version and timings."""
-        return EventStream(self._asked(question, answers, at_least, params, deadline_s, with_gap, decisive_gap))
-
-    def _asked(
-        self,
-        question: str,
-        answers: tuple[str, ...],
-        at_least: int | None,
-        params: SamplingParams | None,
-        deadline_s: float | None,
-        with_gap: bool,
-        decisive_gap: float,
     ) -> StartQuery:
         what = asked(question, answers, SamplingParams() if params is None else params, with_gap, decisive_gap)
         if at_least is not None and (not is_whole(at_least) or at_least > self._buffer.num_appended):
@@ -485,13 +473,15 @@ class Session:
         :raises SessionLogError: it has a name, and is too long for the log.
         """
         self.check_open()
-        return self._watching().add(question, answers, every_s, priority, params, with_gap, decisive_gap, name)
+        params = SamplingParams(max_tokens=64) if params is None else params
+        given = KeptWatch("", question, answers, every_s, priority, with_gap, decisive_gap, params)
+        return self._watching().add(name, given)
 
     def _watching(self) -> "Watches":
         from streamrag.sessions.watching import Watches
 
         if self._watches is None:
-            self._watches = Watches(self, self._log)
+            self._watches = Watches(self, self._log, self._admit_answer)
         return self._watches
 
     async def _answered(self, asked: Asked, at_least: int, emit: Emit) -> Answer:
@@ -516,7 +506,8 @@ class Session:
     async def _computed(self, snapshot: Snapshot, asked: Asked, submitted_s: float, emit: Emit) -> Answer:
         answer = await answered(self._backend, snapshot, asked, submitted_s, self._clock, emit)
         if asked.key[-1] and answer.version == self.version:
-            self._answers.put((asked.key, asked.with_gap), answer)
+            parts = (asked.question, *asked.answers, answer.text, answer.token_ids, *answer.token_ids)
+            self._answers.put((asked.key, asked.with_gap), answer, sum(map(sys.getsizeof, parts)))
         return answer
 
     async def _at_least(self, version: int) -> Snapshot:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from streamrag.handle import Emit
-from streamrag.tasks import cancel_regardless
+from streamrag.tasks import Broadcast, cancel_regardless
 from streamrag.telemetry import Answer, Event, Timings, TokensGenerated
 
 Compute: TypeAlias = Callable[[Emit], Coroutine[Any, Any, Answer]]
@@ -16,32 +16,37 @@ Compute: TypeAlias = Callable[[Emit], Coroutine[Any, Any, Answer]]
 
 
 class KeptAnswers:
-    """At most so many; who was asked for longest ago goes first."""
+    """An LRU cache of answers, of at most so many and so many bytes."""
 
-    def __init__(self, at_most: int) -> None:
+    def __init__(self, at_most: int, max_bytes: int) -> None:
         self._at_most = at_most
-        self._answers: OrderedDict[Hashable, Answer] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._answers: OrderedDict[Hashable, tuple[Answer, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def get(self, key: Hashable) -> Answer | None:
-        """The answer that is kept under this key."""
-        answer = self._answers.get(key)
-        if answer is not None:
-            self._answers.move_to_end(key)
-        return answer
-
-    def put(self, key: Hashable, answer: Answer) -> None:
-        """Keep it."""
-        self._answers[key] = answer
+        """Return the answer that is kept under this key."""
+        if key not in self._answers:
+            return None
         self._answers.move_to_end(key)
-        if len(self._answers) > self._at_most:
-            self._answers.popitem(last=False)
+        return self._answers[key][0]
+
+    def put(self, key: Hashable, answer: Answer, num_bytes: int) -> None:
+        """Keep an answer that takes so many bytes with its key."""
+        _, num_before = self._answers.pop(key, (answer, 0))
+        self._answers[key] = answer, num_bytes
+        self._num_bytes += num_bytes - num_before
+        while len(self._answers) > self._at_most or self._num_bytes > self._max_bytes:
+            _, (_, num_gone) = self._answers.popitem(last=False)
+            self._num_bytes -= num_gone
 
     def clear(self) -> None:
-        """They are of a version that no longer stands."""
+        """Forget all: they are of a version that no longer stands."""
         self._answers.clear()
+        self._num_bytes = 0
 
 
 class UnderWay:
@@ -89,16 +94,16 @@ class _Computation:
     def __init__(self, compute: Compute) -> None:
         self.num_askers = 0
         self._pieces: list[TokensGenerated] = []
-        self._has_news = asyncio.Event()
+        self._news = Broadcast()
         self.task = asyncio.create_task(compute(self._put), name="streamrag shared answer")
-        self.task.add_done_callback(lambda _: self._wake())
+        self.task.add_done_callback(lambda _: self._news.wake())
 
     async def pieces(self) -> AsyncGenerator[TokensGenerated, None]:
         """All, also those of before."""
         num_read = 0
         while num_read < len(self._pieces) or not self.task.done():
             if num_read == len(self._pieces):
-                await self._has_news.wait()
+                await self._news.wait()
             for piece in self._pieces[num_read:]:
                 num_read += 1
                 yield piece
@@ -106,8 +111,4 @@ class _Computation:
     async def _put(self, event: Event) -> None:
         assert isinstance(event, TokensGenerated)
         self._pieces.append(event)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._has_news.set()
-        self._has_news = asyncio.Event()
+        self._news.wake()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from streamrag.errors import PipelineClosedError, StreamRagError
 from streamrag.sessions.asking import Asked
+from streamrag.tasks import Broadcast
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
@@ -54,9 +55,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         """What the reader has read last."""
         self.work: asyncio.Task[None] | None = None
         """Under way, to answer it."""
-        self._has_news = asyncio.Event()
-        self._has_answered = asyncio.Event()
-        """Set, and replaced by another, with each answer."""
+        self._news = Broadcast()
         self._is_closed = False
 
     @property
@@ -74,9 +73,8 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self.newest = answered
         self.num_answered += 1
         self.error = None
-        self._wake()
         self._unread = answered if answered.text != self._told else None
-        self._has_news.set()
+        self._news.wake()
 
     async def at_least(self, version: int) -> WatchedAnswer:
         """The answer to this version of the data, or to a newer one, once it is there.
@@ -89,16 +87,8 @@ class Watch(AsyncIterator[WatchedAnswer]):
                 if self.error is not None:
                     raise self.error
                 raise PipelineClosedError("the watch ended before that version was answered")
-            await self._has_answered.wait()
+            await self._news.wait()
         return self.newest
-
-    def _wake(self) -> None:
-        self._has_answered.set()
-        self._has_answered = asyncio.Event()
-
-    def fail(self, error: StreamRagError) -> None:
-        """It cannot be answered at all; whoever iterates is told."""
-        self._end(error)
 
     async def aclose(self) -> None:
         """The question is no longer answered ahead, nor when its session is resumed."""
@@ -109,16 +99,16 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self._watches.forget(self)
         self.stop()
 
-    def stop(self) -> None:
-        """End it for now: a session that is resumed has it again, if it has a name."""
-        if not self._is_closed:
-            self._end(None)
+    def stop(self, error: StreamRagError | None = None) -> None:
+        """End the watch for now: a session that is resumed has it again, if it has a name.
 
-    def _end(self, error: StreamRagError | None) -> None:
+        error: why it cannot be answered at all, for whoever iterates.
+        """
+        if self._is_closed:
+            return
         self.error = error
         self._is_closed = True
-        self._has_news.set()
-        self._wake()
+        self._news.wake()
         self._watches.remove(self)
         if self.work is not None:
             self.work.cancel()
@@ -132,8 +122,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
                 if self.error is not None:
                     raise self.error
                 raise StopAsyncIteration
-            self._has_news.clear()
-            await self._has_news.wait()
+            await self._news.wait()
         answered, self._unread = self._unread, None
         self._told = answered.text
         return answered

@@ -1,13 +1,22 @@
 """Questions that are kept answered, all those of a session: Flash Queries, after arXiv 2605.13784, section 3.9."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
-from streamrag.core import SamplingParams
-from streamrag.errors import BackendError, ConfigurationError, PipelineClosedError, PromptTooLongError, StreamRagError
+from streamrag.errors import (
+    BackendError,
+    ConfigurationError,
+    PipelineClosedError,
+    PromptTooLongError,
+    StreamRagError,
+    TooManyQueriesError,
+)
 from streamrag.kinds import is_number, is_whole, plain_text, short
-from streamrag.sessions.asking import Asked, asked
+from streamrag.sessions.asking import Asked
 from streamrag.sessions.at_once import AtOnce
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.log_lines import KeptWatch
@@ -19,7 +28,10 @@ if TYPE_CHECKING:
     from streamrag.sessions.session import Session
 
 RETRY_S = 1.0
-"""After an attempt that failed."""
+"""Seconds until the next attempt, after one that failed or for which there was no room."""
+
+Admit: TypeAlias = Callable[[Asked], Callable[[], None]]
+"""Makes room for one answer, and returns what is to be called at its end; or raises TooManyQueriesError."""
 
 
 class Watches:
@@ -29,11 +41,13 @@ class Watches:
     left go first among their equals, so that none starves.
 
     log: keeps those that have a name.
+    admit: called before each answer; while it refuses, none is begun.
     """
 
-    def __init__(self, session: "Session", log: SessionLog | None) -> None:
+    def __init__(self, session: "Session", log: SessionLog | None, admit: Admit) -> None:
         self._session = session
         self._log = log
+        self._admit = admit
         self._watches: list[Watch] = []
         self.named: dict[str, Watch] = {}
         """Also those that cannot be answered, until their owner ends them."""
@@ -42,43 +56,24 @@ class Watches:
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    def add(
-        self,
-        question: str,
-        answers: tuple[str, ...],
-        every_s: float,
-        priority: int,
-        params: SamplingParams | None,
-        with_gap: bool,
-        decisive_gap: float,
-        name: str | None,
-    ) -> Watch:
+    def add(self, name: str | None, given: KeptWatch) -> Watch:
         """Register a question; another one of this name goes."""
-        if not is_number(every_s) or every_s < 0:
-            raise ConfigurationError(f"every_s={short(every_s)} must be a number of seconds, 0 or more")
-        if not is_whole(priority):
-            raise ConfigurationError(f"priority={short(priority)} must be a whole number")
+        if not is_number(given.every_s) or given.every_s < 0:
+            raise ConfigurationError(f"every_s={short(given.every_s)} must be a number of seconds, 0 or more")
+        if not is_whole(given.priority):
+            raise ConfigurationError(f"priority={short(given.priority)} must be a whole number")
         if name is not None and not (isinstance(name, str) and name):
             raise ConfigurationError(f"name={short(name)} must be a text, or None")
-        given = SamplingParams(max_tokens=64) if params is None else params
-        what = asked(question, answers, given, with_gap, decisive_gap)
-        every_s, priority = float(every_s), int(priority)
-        if name is None:
-            return self._begin(what, every_s, priority, None)
-        name = plain_text(name)
-        if self._log is not None:
-            kept = KeptWatch(
-                name, what.question, what.answers, every_s, priority, what.with_gap, what.decisive_gap, given
-            )
-            self._log.watched(kept)
-        return self._begin(what, every_s, priority, name)
+        name, what = name and plain_text(name), given.asked()
+        if name is not None and self._log is not None:
+            of = {field: getattr(what, field) for field in ("question", "answers", "with_gap", "decisive_gap")}
+            every_s, priority = float(given.every_s), int(given.priority)
+            self._log.watched(replace(given, watch=name, every_s=every_s, priority=priority, **of))
+        return self.begin(name, given)
 
-    def resume(self, kept: KeptWatch) -> None:
-        """Register what a log has."""
-        self._begin(kept.asked(), kept.every_s, kept.priority, kept.watch)
-
-    def _begin(self, what: Asked, every_s: float, priority: int, name: str | None) -> Watch:
-        watch = Watch(self, what, every_s, priority, name)
+    def begin(self, name: str | None, kept: KeptWatch) -> Watch:
+        """Register what `add` has checked, or a log has."""
+        watch = Watch(self, kept.asked(), float(kept.every_s), int(kept.priority), name)
         if name is not None:
             before = self.named.get(name)
             self.named[name] = watch
@@ -133,31 +128,48 @@ class Watches:
                     await self._has_work.wait()
 
     def _start_due(self) -> float | None:
-        """Have answered what is due, as far as there is room; seconds until another is, None if none will be."""
+        """Have answered what is due, as far as there is room.
+
+        Returns the seconds until there is more to do, None if nothing but another event brings that about.
+        """
         try:
             self._session.check_open()
         except PipelineClosedError:
             return None
         except BackendError as error:  # the session has failed: there will be no other version
             for watch in list(self._watches):
-                watch.fail(error)
+                watch.stop(error)
         now, version = _now_s(), self._session.version
         stale = [watch for watch in self._watches if watch.version < version and watch.work is None]
         due = sorted((each for each in stale if each.due_s <= now), key=lambda each: (-each.priority, each.version))
         num_working = sum(watch.work is not None for watch in self._watches)
-        starting = due[: max(self._at_once.most - num_working, 0)]
-        for watch in starting:
+        starting: list[tuple[Watch, Callable[[], None]]] = []
+        wait_s = min((each.due_s - now for each in stale if each.due_s > now), default=None)
+        try:
+            for watch in due[: max(self._at_once.most - num_working, 0)]:
+                leave = self._admit(watch.asked)
+                starting.append((watch, leave))
+        except TooManyQueriesError:
+            wait_s = RETRY_S
+        for watch, leave in starting:
             watch.due_s = now + watch.every_s
             work = self._answer(watch, num_working + len(starting))
             watch.work = asyncio.create_task(work, name="streamrag watched question")
-        return min((each.due_s - now for each in stale if each.due_s > now), default=None)
+            watch.work.add_done_callback(partial(self._ended, watch, leave))
+        return wait_s
+
+    def _ended(self, watch: Watch, leave: Callable[[], None], work: "asyncio.Task[None]") -> None:
+        leave()  # also where the work was cancelled before it had begun
+        if watch.work is work:
+            watch.work = None
+        self._has_work.set()
 
     async def _answer(self, watch: Watch, num_at_once: int) -> None:
         try:
             answered = await self._answered(watch)
         except (ConfigurationError, PromptTooLongError) as error:  # this question's fault
             watch.work = None
-            watch.fail(error)
+            watch.stop(error)
         except Exception as error:  # whatever the engine raises, the others are answered, and this one again
             watch.error = (
                 error if isinstance(error, StreamRagError) else BackendError(f"the engine failed: {error!r:.300}")
@@ -166,9 +178,6 @@ class Watches:
         else:
             self._at_once.took(num_at_once, answered.took_s)
             watch.put(answered)
-        finally:
-            watch.work = None
-            self._has_work.set()
 
     async def _answered(self, watch: Watch) -> WatchedAnswer:
         began_s = _now_s()

@@ -23,7 +23,7 @@ def test_a_load_has_requests_of_all_classes() -> None:
     scheduler = loaded(sessions, 8, StreamingScheduler).scheduler
     states = ([r.request_class for r in each] for each in (scheduler.running, scheduler.idle.values()))
     assert list(states) == [["session"] * 2, ["stream"] * 2]
-    assert sorted(r.request_class for r in scheduler.waiting) == ["flash", "pool", "stream", "stream"]
+    assert sorted(r.request_class for r in scheduler.waiting) == ["pool", "session", "stream", "stream"]
 
 
 @pytest.mark.parametrize("way", WAYS)

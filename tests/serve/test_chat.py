@@ -90,6 +90,7 @@ async def test_the_last_message_is_asked_and_the_others_are_history() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
         ({"messages": QUESTION, "n": 2}, 400, "n"),
         ({"messages": QUESTION, "temperature": -1}, 400, None),
+        ({"messages": QUESTION, "max_completion_tokens": 0, "max_tokens": 7}, 400, None),
         ({"messages": QUESTION, "temperature": "hot"}, 400, "temperature"),
         ({"messages": QUESTION, "max_tokens": 0, "stream": True}, 400, None),
         ({"messages": QUESTION, "model": "gpt-9"}, 404, "model"),

@@ -45,7 +45,7 @@ async def test_the_example_of_a_sessions_socket_works() -> None:
 def test_every_test_in_the_table_of_faults_exists() -> None:
     page = (ROOT / "docs" / "serve-faults.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", page))
-    folders = (ROOT / "tests" / "serve", ROOT / "tests" / "sessions")
+    folders = [ROOT / "tests" / name for name in ("serve", "serve/responses", "sessions")]
     trees = [ast.parse(path.read_text()) for folder in folders for path in folder.glob("test_*.py")]
     there = {
         each.name

@@ -416,6 +416,7 @@ async def test_watches_are_there_after_a_restart_and_events_go_on(tmp_path: Path
 
 async def test_a_reader_is_told_of_events_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.serve.interfaces.session_store.MAX_KEPT_EVENTS", 3)
+    monkeypatch.setattr("streamrag.serve.interfaces.session_store.TOGETHER_S", 0)
     async with serving() as served:
         url = await opened(served)
         for version in range(1, 8):

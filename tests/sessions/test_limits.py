@@ -1,8 +1,10 @@
 """How many sessions a pipeline has open, of each tenant and of all."""
 
+import asyncio
+
 import pytest
 
-from streamrag import ConfigurationError, Pipeline, PromptTooLongError, TooManySessionsError
+from streamrag import ConfigurationError, Pipeline, PipelineClosedError, PromptTooLongError, TooManySessionsError
 from streamrag.sessions import SessionLimits
 from streamrag.testing import ScriptedSource
 from tests.sessions.test_session import Engine, settled
@@ -39,6 +41,26 @@ async def test_each_tenant_and_all_have_so_many_sessions_and_tokens_and_no_more(
 async def test_without_limits_anybody_has_any() -> None:
     async with Pipeline(ScriptedSource([]), Engine(answer="yes")) as pipeline, pipeline.session(tenant="a") as session:
         await session.append("one")
+
+
+async def test_sessions_end_with_their_pipeline() -> None:
+    engine = Engine(answer="yes")
+    pipeline = Pipeline(ScriptedSource([]), engine)
+    await pipeline.start()
+    session, late = pipeline.session(), pipeline.session()
+    await session.start()
+    await session.append("one")
+    watch = session.watch("Any?")
+    await watch.at_least(1)
+    await pipeline.aclose()
+    assert engine.num_requests == 0
+    with pytest.raises(PipelineClosedError):
+        await session.append("two")
+    with pytest.raises(PipelineClosedError):
+        await watch.at_least(2)
+    with pytest.raises(PipelineClosedError):
+        await late.start()
+    assert len(asyncio.all_tasks()) == 1, "nothing tries again"
 
 
 def test_limits_are_checked() -> None:

@@ -307,6 +307,26 @@ async def test_the_answers_last_asked_for_are_kept(monkeypatch: pytest.MonkeyPat
         assert len(session._answers) == 2
 
 
+async def test_answers_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrag.sessions.session.MAX_ANSWER_BYTES", 10_000)
+    engine = Engine(answer="yes")
+    async with Session(engine) as session:
+        for question, num_asked in (
+            ("A" * 4000, 1),
+            ("B" * 4000, 2),
+            ("A" * 4000, 2),
+            ("C" * 4000, 3),
+            ("B" * 4000, 4),
+        ):
+            assert [chunk.text async for chunk in session.ask(question)]
+            assert len(engine.asked) == num_asked, question[0]
+        assert [chunk.text async for chunk in session.ask("D" * 20_000)]
+        assert len(session._answers) == 0, "one that takes more than there is room for"
+        assert [chunk.text async for chunk in session.ask("A" * 4000)]
+        await settled(session)
+        assert len(session._answers) == 2
+
+
 async def test_the_same_question_at_the_same_time_is_one_request() -> None:
     engine = Engine(answer="yes", is_endless=True)
     async with Session(engine) as session:

@@ -1,7 +1,7 @@
 """Watched questions whose engine, reader or owner misbehaves."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import anyio
 import pytest
@@ -15,8 +15,10 @@ from streamrag import (
     Prompt,
     PromptTooLongError,
     SamplingParams,
+    TooManyQueriesError,
 )
 from streamrag.sessions import Session
+from streamrag.sessions.asking import Asked
 from streamrag.testing import ScriptedBackend
 from tests.sessions.test_faults import Failing, soon, until
 from tests.sessions.test_session import Engine
@@ -140,3 +142,53 @@ async def test_options_of_watches_are_checked() -> None:
             await anext(session.ask("Any?", answers=("yes", "yesterday")))
         with pytest.raises(ConfigurationError, match="params"):
             session.ask("Any?", params={"max_tokens": 5})
+
+
+class Room:
+    """Room for so many answers at once."""
+
+    def __init__(self, num_free: int) -> None:
+        self.num_free = num_free
+        self.num_refused = 0
+
+    def admit(self, asked: Asked) -> Callable[[], None]:
+        if not self.num_free:
+            self.num_refused += 1
+            raise TooManyQueriesError("full")
+        self.num_free -= 1
+        return self.leave
+
+    def leave(self) -> None:
+        self.num_free += 1
+
+
+async def test_watches_wait_while_there_is_no_room_and_give_back_what_they_had() -> None:
+    engine, room = Engine(answer="yes"), Room(0)
+    async with Session(engine, admit=room.admit) as session:
+        watches = [session.watch(f"Any of {number}?") for number in range(3)]
+        await until(lambda: room.num_refused > 3)
+        assert not engine.asked
+        room.num_free = 1
+        async with asyncio.timeout(20):
+            for watch in watches:
+                await watch.at_least(0)
+        await until(lambda: room.num_free == 1)
+    assert all(watch.error is None for watch in watches)
+
+
+async def test_a_watch_that_is_closed_before_or_while_it_is_answered_gives_back_its_room() -> None:
+    engine, room = Engine(answer="yes", is_endless=True), Room(1)
+    async with Session(engine, admit=room.admit) as session:
+        watch = session.watch("Any?")
+        await until(lambda: len(engine.asked) == 1)
+        assert room.num_free == 0
+        await watch.aclose()
+        await until(lambda: room.num_free == 1)
+        watch = session.watch("Another?")
+        session._watching()._start_due()
+        assert room.num_free == 0
+        await watch.aclose()  # in the same turn of the event loop: its work is cancelled before it has begun
+        await until(lambda: room.num_free == 1)
+        session.watch("A third?")
+        await until(lambda: room.num_free == 0)
+    assert room.num_free == 1

@@ -122,7 +122,7 @@ async def test_the_engine_is_told_who_waits_for_each_request() -> None:
         async with pipeline.stream("A query") as answer:
             async for _ in answer:
                 pass
-    assert seen - {("pool", False)} == {("stream", False), ("flash", True), ("session", True), ("pool", True)}
+    assert seen - {("pool", False)} == {("stream", False), ("session", True), ("pool", True)}
 
 
 class Counting(Engine):

@@ -11,7 +11,7 @@ from streamrag.core import Chunk
 from streamrag.errors import PipelineClosedError, SessionLogError, StreamRagError
 from streamrag.serve.bodies import sampling
 from streamrag.serve.failures import RequestError
-from streamrag.serve.interfaces.session_store import Held, gone
+from streamrag.serve.interfaces.session_store import MAX_SHOWN, Held, gone
 from streamrag.serve.service import Caller, Service
 from streamrag.sessions.choosing import DECISIVE_GAP
 from streamrag.sessions.session import MAX_WAITING
@@ -138,18 +138,14 @@ async def answering(service: Service, caller: Caller, held: Held, asked: Questio
     params = service.answering(
         sampling(service.params, max_tokens=asked.max_tokens, temperature=asked.temperature, seed=asked.seed)
     )
-    stream = held.session.ask_events(
-        asked.question,
-        answers=tuple(asked.answers),
-        at_least=asked.at_least,
-        params=params,
-        deadline_s=service.limits.deadline_s,
-        with_gap=asked.with_gap,
-        decisive_gap=asked.decisive_gap,
-    )
+    given = asked.model_dump(include={"answers", "at_least", "with_gap", "decisive_gap"})
+    stream = held.session.ask_events(asked.question, params=params, deadline_s=service.limits.deadline_s, **given)
+    num_tokens = len(asked.question)  # at most: the data before it are computed
     with held.in_use():
         async with (
-            service.open(caller, "sessions", asked.question, max_tokens=params.max_tokens) as opened,
+            service.open(
+                caller, "sessions", asked.question, max_tokens=params.max_tokens, num_prompt_tokens=num_tokens
+            ) as opened,
             stream as seen,
         ):
             try:
@@ -166,7 +162,7 @@ def _ended(service: Service, error: PipelineClosedError) -> StreamRagError:
 
 def state_of(held: Held) -> dict[str, Any]:
     """How it stands, for its client."""
-    watches = {name: watch.question for name, (watch, _) in sorted(held.watches.items())}
+    watches = {name: watch.question[:MAX_SHOWN] for name, (watch, _) in sorted(held.watches.items())}
     return {"id": held.id, **asdict(held.session.state), "watches": watches}
 
 

@@ -16,7 +16,7 @@ GET    /v1/sessions/{id}/socket            WebSocket: data and questions in, all
 DELETE /v1/sessions/{id}
 """
 
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from sse_starlette.event import ServerSentEvent
@@ -27,9 +27,9 @@ from starlette.websockets import WebSocket
 
 from streamrag.errors import StreamRagError
 from streamrag.serve.bodies import read_body, sampling
-from streamrag.serve.failures import Failure
 from streamrag.serve.frames import Frames
 from streamrag.serve.gate import CALLER
+from streamrag.serve.interfaces.ask import told_failure
 from streamrag.serve.interfaces.session_requests import (
     Data,
     Frozen,
@@ -88,7 +88,7 @@ def routes(service: Service) -> list[BaseRoute]:
                     async for event in events:
                         await write(ServerSentEvent(json_of(values_of(event)), event=name_of(event)))
 
-            return await respond(request, produce, failed=_failed, send_timeout_s=service.limits.send_timeout_s)
+            return await respond(request, produce, failed=told_failure, send_timeout_s=service.limits.send_timeout_s)
 
         async def answered() -> dict[str, Any]:
             async with aclosing(answering(service, request.scope[CALLER], held, asked)) as events:
@@ -108,13 +108,8 @@ def routes(service: Service) -> list[BaseRoute]:
         store.watch(
             await found(request),
             request.path_params["name"],
-            given.question,
-            answers=tuple(given.answers),
-            every_s=given.every_s,
-            priority=given.priority,
             params=params,
-            with_gap=given.with_gap,
-            decisive_gap=given.decisive_gap,
+            **given.model_dump(exclude={"max_tokens"}),
         )
         return JSONResponse({"name": request.path_params["name"]}, 201)
 
@@ -127,23 +122,25 @@ def routes(service: Service) -> list[BaseRoute]:
         last = event_id(request.headers.get("last-event-id", "0"), "Last-Event-ID")
 
         async def produce(write: Write) -> None:
-            with held.being_read():
+            with held.being_read(service.limits):
                 await write(ServerSentEvent(json_of(state_of(held)), event="session"))
                 async with aclosing(held.read(last, request.scope[CALLER])) as events:
                     async for event in events:
                         await write(ServerSentEvent(json_of(event.values), event=event.name, id=str(event.id)))
 
-        return await respond(request, produce, failed=_failed, send_timeout_s=service.limits.send_timeout_s)
+        return await respond(request, produce, failed=told_failure, send_timeout_s=service.limits.send_timeout_s)
 
     async def connect(socket: WebSocket) -> None:
         caller = socket.scope[CALLER]
-        try:
-            held = await store.find(socket.path_params["id"], caller.client)
-            last = event_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
-        except StreamRagError as error:
-            await Frames(socket, service.limits, "id").refuse(error)
-            return
-        await SessionSocket(service, socket, caller, held).run(last)
+        with ExitStack() as ends:
+            try:
+                held = await store.find(socket.path_params["id"], caller.client)
+                last = event_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
+                ends.enter_context(held.being_read(service.limits))
+            except StreamRagError as error:
+                await Frames(socket, service.limits, "id").refuse(error)
+                return
+            await SessionSocket(service, socket, caller, held).run(last)
 
     async def close(request: Request) -> Response:
         await store.close(await store.find(request.path_params["id"], request.scope[CALLER].client, starts=False))
@@ -163,7 +160,3 @@ def routes(service: Service) -> list[BaseRoute]:
         Route(f"{one}/events", events, methods=["GET"]),
         WebSocketRoute(f"{one}/socket", connect),
     ]
-
-
-def _failed(failure: Failure) -> list[ServerSentEvent]:
-    return [ServerSentEvent(failure.json(), event="error")]

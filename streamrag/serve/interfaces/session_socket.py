@@ -73,16 +73,15 @@ class SessionSocket(Frames):
 
     async def run(self, last_event_id: int) -> None:
         """Until the client goes away, reads so slowly that it might as well, or the session ends."""
-        with self._held.being_read():
-            async with self.open() as tasks:
-                tasks.start_soon(self._tell_events, last_event_id)
-                while (frame := await self.next(Frame)) is not None:
-                    asked = frame[0].root
-                    self._held.use()
-                    try:
-                        await self._do(asked, tasks)
-                    except StreamRagError as error:
-                        await self.tell(error, asked.id)
+        async with self.open() as tasks:
+            tasks.start_soon(self._tell_events, last_event_id)
+            while (frame := await self.next(Frame)) is not None:
+                asked = frame[0].root
+                self._held.use()
+                try:
+                    await self._do(asked, tasks)
+                except StreamRagError as error:
+                    await self.tell(error, asked.id)
 
     async def _do(self, asked: AppendFrame | AskFrame | CancelFrame, tasks: TaskGroup) -> None:
         match asked:

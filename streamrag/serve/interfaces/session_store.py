@@ -5,24 +5,36 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from streamrag.errors import SessionLogError, SessionLogInUseError, StreamRagError, TooManySessionsError
 from streamrag.serve.failures import RefusedError, RequestError, failure_of
+from streamrag.serve.frames import MAX_ID
 from streamrag.serve.interfaces.session_folder import SessionFolder
 from streamrag.serve.limits import Limits
 from streamrag.serve.observing import Refusal
 from streamrag.serve.service import Caller, Service
 from streamrag.sessions import Session, SessionLimits, Watch
+from streamrag.sessions.asking import Asked
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog
-from streamrag.tasks import cancel_regardless, run_regardless
+from streamrag.tasks import Broadcast, cancel_regardless, run_regardless
 
 MAX_KEPT_EVENTS = 256
 """Of a session, for readers that come back with the id of the last event that they saw."""
+
+MAX_SHOWN = 200
+"""Characters of a watched question that are shown to readers: each of them gets all questions, again and again."""
+
+MAX_WATCHED = 2_000
+"""Characters of a watched question and its answers, which are kept as long as the session."""
+
+TOGETHER_S = 0.25
+"""Seconds between two events that say which version stands: each goes to all readers."""
 
 LOOK_S = 5.0
 """Between looks for sessions that nobody uses, and for readers whose key no longer counts."""
@@ -32,10 +44,6 @@ TOUCH_SHARE = 0.05
 
 RETRY_S = 60.0
 """After which whoever was refused may try again: somebody may have closed a session, or one has expired."""
-
-REFUSALS: Mapping[str, Refusal] = {
-    each: each for each in ("sessions", "client_sessions", "session_tokens", "client_session_tokens")
-}
 
 log = logging.getLogger("streamrag.serve")
 
@@ -86,7 +94,7 @@ class Held:
     num_events: int = 0
     watches: dict[str, tuple[Watch, "asyncio.Task[None]"]] = field(default_factory=dict)
     telling: tuple["asyncio.Task[None]", ...] = ()
-    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    news: Broadcast = field(default_factory=Broadcast)
     is_closed: bool = False
 
     @contextmanager
@@ -100,8 +108,14 @@ class Held:
             self.use()
 
     @contextmanager
-    def being_read(self) -> Iterator[None]:
-        """For a request that only reads: that alone keeps the session for long, and not for ever."""
+    def being_read(self, limits: Limits) -> Iterator[None]:
+        """Count a request that only reads: that alone keeps the session for long, and not for ever.
+
+        :raises RequestError: there are as many as may be, each of which has copies of events that wait for it.
+        """
+        if self.num_readers >= limits.max_readers:
+            what = f"the events of a session have at most {limits.max_readers} readers"
+            raise RequestError(what, status=429, code="too_many_readers")
         self.num_readers += 1
         try:
             yield
@@ -127,12 +141,7 @@ class Held:
         """Something happened."""
         self.num_events = self.num_events + 1 if self.log is None else self.log.next_event()
         self.events.append(SessionEvent(self.num_events, name, values))
-        self.wake()
-
-    def wake(self) -> None:
-        """Whoever reads events looks again."""
-        self.has_news.set()
-        self.has_news = asyncio.Event()
+        self.news.wake()
 
     async def read(self, after: int, caller: Caller) -> AsyncGenerator[SessionEvent, None]:
         """Events behind the one of this id, or all, as they come, until the session is closed.
@@ -157,7 +166,7 @@ class Held:
             if self.is_closed:
                 return
             if not self.events or self.events[-1].id <= after:
-                await self.has_news.wait()
+                await self.news.wait()
 
 
 class SessionStore:
@@ -191,9 +200,6 @@ class SessionStore:
         with suppress(RuntimeError):  # there is no event loop yet: the first request begins it
             self._begin_to_look()
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     async def open(self, client: str, **options: Any) -> Held:
         """A new session.
 
@@ -207,7 +213,7 @@ class SessionStore:
         try:  # the log of a session may say anything: no window is longer than the model
             self._books.check(client, num_tokens, longest_window=most)
         except TooManySessionsError as error:
-            raise RefusedError(str(error), REFUSALS[error.limit], RETRY_S) from None
+            raise RefusedError(str(error), cast(Refusal, error.limit), RETRY_S) from None
         held = self._add(f"sess_{uuid.uuid4().hex}", client, num_tokens, options)  # counted before the first await
         try:
             async with held.starting:
@@ -242,9 +248,12 @@ class SessionStore:
         text = None
         if self._folder is not None:
             text = SessionLog(
-                self._folder.path_of(id), owner=client, on_failure=lambda why: held.note("log_failed", {"reason": why})
+                self._folder.path_of(id),
+                owner=client,
+                on_failure=lambda why: held.note("log_failed", {"reason": why}),
+                max_watches=self._service.limits.max_watches,
             )
-        session = Session(self._service.backend, log=text, **options)
+        session = Session(self._service.backend, log=text, admit=partial(self._admit, client), **options)
         held = self._held[id] = Held(id, client, session, text, time.monotonic())
         self._books.put(id, client, num_tokens)
         return held
@@ -273,6 +282,13 @@ class SessionStore:
             asyncio.create_task(_tell_drops(held), name="streamrag session's drops"),
         )
 
+    def _admit(self, client: str, asked: Asked) -> Callable[[], None]:
+        """Claim a place for a watched question, as for any other of its client."""
+        admission, began_s = self._service.admission, time.monotonic()
+        max_tokens, num_prompt_tokens = asked.params.max_tokens, len(asked.question)
+        place = admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens, is_ahead=True)
+        return lambda: admission.leave(place, stayed_s=time.monotonic() - began_s)
+
     def _check_not_draining(self) -> None:
         if self._service.admission.is_draining:
             raise RefusedError("the service is stopping", "draining", 5.0)
@@ -280,9 +296,13 @@ class SessionStore:
     def watch(self, held: Held, name: str, question: str, **options: Any) -> None:
         """Have a question answered ahead; another one of the same name goes.
 
-        :raises RequestError: there are as many as may be.
+        :raises RequestError: there are as many as may be, or it is too long.
         :raises ConfigurationError: it cannot work.
         """
+        if len(name) > MAX_ID:
+            raise RequestError(f"the name of a watch has at most {MAX_ID} characters")
+        if len(question) + sum(map(len, options["answers"])) > MAX_WATCHED:
+            raise RequestError(f"a watched question and its answers have at most {MAX_WATCHED:,} characters")
         if name not in held.watches and len(held.watches) >= self._service.limits.max_watches:
             raise RequestError(f"a session has at most {self._service.limits.max_watches} watches", status=429)
         self._tell_of(held, name, held.session.watch(question, name=name, **options))
@@ -347,7 +367,7 @@ class SessionStore:
                         self._forget(held)
                     continue
                 if held.num_readers or held.num_users:
-                    held.wake()
+                    held.news.wake()
                 if held.used_s - held.touched_s > TOUCH_SHARE * limits.session_idle_s:
                     await _touch(held)
 
@@ -368,7 +388,7 @@ async def _end(held: Held, forgets: bool) -> None:
     async with held.starting:
         await held.session.aclose(forgets=forgets)
     await cancel_regardless([*(task for _, task in held.watches.values()), *held.telling])
-    held.wake()
+    held.news.wake()
 
 
 async def _touch(held: Held) -> None:
@@ -380,17 +400,18 @@ async def _touch(held: Held) -> None:
 async def _tell(held: Held, name: str, watch: Watch) -> None:
     try:
         async for answered in watch:
-            values = {"name": name, "question": answered.question, "answer": answered.text}
+            values = {"name": name, "question": answered.question[:MAX_SHOWN], "answer": answered.text}
             of = {"version": answered.version, "took_s": answered.took_s, "gap": answered.gap}
             held.note("flash_ready", {**values, **of})
     except StreamRagError as error:
-        held.note("flash_failed", {"name": name, "question": watch.question, **failure_of(error).body()})
+        held.note("flash_failed", {"name": name, "question": watch.question[:MAX_SHOWN], **failure_of(error).body()})
 
 
 async def _tell_versions(held: Held) -> None:
     with suppress(StreamRagError):  # the session was closed
         async for _ in held.session.versions():
             held.note("data_updated", asdict(held.session.state))
+            await asyncio.sleep(TOGETHER_S)
 
 
 async def _tell_drops(held: Held) -> None:

@@ -298,3 +298,10 @@ async def test_a_query_without_retrieval_has_a_deadline_too() -> None:
         answer = await served.http.post("/v1/responses", json={"input": QUESTION, "tool_choice": "none"})
         assert answer.status_code == 504
         assert backend.num_requests == 0
+
+
+async def test_tools_that_are_large_are_refused_since_they_are_held_as_objects() -> None:
+    async with serving() as served:
+        tool = {"type": "file_search", "x": [[]] * 6000}
+        answer = await served.http.post("/v1/responses", json={"input": QUESTION, "tools": [tool]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")

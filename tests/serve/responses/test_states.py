@@ -1,17 +1,23 @@
 """What is kept of responses."""
 
-from contextlib import suppress
+import gc
+import json
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
-from streamrag.core import Turn
+from streamrag.core import SamplingParams, Turn
 from streamrag.serve import Limits
-from streamrag.serve.failures import RequestError
+from streamrag.serve.failures import RequestError, failure_of
+from streamrag.serve.interfaces.responses.answering import Answering
+from streamrag.serve.interfaces.responses.requests import Asked, ResponseRequest
 from streamrag.serve.interfaces.responses.states import State, StateStore
 
 
 def state(name: str, *turns: Turn) -> State:
-    return State({"id": name}, turns, brings_context=False)
+    return State(name, b"{}", turns, brings_context=False)
 
 
 def names(store: StateStore, owner: str, *candidates: str) -> list[str]:
@@ -42,11 +48,11 @@ def test_who_has_most_gives_first() -> None:
 
 def test_bytes_are_bounded_and_a_chain_counts_its_turns_once() -> None:
     turns = [Turn("user", "x" * 1000) for _ in range(4)]
-    store = StateStore(Limits(max_state_bytes=10_000))
+    store = StateStore(Limits(max_state_bytes=6_000))
     for number in range(4):
         store.add("alice", state(f"s{number}", *turns[: number + 1]), client="alice")
     assert store.num_states == 4
-    assert 8000 < store.num_bytes < 9000
+    assert 5000 < store.num_bytes < 6000
     store.add("alice", state("other", Turn("user", "y" * 1000)), client="alice")
     assert names(store, "alice", "s0", "s1", "s2", "s3", "other") == ["other"], "s3 held the turns of all before it"
     store.add("alice", state("huge", Turn("user", "z" * 6000)), client="alice")
@@ -96,3 +102,52 @@ def test_none_are_kept_where_none_may_be() -> None:
     store = StateStore(Limits(max_states=0))
     store.add("alice", state("a"), client="alice")
     assert store.num_states == 0
+
+
+@contextmanager
+def memory_of(store: StateStore) -> Iterator[None]:
+    """Hold the store to what it says that it takes."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 1.1 * store.num_bytes + 50_000
+    finally:
+        tracemalloc.stop()
+
+
+def kept_response(store: StateStore, number: int, turns: tuple[Turn, ...] = (), **fields: object) -> Answering:
+    """A response as it is kept when its answer is there."""
+    request = ResponseRequest.model_validate({"input": "Where?", **fields})
+    asked = Asked(f"resp_{number}", request, turns, False, False, SamplingParams(), True)
+    answering = Answering(asked, "scripted", store, "alice", "alice")
+    answering._keep()
+    return answering
+
+
+def test_what_counts_is_the_memory_that_responses_take_whatever_a_client_writes_into_their_fields() -> None:
+    store = StateStore(Limits(max_state_bytes=1_000_000))
+    with memory_of(store):
+        for number in range(10):
+            kept_response(store, number, tools=[{"type": "file_search", "x": json.loads(f"[{'[],' * 50_000}1]")}])
+    assert store.num_states == 6
+    assert 900_000 < store.num_bytes <= 1_000_000
+
+
+def test_what_counts_is_the_memory_that_turns_take_however_short_they_are() -> None:
+    store = StateStore(Limits(max_state_bytes=1_000_000))
+    with memory_of(store):
+        for number in range(10):
+            kept_response(store, number, tuple(Turn("user", chr(0x1F600 + i % 80)) for i in range(1000)))
+    assert 1 <= store.num_states < 5
+
+
+def test_a_response_that_fails_after_it_was_kept_takes_nothing_away_from_the_count() -> None:
+    store = StateStore(Limits())
+    kept_response(store, 1)
+    num_bytes = store.num_bytes
+    answering = kept_response(store, 2)
+    answering.writer.failed(failure_of(RequestError("x" * 1000)))
+    store.delete("resp_2", "alice")
+    assert (store.num_states, store.num_bytes) == (1, num_bytes)

@@ -12,6 +12,7 @@ from streamrag.serve.interfaces.responses.states import State, StateStore
 from streamrag.serve.interfaces.responses.writing import ServerEvent, Writer
 from streamrag.serve.observing import Interface
 from streamrag.serve.service import Caller, Service, first_question
+from streamrag.serve.wire import json_of
 from streamrag.telemetry import Answered, Event
 
 Send = Callable[[ServerEvent], Awaitable[None]]
@@ -117,5 +118,6 @@ class Answering:
     def _keep(self, *more: Turn) -> None:
         if self._owner is not None:
             turns = (*self.asked.turns, *more)
-            state = State(self.writer.response, turns, self.asked.brings_context)
+            response = json_of(self.writer.response).encode()
+            state = State(self.asked.id, response, turns, self.asked.brings_context)
             self._states.add(self._owner, state, client=self._client)

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams, Turn, common_prefix_len, part_name
 from streamrag.errors import BackendError
 from streamrag.modes.conversation import Conversation, ConversationPrompt
+from streamrag.retrieving import closing
 from streamrag.serve.service import OpenQuery, Service
 from streamrag.telemetry import (
     Answer,
@@ -67,7 +68,7 @@ class Brought:
         chunks: list[AnswerChunk] = []
         async with (
             aclosing(self._prompts()) as prompts,
-            aclosing(self._service.generate(self._opened, prompts, self.params)) as events,
+            closing(self._service.backend.generate(prompts, self.params)) as events,
         ):
             async for event in events:
                 if isinstance(event, Prefilled):

@@ -55,7 +55,7 @@ def routes(service: Service) -> list[BaseRoute]:
             return JSONResponse({"id": key, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
             raise RequestError("stream: a stored response is given as a whole", param="stream")
-        return JSONResponse(dict(states.get(key, client).response))
+        return Response(states.get(key, client).response, media_type="application/json")
 
     async def cancel(request: Request) -> Response:
         states.get(request.path_params["id"], request.scope[CALLER].client)

@@ -31,6 +31,9 @@ INCLUDES = frozenset(
 MAX_ITEMS = 1000
 """Of one request's input."""
 
+MAX_TOOLS = 16_384
+"""Characters of its tools as JSON: they stand in each response, and are held as objects while it is answered."""
+
 Word = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
 Id = Annotated[str, Field(min_length=1, max_length=128)]
@@ -103,9 +106,11 @@ class ResponseRequest(BaseModel):
         refuse_fields(self, HARMLESS | {"stream_options"}, refused)
         for name, given_back in (("tools", self.tools), ("tool_choice", choice)):
             try:
-                json.dumps(given_back, allow_nan=False)
+                num_characters = len(json.dumps(given_back, allow_nan=False))
             except ValueError:
                 raise RequestError(f"{name}: it has a number that is too large", param=name) from None
+            if num_characters > MAX_TOOLS:
+                raise RequestError(f"{name}: it has more than {MAX_TOOLS:,} characters", param=name)
 
     def turns(self) -> tuple[Turn, ...]:
         """The messages of its input.
