@@ -21,6 +21,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from streamrag.serve.failures import Failure, RequestError, failure_of
+from streamrag.serve.fair_share import Account, FairShare
 from streamrag.serve.limits import Limits
 
 LINGER_S = 2.0
@@ -38,38 +39,23 @@ MAX_HEAD_LINES = 128
 READ_BYTES = 4096
 """Bytes that are read from a connection in one turn of the event loop. Parsing the worst of them takes 8 ms."""
 
-FREE_S = 0.002
-"""CPU seconds for parsing that a connection has free, as a request of some KiB needs .3 ms."""
-
-FREE_SHARE = 0.01
-"""CPU seconds for parsing that a connection has free in each further second."""
-
-BUSY_SHARE = 0.2
-"""Share of the event loop that parsing takes on all connections together that need more than what is free."""
+WORST_S = 0.000_004
+"""CPU seconds that parsing one byte takes at most. What takes longer was something else, such as garbage collection."""
 
 
 class Connection(asyncio.BufferedProtocol):
     """A connection between asyncio's transport and uvicorn's protocol, in place of each for the other.
 
-    Reads little in one turn of the event loop, and waits for the next if parsing has taken more CPU time than is free.
-    All connections that wait share `BUSY_SHARE` of the event loop, however many they are. Closing ends, also if the
-    client reads nothing or sends without end.
-
-    busy: the connections that wait, shared by all.
-    cpu_s: clock of the CPU time of this thread.
+    Reads little in one turn of the event loop, and pauses if parsing takes much of it. Closing ends, also if the client
+    reads nothing or sends without end.
     """
 
-    def __init__(
-        self, protocol: "BoundedProtocol", busy: "set[Connection]", cpu_s: Callable[[], float] = time.thread_time
-    ) -> None:
+    def __init__(self, protocol: "BoundedProtocol", account: Account) -> None:
         self._http = protocol
         self._protocol: Any = protocol
-        self._busy = busy
-        self._cpu_s = cpu_s
+        self._account = account
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray(READ_BYTES)
-        self._used_s = 0.0
-        self._read_s = self._loop.time()
         self._pauses: set[str] = set()
         self._is_lingering = False
 
@@ -85,22 +71,17 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self.is_closing():
             return
-        began_s = self._cpu_s()
+        began_s = time.thread_time()
         self._protocol.data_received(bytes(self._buffer[:nbytes]))
-        took_s = self._cpu_s() - began_s
-        free_s = FREE_SHARE * (self._loop.time() - self._read_s)
-        self._read_s = self._loop.time()
-        self._used_s = max(self._used_s - free_s, 0.0) + took_s
-        if self._used_s > FREE_S and not self.is_closing():
-            self._busy.add(self)
+        pause_s = self._account.pause_s(min(time.thread_time() - began_s, nbytes * WORST_S))
+        if pause_s and not self.is_closing():
             self._pause("busy")
-            self._loop.call_later(took_s * len(self._busy) / BUSY_SHARE, self._go_on)
+            self._loop.call_later(pause_s, self._resume, "busy")
 
     def eof_received(self) -> None:
         self._protocol.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._busy.discard(self)
         self._protocol.connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -143,10 +124,6 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write_eof()
             self._transport.resume_reading()
             self._loop.call_later(LINGER_S, self._transport.abort)
-
-    def _go_on(self) -> None:
-        self._busy.discard(self)
-        self._resume("busy")
 
     def _pause(self, why: str) -> None:
         if not self._is_lingering:
@@ -253,11 +230,11 @@ class BoundedProtocol(H11Protocol):
 
 def bounded_protocol(limits: Limits) -> Callable[..., asyncio.BaseProtocol]:
     """Return what makes the protocol of each connection for uvicorn."""
-    busy: set[Connection] = set()
+    share = FairShare()
 
     def connect(*args: Any, **options: Any) -> Connection:
         protocol = BoundedProtocol(*args, **options)
         protocol.limits = limits
-        return Connection(protocol, busy)
+        return Connection(protocol, share.account())
 
     return connect

@@ -31,6 +31,7 @@ from streamrag.propagation import conversation, conversation_of
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.engine_watch import EngineWatch, Restarts
 from streamrag.serve.failures import RefusedError, failure_of
+from streamrag.serve.fair_share import FairShare
 from streamrag.serve.limits import Limits
 from streamrag.serve.observing import AllOf, Interface, Observer, Outcome, ServedQuery, current_query
 from streamrag.tasks import cancel_regardless, run_regardless
@@ -143,6 +144,7 @@ class Service:
         self.observers = tuple(observers)
         self._observer = AllOf(self.observers)
         self.admission = Admission(self.limits)
+        self.share = FairShare()
         self.started_at = time.time()
         self._engine = EngineWatch(
             backend,
