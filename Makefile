@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-busy bench-small-host bench-step bench-emission bench-near-end bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-early-exit demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
+.PHONY: help demo serve notebook test test-long check api docs dist bench-stall fuzz fuzz-serve fuzz-sessions mutants bench-engine bench-serve bench-attacks bench-validity bench-eviction bench-eviction-engine bench-thrash bench-overlap bench-rounding bench-context bench-adapters bench-k-lpm bench-busy bench-small-host bench-step bench-emission bench-near-end bench-crawl bench-postgres bench-answers bench-hybrid bench-index bench-sessions bench-early-exit demo-ray bench-ray bench-classes bench-routing bench-routing-full paper paper-full clean
 
 RUN := .venv/bin/python
 
@@ -57,6 +57,9 @@ mutants: .venv/installed ## breaks the scheduler, and sessions, in one line each
 
 bench-serve: .venv/installed ## what HTTP costs, idle streams, goodput at twice saturation, a soak; scripted and real engine, eight minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/serve_load.py --json experiments/results/serve.json
+
+bench-attacks: .venv/installed ## what one malicious client costs all others: latency and memory beside each attack; ten minutes, on a quiet machine
+	$(RUN) -m experiments.attacks --json experiments/results/attacks.json
 
 bench-engine: .venv/installed ## what a step and an update cost, then time to the first token in four arms, and on the recorded traces beside the simulator; real engine
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/engine_step.py

@@ -5,9 +5,9 @@
 Each attack meets a service of its own, with the default limits and a simulated engine. Well-behaved clients ask six
 questions a second with their own key, each on a new connection, first alone and then beside the attack. The service is
 pinned to the first core and everything else to the other ones, and the attacker runs at a low priority, so that it
-takes no time from the clients that measure. On a busy machine, start it with `chrt -r 1` in front. An attack is held if the 50th and 95th percentiles of the latency of whole
-answers grow by no more than a third, if no question fails, and if the service's memory (RSS, at its peak) grows by no
-more than 200 MB. The exit status is 1 if an attack is not held.
+takes no time from the clients that measure. On a busy machine, start it with `chrt -r 1` in front. An attack is held if
+the 50th and 95th percentiles of the latency of whole answers grow by no more than a third, if no question fails, and if
+the service's memory (RSS, at its peak) grows by no more than 200 MB. The exit status is 1 if an attack is not held.
 """
 
 import argparse
@@ -21,10 +21,11 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -47,9 +48,9 @@ MODULES = ("connections", "sessions")
 console = Console(highlight=False)
 
 
-def attacks() -> dict[str, Callable[[int, str | None, float], Awaitable[str]]]:
+def attacks() -> dict[str, Callable[[int, str | None, float], Coroutine[Any, Any, str]]]:
     """Return all attacks by name."""
-    found: dict[str, Callable[[int, str | None, float], Awaitable[str]]] = {}
+    found: dict[str, Callable[[int, str | None, float], Coroutine[Any, Any, str]]] = {}
     for name in MODULES:
         if importlib.util.find_spec(f"{__package__}.{name}"):
             module = importlib.import_module(f"{__package__}.{name}")

@@ -9,7 +9,8 @@ import contextlib
 import itertools
 import json
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
 
 NUM_CONNECTIONS = 12
 REOPEN_S = 0.25
@@ -243,7 +244,7 @@ async def compressed_messages(port: int, key: str | None, seconds: float) -> str
     return await flood_all(port, seconds, first, lambda: itertools.repeat(piece))
 
 
-ATTACKS: dict[str, Callable[[int, str | None, float], Awaitable[str]]] = {
+ATTACKS: dict[str, Callable[[int, str | None, float], Coroutine[Any, Any, str]]] = {
     attack.__name__: attack
     for attack in (
         trailers,

@@ -57,6 +57,8 @@ class Connection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray(READ_BYTES)
         self._pauses: set[str] = set()
+        self._is_parsing = False
+        self._unsent: list[bytes] = []
         self._is_lingering = False
 
     # ----------------------------------------------------------------------------------------- a protocol, for asyncio
@@ -72,7 +74,10 @@ class Connection(asyncio.BufferedProtocol):
         if self.is_closing():
             return
         began_s = time.thread_time()
+        self._is_parsing = True
         self._protocol.data_received(bytes(self._buffer[:nbytes]))
+        self._is_parsing = False
+        self._flush()
         pause_s = self._account.pause_s(min(time.thread_time() - began_s, nbytes * WORST_S))
         if pause_s and not self.is_closing():
             self._pause("busy")
@@ -101,6 +106,11 @@ class Connection(asyncio.BufferedProtocol):
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
 
+    def write(self, data: bytes) -> None:
+        self._unsent.append(data)
+        if not self._is_parsing:  # else it is a pong, with many others perhaps, which go out together
+            self._flush()
+
     def pause_reading(self) -> None:
         self._pause("uvicorn")
 
@@ -114,6 +124,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._protocol is self._http and self._http.is_receiving:
             self.close_once_read()
         elif not self.is_closing():
+            self._flush()
             self._transport.close()
             self._loop.call_later(LINGER_S, self._transport.abort)
 
@@ -121,9 +132,15 @@ class Connection(asyncio.BufferedProtocol):
         """Close after the client has read what was written, or after `LINGER_S`; drop what it still sends."""
         if not self.is_closing():
             self._is_lingering = True
+            self._flush()
             self._transport.write_eof()
             self._transport.resume_reading()
             self._loop.call_later(LINGER_S, self._transport.abort)
+
+    def _flush(self) -> None:
+        if self._unsent:
+            self._transport.write(b"".join(self._unsent))
+            self._unsent.clear()
 
     def _pause(self, why: str) -> None:
         if not self._is_lingering:
@@ -235,6 +252,6 @@ def bounded_protocol(limits: Limits) -> Callable[..., asyncio.BaseProtocol]:
     def connect(*args: Any, **options: Any) -> Connection:
         protocol = BoundedProtocol(*args, **options)
         protocol.limits = limits
-        return Connection(protocol, share.account())
+        return Connection(protocol, Account(share))
 
     return connect

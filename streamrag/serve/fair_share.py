@@ -26,10 +26,6 @@ class FairShare:
         self.now_s = now_s
         self.busy_until_s: dict[Account, float] = {}
 
-    def account(self) -> "Account":
-        """Return an account for one connection or stream."""
-        return Account(self)
-
 
 class Account:
     """Work that one connection or stream has caused."""

@@ -15,7 +15,7 @@ from streamrag.serve.bodies import parsed
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.fair_share import Account
 from streamrag.serve.gate import SUBPROTOCOL
-from streamrag.serve.limits import Limits
+from streamrag.serve.service import Service
 from streamrag.serve.wire import json_of
 
 CLOSE_S = 1.0
@@ -36,10 +36,10 @@ class Frames:
     id_field: where a frame says what it belongs to; an error says it there too.
     """
 
-    def __init__(self, socket: WebSocket, limits: Limits, account: Account, id_field: str) -> None:
+    def __init__(self, socket: WebSocket, service: Service, id_field: str) -> None:
         self._socket = socket
-        self._limits = limits
-        self._account = account
+        self._limits = service.limits
+        self._account = Account(service.share)
         self._id_field = id_field
         self._sending = anyio.Lock()
         self._scope = anyio.CancelScope()

@@ -87,7 +87,6 @@ class Gate:
             await send(message)
 
         try:
-            self._check_head(scope)
             self._check_host(headers)
             self._check_origin(headers)
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and cors:
@@ -157,15 +156,6 @@ class Gate:
                 "this service wants an API key: send `Authorization: Bearer KEY`", status=401, code="invalid_api_key"
             )
         return client
-
-    def _check_head(self, scope: Scope) -> None:
-        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["path"])
-        if num_bytes > self._limits.max_head_bytes:
-            raise RequestError(
-                f"the head has more than {self._limits.max_head_bytes:,} bytes, which is the most",
-                status=431,
-                code="head_too_long",
-            )
 
     def _check_host(self, headers: Headers) -> None:
         if self._hosts is None:

@@ -4,8 +4,9 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import anyio
@@ -17,7 +18,7 @@ from uvicorn.server import ServerState
 
 from streamrag import Append
 from streamrag.serve import Limits, Service, create_app
-from streamrag.serve.connections import MOST_TOLD
+from streamrag.serve.connections import MOST_TOLD, READ_BYTES, BoundedProtocol
 from streamrag.serve.server import config_of, listen
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw
@@ -54,7 +55,7 @@ async def test_a_head_that_does_not_come_in_time_is_hung_up_on() -> None:
 @pytest.mark.parametrize("is_whole", [False, True])
 async def test_a_head_that_is_too_long_is_refused(is_whole: bool) -> None:
     async with serving(limits=Limits(max_head_bytes=4096)) as served, raw(served.url) as client:
-        head = request(b"", "content-length: 0", *(f"x-{i}: {'y' * 100}" for i in range(60)))
+        head = request(b"", "content-length: 0", *(f"x-{i}: {'y' * 100}" for i in range(120)))
         if is_whole:
             await client.send(head)
         else:
@@ -62,8 +63,82 @@ async def test_a_head_that_is_too_long_is_refused(is_whole: bool) -> None:
                 await client.send(head[start : start + 1000][: len(head) - 4 - start])
         status = await client.status()
         assert status in (400, 431)
-        assert json.loads(await client.text())["error"]["code"] in ("http", "head_too_long")
+        assert json.loads(await client.text())["error"]["code"] == "http"
         await works(served)
+
+
+@pytest.fixture
+def num_received(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the bytes that were parsed."""
+    counter: Counter[str] = Counter()
+    parse = BoundedProtocol.data_received
+
+    def counting(self: BoundedProtocol, data: bytes) -> None:
+        counter["bytes"] += len(data)
+        parse(self, data)
+
+    monkeypatch.setattr(BoundedProtocol, "data_received", counting)
+    return counter
+
+
+async def test_a_head_that_comes_in_one_piece_is_parsed_no_further_than_the_limit(num_received: Counter[str]) -> None:
+    limits = Limits(max_head_bytes=8192)
+    async with serving(limits=limits) as served, raw(served.url) as client:
+        client.writer.write(request(b"", *(f"x-{i}: {'y' * 1000}" for i in range(100)), "content-length: 0"))
+        assert await client.status() in (400, 431)
+        assert num_received["bytes"] <= limits.max_head_bytes + READ_BYTES
+        await works(served)
+
+
+async def test_a_head_of_many_lines_is_refused_before_they_are_parsed(num_received: Counter[str]) -> None:
+    async with serving() as served, raw(served.url) as client:
+        client.writer.write(request(b"", *["a:"] * 5000))
+        assert await client.status() == 431
+        assert "lines" in json.loads(await client.text())["error"]["message"]
+        assert num_received["bytes"] <= READ_BYTES
+        await works(served)
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [(b"0\r\n", b"x: " + b"y" * 995 + b"\r\n"), (b"0\r\nx: ", b"y" * 1000), (b"1;x=", b"y" * 1000)],
+    ids=["trailers", "one trailer", "an extension of a chunk"],
+)
+async def test_what_stands_around_a_body_is_bounded(num_received: Counter[str], begin: bytes, piece: bytes) -> None:
+    async with serving() as served, raw(served.url) as client:
+        await client.post("/v1/streams")
+        await client.line({"type": "open", "query": "What?"})
+        assert await client.status() == 200
+        before = num_received["bytes"]
+        client.writer.write(begin + piece * 1000)
+        assert await client.is_closed()
+        assert num_received["bytes"] - before <= served.service.limits.max_head_bytes + 2 * READ_BYTES
+        await works(served)
+
+
+async def test_a_message_in_fragments_without_end_is_closed_at_the_limit_and_nothing_is_inflated() -> None:
+    limits = Limits(max_frame_bytes=4096)
+    async with serving(limits=limits) as served:
+        async with websockets.connect(f"ws{served.url.removeprefix('http')}/v1/responses") as client:
+            assert client.protocol.extensions == []
+
+            async def fragments() -> AsyncIterator[str]:
+                for _ in range(1000):
+                    yield "x" * 100
+
+            with suppress(websockets.ConnectionClosed):
+                await client.send(fragments())
+            await client.wait_closed()
+            assert client.close_code == 1009
+        await works(served)
+
+
+async def test_a_socket_of_many_errors_is_read_at_a_slower_pace() -> None:
+    async with serving() as served:
+        async with websockets.connect(f"ws{served.url.removeprefix('http')}/v1/responses") as client:
+            while not served.service.share.busy_until_s:
+                await client.send("")
+                assert json.loads(await client.recv())["type"] == "error"
 
 
 async def test_a_pipelined_request_is_dropped_and_its_connection_closed() -> None:

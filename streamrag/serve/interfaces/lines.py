@@ -21,7 +21,7 @@ from streamrag.retrieving import MAX_COUNT
 from streamrag.serve.failures import RequestError
 from streamrag.serve.fair_share import Account
 from streamrag.serve.interfaces.ask import Options
-from streamrag.serve.limits import Limits
+from streamrag.serve.service import Service
 
 MAX_CHUNKS = 4096
 """Chunks of one update."""
@@ -157,10 +157,10 @@ class Lines:
     holds up the client then, and nobody else.
     """
 
-    def __init__(self, receive: Receive, limits: Limits, account: Account) -> None:
+    def __init__(self, receive: Receive, service: Service) -> None:
         self._receive = receive
-        self._limits = limits
-        self._account = account
+        self._limits = service.limits
+        self._account = Account(service.share)
         self._waiting: asyncio.Queue[tuple[Line | RequestError, int]] = asyncio.Queue()
         self._num_waiting_bytes = 0
         self._has_room = asyncio.Event()

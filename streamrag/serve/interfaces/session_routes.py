@@ -141,7 +141,7 @@ def routes(service: Service) -> list[BaseRoute]:
             held = await store.find(socket.path_params["id"], caller.client)
             last = event_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
         except StreamRagError as error:
-            await Frames(socket, service.limits, "id").refuse(error)
+            await Frames(socket, service, "id").refuse(error)
             return
         await SessionSocket(service, socket, caller, held).run(last)
 
