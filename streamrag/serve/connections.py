@@ -33,8 +33,8 @@ MOST_TOLD = 64
 AGAIN_S = 5.0
 """Seconds after which such a client may try again."""
 
-MAX_HEAD_LINES = 128
-"""Lines of an unfinished head. h11 parses the whole head at once, and takes 3 us for each line."""
+MAX_LINES = 128
+"""Lines of an unfinished head, or of its trailers. h11 parses all of them at once, and takes 3 us for each line."""
 
 READ_BYTES = 4096
 """Bytes that are read from a connection in one turn of the event loop. Parsing the worst of them takes 8 ms."""
@@ -159,7 +159,6 @@ class BoundedProtocol(H11Protocol):
     limits: Limits
     transport: Connection  # type: ignore[assignment]
     _timer: asyncio.TimerHandle | None = None
-    _num_head_lines = 0
     _is_pipelined = False
 
     @property
@@ -192,14 +191,12 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_timer()
-            self._num_head_lines = 0
-            if not self.is_receiving and self.conn.trailing_data[0]:
-                self._is_pipelined = True
-                self.flow.resume_reading()  # to see the client leave
-            return
-        self._num_head_lines += data.count(b"\n")
-        if self._num_head_lines > MAX_HEAD_LINES:
-            self._refuse(431, f"the head has more than {MAX_HEAD_LINES} lines, which is the most")
+        unparsed = self.conn.trailing_data[0]
+        if self.conn.their_state is h11.DONE and unparsed:
+            self._is_pipelined = True
+            self.flow.resume_reading()  # to see the client leave
+        elif unparsed.count(b"\n") > MAX_LINES and not self.transport.is_closing():
+            self._refuse(431, f"the head, or its trailers, have more than {MAX_LINES} lines, which is the most")
 
     def on_response_complete(self) -> None:
         if self._is_pipelined or self.is_receiving:

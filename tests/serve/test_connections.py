@@ -101,8 +101,13 @@ async def test_a_head_of_many_lines_is_refused_before_they_are_parsed(num_receiv
 
 @pytest.mark.parametrize(
     ("begin", "piece"),
-    [(b"0\r\n", b"x: " + b"y" * 995 + b"\r\n"), (b"0\r\nx: ", b"y" * 1000), (b"1;x=", b"y" * 1000)],
-    ids=["trailers", "one trailer", "an extension of a chunk"],
+    [
+        (b"0\r\n", b"x: " + b"y" * 995 + b"\r\n"),
+        (b"0\r\n", b"a:\r\n" * 2000),
+        (b"0\r\nx: ", b"y" * 1000),
+        (b"1;x=", b"y" * 1000),
+    ],
+    ids=["trailers", "short trailers", "one trailer", "an extension of a chunk"],
 )
 async def test_what_stands_around_a_body_is_bounded(num_received: Counter[str], begin: bytes, piece: bytes) -> None:
     async with serving() as served, raw(served.url) as client:
