@@ -58,6 +58,9 @@ mutants: .venv/installed ## breaks the scheduler, and sessions, in one line each
 bench-serve: .venv/installed ## what HTTP costs, idle streams, goodput at twice saturation, a soak; scripted and real engine, eight minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/serve_load.py --json experiments/results/serve.json
 
+bench-attacks: .venv/installed ## what one malicious client costs all others: latency and memory beside each attack; ten minutes, on a quiet machine
+	$(RUN) -m experiments.attacks --json experiments/results/attacks.json
+
 bench-engine: .venv/installed ## what a step and an update cost, then time to the first token in four arms, and on the recorded traces beside the simulator; real engine
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/engine_step.py
 	$(RUN) experiments/engine_arms.py --json experiments/results/engine_arms.json

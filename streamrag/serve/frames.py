@@ -13,12 +13,16 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamrag.serve.bodies import parsed
 from streamrag.serve.failures import RequestError, failure_of
+from streamrag.serve.fair_share import Account
 from streamrag.serve.gate import SUBPROTOCOL
-from streamrag.serve.limits import Limits
+from streamrag.serve.service import Service
 from streamrag.serve.wire import json_of
 
 CLOSE_S = 1.0
 """For a client to take the frame that closes its socket; whoever has stopped reading does not."""
+
+ERROR_S = 0.000_2
+"""CPU seconds for a frame that is an error, from reading it to sending what is wrong with it."""
 
 MAX_ID = 128
 """Characters of a name that a client gives to what it asks."""
@@ -32,9 +36,10 @@ class Frames:
     id_field: where a frame says what it belongs to; an error says it there too.
     """
 
-    def __init__(self, socket: WebSocket, limits: Limits, id_field: str) -> None:
+    def __init__(self, socket: WebSocket, service: Service, id_field: str) -> None:
         self._socket = socket
-        self._limits = limits
+        self._limits = service.limits
+        self._account = Account(service.share)
         self._id_field = id_field
         self._sending = anyio.Lock()
         self._scope = anyio.CancelScope()
@@ -80,8 +85,9 @@ class Frames:
                 await self.tell(error, self._id_of(frame))
 
     async def tell(self, error: Exception, id: str | None = None) -> None:
-        """An `error` frame; the socket can be used as before."""
+        """Send an `error` frame. The socket can be used as before, at a slower pace if its errors are many."""
         await self.send(self.told(error, id))
+        await anyio.sleep(self._account.pause_s(ERROR_S))
 
     def told(self, error: Exception, id: str | None = None) -> dict[str, Any]:
         """An error as a frame."""

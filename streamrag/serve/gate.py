@@ -88,19 +88,18 @@ class Gate:
             await send(message)
 
         try:
-            self._check_head(scope)
             self._check_host(headers)
             self._check_origin(headers)
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and cors:
                 await JSONResponse({}, headers=_PREFLIGHT)(scope, receive, send_with_id)
                 return
-            client = self._client(scope["path"], headers)
+            client = self._client(scope)
             scope[CALLER] = Caller(
                 request_id,
                 client,
                 headers.get("traceparent"),
                 headers.get("tracestate"),
-                lambda: self._is_known(client, scope["path"], headers),
+                lambda: self._is_known(client, scope),
             )
             body.check_length()
             self._check_open(client)
@@ -112,20 +111,20 @@ class Gate:
             if scope["type"] == "http":
                 await self._app(scope, body.receive, send_with_id)
             else:
-                await self._connect(scope, receive, send_with_id, client, headers)
+                await self._connect(scope, receive, send_with_id, client)
         finally:
             self._open[client] -= 1
             if not self._open[client]:
                 del self._open[client]
 
-    async def _connect(self, scope: Scope, receive: Receive, send: Send, client: str, headers: Headers) -> None:
+    async def _connect(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:
         """A WebSocket, for as long as its client has a key."""
         is_known = True
 
         async def receive_with_key() -> Message:
             nonlocal is_known
             message = await receive()
-            is_known = self._is_known(client, scope["path"], headers)
+            is_known = self._is_known(client, scope)
             return message if is_known else {"type": "websocket.disconnect", "code": 1008}
 
         await self._app(scope, receive_with_key, send)
@@ -139,30 +138,21 @@ class Gate:
                 f"{most:,} requests of yours are open, which is the most", status=429, code="too_many_connections"
             )
 
-    def _is_known(self, client: str, path: str, headers: Headers) -> bool:
+    def _is_known(self, client: str, scope: Scope) -> bool:
         try:
-            return self._client(path, headers) == client
+            return self._client(scope) == client
         except RequestError:
             return False
 
-    def _client(self, path: str, headers: Headers) -> str:
-        if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
+    def _client(self, scope: Scope) -> str:
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith("/page/"):
             return ANONYMOUS
-        client = self._keys.get(_digest(key)) if (key := _key(headers)) else None
+        client = self._keys.get(_digest(key)) if (key := _key(scope)) else None
         if client is None:
             raise RequestError(
                 "this service wants an API key: send `Authorization: Bearer KEY`", status=401, code="invalid_api_key"
             )
         return client
-
-    def _check_head(self, scope: Scope) -> None:
-        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["path"])
-        if num_bytes > self._limits.max_head_bytes:
-            raise RequestError(
-                f"the head has more than {self._limits.max_head_bytes:,} bytes, which is the most",
-                status=431,
-                code="head_too_long",
-            )
 
     def _check_host(self, headers: Headers) -> None:
         if self._hosts is None:
@@ -249,13 +239,13 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _key(headers: Headers) -> bytes:
-    scheme, _, given = headers.get("authorization", "").partition(" ")
+def _key(scope: Scope) -> bytes:
+    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return given.strip().encode()
-    for offered in headers.get("sec-websocket-protocol", "").split(","):
-        if (coded := offered.strip()).startswith(KEY_PREFIX):
-            coded = coded[len(KEY_PREFIX) :]
+    for offered in scope.get("subprotocols", ()):
+        if offered.startswith(KEY_PREFIX):
+            coded = offered[len(KEY_PREFIX) :]
             try:
                 return base64.b64decode(coded + "=" * (-len(coded) % 4), "-_", validate=True)
             except (binascii.Error, ValueError):  # the latter: of letters that are not ASCII

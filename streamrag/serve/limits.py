@@ -34,7 +34,7 @@ class Limits(Checked):
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body")
     max_stream_bytes: int = Field(default=16 << 20, ge=1024, description="bytes that one stream may send, all in all")
     max_frame_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a frame, or of a line of a stream")
-    max_head_bytes: int = Field(default=32_768, ge=1024, description="bytes of a request's line and headers")
+    max_head_bytes: int = Field(default=16_384, ge=1024, description="bytes of a request's line and headers")
     head_s: float = Field(default=10.0, gt=0, description="seconds for a request's line and headers to come")
     body_s: float = Field(default=60.0, gt=0, description="seconds for a request's body to come, but for a stream's")
     max_connections: int = Field(default=2048, ge=1, description="connections that are open at once")

@@ -28,6 +28,7 @@ from streamrag.propagation import conversation, conversation_of
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.engine_watch import EngineWatch, Restarts
 from streamrag.serve.failures import RefusedError, failure_of
+from streamrag.serve.fair_share import FairShare
 from streamrag.serve.limits import Limits
 from streamrag.serve.observing import AllOf, Interface, Observer, Outcome, ServedQuery, current_query
 from streamrag.starting import start_all
@@ -142,6 +143,7 @@ class Service:
         self._observer = AllOf(self.observers)
         self.admission = Admission(self.limits)
         self.started_s = time.monotonic()
+        self.share = FairShare()
         self._engine = EngineWatch(
             backend,
             Restarts(max_restarts if on_engine_death == "restart" else 0, restart_window_s),

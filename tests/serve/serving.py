@@ -75,7 +75,6 @@ async def serving(
     keys: Mapping[str, str] | None = None,
     app_options: Mapping[str, Any] | None = None,
     observers: Sequence[Observer] = (),
-    is_h11: bool = False,
     **options: Any,
 ) -> AsyncIterator[Serving]:
     """A service that retrieves `steps` and answers with `backend`, listening on a free port of loopback."""
@@ -86,7 +85,7 @@ async def serving(
     await service.start()
     sock = listen("127.0.0.1", 0)
     app = create_app(service, keys=keys, **(app_options or {}))
-    server = QuietServer(config_of(app, service.limits, is_h11=is_h11))
+    server = QuietServer(config_of(app, service.limits))
     running = asyncio.create_task(server.serve(sockets=[sock]))
     await server.listens.wait()
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -143,3 +143,13 @@ async def test_a_name_that_is_not_ours_is_refused_behind_nginx_too(tmp_path: Pat
     async with serving(app_options=OPTIONS) as served, behind_nginx(served, tmp_path) as client:
         assert (await client.get("/v1/models", headers={"host": "evil.example"})).status_code == 421
         assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_a_flood_of_requests_and_a_long_head_end_at_nginx(tmp_path: Path) -> None:
+    async with serving(app_options=OPTIONS) as served, behind_nginx(served, tmp_path) as client:
+        assert (await client.get("/healthz", headers={"x-long": "y" * 16_384})).status_code == 400
+        assert (await client.get("/healthz", headers={"x-long": "y" * 4000})).status_code == 200
+        statuses = [(await client.get("/healthz")).status_code for _ in range(101)]
+        while statuses[-1] != 429:
+            statuses.append((await client.get("/healthz")).status_code)
+        assert statuses[:50] == [200] * 50

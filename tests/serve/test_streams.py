@@ -21,9 +21,8 @@ async def opened(client: Raw, **options: Any) -> None:
     await client.until("retrieval_started")
 
 
-@pytest.mark.parametrize("is_h11", [False, True])
-async def test_it_is_answered_line_by_line_while_the_body_still_comes(is_h11: bool) -> None:
-    async with serving(is_h11=is_h11) as served, raw(served.url) as client:
+async def test_it_is_answered_line_by_line_while_the_body_still_comes() -> None:
+    async with serving() as served, raw(served.url) as client:
         await opened(client)
         for text in ("Paris is in France.", "Rome is in Italy."):
             await client.line(append(text))

@@ -9,6 +9,7 @@
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal, TypeAlias
 
@@ -18,11 +19,21 @@ from starlette.types import Message, Receive
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
 from streamrag.retrieving import MAX_COUNT
 from streamrag.serve.failures import RequestError
+from streamrag.serve.fair_share import Account
 from streamrag.serve.interfaces.ask import Options
-from streamrag.serve.limits import Limits
+from streamrag.serve.service import Service
 
 MAX_CHUNKS = 4096
 """Chunks of one update."""
+
+LINES_A_TURN = 64
+"""Lines that are checked in one turn of the event loop, which takes some hundred microseconds."""
+
+LINE_S = 0.000_1
+"""CPU seconds that the pipeline takes for a line."""
+
+LINE_BYTES = 1024
+"""Bytes that a line which waits takes beside its text."""
 
 
 class _Strict(BaseModel):
@@ -146,9 +157,10 @@ class Lines:
     holds up the client then, and nobody else.
     """
 
-    def __init__(self, receive: Receive, limits: Limits) -> None:
+    def __init__(self, receive: Receive, service: Service) -> None:
         self._receive = receive
-        self._limits = limits
+        self._limits = service.limits
+        self._account = Account(service.share)
         self._waiting: asyncio.Queue[tuple[Line | RequestError, int]] = asyncio.Queue()
         self._num_waiting_bytes = 0
         self._has_room = asyncio.Event()
@@ -210,8 +222,8 @@ class Lines:
             if is_last and rest.strip():
                 lines, rest = [*lines, rest], bytearray()
             unread = rest
-            for line in lines:
-                await self._take(bytes(line))
+            for start in range(0, len(lines), LINES_A_TURN):
+                await self._take_all(lines[start : start + LINES_A_TURN])
                 if self._is_finished:
                     return
             if is_last:
@@ -221,7 +233,8 @@ class Lines:
                         'stream with "finish_at_end":true if that is as good',
                         code="not_finished",
                     )
-                self._finish(FinishLine(type="finish"), 0)
+                self._is_finished = True
+                self._put(FinishLine(type="finish"), 0)
 
     async def _fill(self, unread: bytearray) -> bool:
         """Read until there is a whole line, or nothing more will come, which is returned."""
@@ -247,19 +260,24 @@ class Lines:
             self._is_gone.set()
         return message
 
-    async def _take(self, line: bytes) -> None:
-        self._num_lines += 1
-        if not line.strip():
-            return  # a sign of life
+    async def _take_all(self, lines: list[bytearray]) -> None:
+        began_s = time.thread_time()
+        num_before = self._waiting.qsize()
+        for line in lines:
+            self._num_lines += 1
+            if not self._is_finished and line.strip():  # a blank one is a sign of life
+                self._take(bytes(line))
+        took_s = time.thread_time() - began_s + LINE_S * (self._waiting.qsize() - num_before)
+        await asyncio.sleep(self._account.pause_s(took_s))
+        await self._has_room.wait()
+
+    def _take(self, line: bytes) -> None:
         if len(line) > self._limits.max_frame_bytes:
             raise bad_line(self._num_lines, "it is too long", status=413)
         parsed = parsed_line(line, self._num_lines)
         self._check(parsed)
-        if isinstance(parsed, FinishLine):
-            self._finish(parsed, len(line))
-        else:
-            self._put(parsed, len(line))
-            await self._has_room.wait()
+        self._is_finished = isinstance(parsed, FinishLine)
+        self._put(parsed, len(line))
 
     def _check(self, line: Line) -> None:
         if isinstance(line, OpenLine) is self._is_open:
@@ -269,13 +287,9 @@ class Lines:
             self._is_open = True
             self._finishes_at_end = line.finish_at_end
 
-    def _finish(self, line: FinishLine, num_bytes: int) -> None:
-        self._is_finished = True
-        self._put(line, num_bytes)
-
     def _put(self, line: Line | RequestError, num_bytes: int) -> None:
-        self._waiting.put_nowait((line, num_bytes))
-        self._count(num_bytes)
+        self._waiting.put_nowait((line, num_bytes + LINE_BYTES))
+        self._count(num_bytes + LINE_BYTES)
 
     async def _next(self) -> Line:
         line, num_bytes = await self._waiting.get()

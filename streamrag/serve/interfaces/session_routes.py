@@ -138,7 +138,7 @@ def routes(service: Service) -> list[BaseRoute]:
                 last = event_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
                 ends.enter_context(held.being_read(service.limits))
             except StreamRagError as error:
-                await Frames(socket, service.limits, "id").refuse(error)
+                await Frames(socket, service, "id").refuse(error)
                 return
             await SessionSocket(service, socket, caller, held).run(last)
 

@@ -62,7 +62,7 @@ class SessionSocket(Frames):
     """Lives as long as the socket or the session, and frees the questions that were asked on it."""
 
     def __init__(self, service: Service, socket: WebSocket, caller: Caller, held: Held) -> None:
-        super().__init__(socket, service.limits, "id")
+        super().__init__(socket, service, "id")
         self._service = service
         self._caller = caller
         self._held = held

@@ -37,7 +37,7 @@ def routes(service: Service) -> list[Route]:
     """The interface's routes."""
 
     async def streams(request: Request) -> Response:
-        lines = Lines(request.receive, service.limits)
+        lines = Lines(request.receive, service)
         caller = request.scope[CALLER]
 
         async def produce(write: Write) -> None:

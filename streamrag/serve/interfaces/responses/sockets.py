@@ -14,7 +14,7 @@ class Connection(Frames):
     """Lives as long as the socket, and takes everything with it that its lanes hold."""
 
     def __init__(self, service: Service, states: StateStore, socket: WebSocket, caller: Caller) -> None:
-        super().__init__(socket, service.limits, "stream_id")
+        super().__init__(socket, service, "stream_id")
         self.service = service
         self.states = states
         self.caller = caller
