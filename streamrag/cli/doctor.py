@@ -17,7 +17,7 @@ from streamrag.backends.openai import OpenAIBackend
 from streamrag.cli import machine
 from streamrag.cli.option_types import positive, seconds
 from streamrag.cli.output import Output, markup
-from streamrag.cli.steps import positive, shown_starting
+from streamrag.cli.steps import shown_starting
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Prefilled, Progress, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError

@@ -164,7 +164,7 @@ class StreamIntakeMixin(_Base):
         replaced_every_s = self.forecast.replaced_every_s(stream.source_name)
         stream.is_replaced = replaced_every_s < math.inf
         size = self.step_sizes.at(self.clock())
-        stream.num_step_tokens = self.pace.num_before_replaced(replaced_every_s, size and size.overhead)
+        stream.num_step_tokens = self.pace.num_before_replaced(replaced_every_s, size.overhead if size else None)
 
     def _requeue(self, stream: StreamRequest) -> None:
         """Have the model runner be sent the new prompt: only a request that waits is sent as a whole."""

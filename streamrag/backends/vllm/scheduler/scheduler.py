@@ -253,7 +253,8 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
     def _set_aside(self, step: _Step) -> tuple[list[Request], list[Request]]:
         """Leave in the queues what may run, in the plan's order. Returns what was taken out, running and waiting."""
         granted: set[str] = set()
-        running, starting = step.decoding, []
+        running = step.decoding
+        starting: list[Request] = []
         for grant in step.plan.grants:
             request = self._request(grant.request)
             granted.add(request.request_id)
