@@ -140,14 +140,16 @@ class StreamIntakeMixin(_Base):
         num_computed = stream.num_computed_tokens
         stream.is_complete = message.is_complete  # first: a complete prompt has one token more to hash
         num_shared = replace_prompt(self, stream, message.num_kept, request)
-        self.forecast.observe(message.source_name, now_s - stream.last_chunk_s, num_shared / num_held)
+        # When it arrived, not when the step under way let it in: short steps follow from short gaps.
+        arrival_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
+        self.forecast.observe(message.source_name, arrival_s - stream.last_chunk_s, num_shared / num_held)
         self._forecast(stream)
         stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)
         if self.host_memory is not None:
             self.host_memory.on_chunk(stream, num_computed, num_shared)
         stream.sampling_params = request.sampling_params
         stream.max_tokens = request.max_tokens
-        stream.last_chunk_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
+        stream.last_chunk_s = arrival_s
         if stream.request_id in self.idle:
             stream.since_s = stream.last_chunk_s
         stream.expected_complete_s = message.expected_complete_s

@@ -286,3 +286,15 @@ def test_an_id_may_be_used_again_while_steps_of_its_last_owner_are_in_flight(
         b.plain("again", 30, first=500)
     b.run()
     assert b.tokens("again") == b.fresh_answer([*range(500, 530)])
+
+
+def test_the_gap_between_chunks_is_that_of_their_arrivals_and_not_of_the_steps_that_they_waited_for(
+    bench: Make,
+) -> None:
+    b = bench()
+    b.chunk("s", list(range(40)))
+    arrived_s = b.engine.now_s
+    b.step()  # a second, during which the next chunk arrives
+    message = PromptMessage(1, 0, is_complete=False, arrival_s=arrived_s + 0.02)
+    b.engine.add("s", list(range(100, 140)), SamplingParams(max_tokens=2, temperature=0.0), message)
+    assert b.scheduler.forecast.replaced_every_s("") == pytest.approx(0.02)
