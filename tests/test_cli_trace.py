@@ -208,17 +208,6 @@ def test_a_public_trace_is_converted(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*command, "--force"]) == 0
 
 
-def test_a_crawl_of_others_is_converted_with_its_texts_counted(tmp_path: Path) -> None:
-    (tmp_path / "query_0.csv").write_text(
-        "type,query,content,startTime,endTime\ntavily_search,Who?,,0,1\npage_scrape,,three small words,1,2\n"
-    )
-    output = tmp_path / "trace.jsonl"
-    assert main(["trace", "convert", "stream2llm-crawler", str(tmp_path), "--output", str(output)]) == 0
-    event = read_trace(output).queries[0].events[0]
-    assert isinstance(event, TracedAppend)
-    assert event.chunk.num_tokens == 3
-
-
 def test_a_broken_trace_is_an_error_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace.jsonl").write_text("{}\n")
     assert main(["trace", "show", str(tmp_path / "trace.jsonl")]) == 1

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from experiments.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 from streamrag import reading
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.errors import ConfigurationError, StreamRagError, TraceError
@@ -22,7 +23,6 @@ from streamrag.records import read_records
 from streamrag.trace import files, lines
 from streamrag.trace.arrivals import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
-from streamrag.trace.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20

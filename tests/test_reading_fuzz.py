@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from experiments.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import digest
@@ -26,7 +27,6 @@ from streamrag.sources.index_folder import check_index
 from streamrag.trace.arrivals import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import describe
-from streamrag.trace.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 from streamrag.trace.values import Trace
 
 ROOT = Path(__file__).parents[1]

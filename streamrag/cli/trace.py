@@ -3,14 +3,14 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from streamrag.cli import trace_generate
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
-from streamrag.cli.record import WORDS, WORDS_NOTE, make_counter
+from streamrag.cli.record import WORDS, WORDS_NOTE
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.showing import one_line
 
@@ -34,8 +34,6 @@ example:
   streamrag trace convert mooncake conversation_trace.jsonl --output mooncake.jsonl.gz
 """
 FORMATS = {
-    "stream2llm-crawler": "a folder of query_*.csv",
-    "stream2llm-anns": "query_trace_map_5k.json, with its CSVs in res/ beside it, and the corpus",
     "mooncake": "JSON Lines with hash_ids",
     "azure-llm": "CSV of TIMESTAMP, ContextTokens, GeneratedTokens",
 }
@@ -66,11 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("format", choices=FORMATS, metavar="FORMAT", help="one of those below")
     convert.add_argument("path", type=Path, metavar="PATH", help="the file or folder as it was published")
     convert.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl, .jsonl.gz or .jsonl.zst")
-    convert.add_argument("--tokenizer", metavar="PATH", help="counts tokens of texts; words and signs without one")
-    convert.add_argument("--corpus", type=Path, metavar="FOLDER", help="of stream2llm-anns, if not beside the map")
-    convert.add_argument(
-        "--text", choices=("full", "hash"), default="full", help="keep texts, or only lengths (%(default)s)"
-    )
     convert.add_argument("--queries", type=positive, metavar="N", help="only the first N")
     convert.add_argument("--force", action="store_true", help="replace the file that is there")
     convert.set_defaults(run=_convert)
@@ -155,25 +148,11 @@ def _rows(statistics: "TraceStatistics") -> "list[tuple[str, Distribution, Calla
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    from streamrag.trace.arrivals import read_azure_llm, read_mooncake
     from streamrag.trace.write import write_trace
 
-    trace = _read(arguments)
-    write_trace(trace, arguments.output, text=arguments.text, overwrite=arguments.force)
+    read = read_mooncake if arguments.format == "mooncake" else read_azure_llm
+    trace = read(arguments.path, max_queries=arguments.queries)
+    write_trace(trace, arguments.output, overwrite=arguments.force)
     Output(stderr=True).print_line(f"{arguments.output}: {len(trace.queries)} queries from {arguments.path}")
     return 0
-
-
-def _read(arguments: argparse.Namespace) -> "Trace":
-    from streamrag.trace.arrivals import read_azure_llm, read_mooncake
-    from streamrag.trace.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
-
-    match arguments.format:
-        case "mooncake":
-            return read_mooncake(arguments.path, max_queries=arguments.queries)
-        case "azure-llm":
-            return read_azure_llm(arguments.path, max_queries=arguments.queries)
-    tokenizer, count_tokens = make_counter(arguments.tokenizer)
-    options: dict[str, Any] = {"count_tokens": count_tokens, "max_queries": arguments.queries, "tokenizer": tokenizer}
-    if arguments.format == "stream2llm-crawler":
-        return read_stream2llm_crawler(arguments.path, **options)
-    return read_stream2llm_anns(arguments.path, corpus_dir=arguments.corpus, **options)

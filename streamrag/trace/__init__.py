@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from streamrag.trace.statistics import Distribution as Distribution
     from streamrag.trace.statistics import TraceStatistics as TraceStatistics
     from streamrag.trace.statistics import describe as describe
-    from streamrag.trace.stream2llm import read_stream2llm_anns as read_stream2llm_anns
-    from streamrag.trace.stream2llm import read_stream2llm_crawler as read_stream2llm_crawler
     from streamrag.trace.stretch import stretched as stretched
     from streamrag.trace.values import Trace as Trace
     from streamrag.trace.values import TracedAppend as TracedAppend
@@ -41,8 +39,6 @@ _HOMES = {
     "describe": "streamrag.trace.statistics",
     "read_azure_llm": "streamrag.trace.arrivals",
     "read_mooncake": "streamrag.trace.arrivals",
-    "read_stream2llm_anns": "streamrag.trace.stream2llm",
-    "read_stream2llm_crawler": "streamrag.trace.stream2llm",
     "read_trace": "streamrag.trace.read",
     "stretched": "streamrag.trace.stretch",
     "write_trace": "streamrag.trace.write",

@@ -1,21 +1,29 @@
-"""The public traces of Stream2LLM, as they are. Source: arXiv 2604.16395 and its artifact, rajveerb/stream2llm.
+"""Make a trace of streamrag from the public traces of Stream2LLM, read as they are.
 
-Neither has arrivals: every query arrives at 0, and a benchmark gives them a rate.
+    python experiments/stream2llm.py crawler FOLDER --output FILE [--tokenizer MODEL]
+    python experiments/stream2llm.py anns query_trace_map_5k.json --output FILE [--corpus FOLDER]
+
+A broken row is an error that names the file and the line. Neither trace has arrivals: every query arrives at 0, and a
+benchmark's `--qps` gives them a rate. Source: arXiv 2604.16395 and its artifact, rajveerb/stream2llm.
 """
 
+import argparse
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from streamrag.errors import TraceError
+from streamrag.cli.record import make_counter
+from streamrag.errors import StreamRagError, TraceError
 from streamrag.reading import MAX_JSON_BYTES, parse_json, read_bytes
 from streamrag.trace.lines import MAX_SECONDS, NamedChunks
 from streamrag.trace.tables import read_csv
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate
+from streamrag.trace.write import write_trace
 
 CountTokens: TypeAlias = Callable[[str], int]
 
@@ -219,3 +227,34 @@ def _finite(text: str) -> float:
     if not abs(value) < float("inf"):
         raise ValueError(text)
     return value
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("crawler", "anns"))
+    parser.add_argument("path", type=Path, metavar="PATH", help="the folder or the map as it was published")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl, .jsonl.gz or .jsonl.zst")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="counts tokens of texts; words and signs without one")
+    parser.add_argument("--corpus", type=Path, metavar="FOLDER", help="of anns, if not beside the map")
+    parser.add_argument("--text", choices=("full", "hash"), default="full", help="keep texts, or only lengths")
+    parser.add_argument("--queries", type=int, metavar="N", help="only the first N")
+    parser.add_argument("--force", action="store_true", help="replace the file that is there")
+    given = parser.parse_args(arguments)
+    try:
+        tokenizer, count_tokens = make_counter(given.tokenizer)
+        options: dict[str, Any] = {"count_tokens": count_tokens, "max_queries": given.queries, "tokenizer": tokenizer}
+        if given.kind == "crawler":
+            trace = read_stream2llm_crawler(given.path, **options)
+        else:
+            trace = read_stream2llm_anns(given.path, corpus_dir=given.corpus, **options)
+        write_trace(trace, given.output, text=given.text, overwrite=given.force)
+    except StreamRagError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{given.output}: {len(trace.queries)} queries from {given.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

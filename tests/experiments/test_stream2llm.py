@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.stream2llm import main, read_stream2llm_anns, read_stream2llm_crawler
 from streamrag.errors import TraceError
-from streamrag.trace.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
+from streamrag.trace.read import read_trace
 from streamrag.trace.values import TracedAppend, TracedUpdate
 
 COLUMNS = ("type", "query", "content", "startTime", "endTime")
@@ -174,3 +175,14 @@ def test_missing_and_broken_parts_of_a_search_are_named(tmp_path: Path) -> None:
     query_map.write_text("{\n]")
     with pytest.raises(TraceError, match=r"is not JSON: .*line 2"):
         read_stream2llm_anns(query_map, count_tokens=count_words)
+
+
+def test_a_crawl_of_others_is_converted_with_its_texts_counted(tmp_path: Path) -> None:
+    (tmp_path / "query_0.csv").write_text(
+        "type,query,content,startTime,endTime\ntavily_search,Who?,,0,1\npage_scrape,,three small words,1,2\n"
+    )
+    output = tmp_path / "trace.jsonl"
+    assert main(["crawler", str(tmp_path), "--output", str(output)]) == 0
+    event = read_trace(output).queries[0].events[0]
+    assert isinstance(event, TracedAppend)
+    assert event.chunk.num_tokens == 3
