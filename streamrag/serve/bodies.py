@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
@@ -19,6 +19,12 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+
+
+class StrictModel(BaseModel):
+    """A base of what clients send. It refuses unknown fields: to ignore one could change the answer."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 async def read_body(request: Request, model: type[M]) -> M:

@@ -8,7 +8,7 @@ The last event is `answered`, or `error`.
 from collections.abc import Sequence
 from typing import cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
 from streamrag.core import Chunk
-from streamrag.serve.bodies import SAMPLING, read_body, sampling, turn_of
+from streamrag.serve.bodies import SAMPLING, StrictModel, read_body, sampling, turn_of
 from streamrag.serve.failures import Failure
 from streamrag.serve.gate import CALLER
 from streamrag.serve.interfaces.chat import Message
@@ -28,10 +28,8 @@ from streamrag.telemetry import ContextChanged, Event
 OF_QUERY = {"max_context_tokens", "deadline_s", "late_share", "overlap"}
 
 
-class Options(BaseModel):
-    """The options of a query, as far as a client may choose them. What is not known is refused: it is a slip."""
-
-    model_config = ConfigDict(extra="forbid")
+class Options(StrictModel):
+    """The options of a query, as far as a client may choose them."""
 
     system: str | None = None
     history: list[Message] = Field(default=[], max_length=1000)

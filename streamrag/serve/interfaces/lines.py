@@ -13,11 +13,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from starlette.types import Message, Receive
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
 from streamrag.retrieving import MAX_COUNT
+from streamrag.serve.bodies import StrictModel
 from streamrag.serve.failures import RequestError
 from streamrag.serve.fair_share import Account
 from streamrag.serve.interfaces.ask import Options
@@ -36,11 +37,7 @@ LINE_BYTES = 1024
 """Bytes that a line which waits takes beside its text."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class ChunkFields(_Strict):
+class ChunkFields(StrictModel):
     """A passage of retrieved text, and where it came from."""
 
     text: str
@@ -54,7 +51,7 @@ class ChunkFields(_Strict):
         return Chunk(self.text, self.uri, self.title, self.passage, self.score)
 
 
-class HintFields(_Strict):
+class HintFields(StrictModel):
     """What the client expects still to send."""
 
     num_chunks: int | None = Field(default=None, ge=0, le=MAX_COUNT)
@@ -74,7 +71,7 @@ class OpenLine(Options):
     """Whether the end of the body counts as `finish`; else it is a client that left."""
 
 
-class AppendLine(_Strict):
+class AppendLine(StrictModel):
     """The context grows by one chunk."""
 
     type: Literal["append"]
@@ -86,7 +83,7 @@ class AppendLine(_Strict):
         return Append(self.chunk.chunk(), _hint(self.hint))
 
 
-class UpdateLine(_Strict):
+class UpdateLine(StrictModel):
     """The context is replaced."""
 
     type: Literal["update"]
@@ -98,7 +95,7 @@ class UpdateLine(_Strict):
         return Update(tuple(each.chunk() for each in self.chunks), _hint(self.hint))
 
 
-class SkippedLine(_Strict):
+class SkippedLine(StrictModel):
     """Something could not be used."""
 
     type: Literal["skipped"]
@@ -110,7 +107,7 @@ class SkippedLine(_Strict):
         return Skipped(self.uri, self.reason)
 
 
-class CutShortLine(_Strict):
+class CutShortLine(StrictModel):
     """The client's retrieval ends before it is done."""
 
     type: Literal["cut_short"]
@@ -121,7 +118,7 @@ class CutShortLine(_Strict):
         return CutShort(self.reason)
 
 
-class FinishLine(_Strict):
+class FinishLine(StrictModel):
     """The context is complete."""
 
     type: Literal["finish"]

@@ -9,7 +9,7 @@ import time
 from contextlib import aclosing
 from dataclasses import asdict
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +20,7 @@ from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import SourceError, StreamRagError
 from streamrag.kinds import short
 from streamrag.retrieving import Retrieval
-from streamrag.serve.bodies import read_body
+from streamrag.serve.bodies import StrictModel, read_body
 from streamrag.serve.failures import RequestError
 from streamrag.serve.gate import CALLER
 from streamrag.serve.interfaces.ask import Telling, told_failure
@@ -38,10 +38,8 @@ NAMES: dict[type[SourceEvent], str] = {
 }
 
 
-class RetrieveRequest(BaseModel):
+class RetrieveRequest(StrictModel):
     """What to retrieve."""
-
-    model_config = ConfigDict(extra="forbid")
 
     query: str = Field(max_length=MAX_QUERY_CHARACTERS, pattern=r"\S")
     deadline_s: float | None = Field(default=None, gt=0)

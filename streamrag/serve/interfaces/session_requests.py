@@ -4,12 +4,12 @@ from collections.abc import AsyncGenerator
 from dataclasses import asdict
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Chunk
 from streamrag.errors import PipelineClosedError, SessionLogError, StreamRagError
-from streamrag.serve.bodies import sampling
+from streamrag.serve.bodies import StrictModel, sampling
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_store import MAX_SHOWN, Held, gone
 from streamrag.serve.service import Caller, Service
@@ -26,7 +26,7 @@ Answers: TypeAlias = list[Annotated[str, Field(max_length=1000)]]
 DecisiveGap: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class OpenSession(BaseModel):
+class OpenSession(StrictModel):
     """Options of a session."""
 
     system: str | None = Field(default=None, max_length=100_000)
@@ -34,13 +34,13 @@ class OpenSession(BaseModel):
     slide_share: float = Field(default=0.5, gt=0, lt=1)
 
 
-class Frozen(BaseModel):
+class Frozen(StrictModel):
     """A system text that takes the other's place."""
 
     system: str = Field(max_length=100_000)
 
 
-class Datum(BaseModel):
+class Datum(StrictModel):
     """A chunk of data. Its text alone is in the prompt, and kept: what nothing counts would grow without bounds."""
 
     text: str
@@ -48,7 +48,7 @@ class Datum(BaseModel):
     title: str = ""
 
 
-class Data(BaseModel):
+class Data(StrictModel):
     """Data to append, oldest first. No more than may wait: none of a request is dropped for the rest of it."""
 
     data: list[str | Datum] = Field(min_length=1, max_length=MAX_WAITING)
@@ -56,7 +56,7 @@ class Data(BaseModel):
     """Whether to answer once they are on the disk."""
 
 
-class Question(BaseModel):
+class Question(StrictModel):
     """A question to a session."""
 
     question: str = Field(max_length=MAX_QUERY_CHARACTERS)
@@ -70,7 +70,7 @@ class Question(BaseModel):
     stream: bool = False
 
 
-class WatchedQuestion(BaseModel):
+class WatchedQuestion(StrictModel):
     """A question that is to be kept answered."""
 
     question: str = Field(max_length=MAX_QUERY_CHARACTERS)

@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal
 
 import anyio
 from anyio.abc import TaskGroup
-from pydantic import BaseModel, Field, RootModel
+from pydantic import Field, RootModel
 from starlette.websockets import WebSocket
 
 from streamrag.errors import StreamRagError
+from streamrag.serve.bodies import StrictModel
 from streamrag.serve.failures import RequestError
 from streamrag.serve.frames import MAX_ID, Frames
 from streamrag.serve.interfaces.session_requests import Data, Question, answering, appended, state_of
@@ -47,7 +48,7 @@ class AskFrame(Question):
     stream: bool = True
 
 
-class CancelFrame(BaseModel):
+class CancelFrame(StrictModel):
     """The answer is no longer wanted."""
 
     type: Literal["cancel"]
