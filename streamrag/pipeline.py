@@ -259,7 +259,10 @@ class Pipeline:
         await wait_regardless(tasks)
         try:
             sessions = self._session_books.close() if self._session_books else []
-            await asyncio.gather(*(session.aclose() for session in sessions))
+            closing = [asyncio.create_task(session.aclose()) for session in sessions]
+            await wait_regardless(closing)
+            for task in closing:
+                task.result()
         finally:
             await self._parts.aclose()
 

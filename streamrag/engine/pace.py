@@ -3,8 +3,8 @@
 import math
 
 FEWEST_TOKENS = 64
-"""Smaller steps say more about what a step costs than about what a token does. Also the overhead of a step, in tokens,
-until it is known."""
+"""Smaller steps say more about what a step costs than about what a token does. Also the least
+overhead of a step, in tokens."""
 FEWEST_REPLACED_TOKENS = 16
 """Of a prompt that is about to be replaced: with fewer, a step is hardly shorter."""
 WEIGHT = 0.2
@@ -52,8 +52,8 @@ class Pace:
         costs s t^2 / (2 `replaced_every_s`) per token. An `overhead` of h tokens a step costs h t / s. Their sum is
         least at s = sqrt(2 h `replaced_every_s` / t). A prompt that only grows is replaced after infinite time.
         """
-        if self._num_most_tokens is None or self._token_s is None or replaced_every_s == math.inf:
+        if self._num_most_tokens is None or not self._token_s or replaced_every_s == math.inf:
             return self._num_most_tokens
-        overhead = FEWEST_TOKENS if overhead is None else overhead
+        overhead = max(overhead or 0.0, FEWEST_TOKENS)  # what is fitted may come out as none
         num_tokens = int(math.sqrt(2 * overhead * replaced_every_s / self._token_s))
         return min(max(num_tokens, FEWEST_REPLACED_TOKENS), self._num_most_tokens)

@@ -69,8 +69,8 @@ class Admission:
         self._of_client: Counter[str] = Counter()
         self._begun: OrderedDict[str, deque[float]] = OrderedDict()
         """Begin of each query of the last minute, by client. The client whose newest query is oldest comes first."""
-        self._wanted_s: OrderedDict[str, float] = OrderedDict()
-        """When clients last found no place, oldest first."""
+        self._wanted_s: dict[bool, OrderedDict[str, float]] = {False: OrderedDict(), True: OrderedDict()}
+        """When clients last found no place, oldest first, for questions and for what is computed ahead (True)."""
         self._prompts: deque[int] = deque(maxlen=LEARNS_FROM)
         self._stays: deque[float] = deque(maxlen=LEARNS_FROM)
 
@@ -99,15 +99,16 @@ class Admission:
             raise RefusedError("the service is stopping: ask another one, or later", "draining", 5.0)
         if not self.is_ready:
             raise RefusedError("the engine is starting: try again", "not_ready", 5.0)
-        most, num_open = self._share_of(client, limits), self._of_client[client]
+        most, num_open = self._share_of(client, limits, is_ahead), self._of_client[client]
         if num_open >= most:
             why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"
             raise RefusedError(
                 f"{num_open} queries of yours are open, which is {why}", "client_queries", self._wait_s(1)
             )
         if len(self._places) >= limits.max_queries:
-            self._wanted_s[client] = self._clock()
-            self._wanted_s.move_to_end(client)
+            wanted = self._wanted_s[is_ahead]
+            wanted[client] = self._clock()
+            wanted.move_to_end(client)
             raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
         self._check_rate(client, limits, is_ahead)
         expected = num_prompt_tokens if num_prompt_tokens is not None else self._expected_prompt_tokens()
@@ -136,17 +137,17 @@ class Admission:
             self._prompts.append(place.num_context_tokens)
         self._stays.append(stayed_s)
 
-    def _share_of(self, client: str, limits: Limits) -> int:
+    def _share_of(self, client: str, limits: Limits, is_ahead: bool) -> int:
         """Return how many places a client may have: as many as each, while another one has found none."""
         since_s = self._clock() - WANTED_S
-        while self._wanted_s and next(iter(self._wanted_s.values())) <= since_s:
-            self._wanted_s.popitem(last=False)
+        wanted = self._wanted_s[is_ahead]
+        while wanted and next(iter(wanted.values())) <= since_s:
+            wanted.popitem(last=False)
         most = limits.max_queries_per_client
-        if len(self._wanted_s) == (client in self._wanted_s):
+        if len(wanted) == (client in wanted):
             return most
-        num_others = sum(name not in self._wanted_s for name in {client, *self._of_client})
-        num_clients = len(self._wanted_s) + num_others
-        return min(most, max(limits.max_queries // num_clients, 1))
+        num_others = sum(name not in wanted for name in {client, *self._of_client})
+        return min(most, max(limits.max_queries // (len(wanted) + num_others), 1))
 
     def _queued_before(self, client: str, is_ahead: bool) -> int:
         """Count the tokens that wait, of each other client no more than its share, so that none keeps out all others.

@@ -58,7 +58,7 @@ class Drops:
         reader = _Reader()
         self._readers.append(reader)
         try:
-            while not self._has_ended.is_set():
+            while reader.num_chunks or not self._has_ended.is_set():
                 await reader.has_news.wait()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TOGETHER_S):

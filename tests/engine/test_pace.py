@@ -23,6 +23,12 @@ def test_before_a_step_was_measured_the_limit_is_that_of_a_slow_device() -> None
     assert pace.num_before_replaced(0.02, None) == 2_048
 
 
+def test_an_overhead_that_is_estimated_as_none_makes_no_tiny_steps() -> None:
+    pace = Pace(2_048, 0.05)
+    pace.observe(2_048, 0.04)
+    assert pace.num_before_replaced(0.1, 0.0) == pace.num_before_replaced(0.1, None) == 809
+
+
 def test_there_may_be_no_limit() -> None:
     pace = Pace(None, 0.05)
     pace.observe(128, 1.0)
@@ -33,11 +39,11 @@ def test_there_may_be_no_limit() -> None:
 @pytest.mark.parametrize(
     ("token_s", "replaced_every_s", "overhead", "num_tokens"),
     [
-        (2e-3, 0.04, 25, 31),  # two cores, a search whose stages are 20 ms apart
-        (2e-3, 0.8, 25, 141),
-        (2e-3, 0.001, 25, 16),  # hardly anything would be shorter
+        (2e-3, 0.04, 80, 56),  # two cores, a search whose stages are 20 ms apart
+        (2e-3, 0.8, 80, 252),
+        (2e-3, 0.001, 80, 16),  # hardly anything would be shorter
         (1e-5, 0.04, 500, 1_999),  # a GPU
-        (2e-3, math.inf, 25, 2_048),  # a crawl
+        (2e-3, math.inf, 80, 2_048),  # a crawl
     ],
 )
 def test_a_step_is_as_short_as_the_next_change_is_near(

@@ -112,6 +112,19 @@ def test_watched_questions_of_some_clients_leave_room_for_those_of_another() -> 
     assert isinstance(come("bob", num_tokens=2_000), Place), "whatever it is, it can be answered"
 
 
+def test_watched_questions_that_find_no_place_take_none_from_questions() -> None:
+    admission = Admission(Limits(max_queries=16, max_queries_per_client=8))
+    for _ in range(4):
+        admission.enter("ada", max_tokens=1)
+        admission.enter("bob", max_tokens=1)
+    with pytest.raises(RefusedError):
+        admission.enter("cleo", max_tokens=1, is_ahead=True)
+    for client in ("ada", "bob"):
+        for _ in range(4):
+            admission.enter(client, max_tokens=1)
+    assert admission.num_queries == 16
+
+
 async def test_a_session_s_question_is_charged_by_its_own_length() -> None:
     limits = Limits(max_queued_tokens=1500)
     async with serving(backend=ScriptedBackend(answer="yes", is_endless=True), limits=limits) as served:

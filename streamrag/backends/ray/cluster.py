@@ -145,8 +145,10 @@ class Cluster:
     async def aclose(self) -> None:
         """Remove the application; and Ray, if it was started here. Does nothing when not started."""
         if self._thread is not None:
-            await run_regardless(self._leave(), "streamrag leaves Ray")
-            self.is_started = False
+            try:
+                await run_regardless(self._leave(), "streamrag leaves Ray")
+            finally:
+                self.is_started = False
 
     async def _leave(self) -> None:
         thread = self._thread

@@ -142,7 +142,8 @@ class StreamIntakeMixin(_Base):
         num_shared = replace_prompt(self, stream, message.num_kept, request)
         # When it arrived, not when the step under way let it in: short steps follow from short gaps.
         arrival_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
-        self.forecast.observe(message.source_name, arrival_s - stream.last_chunk_s, num_shared / num_held)
+        gap_s = max(arrival_s - stream.last_chunk_s, 0.0)  # clients say when their chunks arrived, and may be wrong
+        self.forecast.observe(message.source_name, gap_s, num_shared / num_held)
         self._forecast(stream)
         stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)
         if self.host_memory is not None:

@@ -255,12 +255,15 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         granted: set[str] = set()
         running = step.decoding
         starting: list[Request] = []
+        has_their_connector = self.connector is not None and self.host_memory is None
         for grant in step.plan.grants:
             request = self._request(grant.request)
             granted.add(request.request_id)
             (running if request.status == RequestStatus.RUNNING else starting).append(request)
             end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens
-            if end < grant.request.num_tokens:
+            # Other people's connectors look up all of a complete prompt, and may load more than this step's part.
+            is_limited = request.status == RequestStatus.RUNNING or not (request.is_complete and has_their_connector)
+            if is_limited and end < grant.request.num_tokens:
                 request.step_end = end
         rest: list[Request] = []
         waiting = step.held_up.copy()

@@ -298,3 +298,15 @@ def test_the_gap_between_chunks_is_that_of_their_arrivals_and_not_of_the_steps_t
     message = PromptMessage(1, 0, is_complete=False, arrival_s=arrived_s + 0.02)
     b.engine.add("s", list(range(100, 140)), SamplingParams(max_tokens=2, temperature=0.0), message)
     assert b.scheduler.forecast.replaced_every_s("") == pytest.approx(0.02)
+
+
+def test_a_chunk_that_claims_to_have_arrived_before_the_one_before_it_ends_nothing(bench: Make) -> None:
+    b = bench(max_num_batched_tokens=128)
+    b.plain("measured", 100)
+    b.run()
+    b.chunk("s", list(range(40)))
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    b.engine.add("s", list(range(100, 140)), params, PromptMessage(1, 0, is_complete=False, arrival_s=0.0))
+    b.engine.add("s", list(range(200, 240)), params, PromptMessage(2, 0, is_complete=True, arrival_s=0.0))
+    b.run()
+    assert b.tokens("s") == b.fresh_answer(list(range(200, 240)))

@@ -404,6 +404,27 @@ def test_loads_of_another_connector_that_fail_are_left_to_vllm(bench: Make) -> N
     assert b.record("p").preemptions == ()
 
 
+def test_another_connector_is_asked_about_all_of_a_complete_prompt(bench: Make) -> None:
+    def with_their_connector(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
+        vllm_config.kv_transfer_config = KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both")
+        return streaming_scheduler(vllm_config=vllm_config, **arguments)
+
+    b = bench()
+    b.engine = SimulatedEngine(b.engine.shape, b.runner, always(1.0), with_their_connector)
+    b.scheduler = b.engine.scheduler
+    asked: list[int] = []
+
+    def look_up(request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        asked.append(request.num_tokens)
+        return 0, False
+
+    b.scheduler.connector.get_num_new_matched_tokens = look_up
+    b.plain("p", len(TOKENS))
+    b.run()
+    assert asked == [len(TOKENS)]  # more than a step computes
+    assert b.tokens("p") == b.fresh_answer(TOKENS)
+
+
 SHAPE = EngineShape(num_blocks=10, block_size=4, max_model_len=40)
 
 

@@ -1,0 +1,20 @@
+"""Telling readers of data that were dropped."""
+
+import asyncio
+
+from streamrag.sessions.dropping import DataDropped, Drops
+
+
+async def test_what_is_dropped_while_a_reader_handles_the_news_before_is_told_at_the_end_too() -> None:
+    drops = Drops()
+    reading = drops.read()
+    first = anext(reading)
+    told = []
+    task = asyncio.create_task(first)
+    await asyncio.sleep(0)
+    drops.put(1, 1)
+    told.append(await task)
+    drops.put(2, 2)
+    drops.end()
+    told += [news async for news in reading]
+    assert told == [DataDropped(1, 1, 1, 1), DataDropped(1, 2, 2, 2)]
