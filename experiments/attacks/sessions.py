@@ -16,6 +16,9 @@ NUM_READERS = 100
 
 NUM_AT_ONCE = 8
 """Requests that an attacker has open at once, besides its readers."""
+CHANGES_PER_S = 20.0
+"""Changes of the data that have watched questions answered anew. More would measure the requests that bring them, which
+`data_flood` does."""
 
 
 @asynccontextmanager
@@ -32,8 +35,13 @@ async def opened(http: httpx.AsyncClient, **options: Any) -> str:
     return f"/v1/sessions/{answer.json()['id']}"
 
 
-async def repeat(seconds: float, request: Callable[[int], Awaitable[httpx.Response]]) -> dict[int, int]:
-    """Send requests for so many seconds, a few at once, and count the answers by their status (0: none came)."""
+async def repeat(
+    seconds: float, request: Callable[[int], Awaitable[httpx.Response]], per_s: float | None = None
+) -> dict[int, int]:
+    """Send requests for `seconds`, a few at once, and count the answers by their status (0: none came).
+
+    per_s: about how many a second at most; None for as many as are answered.
+    """
     seen: dict[int, int] = {}
     numbers = itertools.count()
 
@@ -44,12 +52,27 @@ async def repeat(seconds: float, request: Callable[[int], Awaitable[httpx.Respon
             except httpx.HTTPError:
                 status = 0
             seen[status] = seen.get(status, 0) + 1
+            if per_s is not None:
+                await asyncio.sleep(NUM_AT_ONCE / per_s)
 
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
             for _ in range(NUM_AT_ONCE):
                 tasks.create_task(work())
     return seen
+
+
+def change(http: httpx.AsyncClient, urls: list[str], number: int) -> Awaitable[httpx.Response]:
+    """Append a reading to one of the sessions, in turn."""
+    return http.post(f"{urls[number % len(urls)]}/data", json={"data": [f"reading {number}"]})
+
+
+async def data_flood(port: int, key: str | None, seconds: float) -> str:
+    """Append data to sessions as fast as they are taken: a flood of whole requests, which nginx bounds in front."""
+    async with attacker(port, key) as http:
+        urls = [await opened(http, window_tokens=200) for _ in range(NUM_SESSIONS)]
+        seen = await repeat(seconds, lambda i: change(http, urls, i))
+    return f"{NUM_SESSIONS} sessions; answers to data by status: {seen}"
 
 
 async def watch_flood(port: int, key: str | None, seconds: float) -> str:
@@ -59,9 +82,7 @@ async def watch_flood(port: int, key: str | None, seconds: float) -> str:
         for url, number in itertools.product(urls, range(NUM_WATCHES)):
             watch = {"question": f"Tell me all about number {number}, at length.", "max_tokens": 1024}
             await http.put(f"{url}/watches/{number}", json=watch)
-        seen = await repeat(
-            seconds, lambda i: http.post(f"{urls[i % len(urls)]}/data", json={"data": [f"reading {i}"]})
-        )
+        seen = await repeat(seconds, lambda i: change(http, urls, i), CHANGES_PER_S)
     return f"{NUM_SESSIONS} sessions of {NUM_WATCHES} watches each; answers to data by status: {seen}"
 
 
@@ -73,9 +94,7 @@ async def restricted_watch_flood(port: int, key: str | None, seconds: float) -> 
         for url, number in itertools.product(urls, range(NUM_WATCHES)):
             watch = {"question": f"Which is number {number}?", "answers": answers, "decisive_gap": 1e9}
             await http.put(f"{url}/watches/{number}", json=watch)
-        seen = await repeat(
-            seconds, lambda i: http.post(f"{urls[i % len(urls)]}/data", json={"data": [f"reading {i}"]})
-        )
+        seen = await repeat(seconds, lambda i: change(http, urls, i), CHANGES_PER_S)
     return f"{NUM_SESSIONS} sessions of {NUM_WATCHES} watches each; answers to data by status: {seen}"
 
 
@@ -118,9 +137,7 @@ async def many_event_readers(port: int, key: str | None, seconds: float) -> str:
                 writer.close()
 
         reading = [tasks.create_task(read(url)) for url in urls for _ in range(20)]
-        seen = await repeat(
-            seconds, lambda i: http.post(f"{urls[i % len(urls)]}/data", json={"data": [f"reading {i}"]})
-        )
+        seen = await repeat(seconds, lambda i: change(http, urls, i), CHANGES_PER_S)
         for task in reading:
             task.cancel()
     return f"{len(reading)} readers read {num_bytes:,} bytes; answers to data by status: {seen}"
@@ -161,6 +178,7 @@ async def kept_answers(port: int, key: str | None, seconds: float) -> str:
 ATTACKS: dict[str, Callable[[int, str | None, float], Awaitable[str]]] = {
     each.__name__: each
     for each in (
+        data_flood,
         watch_flood,
         restricted_watch_flood,
         silent_event_readers,
