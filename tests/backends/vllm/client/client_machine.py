@@ -127,7 +127,9 @@ class ClientMachine(RuleBasedStateMachine):
         elif self.is_dead:
             assert isinstance(found, EngineDeadError)
         elif truth.is_aborted or truth.is_complete or truth.is_refused or truth.error:
-            assert isinstance(found, BackendError), found
+            # What is wrong with the prompt itself is seen first where the news of the stream's end is still on its way.
+            is_invalid = truth.error is not None and not 0 < len(prompt) < MAX_MODEL_LEN
+            assert isinstance(found, BackendError) or is_invalid, found
         else:
             expected = PromptTooLongError if prompt else ConfigurationError
             assert isinstance(found, expected), found
