@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import pytest
 
 from streamrag.core import Source, SourceEvent, Startable, Update
-from streamrag.errors import ConfigurationError
+from streamrag.errors import AlreadyStartedError, ConfigurationError
 from streamrag.pipeline import Pipeline
 from streamrag.sources.search.index_source import IndexSource
 from streamrag.sources.workers.pool import WorkerPool
@@ -81,10 +81,11 @@ async def citations(source: Source, query: str) -> tuple[Citation, ...]:
 
 
 async def must_be_started(source: Closable) -> None:
-    """It says so, before it is started and once it is closed. Starting or closing it twice does nothing."""
+    """It says so, before it is started and once it is closed. It has one owner, and closing it twice does nothing."""
     with pytest.raises(ConfigurationError, match="not started"):
         await updates(source, "query")
-    for _ in range(2):
+    await source.start(lambda line: None)
+    with pytest.raises(AlreadyStartedError):
         await source.start(lambda line: None)
     for _ in range(2):
         await source.aclose()
