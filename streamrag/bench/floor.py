@@ -5,7 +5,8 @@
                               └── floor ─┘
 
 A step takes what the budget allows. Prefixes shared with other queries are not counted. All arms have the same floor.
-Under load a request may come out a little below: its step under way may be shorter, or its last chunks may share one.
+A request may come out a little below: its step under way may be shorter, as steps of partial prompts are by default,
+and under load its last chunks may share one.
 """
 
 from collections import deque

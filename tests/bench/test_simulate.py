@@ -91,8 +91,9 @@ def test_the_floor_is_what_a_query_takes_alone(tmp_path_factory: pytest.TempPath
     rng = random.Random(5)
     for i in range(40):
         query = random_query(f"q{i}", rng)
-        result = run_cell(settings(profile=str(path)), trace=Trace((query,)))
-        (request,) = result.requests
+        # With a limit for partial prompts an update wastes less of a step, and the request may come out below its floor.
+        cell = settings(profile=str(path), scheduler_options={"num_partial_tokens": None})
+        (request,) = run_cell(cell, trace=Trace((query,))).requests
         assert request.floor_s == floor_s(query, profile, 2_048)
         # An update may keep a part of a block that the floor gives up.
         assert request.ttft_after_retrieval_s == pytest.approx(request.floor_s, rel=0.01), query

@@ -199,7 +199,6 @@ async def test_progress_is_told_while_starting(small: Path) -> None:
     lines: list[str] = []
     source = VectorSource(small, embedder=EMBEDDER)
     await source.start(lines.append)
-    await source.start(lines.append)  # does nothing
     await source.aclose()
     await source.aclose()
     assert lines == [

@@ -757,7 +757,6 @@ async def test_starting_and_closing_leave_nothing_behind(
     lines: list[str] = []
     for _ in range(2):
         await source.start(lines.append)
-        await source.start(lines.append)
         assert source._workers
         process_ids = source._workers.process_ids
         assert paths(await crawl(source)) == ["/"]
