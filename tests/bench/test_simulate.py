@@ -91,7 +91,7 @@ def test_the_floor_is_what_a_query_takes_alone(tmp_path_factory: pytest.TempPath
     rng = random.Random(5)
     for i in range(40):
         query = random_query(f"q{i}", rng)
-        # With a limit for partial prompts an update wastes less of a step, and the request may come out below its floor.
+        # With short steps of partial prompts an update wastes less, and the request may come out below its floor.
         cell = settings(profile=str(path), scheduler_options={"num_partial_tokens": None})
         (request,) = run_cell(cell, trace=Trace((query,))).requests
         assert request.floor_s == floor_s(query, profile, 2_048)

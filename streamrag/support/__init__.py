@@ -1,0 +1,1 @@
+"""What all parts share and none is about: validation, files, processes."""
