@@ -1,21 +1,23 @@
 """Which request runs next, which waits, and which gives up its memory: pure decisions, without any engine.
 
     RequestView ──Policy.order──▶ order ──plan──▶ grants (who computes how many tokens), evictions (who loses its KV)
+                                            ▲
+                                          rules      one small class for each reason to wait, see `streamrag.engine.rules`
 
 The vLLM scheduler and any simulator call the same functions; nothing here imports vLLM.
 """
 
 from streamrag.engine.classes import ClassPolicy as ClassPolicy
 from streamrag.engine.eviction import Fate as Fate
+from streamrag.engine.memory import Memory as Memory
 from streamrag.engine.pace import Pace as Pace
-from streamrag.engine.planning import Budget as Budget
 from streamrag.engine.planning import Eviction as Eviction
-from streamrag.engine.planning import Grant as Grant
-from streamrag.engine.planning import Limits as Limits
-from streamrag.engine.planning import Memory as Memory
+from streamrag.engine.planning import Hold as Hold
 from streamrag.engine.planning import Plan as Plan
 from streamrag.engine.planning import plan as plan
 from streamrag.engine.policies import POLICIES as POLICIES
 from streamrag.engine.policies import Policy as Policy
 from streamrag.engine.policies import make_policy as make_policy
 from streamrag.engine.request import RequestView as RequestView
+from streamrag.engine.walk import Grant as Grant
+from streamrag.engine.walk import StepBudget as StepBudget

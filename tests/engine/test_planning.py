@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planned import Limits, plan
 from strategies import BLOCK_SIZE, SPECS, policy_of, view_lists, views
 
-from streamrag.engine import Budget, Limits, Plan, RequestView, make_policy, plan
-from streamrag.engine.planning import BACKLOG_SHARE, MOST_TRIES, NUM_IN_TURN, _num_filling_tokens, _num_waiting
+from streamrag.engine import Plan, RequestView, StepBudget, make_policy
+from streamrag.engine.rules import Budget
+from streamrag.engine.rules.lean_partials import BACKLOG_SHARE, num_filling_tokens
+from streamrag.engine.rules.sized_steps import count_waiting
+from streamrag.engine.rules.turns import MOST_TRIES, NUM_IN_TURN
 from streamrag.engine.step_size import LEAST_TOKENS, StepSize
+from streamrag.engine.walk import Walk
 
 
 @dataclass
@@ -437,14 +442,13 @@ def test_what_waits_is_counted_as_views_and_sizes_count_it(
     size = StepSize(500.0, arrivals, pair)
     waiting = [r for r in order if r.is_complete and not r.has_output and r.num_likely_tokens]
     lengths = [size.length(r.num_likely_tokens, r.num_tokens - r.num_likely_tokens) for r in waiting]
-    assert _num_waiting(order, size) == pytest.approx(len(waiting) + arrivals * sum(lengths))
+    assert count_waiting(order, size) == pytest.approx(len(waiting) + arrivals * sum(lengths))
 
 
 @given(view_lists())
 def test_a_backlog_is_what_is_likely_to_be_computed(order: list[RequestView]) -> None:
     complete = [view._replace(is_complete=True) for view in order]
-    limits = Limits(num_tokens=512, num_seqs=8, num_partial_tokens=64)
-    most = _num_filling_tokens(complete, limits, Blocks(1_000))
+    most = num_filling_tokens(Walk(complete, list, StepBudget(512, 8), Blocks(1_000)), num_blocks_short=0)
     assert most == int(sum(view.num_likely_tokens for view in complete) * BACKLOG_SHARE)
 
 

@@ -7,7 +7,7 @@ questions of one session share all but their own tokens.
 """
 
 from streamrag.backends.vllm.scheduler.request import StreamRequest
-from streamrag.engine import Budget
+from streamrag.engine.rules import Budget
 
 
 class Admission:
@@ -19,9 +19,8 @@ class Admission:
         self._num_claims = 0
 
     @property
-    def budget(self) -> Budget | None:
-        if self._num_blocks is None:
-            return None
+    def budget(self) -> Budget:
+        assert self._num_blocks is not None
         return Budget(self._num_blocks - self._num_claimed, has_claims=self._num_claims > 0)
 
     def claim(self, request: StreamRequest, num_blocks: int) -> None:

@@ -33,7 +33,21 @@ from streamrag.backends.vllm.scheduler.replacement import release_kv
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.vllm.scheduler.supported import check_supported
 from streamrag.backends.vllm.version import check_version
-from streamrag.engine import ClassPolicy, Fate, Limits, Pace, Plan, Policy, RequestView, make_policy, plan
+from streamrag.engine import ClassPolicy, Fate, Pace, Plan, Policy, RequestView, StepBudget, make_policy, plan
+from streamrag.engine.rules import (
+    DataHighWater,
+    DataShare,
+    GroupedPrefills,
+    KvBudget,
+    LateBinding,
+    LeanPartials,
+    LowWater,
+    PartialEviction,
+    Rule,
+    ShortBeforeReplaced,
+    SizedSteps,
+    Turns,
+)
 from streamrag.engine.swapping import DROPPED, Comparison
 
 if TYPE_CHECKING:
@@ -77,8 +91,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         self.pace = Pace(self.options.num_partial_tokens, self.options.partial_step_s)
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         self._num_kept_free = int(self.options.low_water * num_blocks)
-        high_water, budget = self.options.data_high_water, self.options.kv_budget
-        self._num_kept_from_data = None if high_water is None else num_blocks - int(high_water * num_blocks)
+        budget = self.options.kv_budget
         self.admission = Admission(None if budget is None else int(budget * num_blocks))
         # With more than that, the largest step leaves free what must be.
         largest_step = self.max_num_scheduled_tokens // self.kv_memory.smallest_block_size + self.max_num_active_reqs
@@ -88,6 +101,28 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         # Of each step whose output is still to come: when it was planned, and its pairs, see `StepSizes.observe_step`.
         self._started: deque[tuple[float, float]] = deque()
         self._num_free_when_stuck: int | None = None
+        self.rules = self._make_rules(num_blocks)
+
+    def _make_rules(self, num_blocks: int) -> list[Rule]:
+        options = self.options
+        sized = SizedSteps(lambda: self.step_sizes.at(self._step_s)) if options.sizes_steps else None
+        high_water = options.data_high_water
+        num_kept_from_data = None if high_water is None else num_blocks - int(high_water * num_blocks)
+        can_growing = (lambda: False) if options.can_partial_evict is not None else self._is_kv_kept
+        rules = [
+            PartialEviction(bool(options.can_partial_evict), can_growing),
+            LeanPartials(lambda: self.pace.num_partial_tokens, self._num_kept_free),
+            ShortBeforeReplaced(),
+            None if options.max_data_tokens is None else DataShare(options.max_data_tokens),
+            Turns(self.current_step),
+            LowWater(self._num_kept_free),
+            None if options.kv_budget is None else KvBudget(lambda: self.admission.budget),
+            sized,
+            GroupedPrefills(self.kv_memory.next_block) if self._is_grouped else None,
+            None if num_kept_from_data is None else DataHighWater(num_kept_from_data),
+            LateBinding(lambda: any(self._prefills_in_flight), sized) if options.late_binding else None,
+        ]
+        return [rule for rule in rules if rule is not None]
 
     # ----------------------------------------------------------------------------------------------------- one step
 
@@ -182,24 +217,9 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         policy = self.streaming_policy
         if policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
-        limits = Limits(
-            num_tokens=self.max_num_scheduled_tokens,
-            num_seqs=self.max_num_active_reqs,
-            can_partial_evict=bool(self.options.can_partial_evict),
-            can_growing_evict=self.options.can_partial_evict is None and self._is_kv_kept(),
-            num_ahead=len(decoding),
-            num_partial_tokens=self.pace.num_partial_tokens,
-            step_size=self.step_sizes.at(self._step_s) if self.options.sizes_steps else None,
-            is_early=self.options.late_binding and any(self._prefills_in_flight),
-            num_blocks_kept_free=self._num_kept_free,
-            num_blocks_kept_from_data=self._num_kept_from_data,
-            max_data_tokens=self.options.max_data_tokens,
-            budget=self.admission.budget,
-            turn=self.current_step,
-        )
+        budget = StepBudget(self.max_num_scheduled_tokens, self.max_num_active_reqs, len(decoding))
         order = policy.order(views, self._step_s)
-        next_block = self.kv_memory.next_block if self._is_grouped else None
-        made = plan(order, self._idle_views, limits, self.kv_memory, self._fate, next_block)
+        made = plan(order, self._idle_views, budget, self.kv_memory, self.rules, self._fate)
         policy.on_admitted([g.request for g in made.grants if not g.request.is_running])
         return _Step(made, order, decoding, held_up)
 

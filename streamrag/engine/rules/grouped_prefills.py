@@ -12,40 +12,45 @@ from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
 from streamrag.engine.request import RequestView
+from streamrag.engine.rules.rule import WaitRule
+from streamrag.engine.walk import Candidate, Wait, Walk
 
 NextBlock: TypeAlias = Callable[[RequestView, int], Hashable | None]
 """Names the whole block in which the token behind so many leading tokens of a request stands, and all before it; None
 if that block is not whole, or the request cannot share it."""
 
 
-class Groups:
-    """Those of one plan. Without `next_block` there are none."""
+class GroupedPrefills(WaitRule):
+    """Lets a request wait if somebody computes what it lacks next, and it would have more of that by waiting.
 
-    def __init__(self, next_block: NextBlock | None) -> None:
+    One that holds a slot goes on. One that holds nothing finds in this very step what its leader computes: it waits
+    only if the leader has more to compute that they share. And no complete prompt waits for a partial one, of which
+    steps have little.
+    """
+
+    __slots__ = ("_leaders", "_next_block")
+
+    def __init__(self, next_block: NextBlock) -> None:
         self._next_block = next_block
+
+    def start(self, walk: Walk) -> None:
         self._leaders: dict[Hashable, tuple[RequestView, int]] = {}  # with the end of what it computes
 
-    def must_wait(self, request: RequestView, num_present: int) -> bool:
-        """Whether somebody computes what `request` lacks next, and it would have more of that by waiting.
-
-        One that holds a slot goes on. One that holds nothing finds in this very step what its
-        leader computes: it waits only if the leader has more to compute that they share. And no complete prompt waits
-        for a partial one, of which steps have little.
-        """
-        if self._next_block is None or request.is_running:
-            return False
-        block = self._next_block(request, num_present)
+    def must_wait(self, candidate: Candidate) -> Wait | None:
+        request = candidate.request
+        if request.is_running:
+            return None
+        block = self._next_block(request, candidate.num_present)
         if block is None or block not in self._leaders:
-            return False
+            return None
         leader, end = self._leaders[block]
         if request.is_complete and not leader.is_complete:
-            return False
+            return None
         behind = self._next_block(leader, end)
-        return request.num_blocks > 0 or (behind is not None and behind == self._next_block(request, end))
+        has_more = request.num_blocks > 0 or (behind is not None and behind == self._next_block(request, end))
+        return Wait.SKIP if has_more else None
 
-    def add(self, request: RequestView, num_present: int, num_tokens: int) -> None:
-        """It computes so many tokens in this step."""
-        if self._next_block is not None:
-            block = self._next_block(request, num_present)
-            if block is not None:
-                self._leaders.setdefault(block, (request, num_present + num_tokens))
+    def on_grant(self, candidate: Candidate) -> None:
+        block = self._next_block(candidate.request, candidate.num_present)
+        if block is not None:
+            self._leaders.setdefault(block, (candidate.request, candidate.num_present + candidate.num_tokens))

@@ -1,0 +1,80 @@
+"""Steps of complete prompts are as long as suits all that wait; see `streamrag.engine.step_size`."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from streamrag.engine.request import RequestView
+from streamrag.engine.rules.rule import TokenRule
+from streamrag.engine.step_size import StepSize
+from streamrag.engine.walk import Candidate, Grant, Walk
+
+
+class SizedSteps(TokenRule):
+    """Ends a step where more tokens are not worth that others wait for its end.
+
+    size: returns what is known of steps; None as long as that is too little.
+    """
+
+    __slots__ = ("_known", "_length_left", "_num_ready", "_num_waiting", "_size", "_size_now", "num_waiting")
+
+    def __init__(self, size: Callable[[], StepSize | None]) -> None:
+        self._size = size
+
+    def start(self, walk: Walk) -> None:
+        size = self._known = self._size()
+        self.num_waiting = 0.0 if size is None else count_waiting(walk.order, size)
+        self._size_now = size if self.num_waiting else None
+        self._num_ready, self._num_waiting = 0, self.num_waiting
+        self._length_left = math.inf if self._size_now is None else self._size_now.longest(self.num_waiting)
+
+    def most_tokens(self, candidate: Candidate) -> float:
+        size = self._size_now
+        if size is None:
+            return math.inf
+        num_tokens = max(size.num_fitting(self._length_left, candidate.num_present), 1)
+        if _waits(candidate.request):
+            length = size.length(int(min(candidate.num_tokens, num_tokens)), candidate.num_present)
+            if not size.is_worth(length, self._num_ready, self._num_waiting):
+                candidate.walk.is_full = True
+                return 0
+        return num_tokens
+
+    def on_grant(self, candidate: Candidate) -> None:
+        if self._size_now is None:
+            return
+        num_present, num_tokens = candidate.num_present, candidate.num_tokens
+        self._length_left -= self._size_now.length(num_tokens, num_present)
+        if self._length_left < 1:
+            candidate.walk.is_full = True
+        if _waits(candidate.request):
+            self._num_waiting -= 1
+            self._num_ready += num_present + num_tokens == candidate.request.num_tokens
+
+    def is_long(self, grants: Sequence[Grant]) -> bool:
+        """Return whether a step of `grants` is so long that it is better planned late."""
+        size = self._known
+        if size is None:
+            return False
+        length = sum(size.length(g.num_tokens, g.request.num_tokens - g.request.num_likely_tokens) for g in grants)
+        return size.is_better_late(length, self.num_waiting)
+
+
+def count_waiting(order: Sequence[RequestView], size: StepSize) -> float:
+    """Return how many complete prompts have something to compute, and will come while they are computed."""
+    num, length, pair = 0, 0.0, size.pair
+    for request in order:
+        if not request.is_complete or request.has_output:
+            continue
+        # `num_likely_tokens` and `StepSize.length`, written out: hundreds wait on a busy engine.
+        num_before, num_kept = request.num_computed_tokens, request.num_kept_tokens
+        if num_kept > num_before:
+            num_before = num_kept
+        num_likely = request.num_tokens - num_before
+        if num_likely:
+            num += 1
+            length += num_likely * (1 + pair * (num_before + num_likely / 2))
+    return num + size.arrivals * length
+
+
+def _waits(request: RequestView) -> bool:
+    return request.is_complete and not request.has_output

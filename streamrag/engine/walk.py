@@ -1,0 +1,172 @@
+"""Phase 1 of a plan as far as it has come: what is granted, what is left, and who waits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from streamrag.engine.memory import Memory, Victims
+from streamrag.engine.request import RequestView
+
+
+class Wait(Enum):
+    """What it means for others that a request gets nothing in this step."""
+
+    SKIP = auto()
+    """Nothing: it goes on in a later step."""
+    MEMORY = auto()
+    """It goes on when memory is free, and meanwhile anybody may have what it holds."""
+    RESERVE = auto()
+    """There is memory for it, which is kept for others: it goes on as soon as a little more is free."""
+    YIELD = auto()
+    """It goes on when others have ended, and meanwhile anybody may have what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """What one step may compute."""
+
+    num_tokens: int
+    num_seqs: int
+    """Requests that may compute in one step."""
+    num_ahead: int = 0
+    """Requests that are served before all others in any case, with one token each, and whose blocks are not free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """`request` computes `num_tokens` in this step."""
+
+    request: RequestView
+    num_tokens: int
+    num_blocks_claimed: int | None = None
+    """Blocks that it may come to need until its answer ends, if it begins here and there is a KV budget."""
+
+
+class Candidate:
+    """The request whose turn it is, and what the rules have said of it so far."""
+
+    __slots__ = (
+        "_num_missing",
+        "_num_present",
+        "is_new",
+        "may_evict",
+        "num_allowed",
+        "num_blocks_claimed",
+        "num_reserved",
+        "position",
+        "request",
+        "walk",
+    )
+
+    def __init__(self, walk: "Walk", request: RequestView, position: int) -> None:
+        self.walk = walk
+        self.request = request
+        self.position = position
+        self.is_new = request.num_blocks == 0
+        """Whether it holds no KV: it would start in this step."""
+        self.num_allowed = walk.num_tokens_left
+        """Most tokens that it may compute. It may lack fewer."""
+        self.may_evict = request.is_complete
+        self.num_reserved = 0
+        """Blocks that must stay free if it computes."""
+        self.num_blocks_claimed: int | None = None
+        self._num_present: int | None = None
+        self._num_missing: int | None = None
+
+    @property
+    def num_present(self) -> int:
+        """Leading tokens that it need not compute. Costly when asked for the first time."""
+        if self._num_present is None:
+            self._num_present = self.walk.memory.num_present_tokens(self.request)
+        return self._num_present
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it computes if nothing more is said of it."""
+        return min(self.num_allowed, self.request.num_tokens - self.num_present)
+
+    @property
+    def num_missing(self) -> int:
+        """Blocks that are missing if it computes `num_tokens` beside what is granted; below zero if some stay free.
+
+        Costly when asked for the first time. Rules that shorten what it computes come before those that ask.
+        """
+        if self._num_missing is None:
+            needed = self.walk.memory.num_blocks_needed(self.request, self.num_tokens)
+            self._num_missing = self.walk.num_missing + needed
+        return self._num_missing
+
+    @property
+    def is_found_unfit(self) -> bool:
+        """Whether it holds nothing, and it was asked at some cost what it needs."""
+        return self.is_new and self._num_missing is not None
+
+
+class Walk:
+    """Grants tokens to one candidate after the other, and remembers who waits."""
+
+    def __init__(
+        self,
+        order: Sequence[RequestView],
+        idle: Callable[[], Sequence[RequestView]],
+        budget: StepBudget,
+        memory: Memory,
+    ) -> None:
+        self.order = order
+        self.memory = memory
+        self.victims = Victims(order, idle, memory)
+        self.num_tokens = self.num_tokens_left = budget.num_tokens - budget.num_ahead
+        self.num_seqs = budget.num_seqs - budget.num_ahead
+        self.num_ahead = budget.num_ahead
+        self.num_missing = -memory.num_free_blocks
+        """Blocks that the grants so far lack; below zero if some stay free."""
+        self.num_unfit = 0
+        """New requests that were found not to fit."""
+        self.grants: list[Grant] = []
+        self.last = -1
+        """Position of the last grant."""
+        self.is_full = False
+        """Whether nobody else computes in this step."""
+        self.is_closed = False
+        """Whether nobody else starts in this step: somebody more urgent who does not fit would never do so."""
+        self.waiting: list[RequestView] = []
+        self._behind_reserve: list[RequestView] = []
+
+    def wait_for_memory(self, candidate: Candidate) -> Wait | None:
+        """Return how `candidate` has to wait for memory; None if it fits, or takes from others what it lacks."""
+        num_missing = candidate.num_missing
+        if candidate.num_reserved and num_missing > -candidate.num_reserved:
+            return Wait.MEMORY
+        if num_missing <= 0:
+            return None
+        if not candidate.may_evict:
+            return Wait.MEMORY  # those behind need not wait: its turn comes when its prompt is complete
+        # The most urgent request may take everything: what sharing hides from the estimate is free then.
+        is_first = not self.grants and self.num_ahead == 0
+        if is_first or self.victims.take(num_missing, candidate.position)[1] >= num_missing:
+            return None
+        self.is_closed = True
+        return Wait.SKIP
+
+    def hold(self, candidate: Candidate, wait: Wait) -> None:
+        """Note that `candidate` gets nothing, and who may have what it holds."""
+        if wait is Wait.MEMORY:
+            self.num_unfit += candidate.is_found_unfit
+            self.waiting.append(candidate.request)
+        elif wait is Wait.RESERVE:
+            self._behind_reserve.append(candidate.request)
+        if wait is Wait.MEMORY or wait is Wait.YIELD:
+            self.victims.offer(candidate.request, candidate.position)
+
+    def grant(self, candidate: Candidate) -> None:
+        """Grant `candidate` its tokens."""
+        self.grants.append(Grant(candidate.request, candidate.num_tokens, candidate.num_blocks_claimed))
+        self.num_missing = candidate.num_missing
+        self.num_tokens_left -= candidate.num_tokens
+        self.last = candidate.position
+        self.is_full = self.is_full or self.num_tokens_left <= 0 or len(self.grants) >= self.num_seqs
+
+    def end(self) -> None:
+        """Have those wait for memory whom nobody's progress will let on."""
+        if not self.grants and self.num_ahead == 0:
+            self.waiting += self._behind_reserve

@@ -1,0 +1,75 @@
+"""Plans with all rules, by their parameters: what the engine's options make of them, for tests."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from streamrag.engine import Fate, Memory, Plan, RequestView, StepBudget
+from streamrag.engine import plan as plan_with_rules
+from streamrag.engine.rules import (
+    Budget,
+    DataHighWater,
+    DataShare,
+    GroupedPrefills,
+    KvBudget,
+    LateBinding,
+    LeanPartials,
+    LowWater,
+    NextBlock,
+    PartialEviction,
+    Rule,
+    ShortBeforeReplaced,
+    SizedSteps,
+    Turns,
+)
+from streamrag.engine.step_size import StepSize
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Parameters of a step's budget and of its rules; a rule without its parameter is left out."""
+
+    num_tokens: int
+    num_seqs: int
+    can_partial_evict: bool = False
+    can_growing_evict: bool = False
+    num_ahead: int = 0
+    num_partial_tokens: int | None = None
+    step_size: StepSize | None = None
+    is_early: bool = False
+    num_blocks_kept_free: int = 0
+    num_blocks_kept_from_data: int | None = None
+    max_data_tokens: int | None = None
+    budget: Budget | None = None
+    turn: int = 0
+
+    def rules(self, next_block: NextBlock | None = None) -> list[Rule]:
+        """Return them in the engine's order."""
+        sized = SizedSteps(lambda: self.step_size) if self.step_size else None
+        budget = self.budget
+        rules = [
+            PartialEviction(self.can_partial_evict, lambda: self.can_growing_evict),
+            LeanPartials(lambda: self.num_partial_tokens, self.num_blocks_kept_free),
+            ShortBeforeReplaced(),
+            DataShare(self.max_data_tokens) if self.max_data_tokens else None,
+            Turns(self.turn),
+            LowWater(self.num_blocks_kept_free),
+            KvBudget(lambda: budget) if budget else None,
+            sized,
+            GroupedPrefills(next_block) if next_block else None,
+            None if self.num_blocks_kept_from_data is None else DataHighWater(self.num_blocks_kept_from_data),
+            LateBinding(lambda: self.is_early, sized),
+        ]
+        return [rule for rule in rules if rule]
+
+
+def plan(
+    order: Sequence[RequestView],
+    idle: Callable[[], Sequence[RequestView]],
+    limits: Limits,
+    memory: Memory,
+    fate: Callable[[RequestView], Fate] = lambda victim: "recompute",
+    next_block: NextBlock | None = None,
+) -> Plan:
+    """Plan a step with the rules of `limits`."""
+    budget = StepBudget(limits.num_tokens, limits.num_seqs, limits.num_ahead)
+    return plan_with_rules(order, idle, budget, memory, limits.rules(next_block), fate)
