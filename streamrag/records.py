@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -120,6 +120,9 @@ class RequestRecord:
     when it had lost them is in `preemptions`."""
     restores: tuple[RestoreRecord, ...] = ()
     """In order of time; only from engines with host memory."""
+    holds: Mapping[str, int] = field(default_factory=dict)
+    """Steps in which it got nothing, by the rule that held it back; see `streamrag.engine.rules`. Counted where the
+    scheduler's `records` option names a file."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

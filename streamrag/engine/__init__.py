@@ -2,7 +2,7 @@
 
     RequestView ──Policy.order──▶ order ──plan──▶ grants (who computes how many tokens), evictions (who loses its KV)
                                             ▲
-                                          rules      one small class for each reason to wait, see `streamrag.engine.rules`
+                                        rules: one small class for each reason to wait, see `streamrag.engine.rules`
 
 The vLLM scheduler and any simulator call the same functions; nothing here imports vLLM.
 """

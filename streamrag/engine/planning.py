@@ -8,14 +8,14 @@ behind could give up. Phase 2 names the victims that the grants need, from the o
 Source: arXiv 2604.16395, two-phase scheduling. Everything else is a rule: see `streamrag.engine.rules`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from streamrag.engine.eviction import Fate
 from streamrag.engine.memory import Memory
 from streamrag.engine.request import RequestView
-from streamrag.engine.rules.rule import Rule
+from streamrag.engine.rules.rule import LateRule, Rule
 from streamrag.engine.walk import Candidate, Grant, StepBudget, Wait, Walk
 
 
@@ -28,11 +28,11 @@ class Eviction:
 
 
 class Hold(NamedTuple):
-    """A request that was asked and got nothing, and the name of the rule that held it back."""
+    """A request that gets nothing in this step, and what held it back."""
 
     request_id: str
     rule: str
-    """The class of the rule; "Memory" if it does not fit."""
+    """The name of a rule, or "Memory" or "StepBudget"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Plan:
     """Whether nothing is granted now so that it can be planned anew when the step under way has ended."""
     waiting: tuple[RequestView, ...] = ()
     """Requests that were asked, and go on when memory is free, or when they are complete."""
+    holds: tuple[Hold, ...] = ()
+    """Who has something to compute and gets nothing, if that was to be told."""
 
 
 def plan(
@@ -54,7 +56,7 @@ def plan(
     memory: Memory,
     rules: Sequence[Rule] = (),
     fate: Callable[[RequestView], Fate] = lambda victim: "recompute",
-    holds: list[Hold] | None = None,
+    tells_holds: bool = False,
 ) -> Plan:
     """Plan who computes how much in the next step, and who gives up memory for it.
 
@@ -63,52 +65,64 @@ def plan(
         without their KV.
     :param idle: returns the idle ones in the same sense; called only when memory is short.
     :param fate: says what becomes of a victim's KV.
-    :param holds: if given, who was asked and got nothing is appended.
+    :param tells_holds: whether the plan says who gets nothing, and which rule held it back.
     """
     if shown := [r for r in order if r.has_output]:
         shown.sort(key=lambda r: not r.is_running)
         order = shown + [r for r in order if not r.has_output]
-    walk = _grant_tokens(Walk(order, idle, budget, memory), rules, holds)
+    walk, holds = _grant_tokens(Walk(order, idle, budget, memory), rules)
     if not walk.grants and not walk.num_ahead and any(rule.only_saves_time for rule in rules):
         # Nobody has anything to do, and there is time to ask everybody.
         rules = [rule for rule in rules if not rule.only_saves_time]
-        walk = _grant_tokens(Walk(order, idle, budget, memory), rules, holds)
-    if walk.grants and any(rule.is_better_late(walk) for rule in rules):
-        return Plan((), (), is_put_off=True)
+        walk, holds = _grant_tokens(Walk(order, idle, budget, memory), rules)
+    told = tuple(_all_holds(walk, holds)) if tells_holds else ()
+    if walk.grants and any(isinstance(rule, LateRule) and rule.is_better_late(walk) for rule in rules):
+        return Plan((), (), is_put_off=True, holds=told)
     victims = walk.victims.take(walk.num_missing, walk.last)[0] if walk.num_missing > 0 else []
     evictions = tuple(Eviction(victim, fate(victim)) for victim in victims)
-    return Plan(tuple(walk.grants), evictions, waiting=tuple(walk.waiting))
+    return Plan(tuple(walk.grants), evictions, waiting=tuple(walk.waiting), holds=told)
 
 
-def _grant_tokens(walk: Walk, rules: Sequence[Rule], holds: list[Hold] | None) -> Walk:
-    """Phase 1: ask the rules, then memory, about one request after the other.
+def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, str]]:
+    """Phase 1: ask the rules, then memory, about one request after the other; return who was held back by which.
 
     A request that does not fit lets those behind it continue, but nobody behind it start. A partial prompt that may not
     evict stands in nobody's way, nor does what it holds.
     """
     for rule in rules:
         rule.start(walk)
+    learners = [rule for rule in rules if type(rule).on_grant is not Rule.on_grant]
+    for_complete = [rule for rule in rules if rule.asks_complete]
+    for_partial = [rule for rule in rules if rule.asks_partial]
+    holds: dict[str, str] = {}
     for position, request in enumerate(walk.order):
-        if walk.is_full:
+        if walk.closed_by:
             break
-        if request.num_remaining_tokens <= 0 or (walk.is_closed and request.num_blocks == 0):
+        if request.num_tokens <= request.num_computed_tokens or walk.closed_to(request):
             continue
         candidate = Candidate(walk, request, position)
-        wait, name = _first_wait(candidate, rules)
+        wait, name = _first_wait(candidate, for_complete if request.is_complete else for_partial)
         if wait is None:
             walk.grant(candidate)
-            for rule in rules:
+            for rule in learners:
                 rule.on_grant(candidate)
         else:
             walk.hold(candidate, wait)
-            if holds is not None:
-                holds.append(Hold(request.request_id, name))
+            holds[request.request_id] = name
     walk.end()
-    return walk
+    return walk, holds
 
 
 def _first_wait(candidate: Candidate, rules: Sequence[Rule]) -> tuple[Wait | None, str]:
     for rule in rules:
         if wait := rule.ask(candidate):
             return wait, type(rule).__name__
-    return candidate.walk.wait_for_memory(candidate), "Memory"
+    return candidate.walk.wait_for_memory(candidate), candidate.held_by_memory
+
+
+def _all_holds(walk: Walk, holds: Mapping[str, str]) -> Iterator[Hold]:
+    """Yield who gets nothing; who was not asked was held back by what ended the step for it."""
+    granted = {grant.request.request_id for grant in walk.grants}
+    for request in walk.order:
+        if request.num_remaining_tokens > 0 and request.request_id not in granted:
+            yield Hold(request.request_id, holds.get(request.request_id) or walk.closed_to(request))

@@ -3,9 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from streamrag.engine.memory import Memory, Victims
 from streamrag.engine.request import RequestView
+
+MEMORY = "Memory"
+BUDGET = "StepBudget"
+"""What stands beside the names of rules where it is told who held a request back."""
 
 
 class Wait(Enum):
@@ -32,8 +37,7 @@ class StepBudget:
     """Requests that are served before all others in any case, with one token each, and whose blocks are not free."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """`request` computes `num_tokens` in this step."""
 
     request: RequestView
@@ -45,18 +49,14 @@ class Grant:
 class Candidate:
     """The request whose turn it is, and what the rules have said of it so far."""
 
-    __slots__ = (
-        "_num_missing",
-        "_num_present",
-        "is_new",
-        "may_evict",
-        "num_allowed",
-        "num_blocks_claimed",
-        "num_reserved",
-        "position",
-        "request",
-        "walk",
-    )
+    num_reserved: int | None = None
+    """Blocks that must stay free if it computes; None if memory may be used up."""
+    held_by_memory = MEMORY
+    """What holds it back if memory does not suffice: the name of the rule that reserves some of it, if one does."""
+    num_blocks_claimed: int | None = None
+    """See `Grant`."""
+    _num_present: int | None = None
+    _num_missing: int | None = None
 
     def __init__(self, walk: "Walk", request: RequestView, position: int) -> None:
         self.walk = walk
@@ -65,13 +65,8 @@ class Candidate:
         self.is_new = request.num_blocks == 0
         """Whether it holds no KV: it would start in this step."""
         self.num_allowed = walk.num_tokens_left
-        """Most tokens that it may compute. It may lack fewer."""
+        """Most tokens that it may compute. It may lack fewer, until `num_missing` was asked."""
         self.may_evict = request.is_complete
-        self.num_reserved = 0
-        """Blocks that must stay free if it computes."""
-        self.num_blocks_claimed: int | None = None
-        self._num_present: int | None = None
-        self._num_missing: int | None = None
 
     @property
     def num_present(self) -> int:
@@ -92,7 +87,8 @@ class Candidate:
         Costly when asked for the first time. Rules that shorten what it computes come before those that ask.
         """
         if self._num_missing is None:
-            needed = self.walk.memory.num_blocks_needed(self.request, self.num_tokens)
+            self.num_allowed = self.num_tokens
+            needed = self.walk.memory.num_blocks_needed(self.request, self.num_allowed)
             self._num_missing = self.walk.num_missing + needed
         return self._num_missing
 
@@ -125,17 +121,21 @@ class Walk:
         self.grants: list[Grant] = []
         self.last = -1
         """Position of the last grant."""
-        self.is_full = False
-        """Whether nobody else computes in this step."""
-        self.is_closed = False
-        """Whether nobody else starts in this step: somebody more urgent who does not fit would never do so."""
+        self.closed_by = ""
+        """What ended the step for all, as the name of a rule; empty while others may still compute."""
+        self.closed_to_partial_by = ""
+        """The same for partial prompts."""
+        self.closed_to_new_by = ""
+        """The same for those that hold nothing: somebody more urgent who does not fit would never start."""
         self.waiting: list[RequestView] = []
         self._behind_reserve: list[RequestView] = []
+        if self.num_tokens <= 0 or self.num_seqs <= 0:
+            self.closed_by = BUDGET
 
     def wait_for_memory(self, candidate: Candidate) -> Wait | None:
         """Return how `candidate` has to wait for memory; None if it fits, or takes from others what it lacks."""
         num_missing = candidate.num_missing
-        if candidate.num_reserved and num_missing > -candidate.num_reserved:
+        if candidate.num_reserved is not None and num_missing > -candidate.num_reserved:
             return Wait.MEMORY
         if num_missing <= 0:
             return None
@@ -145,7 +145,7 @@ class Walk:
         is_first = not self.grants and self.num_ahead == 0
         if is_first or self.victims.take(num_missing, candidate.position)[1] >= num_missing:
             return None
-        self.is_closed = True
+        self.closed_to_new_by = MEMORY
         return Wait.SKIP
 
     def hold(self, candidate: Candidate, wait: Wait) -> None:
@@ -158,13 +158,20 @@ class Walk:
         if wait is Wait.MEMORY or wait is Wait.YIELD:
             self.victims.offer(candidate.request, candidate.position)
 
+    def closed_to(self, request: RequestView) -> str:
+        """Return what ended the step for `request`; empty if it may still compute."""
+        if not request.is_complete and self.closed_to_partial_by:
+            return self.closed_to_partial_by
+        return self.closed_by if request.num_blocks else self.closed_by or self.closed_to_new_by
+
     def grant(self, candidate: Candidate) -> None:
         """Grant `candidate` its tokens."""
-        self.grants.append(Grant(candidate.request, candidate.num_tokens, candidate.num_blocks_claimed))
         self.num_missing = candidate.num_missing
-        self.num_tokens_left -= candidate.num_tokens
+        self.grants.append(Grant(candidate.request, candidate.num_allowed, candidate.num_blocks_claimed))
+        self.num_tokens_left -= candidate.num_allowed
         self.last = candidate.position
-        self.is_full = self.is_full or self.num_tokens_left <= 0 or len(self.grants) >= self.num_seqs
+        if self.num_tokens_left <= 0 or len(self.grants) >= self.num_seqs:
+            self.closed_by = BUDGET
 
     def end(self) -> None:
         """Have those wait for memory whom nobody's progress will let on."""

@@ -54,7 +54,8 @@ AFFINITY, SIMPLE, ROUTERS_TEST = (
     "streamrag.routing.simple",
     "tests/routing/test_routers.py",
 )
-CLASSES, GROUPS = "streamrag.engine.classes", "streamrag.engine.groups"
+CLASSES, RULES = "streamrag.engine.classes", "streamrag.engine.rules."
+WALK, MEMORY = "streamrag.engine.walk", "streamrag.engine.memory"
 ADMISSION = "streamrag.backends.vllm.scheduler.admission"
 LATER = "streamrag.backends.vllm.scheduler.later_hits"
 OF_LATER, OF_PLANS = "tests/backends/vllm/scheduler/test_later_hits.py", "tests/engine/test_planning.py"
@@ -195,7 +196,7 @@ MUTANTS = (
     Mutant(
         "an answer after a failed load counts", SCHEDULER, "drop_stale_output=True", "drop_stale_output=False", 1_000
     ),
-    Mutant("idle streams are no victims", PLANNING, "for r in self._idle() if r.num_blocks]", "for r in ()]", 100),
+    Mutant("idle streams are no victims", MEMORY, "for r in self._idle() if r.num_blocks]", "for r in ()]", 100),
     # What only the rarer situations show.
     Mutant(
         "host memory survives a reset",
@@ -240,9 +241,9 @@ MUTANTS = (
     Mutant("a pause plans and evicts", SCHEDULER, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
     Mutant(
         "speculative prompts evict as well",
-        PLANNING,
-        "limits.can_growing_evict and not request.is_speculative",
-        "limits.can_growing_evict",
+        RULES + "partial_eviction",
+        "self._can_growing_now and not candidate.request.is_speculative",
+        "self._can_growing_now",
         0,  # it is only computed in vain
         "tests/engine/test_planning.py::test_where_kv_is_had_back_prompts_that_only_grow_evict_and_others_do_not",
     ),
@@ -258,48 +259,48 @@ MUTANTS = (
     Mutant(
         "partial prompts are put off though nothing computes",
         SCHEDULER,
-        "is_early=self.options.late_binding and any(self._prefills_in_flight),",
-        "is_early=self.options.late_binding,",
+        "LateBinding(lambda: any(self._prefills_in_flight), sized)",
+        "LateBinding(lambda: True, sized)",
         500,
     ),
     Mutant(
         "a step of partial prompts is planned as early as any",
-        PLANNING,
-        "    if limits.is_early and grants and not",
-        "    if False and not",
+        RULES + "late_binding",
+        "        if walk.num_ahead or not self._is_early():\n",
+        "        if True:\n",
         0,  # nothing is wrong with it but the time that it takes
         "tests/backends/vllm/scheduler/test_scheduler.py"
         "::test_a_prompt_that_becomes_complete_waits_for_one_step_of_partial_prompts_at_most",
     ),
     Mutant(
         "who is ready with a step waits for all that fits into it",
-        PLANNING,
-        "is_waiting and not size.is_worth(length, num_ready, num_waiting)",
-        "False",
+        RULES + "sized_steps",
+        "if not size.is_worth(length, self._num_ready, self._num_waiting):",
+        "if False:",
         0,  # as above
         "tests/engine/test_planning.py::test_who_is_ready_with_a_step_does_not_wait_for_much_more_than_its_overhead",
     ),
     Mutant(
         "steps are as long as the budget, however many come",
-        PLANNING,
-        "length_left = size.longest(num_waiting) if size is not None else math.inf",
-        "length_left = math.inf",
+        RULES + "sized_steps",
+        "self._length_left = math.inf if self._size_now is None else self._size_now.longest(self.num_waiting)",
+        "self._length_left = math.inf",
         0,  # as above
         "tests/engine/test_planning.py::test_a_long_prompt_is_cut_where_others_come_often",
     ),
     Mutant(
         "a step is as long whatever its tokens attend to",
-        PLANNING,
-        "size.num_fitting(length_left, num_present)",
-        "length_left",
+        RULES + "sized_steps",
+        "size.num_fitting(self._length_left, num_present)",
+        "self._length_left",
         0,  # as above
         "tests/engine/test_planning.py::test_behind_a_long_prompt_a_step_has_fewer_tokens",
     ),
     Mutant(
         "a long step of complete prompts is planned early",
-        PLANNING,
-        "    return size is not None and size.is_better_late(length, num_waiting)",
-        "    return False",
+        RULES + "sized_steps",
+        "return size.is_better_late(length, self.num_waiting)",
+        "return False",
         0,  # as above
         "tests/engine/test_planning.py::test_a_long_step_of_complete_prompts_is_put_off_where_others_come_often",
     ),
@@ -454,25 +455,25 @@ MUTANTS = (
     ),
     Mutant(
         "data take what is kept for questions",
-        PLANNING,
-        "if -num_kept_from_data < num_missing <= 0:",
-        "if False:",
+        RULES + "data_high_water",
+        "return Wait.RESERVE if -self._num_blocks < candidate.num_missing <= 0 else None",
+        "return None",
         0,
         f"{OF_CLASSES}::test_data_wait_while_memory_is_nearly_full_and_questions_go_on",
     ),
     Mutant(
         "data fill their steps",
-        PLANNING,
-        "num_most = min(num_most, num_most_of_data)",
-        "pass",
+        RULES + "data_share",
+        'return self._num_share if candidate.request.request_class == "stream" else NO_LIMIT',
+        "return NO_LIMIT",
         0,
         f"{OF_CLASSES}::test_data_of_one_session_do_not_fill_the_steps_of_others",
     ),
     Mutant(
         "what is over the budget begins behind what is not",
-        PLANNING,
-        "            is_over_budget = True\n",
-        "            pass\n",
+        RULES + "kv_budget",
+        "        if not self._is_over:\n",
+        "        if True:\n",
         0,
         "tests/engine/test_planning.py"
         "::test_one_that_needs_more_than_the_budget_is_served_alone_and_nobody_passes_it_meanwhile",
@@ -488,8 +489,8 @@ MUTANTS = (
     Mutant("nobody is ever alone in the budget", ADMISSION, "self._num_claims -= 1", "pass", 100),
     Mutant(
         "no follower waits",
-        GROUPS,
-        "        if self._next_block is None or request.is_running:\n",
+        RULES + "grouped_prefills",
+        "        if request.is_running:\n",
         "        if True:\n",
         0,
         f"{OF_CLASSES}::test_streams_that_get_the_same_chunk_compute_it_once",
@@ -604,49 +605,49 @@ MUTANTS = (
     ),
     Mutant(
         "data take memory from others",
-        PLANNING,
-        "            may_evict = False\n",
+        RULES + "data_high_water",
+        "        candidate.may_evict = False\n",
         "",
         0,
         f"{OF_PLANS}::test_data_of_a_session_take_no_memory_from_others_where_some_is_kept_from_them",
     ),
     Mutant(
         "the last of a group leads",
-        GROUPS,
-        "self._leaders.setdefault(block, (request, num_present + num_tokens))",
-        "self._leaders[block] = (request, num_present + num_tokens)",
+        RULES + "grouped_prefills",
+        "self._leaders.setdefault(block, (candidate.request, candidate.num_present + candidate.num_allowed))",
+        "self._leaders[block] = (candidate.request, candidate.num_present + candidate.num_allowed)",
         0,
         f"{OF_PLANS}::test_of_several_that_compute_the_same_the_first_leads",
     ),
     Mutant(
         "those behind one that does not fit start",
-        PLANNING,
-        "                is_blocked = True\n",
+        WALK,
+        "        self.closed_to_new_by = MEMORY\n",
         "",
         0,
         f"{OF_PLANS}::test_nobody_starts_behind_a_request_that_does_not_fit",
     ),
     Mutant(
         "a partial prompt that does not fit keeps what it holds",
-        PLANNING,
-        "                waiting.append(request)\n                victims.yields(request, position)\n",
-        "                waiting.append(request)\n",
+        WALK,
+        "if wait is Wait.MEMORY or wait is Wait.YIELD:",
+        "if wait is Wait.YIELD:",
         0,
         f"{OF_PLANS}::test_what_a_stuck_partial_prompt_holds_may_be_had_from_behind_it",
     ),
     Mutant(
         "what is over the budget keeps what it holds",
-        PLANNING,
-        "            is_over_budget = True\n            victims.yields(request, position)\n",
-        "            is_over_budget = True\n",
+        WALK,
+        "if wait is Wait.MEMORY or wait is Wait.YIELD:",
+        "if wait is Wait.MEMORY:",
         0,
         f"{OF_PLANS}::test_what_prompts_over_the_budget_hold_may_be_had_from_behind_them",
     ),
     Mutant(
         "what comes behind what is over the budget keeps what it holds",
-        PLANNING,
-        "        if needs_claim and is_over_budget:\n            victims.yields(request, position)\n",
-        "        if needs_claim and is_over_budget:\n",
+        RULES + "kv_budget",
+        "return Wait.YIELD if self._is_over else None",
+        "return Wait.SKIP if self._is_over else None",
         0,
         f"{OF_PLANS}::test_what_prompts_over_the_budget_hold_may_be_had_from_behind_them",
     ),

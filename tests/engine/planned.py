@@ -47,10 +47,10 @@ class Limits:
         sized = SizedSteps(lambda: self.step_size) if self.step_size else None
         budget = self.budget
         rules = [
-            PartialEviction(self.can_partial_evict, lambda: self.can_growing_evict),
             LeanPartials(lambda: self.num_partial_tokens, self.num_blocks_kept_free),
             ShortBeforeReplaced(),
             DataShare(self.max_data_tokens) if self.max_data_tokens else None,
+            PartialEviction(self.can_partial_evict, lambda: self.can_growing_evict),
             Turns(self.turn),
             LowWater(self.num_blocks_kept_free),
             KvBudget(lambda: budget) if budget else None,

@@ -1,7 +1,7 @@
 """The rules of a step, in the order in which they are asked; each is a class in a module of its name.
 
-    candidate ─▶ PartialEviction ─▶ LeanPartials ─▶ ... ─▶ DataHighWater ─▶ memory ─▶ grant
-                       └───────────────┴─── the first that says "wait" holds it back
+    candidate ─▶ LeanPartials ─▶ ShortBeforeReplaced ─▶ ... ─▶ DataHighWater ─▶ memory ─▶ grant
+                      └─────────────────┴───── the first that says "wait" holds it back
 
 Who plans makes the rules once and lists them in this order: see `streamrag.backends.vllm.scheduler`. To add one, write
 its module and a line in that list.

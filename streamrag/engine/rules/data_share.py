@@ -17,6 +17,8 @@ class DataShare(TokenRule):
 
     __slots__ = ("_num_share", "_num_tokens")
 
+    asks_complete = False
+
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
 
@@ -26,9 +28,4 @@ class DataShare(TokenRule):
         self._num_share = min(max(share, LEAST_DATA_TOKENS), self._num_tokens)
 
     def most_tokens(self, candidate: Candidate) -> float:
-        return self._num_share if is_data(candidate) else NO_LIMIT
-
-
-def is_data(candidate: Candidate) -> bool:
-    """Return whether `candidate` is data of a session that nobody has asked a question about yet."""
-    return candidate.request.request_class == "stream" and not candidate.request.is_complete
+        return self._num_share if candidate.request.request_class == "stream" else NO_LIMIT

@@ -53,4 +53,4 @@ class GroupedPrefills(WaitRule):
     def on_grant(self, candidate: Candidate) -> None:
         block = self._next_block(candidate.request, candidate.num_present)
         if block is not None:
-            self._leaders.setdefault(block, (candidate.request, candidate.num_present + candidate.num_tokens))
+            self._leaders.setdefault(block, (candidate.request, candidate.num_present + candidate.num_allowed))

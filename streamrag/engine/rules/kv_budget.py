@@ -23,12 +23,16 @@ class Budget(NamedTuple):
 
 
 class KvBudget(WaitRule):
-    """Lets a complete prompt wait until there is KV memory for it and its answer. Nobody who needs less passes it.
+    """Lets a complete prompt wait until there is KV memory for it and its answer.
+
+    Nobody who needs less passes it.
 
     budget: returns what is left of it.
     """
 
     __slots__ = ("_budget", "_has_claims", "_is_over", "_num_blocks")
+
+    asks_partial = False
 
     def __init__(self, budget: Callable[[], Budget]) -> None:
         self._budget = budget
@@ -38,7 +42,7 @@ class KvBudget(WaitRule):
         self._is_over = False
 
     def must_wait(self, candidate: Candidate) -> Wait | None:
-        if not candidate.request.is_complete or candidate.request.has_claim:
+        if candidate.request.has_claim:
             return None
         if not self._is_over:
             candidate.num_blocks_claimed = _num_blocks_to_come(candidate)

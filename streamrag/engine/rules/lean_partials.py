@@ -21,6 +21,8 @@ class LeanPartials(TokenRule):
 
     __slots__ = ("_num_blocks_short", "_num_filling", "_num_left", "_num_tokens")
 
+    asks_complete = False
+
     def __init__(self, num_tokens: Callable[[], int | None], num_blocks_short: int = 0) -> None:
         self._num_tokens = num_tokens
         self._num_blocks_short = num_blocks_short
@@ -31,16 +33,17 @@ class LeanPartials(TokenRule):
         self._num_filling = NO_LIMIT if num_tokens is None else -1  # worked out for the first partial prompt
 
     def most_tokens(self, candidate: Candidate) -> float:
-        if candidate.request.is_complete:
-            return NO_LIMIT
         walk = candidate.walk
         if self._num_filling < 0:
             self._num_filling = num_filling_tokens(walk, self._num_blocks_short)
-        return max(self._num_left, self._num_filling - (walk.num_tokens - walk.num_tokens_left))
+        most = max(self._num_left, self._num_filling - (walk.num_tokens - walk.num_tokens_left))
+        if most <= 0:
+            walk.closed_to_partial_by = type(self).__name__
+        return most
 
     def on_grant(self, candidate: Candidate) -> None:
         if not candidate.request.is_complete:
-            self._num_left -= candidate.num_tokens
+            self._num_left -= candidate.num_allowed
         elif not candidate.request.has_output:
             self._num_left = 0
 

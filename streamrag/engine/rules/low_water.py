@@ -9,10 +9,12 @@ class LowWater(ReserveRule):
 
     What it needs before it is complete is likely to be wanted by others soon, and then computed in vain a second time.
 
-    num_blocks: so many.
+    num_blocks: so many stay free.
     """
 
     __slots__ = ("_num_blocks",)
+
+    asks_complete = False
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks

@@ -18,6 +18,8 @@ class PartialEviction(EvictionRule):
 
     __slots__ = ("_can_growing", "_can_growing_now", "_can_partial")
 
+    asks_complete = False
+
     def __init__(self, can_partial: bool = False, can_growing: Callable[[], bool] = lambda: False) -> None:
         self._can_partial = can_partial
         self._can_growing = can_growing
@@ -26,7 +28,4 @@ class PartialEviction(EvictionRule):
         self._can_growing_now = self._can_growing()
 
     def may_evict(self, candidate: Candidate) -> bool:
-        request = candidate.request
-        if request.is_complete or self._can_partial:
-            return True
-        return self._can_growing_now and not request.is_speculative
+        return self._can_partial or (self._can_growing_now and not candidate.request.is_speculative)

@@ -19,6 +19,9 @@ class Rule(ABC):
 
     __slots__ = ()
 
+    asks_complete = True
+    asks_partial = True
+    """Whether complete prompts, and partial ones, are asked."""
     only_saves_time = False
     """Whether it is left out where nobody could go on with it: it only keeps planning short."""
 
@@ -30,11 +33,7 @@ class Rule(ABC):
         """Return how `candidate` has to wait; None if this rule lets it pass."""
 
     def on_grant(self, candidate: Candidate) -> None:  # noqa: B027 - as above
-        """Learn that `candidate` got its tokens."""
-
-    def is_better_late(self, walk: Walk) -> bool:
-        """Return whether the step should be planned when the one under way has ended."""
-        return False
+        """Learn that `candidate` got its `num_allowed` tokens."""
 
 
 class EvictionRule(Rule):
@@ -93,15 +92,21 @@ class ReserveRule(Rule):
         num_reserved = self.num_reserved(candidate)
         if num_reserved is None:
             return None
-        candidate.num_reserved = max(candidate.num_reserved, num_reserved)
+        candidate.num_reserved, candidate.held_by_memory = num_reserved, type(self).__name__
         # What it needs itself is asked at the end: that takes a while, and in most steps it would be for nothing.
         return Wait.MEMORY if candidate.walk.num_missing > -num_reserved else None
 
 
 class LateRule(Rule):
-    """Puts off a step. It lets every request pass."""
+    """Puts off a step. It asks no request."""
 
     __slots__ = ()
 
+    asks_complete = asks_partial = False
+
     def ask(self, candidate: Candidate) -> Wait | None:
         return None
+
+    @abstractmethod
+    def is_better_late(self, walk: Walk) -> bool:
+        """Return whether the step should be planned when the one under way has ended."""

@@ -13,8 +13,8 @@ class ShortBeforeReplaced(TokenRule):
 
     __slots__ = ()
 
+    asks_complete = False
+
     def most_tokens(self, candidate: Candidate) -> float:
-        request = candidate.request
-        if request.is_complete or request.num_step_tokens is None:
-            return NO_LIMIT
-        return request.num_step_tokens
+        num_tokens = candidate.request.num_step_tokens
+        return NO_LIMIT if num_tokens is None else num_tokens

@@ -31,24 +31,26 @@ class SizedSteps(TokenRule):
         size = self._size_now
         if size is None:
             return math.inf
-        num_tokens = max(size.num_fitting(self._length_left, candidate.num_present), 1)
-        if _waits(candidate.request):
-            length = size.length(int(min(candidate.num_tokens, num_tokens)), candidate.num_present)
+        num_present = candidate.num_present
+        num_tokens = max(size.num_fitting(self._length_left, num_present), 1)
+        request = candidate.request
+        if request.is_complete and not request.has_output:
+            length = size.length(int(min(candidate.num_tokens, num_tokens)), num_present)
             if not size.is_worth(length, self._num_ready, self._num_waiting):
-                candidate.walk.is_full = True
+                candidate.walk.closed_by = type(self).__name__
                 return 0
         return num_tokens
 
     def on_grant(self, candidate: Candidate) -> None:
         if self._size_now is None:
             return
-        num_present, num_tokens = candidate.num_present, candidate.num_tokens
+        request, num_present, num_tokens = candidate.request, candidate.num_present, candidate.num_allowed
         self._length_left -= self._size_now.length(num_tokens, num_present)
         if self._length_left < 1:
-            candidate.walk.is_full = True
-        if _waits(candidate.request):
+            candidate.walk.closed_by = type(self).__name__
+        if request.is_complete and not request.has_output:
             self._num_waiting -= 1
-            self._num_ready += num_present + num_tokens == candidate.request.num_tokens
+            self._num_ready += num_present + num_tokens == request.num_tokens
 
     def is_long(self, grants: Sequence[Grant]) -> bool:
         """Return whether a step of `grants` is so long that it is better planned late."""
@@ -74,7 +76,3 @@ def count_waiting(order: Sequence[RequestView], size: StepSize) -> float:
             num += 1
             length += num_likely * (1 + pair * (num_before + num_likely / 2))
     return num + size.arrivals * length
-
-
-def _waits(request: RequestView) -> bool:
-    return request.is_complete and not request.has_output

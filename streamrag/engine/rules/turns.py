@@ -16,6 +16,7 @@ class Turns(WaitRule):
 
     __slots__ = ("_turn",)
 
+    asks_complete = False
     only_saves_time = True
 
     def __init__(self, turn: int = 0) -> None:

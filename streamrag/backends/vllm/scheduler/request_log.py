@@ -1,5 +1,6 @@
 """What happens to a request inside the engine, noted by the scheduler while it happens."""
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from streamrag.engine.swapping import Comparison
@@ -26,6 +27,7 @@ class RequestLog:
     chunks: list[ChunkRecord] = field(default_factory=list)
     preemptions: list[PreemptionRecord] = field(default_factory=list)
     restores: list[RestoreRecord] = field(default_factory=list)
+    holds: Counter[str] = field(default_factory=Counter)
 
     num_known: int = 0
     """Leading tokens of the current prompt whose KV has been there at some time."""
@@ -115,4 +117,5 @@ class RequestLog:
             chunks=tuple(self.chunks),
             preemptions=tuple(self.preemptions),
             restores=tuple(self.restores),
+            holds=dict(self.holds),
         )

@@ -110,10 +110,10 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         num_kept_from_data = None if high_water is None else num_blocks - int(high_water * num_blocks)
         can_growing = (lambda: False) if options.can_partial_evict is not None else self._is_kv_kept
         rules = [
-            PartialEviction(bool(options.can_partial_evict), can_growing),
             LeanPartials(lambda: self.pace.num_partial_tokens, self._num_kept_free),
             ShortBeforeReplaced(),
             None if options.max_data_tokens is None else DataShare(options.max_data_tokens),
+            PartialEviction(bool(options.can_partial_evict), can_growing),
             Turns(self.current_step),
             LowWater(self._num_kept_free),
             None if options.kv_budget is None else KvBudget(lambda: self.admission.budget),
@@ -219,7 +219,10 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
         budget = StepBudget(self.max_num_scheduled_tokens, self.max_num_active_reqs, len(decoding))
         order = policy.order(views, self._step_s)
-        made = plan(order, self._idle_views, budget, self.kv_memory, self.rules, self._fate)
+        tells_holds = self.record_file is not None
+        made = plan(order, self._idle_views, budget, self.kv_memory, self.rules, self._fate, tells_holds)
+        for request_id, rule in made.holds:
+            self.requests[request_id].log.holds[rule] += 1
         policy.on_admitted([g.request for g in made.grants if not g.request.is_running])
         return _Step(made, order, decoding, held_up)
 

@@ -175,3 +175,15 @@ def test_the_file_is_closed_with_the_engine(bench: Make, tmp_path: Path) -> None
     file = b.scheduler.record_file._file
     b.scheduler.shutdown()
     assert file.closed
+
+
+def test_a_record_in_a_file_counts_the_steps_in_which_a_rule_held_the_request_back(bench: Make, tmp_path: Path) -> None:
+    for path, holds in ((None, {}), (str(tmp_path / "records.jsonl"), {"StepBudget": 2, "LeanPartials": 1})):
+        b = bench(streamrag={"records": path, "sizes_steps": False})
+        b.plain("asked", 40, max_tokens=1)  # 16 tokens a step
+        b.chunk("stream", TOKENS[:20])
+        b.run()
+        b.chunk("stream", TOKENS[:24], kept=20, is_complete=True)
+        b.run()
+        assert b.record("stream").holds == holds
+        assert b.record("asked").holds == {}

@@ -1,0 +1,224 @@
+"""Each rule alone, and the loop without any; `test_planning.py` has all of them together."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from streamrag.engine import Plan, RequestView, StepBudget, plan
+from streamrag.engine import rules as all_rules
+from streamrag.engine.rules import (
+    Budget,
+    DataHighWater,
+    DataShare,
+    GroupedPrefills,
+    KvBudget,
+    LateBinding,
+    LeanPartials,
+    LowWater,
+    PartialEviction,
+    Rule,
+    ShortBeforeReplaced,
+    SizedSteps,
+    Turns,
+)
+from streamrag.engine.step_size import StepSize
+
+BLOCK_SIZE = 16
+BUDGET = StepBudget(1_000, 8)
+
+
+@dataclass
+class Blocks:
+    """Memory of blocks that nobody shares."""
+
+    num_free_blocks: int
+
+    def num_present_tokens(self, request: RequestView) -> int:
+        return request.num_computed_tokens
+
+    def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
+        return -(-(request.num_computed_tokens + num_tokens) // BLOCK_SIZE) - request.num_blocks
+
+    def num_blocks_freed(self, request: RequestView) -> int:
+        return request.num_blocks
+
+
+def complete(name: str, num_tokens: int = 160, **fields: object) -> RequestView:
+    return RequestView(name, 0.0, 0.0, num_tokens, **fields)  # type: ignore[arg-type]
+
+
+def partial(name: str, num_tokens: int = 160, **fields: object) -> RequestView:
+    return complete(name, num_tokens, is_complete=False, **fields)
+
+
+def holding(request: RequestView, num_blocks: int) -> RequestView:
+    """The same with KV: half of it computed, in so many blocks."""
+    return request._replace(num_computed_tokens=request.num_tokens // 2, num_blocks=num_blocks)
+
+
+def planned(
+    order: Sequence[RequestView],
+    *rules: Rule,
+    num_free: int = 1_000,
+    budget: StepBudget = BUDGET,
+    idle: Callable[[], Sequence[RequestView]] = list,
+) -> Plan:
+    return plan(order, idle, budget, Blocks(num_free), rules)
+
+
+def tokens(made: Plan) -> dict[str, int]:
+    return {grant.request.request_id: grant.num_tokens for grant in made.grants}
+
+
+def test_without_rules_the_budget_goes_down_the_order() -> None:
+    order = [partial("a", 400), complete("b", 400), partial("c", 400)]
+    assert tokens(planned(order)) == {"a": 400, "b": 400, "c": 200}
+    assert tokens(planned(order, budget=StepBudget(1_000, 2))) == {"a": 400, "b": 400}
+    assert tokens(planned(order, budget=StepBudget(1_000, 3, num_ahead=2))) == {"a": 400}
+
+
+def test_without_rules_complete_prompts_take_memory_from_behind_and_partial_ones_wait() -> None:
+    behind, idle = holding(partial("behind"), 10), holding(partial("idle"), 5)
+    made = planned([complete("a"), behind], num_free=0, idle=lambda: [idle])
+    assert tokens(made) == {"a": 160}
+    assert [e.request.request_id for e in made.evictions] == ["idle", "behind"]
+    made = planned([partial("a"), behind._replace(num_blocks=0, num_computed_tokens=0)], num_free=9)
+    assert (tokens(made), [r.request_id for r in made.waiting]) == ({}, ["a", "behind"])
+
+
+def test_partial_eviction_lets_partial_prompts_take_memory_all_or_those_that_grow() -> None:
+    idle = [holding(partial("idle"), 10)]
+
+    def is_served(request: RequestView, rule: Rule) -> bool:
+        return bool(planned([request], rule, num_free=0, idle=lambda: idle).grants)
+
+    grows, changes = partial("grows"), partial("changes", is_speculative=True)
+    assert not is_served(grows, PartialEviction())
+    assert is_served(grows, PartialEviction(can_growing=lambda: True))
+    assert not is_served(changes, PartialEviction(can_growing=lambda: True))
+    assert is_served(changes, PartialEviction(can_partial=True))
+
+
+def test_lean_partials_limits_them_all_together_and_gives_none_beside_a_complete_one() -> None:
+    lean = LeanPartials(lambda: 100)
+    assert tokens(planned([partial("a", 80), partial("b", 80)], lean)) == {"a": 80, "b": 20}
+    assert tokens(planned([complete("asked", 10), partial("a", 80)], lean)) == {"asked": 10}
+    assert tokens(planned([partial("a", 80)], LeanPartials(lambda: None))) == {"a": 80}
+
+
+def test_lean_partials_fills_a_step_up_to_a_share_of_the_backlog() -> None:
+    order = [complete("asked", 10), partial("a", 3_190)]
+    assert tokens(planned(order, LeanPartials(lambda: 64))) == {"asked": 10, "a": 3_200 // 32 - 10}
+    waits_for_memory = LeanPartials(lambda: 64, num_blocks_short=2_000)
+    assert tokens(planned(order, waits_for_memory)) == {"asked": 10}
+
+
+def test_short_before_replaced_limits_one_partial_prompt_by_its_own_number() -> None:
+    short = partial("a", num_step_tokens=16)
+    assert tokens(planned([short, partial("b")], ShortBeforeReplaced())) == {"a": 16, "b": 160}
+    assert tokens(planned([short._replace(is_complete=True)], ShortBeforeReplaced())) == {"a": 160}
+
+
+def test_data_share_divides_a_step_among_all_that_have_something_to_compute() -> None:
+    data = [partial(name, 900, request_class="stream") for name in "ab"]
+    assert tokens(planned([*data, complete("asked", 40)], DataShare(800))) == {"a": 333, "b": 333, "asked": 40}
+    assert tokens(planned(data[:1], DataShare(800))) == {"a": 800}
+    assert tokens(planned(data, DataShare(800), budget=StepBudget(200, 8))) == {"a": 128, "b": 72}
+
+
+def test_turns_asks_others_in_each_step_once_some_did_not_fit() -> None:
+    rule, order = Turns(), [partial(f"r{i}") for i in range(20)]
+    asked = []
+    for _ in range(3):
+        waiting = planned([complete("fits", 16), *order], rule, num_free=1).waiting
+        asked.append([r.request_id for r in waiting])
+    assert [names[:4] for names in asked] == [["r0", "r1", "r2", "r3"]] * 3
+    assert [names[4:] for names in asked] == [[], ["r4", "r5", "r6"], ["r7", "r8", "r9", "r10"]]
+    nobody_fits = planned(order, rule, num_free=0)
+    assert len(nobody_fits.waiting) == 20  # then there is time to ask everybody
+
+
+def test_low_water_keeps_blocks_free_where_one_that_was_evicted_starts_again() -> None:
+    again = partial("again", was_evicted=True)
+    assert tokens(planned([again], LowWater(5), num_free=15)) == {"again": 160}
+    assert planned([again], LowWater(5), num_free=14).waiting == (again,)
+    for other in (again._replace(was_evicted=False), again._replace(is_complete=True), holding(again, 5)):
+        assert planned([other], LowWater(5), num_free=14).grants
+
+
+def test_kv_budget_lets_complete_prompts_begin_one_after_the_other_and_none_passes() -> None:
+    first, second, small = complete("a", num_answer_tokens=16), complete("b", num_answer_tokens=16), complete("c", 16)
+    left = Budget(12, has_claims=False)
+    assert tokens(planned([first, second, small], KvBudget(lambda: left))) == {"a": 160}
+    assert tokens(planned([first, second._replace(has_claim=True)], KvBudget(lambda: left))) == {"a": 160, "b": 160}
+    assert tokens(planned([first], KvBudget(lambda: Budget(2, has_claims=False)))) == {"a": 160}
+    assert tokens(planned([first], KvBudget(lambda: Budget(2, has_claims=True)))) == {}
+    made = planned(
+        [holding(first, 5), complete("d", 16, has_claim=True)], KvBudget(lambda: Budget(2, True)), num_free=0
+    )
+    assert [e.request.request_id for e in made.evictions] == ["a"]
+
+
+def test_sized_steps_ends_a_step_where_more_would_make_others_wait() -> None:
+    order = [complete("a", 300), complete("b", 300)]
+    assert tokens(planned(order, SizedSteps(lambda: StepSize(overhead=1_000, arrivals=0.0)))) == {"a": 300, "b": 300}
+    assert tokens(planned(order, SizedSteps(lambda: StepSize(overhead=50, arrivals=0.0)))) == {"a": 300}
+    assert tokens(planned(order, SizedSteps(lambda: StepSize(overhead=50, arrivals=1.0)))) == {"a": 256}
+    assert tokens(planned(order, SizedSteps(lambda: None))) == {"a": 300, "b": 300}
+
+
+def test_grouped_prefills_lets_one_wait_for_what_another_computes() -> None:
+    def next_block(request: RequestView, num_tokens: int) -> int:
+        return num_tokens // BLOCK_SIZE
+
+    leader, follower = holding(complete("a"), 5)._replace(is_running=True), holding(complete("b"), 5)
+    assert tokens(planned([leader, follower], GroupedPrefills(next_block))) == {"a": 80}
+    assert tokens(planned([leader, follower], GroupedPrefills(lambda request, num: None))) == {"a": 80, "b": 80}
+
+
+def test_data_high_water_keeps_blocks_for_questions_and_lets_data_take_none() -> None:
+    data, idle = partial("data", request_class="stream"), [holding(partial("idle"), 10)]
+    assert tokens(planned([data], DataHighWater(5), num_free=15)) == {"data": 160}
+    assert tokens(planned([data, complete("asked", 16)], DataHighWater(5), num_free=14)) == {"asked": 16}
+    made = planned([data], PartialEviction(can_partial=True), DataHighWater(5), num_free=0, idle=lambda: idle)
+    assert (made.grants, made.evictions) == ((), ())
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_late_binding_puts_off_what_nobody_waits_for_while_a_step_computes(is_early: bool) -> None:
+    late = LateBinding(lambda: is_early)
+    assert planned([partial("a")], late).is_put_off is is_early
+    assert not planned([partial("a")], late, budget=StepBudget(1_000, 8, num_ahead=1)).is_put_off
+    assert not planned([partial("a"), complete("asked")], late).is_put_off
+    long = SizedSteps(lambda: StepSize(overhead=1, arrivals=1.0))
+    assert planned([complete("asked")], long, LateBinding(lambda: is_early, long)).is_put_off is is_early
+
+
+def test_a_plan_tells_who_gets_nothing_and_which_rule_held_it_back() -> None:
+    def holds(order: Sequence[RequestView], *rules: Rule, num_free: int = 1_000) -> dict[str, str]:
+        made = plan(order, list, BUDGET, Blocks(num_free), rules, tells_holds=True)
+        return dict(made.holds)
+
+    lean, low = LeanPartials(lambda: 100), LowWater(5)
+    a, again, asked = partial("a", 100), partial("again", was_evicted=True), complete("asked", 600)
+    assert holds([a, asked], lean) == {}
+    assert holds([asked, a, again], lean, low) == {"a": "LeanPartials", "again": "LeanPartials"}
+    assert holds([again], low, num_free=14) == {"again": "LowWater"}
+    assert holds([partial("b"), complete("c"), complete("new", 16)], num_free=9) == {"b": "Memory", "new": "Memory"}
+    assert holds([complete("all", 1_000), a, asked]) == {"a": "StepBudget", "asked": "StepBudget"}
+    sized = SizedSteps(lambda: StepSize(overhead=50, arrivals=0.0))
+    assert holds([complete("b"), asked, a], sized) == {"asked": "SizedSteps", "a": "SizedSteps"}
+    assert holds([partial("b")], LateBinding(lambda: True)) == {}
+
+
+def test_each_rule_says_in_one_sentence_what_it_does_and_is_tried_here_alone() -> None:
+    rules = [each for each in vars(all_rules).values() if isinstance(each, type) and issubclass(each, Rule)]
+    source = Path(__file__).read_text()
+    for rule in rules:
+        if rule is Rule:
+            continue
+        assert rule.__doc__
+        assert rule.__doc__.split("\n\n")[0].count(".") == 1
+        assert f"{rule.__name__}(" in source
