@@ -107,7 +107,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
         options = self.options
         sized = SizedSteps(lambda: self.step_sizes.at(self._step_s)) if options.sizes_steps else None
         high_water = options.data_high_water
-        num_kept_from_data = None if high_water is None else num_blocks - int(high_water * num_blocks)
+        self._num_kept_from_data = None if high_water is None else num_blocks - int(high_water * num_blocks)
         can_growing = (lambda: False) if options.can_partial_evict is not None else self._is_kv_kept
         rules = [
             LeanPartials(lambda: self.pace.num_partial_tokens, self._num_kept_free),
@@ -119,7 +119,7 @@ class StreamingSchedulerMixin(StreamIntakeMixin):
             None if options.kv_budget is None else KvBudget(lambda: self.admission.budget),
             sized,
             GroupedPrefills(self.kv_memory.next_block) if self._is_grouped else None,
-            None if num_kept_from_data is None else DataHighWater(num_kept_from_data),
+            None if self._num_kept_from_data is None else DataHighWater(self._num_kept_from_data),
             LateBinding(lambda: any(self._prefills_in_flight), sized) if options.late_binding else None,
         ]
         return [rule for rule in rules if rule is not None]
