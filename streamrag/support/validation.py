@@ -40,9 +40,11 @@ Count = Annotated[Whole, Field(ge=1)]
 CountOrZero = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Seconds = Positive
-SecondsOrZero = Annotated[Number, Field(ge=0)]
+NumberOrZero = Annotated[Number, Field(ge=0)]
+SecondsOrZero = NumberOrZero
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 PositiveFraction = Annotated[Number, Field(gt=0, le=1)]
+Flag = Annotated[bool, Field()]
 NonEmptyText = Annotated[str, Field(min_length=1)]
 
 
@@ -51,12 +53,13 @@ def validated(checked: T) -> T:
 
     Only arguments whose annotation has an `Annotated` or a `Literal` in it are checked.
 
-    :raises ConfigurationError: an argument is not as annotated; the message names it, its value and what it must be.
+    :raises ConfigurationError: an argument is not as annotated; the message says which, its value and what it must be.
     """
     if isinstance(checked, type):
         checked.__init__ = validated(checked.__init__)  # type: ignore[misc]
         return checked
     signature = inspect.signature(checked)
+    owner = f"{checked.__qualname__.split('.')[-2]}: " if checked.__name__ == "__init__" else ""
 
     @cache
     def adapters() -> dict[str, TypeAdapter[Any]]:  # when first called: annotations may name what is defined later
@@ -70,7 +73,7 @@ def validated(checked: T) -> T:
         except TypeError:
             return checked(*args, **kwargs)  # says it in Python's own words
         for name in bound.arguments.keys() & adapters().keys():
-            bound.arguments[name] = check(name, bound.arguments[name], adapters()[name])
+            bound.arguments[name] = check(f"{owner}{name}", bound.arguments[name], adapters()[name])
         return checked(*bound.args, **bound.kwargs)
 
     return call  # type: ignore[return-value]

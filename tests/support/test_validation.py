@@ -55,7 +55,7 @@ def test_valid_arguments_arrive_as_they_are_and_numbers_of_numpy_as_python_s_own
 def test_an_invalid_argument_is_named_with_its_value_and_what_it_must_be(
     make: Callable[[], object], message: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{message}"):
+    with pytest.raises(ConfigurationError, match=f"^(Options|Source): {message}"):
         make()
 
 
