@@ -12,7 +12,7 @@ from rich.table import Table
 
 from streamrag.bench.report_canvas import make_panels, plain_log_ticks
 from streamrag.bench.summary import percentile
-from streamrag.engine.costs import TableProfile, recompute_s
+from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 from streamrag.files import write_whole
 from streamrag.records import RequestRecord
 

@@ -25,9 +25,9 @@ from streamrag.bench.paired import Ratio, percentile_ratios
 from streamrag.bench.provenance import versions
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, digest, percentile
-from streamrag.engine.costs import StepProfile
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.engine.eviction import EVICTIONS
-from streamrag.engine.profile_files import load_profile
 from streamrag.files import write_whole
 
 PROFILES = ("h200-llama8b-tp2", "h200-llama8b-tp2-slow-host", "h200-llama8b-tp2-fast-host")

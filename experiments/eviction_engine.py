@@ -35,9 +35,9 @@ from streamrag.bench.provenance import versions
 from streamrag.bench.summary import PERCENTILES, digest, spread
 from streamrag.bench.wall import engine_for, max_model_len, play_cell
 from streamrag.bench.workload import longest_prompt, make_load
-from streamrag.engine.costs import TableProfile
+from streamrag.engine.costs.profile_files import save_profile
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.engine.eviction import EvictionMode
-from streamrag.engine.profile_files import save_profile
 from streamrag.files import write_whole
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedQuery

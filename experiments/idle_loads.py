@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from streamrag.bench.workload import NUM_TAIL_TOKENS, num_tokens_after
-from streamrag.engine.costs import StepProfile
+from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
 
 NUM_PAGES, PAGE_TOKENS, PAGE_S = 6, (50, 250), 2.0

@@ -30,9 +30,9 @@ from streamrag.bench.provenance import versions
 from streamrag.bench.report_canvas import make_panels, plain_log_ticks
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import percentile
-from streamrag.engine.costs import AnalyticProfile
+from streamrag.engine.costs.profile_files import load_profile, save_profile
+from streamrag.engine.costs.step_profiles import AnalyticProfile
 from streamrag.engine.policies import POLICIES
-from streamrag.engine.profile_files import load_profile, save_profile
 from streamrag.files import write_whole
 from streamrag.trace.read import read_trace
 from streamrag.trace.write import write_trace

@@ -29,7 +29,7 @@ from streamrag.backends.simulated.config import EngineShape
 from streamrag.bench.summary import percentile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import RequestClass
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
 from streamrag.files import write_whole
 
 PROFILE = load_profile("h200-llama8b-tp2")

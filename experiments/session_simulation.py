@@ -12,7 +12,7 @@ from streamrag.backends.simulated.client import SimulatedClient, by_parts, simul
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.core import ModelInfo
-from streamrag.engine.costs import StepProfile
+from streamrag.engine.costs.step_profiles import StepProfile
 
 MAX_MODEL_LEN = 40_000
 

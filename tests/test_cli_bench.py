@@ -17,8 +17,8 @@ from streamrag.bench.cell import CellResult, CellSettings, RequestResult
 from streamrag.bench.store import CellStore
 from streamrag.cli import bench, main
 from streamrag.cli.bench_options import grid_of
-from streamrag.engine.costs import AnalyticProfile
-from streamrag.engine.profile_files import load_profile, save_profile
+from streamrag.engine.costs.profile_files import load_profile, save_profile
+from streamrag.engine.costs.step_profiles import AnalyticProfile
 
 SMALL = ["--workload", "crawler", "--qps", "2", "--queries", "4", "--seeds", "1", "--processes", "1"]
 

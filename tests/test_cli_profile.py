@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from streamrag.cli import main
-from streamrag.engine.costs import TableProfile
-from streamrag.engine.profile_files import load_profile
-from streamrag.engine.running_profile import check_fits
+from streamrag.engine.costs.default_profile import check_fits
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import TableProfile
 
 
 def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,8 @@ import pytest
 
 import streamrag
 from streamrag import Append, Calibration, Chunk
-from streamrag.engine.costs import TableProfile
-from streamrag.engine.profile_files import save_profile
+from streamrag.engine.costs.profile_files import save_profile
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.sources.emission.calibration import Stage
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write_trace

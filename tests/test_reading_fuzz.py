@@ -19,7 +19,7 @@ from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import digest
 from streamrag.bench.workload import make_load
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
 from streamrag.errors import StreamRagError
 from streamrag.reading import as_dataclass
 from streamrag.records import read_records

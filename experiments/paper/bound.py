@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.workload import NUM_TAIL_TOKENS
-from streamrag.engine.costs import AnalyticProfile
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import AnalyticProfile
 from streamrag.trace.statistics import contexts, num_common_tokens
 from streamrag.trace.values import TracedQuery
 

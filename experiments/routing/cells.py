@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
 from streamrag.routing import Opening, ReplicaState, Router
 from streamrag.routing.affinity import PrefixAffinity
 from streamrag.routing.flowguard import FlowGuard, MendedFlowGuard, Weights

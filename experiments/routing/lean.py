@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from streamrag.core import common_prefix_len
-from streamrag.engine.costs import StepProfile
+from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.routing import Report
 from streamrag.routing.prefix_index import PrefixIndex
 from streamrag.routing.speed import QUERY_TOKENS, Speed

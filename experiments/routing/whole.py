@@ -9,7 +9,7 @@ from streamrag.backends.simulated.client import SimulatedClient, simulated_engin
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.stream import SimulatedStream
 from streamrag.backends.vllm.scheduler.step_parts import parts_of
-from streamrag.engine.costs import StepProfile
+from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.routing import Report
 
 from .lean import MOST_OPEN

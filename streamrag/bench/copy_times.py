@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamrag.engine.copies import CopyCosts
-from streamrag.engine.fitting import fit_copies
+from streamrag.engine.costs.copy_costs import CopyCosts
+from streamrag.engine.costs.curve_fit import fit_copies
 
 if TYPE_CHECKING:
     import torch

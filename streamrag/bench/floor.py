@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from streamrag.bench.workload import NUM_TAIL_TOKENS
-from streamrag.engine.costs import StepProfile
+from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.trace.values import TracedAppend, TracedChunk, TracedQuery
 
 

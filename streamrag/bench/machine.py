@@ -14,7 +14,7 @@ import anyio.to_thread
 from streamrag.bench.copy_times import CopyTimes, block_counts, measure_copies
 from streamrag.bench.profiling import NUM_PASSES, measure, table_profile, warm_up
 from streamrag.bench.recompute import NUM_CONTEXT_BESIDE, RecomputeTimes, measure_recompute, prompt_sizes
-from streamrag.engine.costs import TableProfile, recompute_s
+from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 
 if TYPE_CHECKING:
     from streamrag.backends.vllm.facts import EngineFacts

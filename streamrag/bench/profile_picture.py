@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.bench.report_canvas import make_panels
-from streamrag.engine.copies import CopyCosts
-from streamrag.engine.costs import DEFAULT_BUDGET, StepProfile, recompute_s
+from streamrag.engine.costs.copy_costs import CopyCosts
+from streamrag.engine.costs.step_profiles import DEFAULT_BUDGET, StepProfile, recompute_s
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
 from streamrag.showing import for_picture

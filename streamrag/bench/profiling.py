@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from streamrag.bench.provenance import versions
 from streamrag.bench.workload import Tokens
-from streamrag.engine.costs import TableProfile
-from streamrag.engine.fitting import fit_table
-from streamrag.engine.parts import Part
+from streamrag.engine.costs.curve_fit import fit_table
+from streamrag.engine.costs.step_parts import Part
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import BackendError
 from streamrag.trace.values import TracedChunk
 

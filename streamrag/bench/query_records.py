@@ -7,7 +7,7 @@ from streamrag.bench.arms import Timing
 from streamrag.bench.cell import CellSettings, RequestResult
 from streamrag.bench.floor import floor_s
 from streamrag.bench.workload import token_budget
-from streamrag.engine.costs import StepProfile
+from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.records import RequestRecord
 from streamrag.trace.values import TracedQuery
 

@@ -29,8 +29,8 @@ from streamrag.bench.workload import (
     make_load,
     token_budget,
 )
-from streamrag.engine.costs import StepProfile
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace, TracedQuery
 

@@ -11,9 +11,9 @@ from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 from streamrag.bench.cell import CopyResult, CopyTotals
-from streamrag.engine.copies import CopyClock, CopyCosts
-from streamrag.engine.costs import StepProfile, TableProfile
-from streamrag.engine.parts import Part
+from streamrag.engine.costs.copy_costs import CopyClock, CopyCosts
+from streamrag.engine.costs.step_parts import Part
+from streamrag.engine.costs.step_profiles import StepProfile, TableProfile
 
 Step: TypeAlias = Any
 """vLLM's `SchedulerOutput`: this module does not import vLLM."""

@@ -26,7 +26,7 @@ from streamrag.bench.workload import (
     make_load,
     token_budget,
 )
-from streamrag.engine.costs import TableProfile
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.tasks import cancel_regardless
 from streamrag.trace.values import Trace, TracedQuery

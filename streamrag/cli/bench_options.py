@@ -11,9 +11,9 @@ from streamrag.backends.vllm.client.arguments import default_eviction
 from streamrag.bench.cell import ARMS
 from streamrag.bench.grid import PLAIN, Grid
 from streamrag.bench.summary import LIMITS
+from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.eviction import EVICTIONS, EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
-from streamrag.engine.profile_files import load_profile
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from streamrag.errors import ConfigurationError
 from streamrag.scratch import ScratchFolder, remove_left_behind
 
 if TYPE_CHECKING:
-    from streamrag.engine.costs import TableProfile
+    from streamrag.engine.costs.step_profiles import TableProfile
 
 DESCRIPTION = """\
 Starts vLLM, measures what recomputing tokens takes and what copying their KV
@@ -77,8 +77,8 @@ def _json_object(text: str) -> dict[str, Any]:
 def _run(arguments: argparse.Namespace) -> int:
     from streamrag.bench.profile_picture import draw_profile
     from streamrag.bench.report_canvas import require_matplotlib
-    from streamrag.engine.fitting import require_scipy
-    from streamrag.engine.profile_files import save_profile
+    from streamrag.engine.costs.curve_fit import require_scipy
+    from streamrag.engine.costs.profile_files import save_profile
 
     console = Output(stderr=True)
     output = arguments.output or Path(f"profile-{_file_name(arguments.model or 'tiny-llama')}.json")
@@ -138,7 +138,7 @@ def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "Tab
 
 def _print(profile: "TableProfile", console: Output) -> None:
     from streamrag.bench.profile_picture import crossing, most_tokens, step_budget
-    from streamrag.engine.costs import recompute_s
+    from streamrag.engine.costs.step_profiles import recompute_s
 
     copies, budget = profile.copies, step_budget(profile)
     assert copies is not None

@@ -9,8 +9,8 @@ One way that always copies, and one that compares prices.
 from dataclasses import dataclass
 from typing import Protocol
 
+from streamrag.engine.costs.price import Price
 from streamrag.engine.eviction import Fate
-from streamrag.engine.price import Price
 
 WRITE_THROUGH_BELOW = 0.3
 """Share of the KV blocks that is free, from which on evictions are near enough to copy ahead of them."""

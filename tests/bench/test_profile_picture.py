@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from streamrag.bench.profile_picture import crossing, draw_profile
-from streamrag.engine.copies import CopyCosts, linear_copies
-from streamrag.engine.costs import TableProfile, recompute_s
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 from streamrag.errors import ConfigurationError
 
 PROFILE = TableProfile("t", "cpu", ((1, 0.010), (100, 0.030)), 1e-7, 0.0, kv_tokens=1_000, block_size=10)

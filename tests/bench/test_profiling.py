@@ -6,7 +6,7 @@ from measured import SHAPE, TRUE, measured_engine
 
 from streamrag.bench.profiling import Pass, measure, measure_profile, slowness, table_profile
 from streamrag.bench.virtual_time import run_virtual
-from streamrag.engine.costs import Part, TableProfile
+from streamrag.engine.costs.step_profiles import Part, TableProfile
 
 
 def run(is_stock: bool, **arguments: Any) -> TableProfile:

@@ -16,9 +16,9 @@ from streamrag.bench.simulate import run_cell
 from streamrag.bench.summary import digest
 from streamrag.bench.timeline import make_timeline
 from streamrag.bench.workload import NUM_TAIL_TOKENS
-from streamrag.engine.costs import TableProfile
+from streamrag.engine.costs.profile_files import load_profile, save_profile
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.engine.eviction import EVICTIONS
-from streamrag.engine.profile_files import load_profile, save_profile
 from streamrag.errors import ConfigurationError
 from streamrag.reading import as_dataclass
 from streamrag.trace.values import Trace, TracedQuery

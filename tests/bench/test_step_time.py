@@ -7,9 +7,9 @@ import pytest
 
 from streamrag.bench.cell import CopyTotals
 from streamrag.bench.step_time import CopyLog, StepTimes
-from streamrag.engine.copies import CopyCosts, linear_copies
-from streamrag.engine.costs import AnalyticProfile
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import AnalyticProfile
 
 H200 = load_profile("h200-llama8b-tp2")
 assert isinstance(H200, AnalyticProfile)

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
-from streamrag.engine.copies import CopyCosts
+from streamrag.engine.costs.copy_costs import CopyCosts
 
 __all__ = ["UNKNOWN", "OracleRunner", "StaleKVError", "V1OracleRunner", "V2OracleRunner", "fingerprint", "next_token"]
 

@@ -7,7 +7,7 @@ import pytest
 from experiments import engine_traces
 from experiments.engine_traces import FOLDER, MAX_CONTEXT_TOKENS, TRACES, UTILISATION, Measured, groups_of, orders, rate
 from streamrag.bench.workload import fitted, make_load
-from streamrag.engine.costs import TableProfile
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.trace.read import read_trace
 from tests.bench.made import made_result
 

@@ -9,9 +9,9 @@ from prefix_tree import Shape, Theorem, TieBlindPolicy, tree
 
 from streamrag.bench.workload import NUM_TAIL_TOKENS, Tokens
 from streamrag.core import common_prefix_len
-from streamrag.engine.costs import recompute_s
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import recompute_s
 from streamrag.engine.policies import LongestPrefixPolicy
-from streamrag.engine.profile_files import load_profile
 from streamrag.engine.request import RequestView
 from streamrag.trace.values import TracedQuery, TracedUpdate
 

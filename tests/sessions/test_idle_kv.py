@@ -10,7 +10,7 @@ from streamrag.backends.simulated.client import SimulatedClient, by_parts, simul
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import ModelInfo, SamplingParams
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
 from streamrag.sessions import Session
 from streamrag.testing import CodePointTokenizer
 

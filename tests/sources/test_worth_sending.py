@@ -27,7 +27,7 @@ from streamrag import (
 )
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
-from streamrag.engine.costs import TableProfile
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.sources.emission.best_length import EngineGuess, Future, Held, best_length, futures
 from streamrag.sources.emission.calibration import Count, Stage, Times
 from streamrag.testing import ScriptedBackend, ScriptedSource

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from streamrag.bench.profile_picture import crossing
-from streamrag.engine.copies import CopyCosts
-from streamrag.engine.costs import StepProfile, recompute_s
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.copy_costs import CopyCosts
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
 
 from ..markdown import table
 from ..pictures import Line, Lines, draw_lines

@@ -30,8 +30,8 @@ from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
 from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.core import RequestClass
-from streamrag.engine.copies import CopyCosts
-from streamrag.engine.costs import Part
+from streamrag.engine.costs.copy_costs import CopyCosts
+from streamrag.engine.costs.step_profiles import Part
 from streamrag.errors import BackendError
 from streamrag.records import RequestRecord
 from streamrag.tasks import wait_regardless

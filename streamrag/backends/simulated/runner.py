@@ -6,7 +6,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
-from streamrag.engine.copies import CopyCosts
+from streamrag.engine.costs.copy_costs import CopyCosts
 
 
 class Runner(Protocol):

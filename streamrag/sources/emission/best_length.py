@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from streamrag.engine.costs import StepProfile, recompute_s
+from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
 
 TIE_S = 1e-9
 MIN_GAIN_S = 0.002

@@ -9,8 +9,8 @@ from statistics import median
 
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update
-from streamrag.engine.costs import DEFAULT_BUDGET, StepProfile
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import DEFAULT_BUDGET, StepProfile
 from streamrag.errors import ConfigurationError
 from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import UpdateMode

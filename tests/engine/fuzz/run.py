@@ -20,9 +20,9 @@ from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.chunk_wire import EndOfInput as EndMessage
 from streamrag.backends.vllm.copy_wire import HostCopies
 from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
-from streamrag.engine.copies import CopyCosts
-from streamrag.engine.costs import TableProfile
-from streamrag.engine.profile_files import save_profile
+from streamrag.engine.costs.copy_costs import CopyCosts
+from streamrag.engine.costs.profile_files import save_profile
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.engine.step_size import LEAST_TOKENS, StepSize, StepSizes
 from tests.engine.oracle import OracleRunner
 from tests.engine.sizes import container_sizes

@@ -11,8 +11,8 @@ from experiments.paper.points import Point, queries_of
 from experiments.paper.standing import RANKS
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.summary import percentile
-from streamrag.engine.costs import AnalyticProfile
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import AnalyticProfile
 
 
 def h200() -> AnalyticProfile:

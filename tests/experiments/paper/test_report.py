@@ -19,7 +19,7 @@ from experiments.paper.standing import RANKS
 from streamrag.bench.compare import Pool
 from streamrag.bench.store import CellStore
 from streamrag.bench.summary import digest, percentile
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
 from tests.bench.made import made_result
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
-from streamrag.engine.costs import Part
-from streamrag.engine.price import Price
+from streamrag.engine.costs.price import Price
+from streamrag.engine.costs.step_profiles import Part
 from streamrag.engine.swapping import Comparison
 from streamrag.records import RestoreRecord
 

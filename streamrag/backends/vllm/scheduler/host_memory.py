@@ -19,8 +19,8 @@ from streamrag.backends.vllm.scheduler.host_costs import HostCosts, Match
 from streamrag.backends.vllm.scheduler.host_loads import LoadsInFlight, Suspects
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.step_parts import parts_of
+from streamrag.engine.costs.price import Price
 from streamrag.engine.host_pool import HostPool
-from streamrag.engine.price import Price
 from streamrag.engine.swapping import Comparison, CostChoice, SwapAlways, SwapChoice
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from streamrag.engine.costs import Part
+from streamrag.engine.costs.step_profiles import Part
 
 
 def parts_of(step: SchedulerOutput) -> Iterator[tuple[str, Part]]:

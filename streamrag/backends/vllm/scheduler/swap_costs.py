@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from streamrag.backends.vllm.facts import EngineFacts, engine_facts
 from streamrag.backends.vllm.options import SchedulerOptions
-from streamrag.engine.costs import ModelShape, StepProfile
-from streamrag.engine.price import Price
-from streamrag.engine.profile_files import load_profile
-from streamrag.engine.running_profile import check_fits, decoder_shape, default_profile
+from streamrag.engine.costs.default_profile import check_fits, decoder_shape, default_profile
+from streamrag.engine.costs.price import Price
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import ModelShape, StepProfile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

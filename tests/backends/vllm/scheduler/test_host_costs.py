@@ -8,9 +8,9 @@ from vllm.v1.request import Request
 
 from streamrag.backends.vllm.scheduler.host_costs import HostCosts, Match
 from streamrag.backends.vllm.scheduler.request import StreamRequest
-from streamrag.engine.copies import linear_copies
-from streamrag.engine.costs import Part, TableProfile
-from streamrag.engine.price import Price
+from streamrag.engine.costs.copy_costs import linear_copies
+from streamrag.engine.costs.price import Price
+from streamrag.engine.costs.step_profiles import Part, TableProfile
 from streamrag.engine.swapping import DROPPED, CostChoice
 from streamrag.records import RestoreRecord
 

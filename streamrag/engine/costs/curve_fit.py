@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from streamrag.engine.copies import CopyPoint
-from streamrag.engine.parts import Part, context_pairs, own_pairs
+from streamrag.engine.costs.copy_costs import CopyPoint
+from streamrag.engine.costs.step_parts import Part, context_pairs, own_pairs
 from streamrag.errors import ConfigurationError, MissingDependencyError
 
 

@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from streamrag.engine.costs import AnalyticProfile, ModelShape, StepProfile
-from streamrag.engine.devices import speed_of_cpu, speed_of_cuda
+from streamrag.engine.costs.device_speeds import speed_of_cpu, speed_of_cuda
+from streamrag.engine.costs.step_profiles import AnalyticProfile, ModelShape, StepProfile
 from streamrag.errors import ConfigurationError
 
 DEFAULT_NAME = "analytic default"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag.engine.copies import CopyClock, CopyCosts, linear_copies
+from streamrag.engine.costs.copy_costs import CopyClock, CopyCosts, linear_copies
 from streamrag.errors import ConfigurationError
 
 COSTS = CopyCosts(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from streamrag.engine.copies import CopyCosts, linear_copies
-from streamrag.engine.costs import TableProfile
-from streamrag.engine.price import Price
+from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
+from streamrag.engine.costs.price import Price
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import ConfigurationError
 
 

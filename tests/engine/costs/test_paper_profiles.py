@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from streamrag.engine.costs import TableProfile, recompute_s
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 from streamrag.errors import ConfigurationError
 
 METADATA = {

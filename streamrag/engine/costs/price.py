@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from streamrag.engine.costs import DEFAULT_BUDGET, Part, StepProfile, recompute_s
+from streamrag.engine.costs.step_profiles import DEFAULT_BUDGET, Part, StepProfile, recompute_s
 from streamrag.errors import ConfigurationError
 
 WEIGHT = 0.1

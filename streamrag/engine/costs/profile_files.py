@@ -13,8 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from streamrag.engine.costs import AnalyticProfile, StepProfile, TableProfile
-from streamrag.engine.paper_profiles import is_paper_profile, read_paper_costs
+from streamrag.engine.costs.paper_profiles import is_paper_profile, read_paper_costs
+from streamrag.engine.costs.step_profiles import AnalyticProfile, StepProfile, TableProfile
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
 from streamrag.reading import as_dataclass, parse_json, read_bytes
@@ -25,7 +25,7 @@ MAX_NUMBER = 10**15
 
 def profile_names() -> list[str]:
     """The shipped profiles."""
-    folder = resources.files("streamrag.engine") / "profiles"
+    folder = resources.files("streamrag.engine.costs") / "profiles"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
@@ -37,7 +37,7 @@ def load_profile(name_or_path: str) -> StepProfile:
     :raises ConfigurationError: there is none of that name, or the file is no profile.
     """
     if name_or_path in profile_names():
-        text = (resources.files("streamrag.engine") / "profiles" / f"{name_or_path}.json").read_text()
+        text = (resources.files("streamrag.engine.costs") / "profiles" / f"{name_or_path}.json").read_text()
         return _from_dict(json.loads(text))
     paths = [name_or_path] if Path(name_or_path).is_file() else [part.strip() for part in name_or_path.split(",")]
     values: list[dict[str, Any]] = []

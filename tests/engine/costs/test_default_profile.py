@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from streamrag.engine.costs import AnalyticProfile, recompute_s
-from streamrag.engine.profile_files import load_profile
-from streamrag.engine.running_profile import check_fits, decoder_shape, default_profile
+from streamrag.engine.costs.default_profile import check_fits, decoder_shape, default_profile
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import AnalyticProfile, recompute_s
 from streamrag.errors import ConfigurationError
 
 LLAMA_8B = decoder_shape(

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.engine.copies import linear_copies
-from streamrag.engine.costs import AnalyticProfile, TableProfile
-from streamrag.engine.profile_files import load_profile, profile_names, save_profile
+from streamrag.engine.costs.copy_costs import linear_copies
+from streamrag.engine.costs.profile_files import load_profile, profile_names, save_profile
+from streamrag.engine.costs.step_profiles import AnalyticProfile, TableProfile
 from streamrag.errors import ConfigurationError
 
 TABLE = TableProfile("t", "cpu", ((1, 0.010), (100, 0.030), (200, 0.070)), 1e-6, 0.001, kv_tokens=1_000)

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from streamrag.engine.costs import AnalyticProfile, Part, TableProfile, recompute_s
-from streamrag.engine.profile_files import load_profile
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import AnalyticProfile, Part, TableProfile, recompute_s
 from streamrag.errors import ConfigurationError
 
 TABLE = TableProfile("t", "cpu", ((1, 0.010), (100, 0.030), (200, 0.070)), 1e-6, 0.001, kv_tokens=1_000)

@@ -15,8 +15,8 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from streamrag.engine.copies import CopyCosts, CopyPoint
-from streamrag.engine.fitting import fit_copies, fit_table
+from streamrag.engine.costs.copy_costs import CopyCosts, CopyPoint
+from streamrag.engine.costs.curve_fit import fit_copies, fit_table
 
 RECOMPUTE, SWAP_IN, SWAP_OUT, METADATA = "recomputation_latencies", "swap_in_latency", "swap_out_latency", "metadata"
 SHARED = ("model_name", "tensor_parallel_size")

@@ -3,8 +3,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from streamrag.engine.costs import TableProfile
-from streamrag.engine.fitting import fit_copies, fit_table
+from streamrag.engine.costs.curve_fit import fit_copies, fit_table
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import ConfigurationError
 
 TABLE = TableProfile("t", "cpu", ((1, 0.010), (100, 0.030), (200, 0.070)), 1e-6, 0.001, kv_tokens=1_000)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
 
-from streamrag.engine.copies import CopyCosts, linear_copies
-from streamrag.engine.parts import Part as Part
-from streamrag.engine.parts import context_pairs, own_pairs
+from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
+from streamrag.engine.costs.step_parts import Part as Part
+from streamrag.engine.costs.step_parts import context_pairs, own_pairs
 from streamrag.errors import ConfigurationError
 
 DEFAULT_BUDGET = 2_048
