@@ -1,14 +1,17 @@
 """Queries and their options, and the checks for what cannot work."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import TypedDict
+from typing import Annotated, TypedDict
+
+from pydantic import Field, InstanceOf, PlainValidator
 
 from streamrag.core import SamplingParams, Turn
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, is_whole, plain_text, short
+from streamrag.kinds import plain_text
 from streamrag.modes import PromptTemplate
+from streamrag.support.validation import CountOrZero, Flag, Number, Seconds, Text, validated
 
 LATE_SHARE = 0.25
 """A third or a half found the answer no more often in experiments/context_choice.py, and leave more to compute last."""
@@ -17,60 +20,34 @@ MAX_QUERY_CHARACTERS = 100_000
 """A query is embedded and searched for, besides being tokenised: it should not be a whole document."""
 
 
+ROLES = ("system", "user", "assistant")
+
+
+def _turns(value: Iterable[Turn]) -> tuple[Turn, ...]:
+    turns = tuple(value)
+    if not all(isinstance(turn, Turn) and turn.role in ROLES and isinstance(turn.text, str) for turn in turns):
+        raise ValueError('must be a sequence of Turn, each with a role of "system", "user" or "assistant" and a text')
+    return tuple(Turn(turn.role, plain_text(turn.text)) for turn in turns)
+
+
+@validated
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question with its options, checked; see `QueryOptions`.
+    """A question with its options; see `QueryOptions`.
 
-    Raises ConfigurationError for values that cannot work.
+    :raises ConfigurationError: a value that cannot work.
     """
 
-    text: str
-    template: PromptTemplate = field(default_factory=PromptTemplate)
-    history: tuple[Turn, ...] = ()
-    params: SamplingParams = field(default_factory=SamplingParams)
-    max_context_tokens: int | None = None
-    deadline_s: float | None = None
-    overlap: bool = True
-    late_share: float = LATE_SHARE
+    text: Text
+    template: InstanceOf[PromptTemplate] = field(default_factory=PromptTemplate)
+    history: Annotated[tuple[Turn, ...], PlainValidator(_turns)] = ()
+    params: InstanceOf[SamplingParams] = field(default_factory=SamplingParams)
+    max_context_tokens: CountOrZero | None = None
+    deadline_s: Seconds | None = None
+    overlap: Flag = True
+    late_share: Annotated[Number, Field(ge=0, lt=1)] = LATE_SHARE
 
     def __post_init__(self) -> None:
-        checks = {
-            "text": (isinstance(self.text, str), "a str"),
-            "template": (isinstance(self.template, PromptTemplate), "a PromptTemplate"),
-            "history": (
-                all(
-                    isinstance(turn, Turn)
-                    and turn.role in ("system", "user", "assistant")
-                    and isinstance(turn.text, str)
-                    for turn in self.history
-                ),
-                'a sequence of Turn, each with a role of "system", "user" or "assistant" and a text',
-            ),
-            "params": (isinstance(self.params, SamplingParams), "a SamplingParams"),
-            "max_context_tokens": (
-                self.max_context_tokens is None or (is_whole(self.max_context_tokens) and self.max_context_tokens >= 0),
-                "a whole number, at least 0, or None",
-            ),
-            "deadline_s": (
-                self.deadline_s is None or (is_number(self.deadline_s) and self.deadline_s > 0),
-                "a positive number of seconds, or None to wait for ever",
-            ),
-            "overlap": (isinstance(self.overlap, bool), "True or False"),
-            "late_share": (is_number(self.late_share) and 0 <= self.late_share < 1, "a share of the context, below 1"),
-        }
-        for name, (is_valid, remedy) in checks.items():
-            if not is_valid:
-                raise ConfigurationError(f"{name}={short(getattr(self, name))} must be {remedy}")
-        for name, plain in (
-            ("text", plain_text),
-            ("max_context_tokens", int),
-            ("deadline_s", float),
-            ("late_share", float),
-        ):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, plain(value))  # NumPy's numbers are not what they compare as
-        history = tuple(Turn(turn.role, plain_text(turn.text)) for turn in self.history)
-        object.__setattr__(self, "history", history)
         if not self.text.strip():
             raise ConfigurationError("the query is empty: ask something")
         if len(self.text) > MAX_QUERY_CHARACTERS:

@@ -14,10 +14,10 @@ from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import short
+from streamrag.kinds import plain_text, short
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -34,6 +34,7 @@ def _plain(value: object) -> object:
     return float(value) if isinstance(value, Real) else value
 
 
+Text = Annotated[str, BeforeValidator(lambda value: plain_text(value) if isinstance(value, str) else value)]
 Whole = Annotated[int, BeforeValidator(_plain)]
 Number = Annotated[float, BeforeValidator(_plain)]
 Count = Annotated[Whole, Field(ge=1)]
@@ -45,7 +46,7 @@ SecondsOrZero = NumberOrZero
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 PositiveFraction = Annotated[Number, Field(gt=0, le=1)]
 Flag = Annotated[bool, Field()]
-NonEmptyText = Annotated[str, Field(min_length=1)]
+NonEmptyText = Annotated[Text, Field(min_length=1)]
 
 
 def validated(checked: T) -> T:
@@ -64,7 +65,7 @@ def validated(checked: T) -> T:
     @cache
     def adapters() -> dict[str, TypeAdapter[Any]]:  # when first called: annotations may name what is defined later
         hints = get_type_hints(checked, include_extras=True)
-        return {name: TypeAdapter(hint, config=STRICT) for name, hint in hints.items() if _has_constraint(hint)}
+        return {name: _adapter(hint) for name, hint in hints.items() if _has_constraint(hint)}
 
     @wraps(checked)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -99,6 +100,13 @@ def describe(name: str, error: ValidationError) -> str:
         must_be = each["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         lines.setdefault(f"{name}{where}={short(each['input'])}", []).append(must_be)
     return "; ".join(f"{what} {', or '.join(dict.fromkeys(rules))}" for what, rules in lines.items())
+
+
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(hint, config=STRICT)
+    except PydanticUserError:  # a dataclass or a model has a configuration of its own
+        return TypeAdapter(hint)
 
 
 def _has_constraint(hint: Any) -> bool:
