@@ -15,8 +15,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
+from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin, streaming_scheduler
-from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.swapping import SwapAlways
 
 if TYPE_CHECKING:

@@ -39,12 +39,12 @@ class Mutant:
 
 
 LOG = "streamrag.backends.vllm.scheduler.request_log"
-PROMPTS, INTAKE = "streamrag.backends.vllm.scheduler.replacement", "streamrag.backends.vllm.scheduler.intake"
+PROMPTS, INTAKE = "streamrag.backends.vllm.scheduler.kv.replacement", "streamrag.backends.vllm.scheduler.intake"
 SCHEDULER = "streamrag.backends.vllm.scheduler.scheduler"
-HOST_MEMORY, HOST_POOL = "streamrag.backends.vllm.scheduler.host_memory", "streamrag.engine.host_pool"
-HOST_LOADS, CONNECTOR = "streamrag.backends.vllm.scheduler.host_loads", "streamrag.backends.vllm.connector"
+HOST_MEMORY, HOST_POOL = "streamrag.backends.vllm.scheduler.host_memory.memory", "streamrag.engine.host_pool"
+HOST_LOADS, CONNECTOR = "streamrag.backends.vllm.scheduler.host_memory.loads", "streamrag.backends.vllm.connector"
 WIRE = "streamrag.backends.vllm.chunk_wire"
-KV_MEMORY = "streamrag.backends.vllm.scheduler.kv_memory"
+KV_MEMORY = "streamrag.backends.vllm.scheduler.kv.memory"
 REQUEST, PLANNING = "streamrag.backends.vllm.scheduler.request", "streamrag.engine.planning"
 BOOKS, BOOKS_TEST = "streamrag.routing.books", "tests/routing/test_books.py"
 INDEX, INDEX_TEST = "streamrag.routing.prefix_index", "tests/routing/test_prefix_index.py"
@@ -55,8 +55,8 @@ AFFINITY, SIMPLE, ROUTERS_TEST = (
     "tests/routing/test_routers.py",
 )
 CLASSES, GROUPS = "streamrag.engine.classes", "streamrag.engine.groups"
-ADMISSION = "streamrag.backends.vllm.scheduler.admission"
-LATER = "streamrag.backends.vllm.scheduler.later_hits"
+ADMISSION = "streamrag.backends.vllm.scheduler.kv.claims"
+LATER = "streamrag.backends.vllm.scheduler.kv.later_hits"
 OF_LATER, OF_PLANS = "tests/backends/vllm/scheduler/test_later_hits.py", "tests/engine/test_planning.py"
 PLACES, POLICIES, PLACES_TEST = "streamrag.engine.places", "streamrag.engine.policies", "tests/engine/test_places.py"
 OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"

@@ -22,7 +22,10 @@ WATCH, WATCHING = "streamrag.sessions.watch", "streamrag.sessions.watching"
 RUNNING, LANE = "streamrag.sessions.running", "streamrag.sessions.lane"
 STREAMS = "streamrag.backends.vllm.client.token_streams"
 INTAKE = "streamrag.backends.vllm.scheduler.intake"
-HOST_MEMORY, SCHEDULER = "streamrag.backends.vllm.scheduler.host_memory", "streamrag.backends.vllm.scheduler.scheduler"
+HOST_MEMORY, SCHEDULER = (
+    "streamrag.backends.vllm.scheduler.host_memory.memory",
+    "streamrag.backends.vllm.scheduler.scheduler",
+)
 
 MUTANTS = (
     mutant(

@@ -27,8 +27,8 @@ from streamrag.backends.simulated.runner import BlindRunner
 from streamrag.backends.simulated.stream import Answer, SimulatedStream
 from streamrag.backends.simulated.watch import Watch
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
+from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
-from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.core import RequestClass
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import Part

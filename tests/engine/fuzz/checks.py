@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.engine import FinishReason
 
-from streamrag.backends.vllm.scheduler.host_memory import HostMemory
+from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.records import RequestRecord, read_records
 from tests.engine.sizes import what_has_grown
 

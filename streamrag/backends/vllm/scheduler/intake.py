@@ -20,9 +20,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.vllm.chunk_wire import KEY, EndOfInput, MalformedMessageError, PromptMessage, decode
-from streamrag.backends.vllm.scheduler.host_memory import HostMemory, host_memory_of
+from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory, host_memory_of
+from streamrag.backends.vllm.scheduler.kv.replacement import drop_output_in_flight, replace_prompt
 from streamrag.backends.vllm.scheduler.record_file import RecordFile
-from streamrag.backends.vllm.scheduler.replacement import drop_output_in_flight, replace_prompt
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.engine.forecast import ChunkForecast
 from streamrag.engine.pace import Pace

@@ -23,13 +23,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.options import SchedulerOptions
-from streamrag.backends.vllm.scheduler.admission import Admission
-from streamrag.backends.vllm.scheduler.host_loads import Suspects
+from streamrag.backends.vllm.scheduler.host_memory.loads import Suspects
 from streamrag.backends.vllm.scheduler.intake import StreamIntakeMixin
-from streamrag.backends.vllm.scheduler.kv_memory import KvMemory
-from streamrag.backends.vllm.scheduler.later_hits import LaterHits, can_look_again
+from streamrag.backends.vllm.scheduler.kv.claims import Admission
+from streamrag.backends.vllm.scheduler.kv.later_hits import LaterHits, can_look_again
+from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
+from streamrag.backends.vllm.scheduler.kv.replacement import release_kv
 from streamrag.backends.vllm.scheduler.record_file import RecordFile
-from streamrag.backends.vllm.scheduler.replacement import release_kv
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.vllm.scheduler.supported import check_supported
 from streamrag.backends.vllm.version import check_version

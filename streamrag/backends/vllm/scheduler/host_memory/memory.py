@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
-from streamrag.backends.vllm.scheduler.host_costs import HostCosts, Match
-from streamrag.backends.vllm.scheduler.host_loads import LoadsInFlight, Suspects
+from streamrag.backends.vllm.scheduler.host_memory.costs import HostCosts, Match
+from streamrag.backends.vllm.scheduler.host_memory.loads import LoadsInFlight, Suspects
+from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.backends.vllm.scheduler.request import StreamRequest
-from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.host_pool import HostPool
 from streamrag.engine.price import Price
 from streamrag.engine.swapping import Comparison, CostChoice, SwapAlways, SwapChoice

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from streamrag.backends.vllm.scheduler.replacement import drop_output_in_flight, free_blocks
+from streamrag.backends.vllm.scheduler.kv.replacement import drop_output_in_flight, free_blocks
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from streamrag.backends.vllm.scheduler.host_memory import HostMemory
-from streamrag.backends.vllm.scheduler.later_hits import LaterHits
+from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
+from streamrag.backends.vllm.scheduler.kv.later_hits import LaterHits
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine import RequestView
 from streamrag.records import KvHeld, KvUse

@@ -1,0 +1,7 @@
+"""KV memory on the device.
+
+memory        vLLM's KV cache as a plan sees it
+replacement   prompts that change, and what of their KV is kept
+later_hits    blocks that others have computed since a request began
+claims        KV blocks that complete prompts and their answers may come to need
+"""
