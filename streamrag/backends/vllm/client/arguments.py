@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Strategy: TypeAlias = Literal["streaming", "warming"]
 """How partial prompts are prefilled: by streams into our scheduler, or by requests that fill vLLM's prefix cache."""
 
-SCHEDULER = "streamrag.backends.vllm.scheduler.scheduler.streaming_scheduler"
+SCHEDULER = "streamrag.backends.vllm.scheduler.hooks.streaming_scheduler"
 
 KV_TRANSFER = {
     "kv_connector": "HostKVConnector",

@@ -10,7 +10,7 @@ A push that returns is done. One that raises, or is cancelled, has changed nothi
 several tasks are done one after the other, in the order in which they were made.
 
 The engine must run our scheduler, as that of `VllmBackend` does:
-`scheduler_cls="streamrag.backends.vllm.scheduler.scheduler.streaming_scheduler"`.
+`scheduler_cls="streamrag.backends.vllm.scheduler.hooks.streaming_scheduler"`.
 """
 
 import asyncio

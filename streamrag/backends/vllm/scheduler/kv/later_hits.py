@@ -39,7 +39,7 @@ class LaterHits:
 
     def __init__(self, scheduler: Scheduler, *, are_of_all: bool) -> None:
         self._scheduler = scheduler
-        self._are_of_all = are_of_all
+        self.are_of_all = are_of_all
         self._pool = scheduler.kv_cache_manager.block_pool
         (self._group,) = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._group_ids = [self._group.kv_cache_group_id]
@@ -59,7 +59,7 @@ class LaterHits:
         return found if found and self._may_take(request) else ()
 
     def _may_take(self, request: StreamRequest) -> bool:
-        if not (request.is_stream or self._are_of_all):
+        if not (request.is_stream or self.are_of_all):
             return False
         if request.skip_reading_prefix_cache or has_prompt_logprobs(request) or request.has_encoder_inputs:
             return False
