@@ -113,14 +113,14 @@ MUTANTS = (
     Mutant(
         "a chunk that is superseded is not acknowledged",
         INTAKE,
-        "        self._outbox.acknowledge(stream)\n        stream.num_messages += 1\n",
+        "        self.outbox.acknowledge(stream)\n        stream.num_messages += 1\n",
         "        stream.num_messages += 1\n",
         50,
     ),
     Mutant(
         "a chunk that is computed is not acknowledged",
         QUEUES,
-        "        self.idle[stream.request_id] = stream\n        self._outbox.acknowledge(stream)\n",
+        "        self.idle[stream.request_id] = stream\n        self.outbox.acknowledge(stream)\n",
         "        self.idle[stream.request_id] = stream\n",
         50,
     ),
@@ -143,7 +143,7 @@ MUTANTS = (
         "slots of the second runner are not given back",
         QUEUES,
         "        # The second model runner gives up the slots of these only; the first takes no notice.\n"
-        "        self._scheduler.reset_preempted_req_ids.add(request.request_id)\n",
+        "        self.scheduler.reset_preempted_req_ids.add(request.request_id)\n",
         "",
         50,
     ),
@@ -191,7 +191,7 @@ MUTANTS = (
         "steps = [Suspects({}, set(block_ids), set())]",
         400,
     ),
-    Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 400),
+    Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 1_000),
     Mutant("what is known to be wrong is saved", HOST_MEMORY, "self._released.pop(block_id, None)", "pass", 3_000),
     Mutant("the ended keep host memory", HOST_MEMORY, "        self.pool.release(request.request_id)\n", "", 100),
     Mutant("an answer after a failed load counts", EVICTION, "(request, drop_stale_output=True)", "(request)", 1_000),
@@ -258,7 +258,7 @@ MUTANTS = (
     Mutant(
         "partial prompts are put off though nothing computes",
         STEP,
-        "is_early=options.late_binding and self._steps.has_prefills,",
+        "is_early=options.late_binding and self.steps.has_prefills,",
         "is_early=options.late_binding,",
         500,
     ),
@@ -338,24 +338,24 @@ MUTANTS = (
     Mutant(
         "a grammar that is ready is looked at only while nobody else waits",
         QUEUES,
-        "        if not self._scheduler._handle_blocked_waiting_request(request):\n",
-        "        scheduler = self._scheduler\n"
+        "        if not self.scheduler._handle_blocked_waiting_request(request):\n",
+        "        scheduler = self.scheduler\n"
         "        is_blocked = scheduler._is_blocked_waiting_status(request.status) and len(scheduler.waiting) > 1\n"
-        "        if is_blocked or not self._scheduler._handle_blocked_waiting_request(request):\n",
+        "        if is_blocked or not self.scheduler._handle_blocked_waiting_request(request):\n",
         200,
     ),
     Mutant("a gap is not noticed", INTAKE, "if message.index != stream.num_messages:", "if False:", 100),
     Mutant(
         "chunks of a stream that has ended are answered with errors",
         INTAKE,
-        "return request.resumable and request.request_id in self._records.gone_ids",
+        "return request.resumable and request.request_id in self.records.gone_ids",
         "return False",
         200,
     ),
     Mutant(
         "a chunk without a stream is dropped",
         INTAKE,
-        "return request.resumable and request.request_id in self._records.gone_ids",
+        "return request.resumable and request.request_id in self.records.gone_ids",
         "return True",
         200,
     ),
@@ -368,7 +368,7 @@ MUTANTS = (
         "tests/backends/vllm/scheduler/test_intake.py::test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream",
     ),
     Mutant("a chunk keeps more than there is", INTAKE, "if message.num_kept > num_held:", "if False:", 400),
-    Mutant("fields are not checked", WIRE, "if not is_right(value):", "if False:", 200),
+    Mutant("fields are not checked", WIRE, "FIELDS[name].validate_python(value)", "pass", 200),
     Mutant("what is no mapping is read as one", WIRE, "if not isinstance(fields, dict):", "if False:", 200),
     Mutant(
         "output in flight goes to the next request of the id",
@@ -378,7 +378,7 @@ MUTANTS = (
         400,
     ),
     Mutant("what the ended have lost is kept for them", HOST_MEMORY, "in request.released_blocks:", "in ():", 200),
-    Mutant("lookups outlive their step", EXECUTOR, "            self._kv_memory.end_step()\n", "", 200),
+    Mutant("lookups outlive their step", EXECUTOR, "            self.kv_memory.end_step()\n", "", 200),
     Mutant(
         "what was found is true of the next time",
         CONNECTOR,
@@ -448,7 +448,7 @@ MUTANTS = (
     Mutant(
         "each batch of a session's data waits anew",
         INTAKE,
-        "        if stream.request_id in self._queues.idle:\n            stream.since_s",
+        "        if stream.request_id in self.queues.idle:\n            stream.since_s",
         "        if True:\n            stream.since_s",
         0,
         f"{OF_CLASSES}::test_data_of_a_session_are_served_within_their_bound_however_many_questions_come",
@@ -670,7 +670,7 @@ MUTANTS = (
     Mutant(
         "a prompt that starts computes past what was planned",
         EXECUTOR,
-        "is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self._has_their_connector",
+        "is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector",
         "is_whole = request.status != RequestStatus.RUNNING and request.is_complete",
         20,
     ),

@@ -6,6 +6,7 @@ last chunk  ─▶ the same, and its last token is not hidden any more: the answ
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,31 +26,19 @@ from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
 from streamrag.records import ChunkRecord
 
 
+@dataclass(kw_only=True, eq=False)
 class Intake:
     """Takes in plain requests and chunks. `enqueue` is vLLM's own `add_request`."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        *,
-        enqueue: Callable[[Request], None],
-        clock: HostClock,
-        queues: Queues,
-        outbox: Outbox,
-        records: Records,
-        estimates: Estimates,
-        steps: StepsInFlight,
-        host_memory: HostMemory | None,
-    ) -> None:
-        self._scheduler = scheduler
-        self._enqueue = enqueue
-        self._clock = clock
-        self._queues = queues
-        self._outbox = outbox
-        self._records = records
-        self._estimates = estimates
-        self._steps = steps
-        self._host_memory = host_memory
+    scheduler: Scheduler
+    enqueue: Callable[[Request], None]
+    clock: HostClock
+    queues: Queues
+    outbox: Outbox
+    records: Records
+    estimates: Estimates
+    steps: StepsInFlight
+    host_memory: HostMemory | None
 
     def receive(self, request: Request) -> None:
         """Take in a plain request, the first chunk of a stream, a further one, or the end of its input.
@@ -64,7 +53,7 @@ class Intake:
         if isinstance(message, EndOfInput):
             self.end_input(request.request_id)
             return
-        existing = self._scheduler.requests.get(request.request_id)
+        existing = self.scheduler.requests.get(request.request_id)
         if message is not None and existing is not None and existing.takes_chunks:
             self._add_chunk(existing, request, message)
         elif message is not None and message.index > 0 and self._is_late(request):
@@ -76,17 +65,17 @@ class Intake:
 
     def end_input(self, request_id: str) -> None:
         """Fail a stream whose last chunk has not come by the end of its input."""
-        stream = self._scheduler.requests.get(request_id)
+        stream = self.scheduler.requests.get(request_id)
         # A complete one is answered. vLLM's client sends no end of a stream that it has aborted.
         if stream is not None and not stream.is_complete and not stream.is_finished():
             self._fail(stream, f"its input ended after chunk {stream.num_messages - 1}, which is not the last one")
 
     def _is_late(self, request: Request) -> bool:
         """Whether it is a chunk that was on its way when its stream ended. Its error would reach who has the id now."""
-        return request.resumable and request.request_id in self._records.gone_ids
+        return request.resumable and request.request_id in self.records.gone_ids
 
     def _open(self, request: Request, message: PromptMessage | None) -> None:
-        problem = _problem(request, message, self._scheduler.max_model_len)
+        problem = _problem(request, message, self.scheduler.max_model_len)
         if problem is None and message is not None and message.index > 0:
             problem = f"chunk {message.index} came, but no chunk 0: it was lost, or the stream has ended"
         if problem is not None:
@@ -94,70 +83,70 @@ class Intake:
             return
         stream = self._adopt(request, message)
         # Another request may have had its id, of which steps in flight and the outbox still bring something.
-        self._outbox.discard(stream.request_id)
-        stream.num_in_flight_tokens = self._steps.num_tokens_of(stream.request_id)
+        self.outbox.discard(stream.request_id)
+        stream.num_in_flight_tokens = self.steps.num_tokens_of(stream.request_id)
         drop_output_in_flight(stream)
         if message is not None:
             stream.log.on_chunk(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0), num_left=0)
-            self._estimates.expect_chunks(stream)
-        self._enqueue(stream)
+            self.estimates.expect_chunks(stream)
+        self.enqueue(stream)
         if stream.is_complete:
-            self._estimates.on_complete()
-        self._queues.settle(stream)
+            self.estimates.on_complete()
+        self.queues.settle(stream)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
-        problem = _misfit(stream, request, message) or _problem(request, message, self._scheduler.max_model_len)
+        problem = _misfit(stream, request, message) or _problem(request, message, self.scheduler.max_model_len)
         if problem:
             self._fail(stream, problem)
             return
-        self._outbox.acknowledge(stream)
+        self.outbox.acknowledge(stream)
         stream.num_messages += 1
         num_held, num_computed = stream.num_held_tokens, stream.num_computed_tokens
         stream.is_complete = message.is_complete  # first: a complete prompt has one token more to hash
-        num_shared = replace_prompt(self._scheduler, stream, message.num_kept, request)
+        num_shared = replace_prompt(self.scheduler, stream, message.num_kept, request)
         # When it arrived, not when the step under way let it in: short steps follow from short gaps.
-        now_s = self._clock.monotonic()
+        now_s = self.clock.monotonic()
         arrival_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
         gap_s = max(arrival_s - stream.last_chunk_s, 0.0)  # clients say when their chunks arrived, and may be wrong
-        self._estimates.forecast.observe(message.source_name, gap_s, num_shared / num_held)
-        self._estimates.expect_chunks(stream)
+        self.estimates.forecast.observe(message.source_name, gap_s, num_shared / num_held)
+        self.estimates.expect_chunks(stream)
         stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)
-        if self._host_memory is not None:
-            self._host_memory.on_chunk(stream, num_computed, num_shared)
+        if self.host_memory is not None:
+            self.host_memory.on_chunk(stream, num_computed, num_shared)
         stream.sampling_params = request.sampling_params
         stream.max_tokens = request.max_tokens
         stream.last_chunk_s = arrival_s
-        if stream.request_id in self._queues.idle:
+        if stream.request_id in self.queues.idle:
             stream.since_s = arrival_s
         stream.expected_complete_s = message.expected_complete_s
         stream.view = None
         chunk = ChunkRecord(arrival_s, stream.num_prompt_tokens, num_shared, num_computed)
         stream.log.on_chunk(chunk, num_left=stream.num_computed_tokens)
-        self._queues.requeue(stream)
+        self.queues.requeue(stream)
         if stream.is_complete:
-            self._estimates.on_complete()
-        self._queues.settle(stream)
+            self.estimates.on_complete()
+        self.queues.settle(stream)
 
     # ------------------------------------------------------------------------------------------------- what is wrong
 
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
         """Fail a request that has not been taken in, or the stream that it is a chunk of."""
-        existing = self._scheduler.requests.get(request.request_id)
+        existing = self.scheduler.requests.get(request.request_id)
         if request.resumable and existing is not None and not existing.is_finished():
             self._fail(existing, problem)
             return
         stream = self._adopt(request, message)
         stream.status = RequestStatus.FINISHED_ERROR
-        self._records.end(stream)
-        self._outbox.send_error(stream, problem)
+        self.records.end(stream)
+        self.outbox.send_error(stream, problem)
 
     def _fail(self, stream: StreamRequest, problem: str) -> None:
-        self._scheduler.finish_requests(stream.request_id, RequestStatus.FINISHED_ERROR)
-        self._outbox.send_error(stream, problem)
+        self.scheduler.finish_requests(stream.request_id, RequestStatus.FINISHED_ERROR)
+        self.outbox.send_error(stream, problem)
 
     def _adopt(self, request: Request, message: PromptMessage | None) -> StreamRequest:
-        now_s = self._clock.monotonic()
-        return StreamRequest.adopt(request, message, now_s - (self._clock.wall() - request.arrival_time), now_s)
+        now_s = self.clock.monotonic()
+        return StreamRequest.adopt(request, message, now_s - (self.clock.wall() - request.arrival_time), now_s)
 
 
 def _misfit(stream: StreamRequest, request: Request, message: PromptMessage) -> str | None:

@@ -49,15 +49,17 @@ class StreamingPlugin:
         self.records = records = Records(options.records, clock=clock)
         self.outbox = outbox = Outbox()
         self.estimates = estimates = Estimates(options, clock=clock, policy=policy)
-        self.claims = claims = KvClaims(options.kv_budget, scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
         self.kv_memory = kv_memory = KvMemory(scheduler, host_memory, later_hits)
+        self.claims = claims = KvClaims(options.kv_budget, kv_memory.num_device_blocks)
         self.evictions = evictions = Evictions(
-            scheduler, preempt=preempt, clock=clock, claims=claims, host_memory=host_memory
+            scheduler=scheduler, preempt_in_vllm=preempt, clock=clock, claims=claims, host_memory=host_memory
         )
-        self.queues = queues = Queues(scheduler, evictions=evictions, outbox=outbox)
-        self.steps = steps = StepsInFlight(scheduler, clock=clock, estimates=estimates, host_memory=host_memory)
+        self.queues = queues = Queues(scheduler=scheduler, evictions=evictions, outbox=outbox)
+        self.steps = steps = StepsInFlight(
+            scheduler=scheduler, clock=clock, estimates=estimates, host_memory=host_memory
+        )
         self.intake = Intake(
-            scheduler,
+            scheduler=scheduler,
             enqueue=enqueue,
             clock=clock,
             queues=queues,
@@ -68,8 +70,8 @@ class StreamingPlugin:
             host_memory=host_memory,
         )
         self.planner = planner = StepPlanner(
-            scheduler,
-            options,
+            scheduler=scheduler,
+            options=options,
             policy=policy,
             steps=steps,
             estimates=estimates,
@@ -80,7 +82,7 @@ class StreamingPlugin:
             evictions=evictions,
         )
         self.executor = PlanExecutor(
-            scheduler,
+            scheduler=scheduler,
             planner=planner,
             steps=steps,
             evictions=evictions,

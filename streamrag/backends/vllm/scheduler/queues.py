@@ -7,6 +7,7 @@ waiting ─grant─▶ running ─prompt complete─▶ tokens ─▶ finished
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -17,23 +18,23 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_
 from streamrag.engine import RequestView
 
 
+@dataclass(kw_only=True, eq=False)
 class Queues:
     """Moves requests between vLLM's queues and ours, and tells clients of streams that become idle."""
 
-    def __init__(self, scheduler: Scheduler, *, evictions: Evictions, outbox: Outbox) -> None:
-        self.idle: dict[str, StreamRequest] = {}
-        """Streams that wait for their next chunk, outside of vLLM's queues."""
-        self._scheduler = scheduler
-        self._evictions = evictions
-        self._outbox = outbox
+    scheduler: Scheduler
+    evictions: Evictions
+    outbox: Outbox
+    idle: dict[str, StreamRequest] = field(default_factory=dict)
+    """Streams that wait for their next chunk, outside of vLLM's queues."""
 
     def requeue(self, stream: StreamRequest) -> None:
         """Have the model runner be sent the new prompt: only a request that waits is sent as a whole."""
         if self.idle.pop(stream.request_id, None):
-            self._scheduler.waiting.add_request(stream)
+            self.scheduler.waiting.add_request(stream)
         elif stream.status == RequestStatus.RUNNING:
             self._leave_running(stream)
-            self._scheduler.waiting.add_request(stream)
+            self.scheduler.waiting.add_request(stream)
         # PREEMPTED would be resumed with the prompt that the runner remembers.
         stream.status = RequestStatus.WAITING
 
@@ -52,16 +53,16 @@ class Queues:
         if stream.status == RequestStatus.RUNNING:
             self._leave_running(stream)
         else:
-            self._scheduler.waiting.remove_request(stream)
+            self.scheduler.waiting.remove_request(stream)
         stream.status = RequestStatus.WAITING
         stream.view = None
         self.idle[stream.request_id] = stream
-        self._outbox.acknowledge(stream)
+        self.outbox.acknowledge(stream)
 
     def settle_all(self, requests: Iterable[StreamRequest]) -> None:
         """Settle those that still live."""
         for request in requests:
-            if self._scheduler.requests.get(request.request_id) is request:
+            if self.scheduler.requests.get(request.request_id) is request:
                 self.settle(request)
 
     def forget_idle(self, request_ids: Iterable[str]) -> None:
@@ -73,9 +74,9 @@ class Queues:
 
         vLLM looks whether a grammar is ready when its turn comes, which may be never behind what was granted.
         """
-        if not self._scheduler._handle_blocked_waiting_request(request):
+        if not self.scheduler._handle_blocked_waiting_request(request):
             return True
-        self._scheduler.deferred_waiting.discard(request)
+        self.scheduler.deferred_waiting.discard(request)
         return request.num_stale_output_tokens > 0 and not request.drop_stale_output
 
     def set_aside(
@@ -89,7 +90,7 @@ class Queues:
 
         Return the rest of the `order` and of those that are `waiting`: the running and the waiting ones.
         """
-        scheduler, running_status = self._scheduler, RequestStatus.RUNNING  # hundreds may wait
+        scheduler, running_status = self.scheduler, RequestStatus.RUNNING  # hundreds may wait
         starting: list[StreamRequest] = []
         for request in granted:
             (running if request.status is running_status else starting).append(request)
@@ -112,9 +113,9 @@ class Queues:
 
     def put_back(self, running: Iterable[StreamRequest], waiting: Iterable[StreamRequest]) -> None:
         """Put back what was set aside for a step."""
-        self._scheduler.running.extend(running)
-        self._scheduler.waiting.extend(waiting)
-        self._scheduler.num_waiting_for_streaming_input = 0
+        self.scheduler.running.extend(running)
+        self.scheduler.waiting.extend(waiting)
+        self.scheduler.num_waiting_for_streaming_input = 0
 
     def _give_up_slots(self, rest: list[StreamRequest], num_wanted: int) -> list[StreamRequest]:
         """Have the last `num_wanted` of the running requests that get nothing in this step wait. Most keep their KV.
@@ -127,13 +128,13 @@ class Queues:
         for request in leaving:
             if has_prompt_logprobs(request):
                 # With the slot the second model runner forgets those that it has: it must begin again.
-                self._evictions.preempt(request)
-            self._scheduler.reset_preempted_req_ids.add(request.request_id)
+                self.evictions.preempt(request)
+            self.scheduler.reset_preempted_req_ids.add(request.request_id)
             request.status = RequestStatus.WAITING
             request.view = None
         return leaving
 
     def _leave_running(self, request: StreamRequest) -> None:
-        self._scheduler.running.remove(request)
+        self.scheduler.running.remove(request)
         # The second model runner gives up the slots of these only; the first takes no notice.
-        self._scheduler.reset_preempted_req_ids.add(request.request_id)
+        self.scheduler.reset_preempted_req_ids.add(request.request_id)

@@ -4,6 +4,7 @@ they start."""
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,20 +32,18 @@ class StepInFlight(NamedTuple):
     """Tokens that it computes, by request id."""
 
 
+@dataclass(kw_only=True, eq=False)
 class StepsInFlight:
     """Notes what each step computes when it is scheduled, and what is known of that when it has ended."""
 
-    def __init__(
-        self, scheduler: Scheduler, *, clock: HostClock, estimates: Estimates, host_memory: HostMemory | None
-    ) -> None:
-        self.start_s = 0.0
-        """When the last step was planned."""
-        self._scheduler = scheduler
-        self._clock = clock
-        self._estimates = estimates
-        self._host_memory = host_memory
-        self._steps: deque[StepInFlight] = deque()
-        self._last_output_s = 0.0
+    scheduler: Scheduler
+    clock: HostClock
+    estimates: Estimates
+    host_memory: HostMemory | None
+    start_s: float = 0.0
+    """When the last step was planned."""
+    _steps: deque[StepInFlight] = field(default_factory=deque)
+    _last_output_s: float = 0.0
 
     @property
     def has_prefills(self) -> bool:
@@ -56,12 +55,12 @@ class StepsInFlight:
         return sum(step.num_tokens_of.get(request_id, 0) for step in self._steps)
 
     def start(self) -> None:
-        self.start_s = self._clock.monotonic()
+        self.start_s = self.clock.monotonic()
 
     @contextmanager
     def scheduled(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
         """Note what a step computes. Within the context, vLLM counts its tokens as computed."""
-        requests = self._scheduler.requests
+        requests = self.scheduler.requests
         partial: list[StreamRequest] = []
         prefills: list[tuple[StreamRequest, bool]] = []
         num_pairs = 0.0
@@ -74,11 +73,11 @@ class StepsInFlight:
             prefills.append((request, self._record_prefill(request, num_tokens)))
             if not request.is_complete:
                 partial.append(request)
-                if self._host_memory is not None:
-                    self._host_memory.on_partial(request)
+                if self.host_memory is not None:
+                    self.host_memory.on_partial(request)
         self._steps.append(StepInFlight(self.start_s, num_pairs, prefills, scheduler_output.num_scheduled_tokens))
         yield
-        self._scheduler._inflight_prefills.update(r for r, _ in prefills if r.is_complete and r.is_prefill_chunk)
+        self.scheduler._inflight_prefills.update(r for r, _ in prefills if r.is_complete and r.is_prefill_chunk)
         for request in partial:
             # The prompt is not at its end, whatever the numbers say: no token comes from this step.
             request.is_prefill_chunk = True
@@ -88,12 +87,12 @@ class StepsInFlight:
 
     def end_first(self, scheduler_output: SchedulerOutput, output: "ModelRunnerOutput") -> StepInFlight:
         """Learn from the step that has ended, and return it. vLLM takes its output in afterwards."""
-        now_s, step = self._clock.monotonic(), self._steps.popleft()
+        now_s, step = self.clock.monotonic(), self._steps.popleft()
         duration_s = now_s - max(step.start_s, self._last_output_s)
         self._last_output_s = now_s
-        self._estimates.on_step(scheduler_output.total_num_scheduled_tokens, step.num_pairs, duration_s)
-        if self._host_memory is not None:
-            self._host_memory.on_step_end(scheduler_output, output.kv_connector_output, duration_s)
+        self.estimates.on_step(scheduler_output.total_num_scheduled_tokens, step.num_pairs, duration_s)
+        if self.host_memory is not None:
+            self.host_memory.on_step_end(scheduler_output, output.kv_connector_output, duration_s)
         for request, is_complete in step.prefills:
             request.log.on_step_end(now_s, is_complete=is_complete)
         return step

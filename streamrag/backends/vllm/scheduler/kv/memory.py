@@ -38,6 +38,7 @@ class KvMemory:
         self._host_memory = host_memory
         self._manager = scheduler.kv_cache_manager
         self.groups = self._manager.coordinator.single_type_managers
+        self.num_device_blocks: int = self._manager.block_pool.num_gpu_blocks
         self.smallest_block_size = min(group.block_size for group in self.groups)
         self._requests: dict[str, StreamRequest] = scheduler.requests
         self.later_hits = later_hits
@@ -60,7 +61,7 @@ class KvMemory:
     def use(self, idle: Iterable[Request]) -> KvUse:
         """What the KV memory is used for now; `idle` are requests outside of vLLM's queues."""
         scheduler, pool = self._scheduler, self._host_memory.pool if self._host_memory else None
-        num_blocks = self._manager.block_pool.num_gpu_blocks - 1  # one holds nothing
+        num_blocks = self.num_device_blocks - 1  # one holds nothing
         return KvUse(
             running=_held(scheduler.running),
             waiting=_held(scheduler.waiting),
