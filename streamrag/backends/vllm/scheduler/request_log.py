@@ -1,6 +1,7 @@
 """What happens to a request inside the engine, noted by the scheduler while it happens."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from streamrag.engine.swapping import Comparison
 from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRecord, RestoreRecord
@@ -94,25 +95,16 @@ class RequestLog:
         self.restores[index] = replace(known, observed_s=(known.observed_s or 0.0) + seconds)
 
     def end(self, outcome: Outcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
+        """Return the record of a request that ends now."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in _RECORDED}
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return RequestRecord(
-            request_id=self.request_id,
             outcome=outcome,
-            is_stream=self.is_stream,
-            arrival_s=self.arrival_s,
-            queued_s=self.queued_s,
-            scheduled_s=self.scheduled_s,
-            first_kv_s=self.first_kv_s,
-            last_kv_s=self.last_kv_s,
             finished_s=now_s,
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=num_output_tokens,
-            num_computed=self.num_computed,
-            num_recomputed=self.num_recomputed,
-            num_invalidated=self.num_invalidated,
-            num_from_cache=self.num_from_cache,
-            num_loaded=self.num_loaded,
-            num_written_through=self.num_written_through,
-            chunks=tuple(self.chunks),
-            preemptions=tuple(self.preemptions),
-            restores=tuple(self.restores),
+            **values,
         )
+
+
+_RECORDED = {field.name for field in fields(RequestLog)} & {field.name for field in fields(RequestRecord)}

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.metrics.stats import PrefixCacheStats
 
-from streamrag.backends.vllm.client.stats import LastStats
+from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.records import KvHeld
 
 Make = Callable[..., Any]
@@ -55,7 +55,7 @@ def test_what_memory_is_used_for_is_told_by_state_if_that_is_asked_for(bench: Ma
     scheduler.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
     assert scheduler.make_stats().kv_connector_stats is None, "where vLLM serves, its loggers know no such stats"
     scheduler.plugin.options = replace(scheduler.plugin.options, tells_kv_use=True)
-    log = LastStats()
+    log = EngineStats()
     assert log.kv_use() is None
     log.record(scheduler.make_stats(), None)
     log.record(None, None)
