@@ -59,7 +59,7 @@ class StreamingHooks(_Base):
         check_supported(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         options = SchedulerOptions.of(vllm_config)
-        self.plugin = StreamingPlugin(self, options, enqueue=super().add_request, preempt=super()._preempt_request)
+        self.plugin = StreamingPlugin(self, options, super().add_request, super()._preempt_request)
 
     def add_request(self, request: Request) -> None:
         self.plugin.executor.forget_stuck()

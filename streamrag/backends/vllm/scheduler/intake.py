@@ -14,7 +14,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.vllm.chunk_wire import EndOfInput, MalformedMessageError, PromptMessage, decode
-from streamrag.backends.vllm.scheduler.clock import HostClock
 from streamrag.backends.vllm.scheduler.estimates import Estimates
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.backends.vllm.scheduler.kv.replacement import drop_output_in_flight, replace_prompt
@@ -22,6 +21,7 @@ from streamrag.backends.vllm.scheduler.outbox import Outbox
 from streamrag.backends.vllm.scheduler.queues import Queues
 from streamrag.backends.vllm.scheduler.records import Records
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
+from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
 from streamrag.records import ChunkRecord
 

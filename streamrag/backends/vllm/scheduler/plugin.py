@@ -7,12 +7,13 @@ hooks ─▶ intake            chunks come in, and change the prompts of their r
 """
 
 from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from streamrag.backends.vllm.options import SchedulerOptions
-from streamrag.backends.vllm.scheduler.clock import HostClock
 from streamrag.backends.vllm.scheduler.estimates import Estimates
 from streamrag.backends.vllm.scheduler.host_memory.memory import host_memory_of
 from streamrag.backends.vllm.scheduler.intake import Intake
@@ -24,74 +25,53 @@ from streamrag.backends.vllm.scheduler.outbox import Outbox
 from streamrag.backends.vllm.scheduler.plan_executor import PlanExecutor
 from streamrag.backends.vllm.scheduler.queues import Queues
 from streamrag.backends.vllm.scheduler.records import Records
+from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.step import StepPlanner
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
 from streamrag.engine import ClassPolicy, Policy, make_policy
 
+T = TypeVar("T")
+
 
 class StreamingPlugin:
-    """What streaming adds to a scheduler of vLLM's. `enqueue` and `preempt` are its own methods, which call no hook."""
+    """The parts that streaming adds to a scheduler of vLLM's.
+
+    `enqueue` and `preempt_in_vllm` are vLLM's own `add_request` and `_preempt_request`, which call no hook.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         options: SchedulerOptions,
-        *,
         enqueue: Callable[[Request], None],
-        preempt: Callable[..., None],
+        preempt_in_vllm: Callable[..., None],
     ) -> None:
+        self.scheduler = scheduler
         self.options = options
-        self.clock = clock = HostClock()
-        self.policy = policy = _make_policy(options)
-        self.host_memory = host_memory = host_memory_of(scheduler.connector)
-        has_their_connector = scheduler.connector is not None and host_memory is None
-        later_hits = _make_later_hits(scheduler, options, has_their_connector=has_their_connector)
-        self.records = records = Records(options.records, clock=clock)
-        self.outbox = outbox = Outbox()
-        self.estimates = estimates = Estimates(options, clock=clock, policy=policy)
-        self.kv_memory = kv_memory = KvMemory(scheduler, host_memory, later_hits)
-        self.claims = claims = KvClaims(options.kv_budget, kv_memory.num_device_blocks)
-        self.evictions = evictions = Evictions(
-            scheduler=scheduler, preempt_in_vllm=preempt, clock=clock, claims=claims, host_memory=host_memory
-        )
-        self.queues = queues = Queues(scheduler=scheduler, evictions=evictions, outbox=outbox)
-        self.steps = steps = StepsInFlight(
-            scheduler=scheduler, clock=clock, estimates=estimates, host_memory=host_memory
-        )
-        self.intake = Intake(
-            scheduler=scheduler,
-            enqueue=enqueue,
-            clock=clock,
-            queues=queues,
-            outbox=outbox,
-            records=records,
-            estimates=estimates,
-            steps=steps,
-            host_memory=host_memory,
-        )
-        self.planner = planner = StepPlanner(
-            scheduler=scheduler,
-            options=options,
-            policy=policy,
-            steps=steps,
-            estimates=estimates,
-            queues=queues,
-            kv_memory=kv_memory,
-            host_memory=host_memory,
-            claims=claims,
-            evictions=evictions,
-        )
-        self.executor = PlanExecutor(
-            scheduler=scheduler,
-            planner=planner,
-            steps=steps,
-            evictions=evictions,
-            claims=claims,
-            kv_memory=kv_memory,
-            queues=queues,
-            outbox=outbox,
-            has_their_connector=has_their_connector,
-        )
+        self.enqueue = enqueue
+        self.preempt_in_vllm = preempt_in_vllm
+        self.clock = HostClock()
+        self.policy = _make_policy(options)
+        self.host_memory = host_memory_of(scheduler.connector)
+        self.has_their_connector = scheduler.connector is not None and self.host_memory is None
+        self.later_hits = None if self.has_their_connector else _make_later_hits(scheduler, options)
+        self.outbox = Outbox()
+        self.records = Records(options.records, clock=self.clock)
+        self.estimates = Estimates(options, clock=self.clock, policy=self.policy)
+        self.kv_memory = KvMemory(scheduler, self.host_memory, self.later_hits)
+        self.claims = KvClaims(options.kv_budget, self.kv_memory.num_device_blocks)
+        self.evictions = self._make(Evictions)
+        self.queues = self._make(Queues)
+        self.steps = self._make(StepsInFlight)
+        self.intake = self._make(Intake)
+        self.planner = self._make(StepPlanner)
+        self.executor = self._make(PlanExecutor)
+
+    def _make(self, kind: type[T]) -> T:
+        """Make an object of a dataclass: each field without a default is given the attribute of its name."""
+        needed: Any = fields(kind)  # type: ignore[arg-type]
+        names = [f.name for f in needed if f.default is MISSING and f.default_factory is MISSING]
+        return kind(**{name: getattr(self, name) for name in names})
 
 
 def _make_policy(options: SchedulerOptions) -> Policy:
@@ -99,9 +79,8 @@ def _make_policy(options: SchedulerOptions) -> Policy:
     return policy if options.class_ageing_s is None else ClassPolicy(policy, options.class_ageing_s)
 
 
-def _make_later_hits(scheduler: Scheduler, options: SchedulerOptions, *, has_their_connector: bool) -> LaterHits | None:
-    """Connectors of others are not told of blocks that a request gets later."""
+def _make_later_hits(scheduler: Scheduler, options: SchedulerOptions) -> LaterHits | None:
+    """Return None where later hits are not wanted or cannot be had. Other people's connectors are not told of them."""
     is_wanted = options.groups_prefills or options.looks_up_again
-    if not is_wanted or has_their_connector or not can_look_again(scheduler):
-        return None
-    return LaterHits(scheduler, are_of_all=options.groups_prefills)
+    can_have = is_wanted and can_look_again(scheduler)
+    return LaterHits(scheduler, are_of_all=options.groups_prefills) if can_have else None

@@ -8,8 +8,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from streamrag.backends.vllm.scheduler.clock import HostClock
 from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.errors import ConfigurationError
 from streamrag.records import RequestRecord
 

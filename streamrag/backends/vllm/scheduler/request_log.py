@@ -1,10 +1,22 @@
 """What happens to a request inside the engine, noted by the scheduler while it happens."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from streamrag.engine.swapping import Comparison
 from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRecord, RestoreRecord
+
+
+@dataclass(slots=True)
+class HostClock:
+    """Both clocks that logs need. A simulated engine puts its own in their place."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    """Seconds, of all records. `time.monotonic` is, on Linux, the same for all processes of a host."""
+    wall: Callable[[], float] = time.time
+    """Seconds, of `Request.arrival_time`, which is all that vLLM says about when a plain request was sent."""
 
 
 @dataclass(slots=True)

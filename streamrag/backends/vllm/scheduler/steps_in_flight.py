@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from streamrag.backends.vllm.scheduler.clock import HostClock
 from streamrag.backends.vllm.scheduler.estimates import Estimates
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.request_log import HostClock
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput

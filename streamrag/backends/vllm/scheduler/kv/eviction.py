@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from streamrag.backends.vllm.scheduler.clock import HostClock
 from streamrag.backends.vllm.scheduler.host_memory.loads import Suspects
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.backends.vllm.scheduler.kv.claims import KvClaims
 from streamrag.backends.vllm.scheduler.kv.replacement import release_kv
 from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.engine import Fate, RequestView
 from streamrag.engine.swapping import DROPPED, Comparison
 
