@@ -1,4 +1,4 @@
-"""How a chunk travels to the scheduler: through `SamplingParams.extra_args`, which vLLM passes on as it is.
+"""Chunks on their way to the scheduler, through `SamplingParams.extra_args`, which vLLM passes on as it is.
 
 old prompt:   k k k k k o o o          The request carries only the tail; the scheduler keeps the first
 new prompt:   k k k k k n n            `num_kept` tokens that it has, and finds out how many more are equal.
@@ -42,9 +42,9 @@ class PromptMessage:
     is_complete: bool
     """Whether the prompt is complete: sample the answer."""
     arrival_s: Time | None = None
-    """When the chunk arrived, on `time.monotonic` of this host; None if the client runs on another."""
+    """Arrival of the chunk, on `time.monotonic` of this host; None if the client runs on another."""
     expected_complete_s: Time | None = None
-    """When the retriever expects the prompt to be complete, on the same clock."""
+    """Time at which the retriever expects the prompt to be complete, on the same clock."""
     source_name: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
     """Kind of retriever that the chunk comes from: those of one kind are expected to behave alike."""
     request_class: RequestClass = "pool"

@@ -90,7 +90,7 @@ class EngineClient:
         self._why_dead = why_dead
         self._num_requests = 0
         self.steps = steps
-        """All steps so far."""
+        """Steps so far."""
         self.records: dict[str, list[RequestRecord]] = {}
         """Records of its requests by query, from our scheduler only."""
 

@@ -1,4 +1,4 @@
-"""What the engine reports of itself after each step, kept in this process."""
+"""Reports of the engine after each step, kept in this process."""
 
 import time
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class MeasuredStep:
 
 
 class EngineStats:
-    """What vLLM calls a stat logger. With one, vLLM registers its own metrics with prometheus_client too.
+    """A stat logger, in vLLM's words. With one, vLLM registers its own metrics with prometheus_client too.
 
     keeps_steps: whether `steps` are kept, of an engine with `enable_logging_iteration_details`.
     """

@@ -63,7 +63,7 @@ class StreamedTokens:
     """Text of these tokens; as with `AnswerChunk`, it may lag behind them."""
     token_ids: tuple[int, ...]
     logprobs: Any = None
-    """As vLLM has them, one entry per token, if the sampling parameters ask for them."""
+    """Log-probabilities as vLLM has them, one entry per token, if the sampling parameters ask for them."""
     finish_reason: str | None = None
 
 
@@ -328,7 +328,7 @@ class TokenStreams:
         source_name: str = "",
         request_class: RequestClass = "pool",
     ) -> AsyncIterator[TokenStream]:
-        """A stream whose prompt begins with these tokens, or is these. Leaving the context aborts what is not finished.
+        """Open a stream whose prompt begins with these tokens. Leaving the context aborts what is not finished.
 
         `source_name` is that of the retriever that brings the chunks: the engine learns when to expect each's next.
         `request_class` says who waits for the answer; the engine's policy may use it.
@@ -348,7 +348,7 @@ class TokenStreams:
             await stream.abort()
 
     async def aclose(self) -> None:
-        """Abort all streams; whoever iterates over one is told."""
+        """Abort all streams; iterating over one raises the reason."""
         streams = list(self._open)
         for stream in streams:
             stream._begin_abort()

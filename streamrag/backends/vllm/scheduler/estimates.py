@@ -1,4 +1,4 @@
-"""What the plugin learns from steps and chunks while the engine runs."""
+"""Estimates that are learned from steps and chunks while the engine runs."""
 
 import math
 

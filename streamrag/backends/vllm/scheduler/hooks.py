@@ -156,11 +156,11 @@ class StreamingHooks(_Base):
 
 
 class StreamingScheduler(StreamingHooks, Scheduler):
-    """For `scheduler_cls`, without asynchronous scheduling."""
+    """A class for `scheduler_cls`, without asynchronous scheduling."""
 
 
 class AsyncStreamingScheduler(StreamingHooks, AsyncScheduler):
-    """For `scheduler_cls`, with asynchronous scheduling: one step is planned while another computes."""
+    """A class for `scheduler_cls`, with asynchronous scheduling: one step is planned while another computes."""
 
 
 def streaming_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> StreamingHooks:

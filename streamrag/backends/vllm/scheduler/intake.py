@@ -1,4 +1,4 @@
-"""How chunks come into vLLM's scheduler.
+"""The way of chunks into vLLM's scheduler.
 
 first chunk ─▶ Scheduler.add_request ─▶ waiting ..
 next chunk  ─▶ prompt replaced in place ─▶ waiting, or idle if it leaves nothing to compute

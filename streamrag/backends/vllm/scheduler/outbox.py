@@ -1,4 +1,4 @@
-"""What the plugin sends to clients beside vLLM's own outputs.
+"""Outputs of the plugin to clients, beside vLLM's own.
 
 vLLM's client expects one finish per chunk. Those of chunks that are not the last carry no token: acknowledgements.
 """

@@ -1,4 +1,4 @@
-"""Which queue a request is in: vLLM's `waiting` and `running`, or `idle`, which is ours.
+"""The queues of requests: vLLM's `waiting` and `running`, or `idle`, which is ours.
 
 waiting ─grant─▶ running ─prompt complete─▶ tokens ─▶ finished
    ▲                │ all of a partial prompt is computed
@@ -45,7 +45,7 @@ class Queues:
             request.status = RequestStatus.WAITING
 
     def settle(self, stream: StreamRequest) -> None:
-        """If all that can be computed is computed, let the stream wait for its next chunk outside of all queues."""
+        """Let a stream of which all is computed that can be wait for its next chunk outside of all queues."""
         if stream.is_complete or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
             return
         if stream.num_in_flight_tokens > stream.num_stale_output_tokens:

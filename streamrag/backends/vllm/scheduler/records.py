@@ -86,7 +86,7 @@ class RecordFile:
             self._file = None
 
     def _open(self) -> BinaryIO:
-        """Without a buffer, so that each line is one write. Cuts off what a crash left of a line."""
+        """Open without a buffer, so that each line is one write. Cuts off what a crash left of a line."""
         if self.path.exists() and self.path.stat().st_size:
             with self.path.open("rb+") as file:
                 file.seek(-1, os.SEEK_END)

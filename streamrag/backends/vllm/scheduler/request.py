@@ -33,19 +33,19 @@ class StreamRequest(Request):
     arrival_s: float
     last_chunk_s: float
     since_s: float
-    """Since when it has had something to compute."""
+    """Time since which it has had something to compute."""
     expected_complete_s: float | None = None
     source_name: str = ""
     request_class: RequestClass = "pool"
     is_replaced: bool = False
     """Whether its source is known to replace what it has sent."""
     num_step_tokens: int | None = None
-    """While its prompt is partial, most tokens of it in one step; None for no limit of its own."""
+    """Most tokens in one step while its prompt is partial; None for no limit of its own."""
     num_messages: int = 1
     num_acknowledged: int = 0
     """Chunks for which the client has been sent a finish. It expects exactly one each."""
     step_end: int | None = None
-    """While vLLM plans a step that computes only some of its tokens: how many are computed after it; else None."""
+    """Tokens that are computed after the step that vLLM plans, if that computes only some; else None."""
     num_loaded_tokens: int = 0
     """Tokens that the step for which it was admitted last loads from host memory."""
     released_blocks: set[int]
@@ -53,16 +53,16 @@ class StreamRequest(Request):
     was_evicted: bool = False
     """Whether it has lost KV to others."""
     num_kept_tokens: int = 0
-    """Of its prompt, leading tokens whose KV went to host memory when it was evicted last."""
+    """Leading tokens of its prompt whose KV went to host memory when it was evicted last."""
     num_blocks_claimed: int | None = None
-    """Of the budget; None while it has no part in that."""
+    """Blocks claimed of the budget; None while it has no part in that."""
     comparison: Comparison | None = None
     """Decides what becomes of its KV, while it is about to be evicted."""
     view: RequestView | None = None
     """The last view of it; None when it has changed since."""
     log: RequestLog
     record: RequestRecord | None = None
-    """What the log says in the end; None as long as the request lives."""
+    """The record of its log; None as long as the request lives."""
 
     @classmethod
     def adopt(cls, request: Request, chunk: PromptMessage | None, sent_s: float, now_s: float) -> "StreamRequest":
@@ -89,7 +89,7 @@ class StreamRequest(Request):
         return request
 
     def end(self, now_s: float) -> RequestRecord:
-        """The record of a request whose status is final."""
+        """Make the record of a request whose status is final."""
         outcome = OUTCOMES.get(self.status, "finished")
         self.record = self.log.end(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
         return self.record

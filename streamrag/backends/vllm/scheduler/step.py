@@ -18,7 +18,7 @@ from streamrag.engine import Limits, Plan, Policy, RequestView, plan
 
 
 class PlannedStep(NamedTuple):
-    """What was decided for one step."""
+    """The decisions for one step."""
 
     plan: Plan
     order: list[RequestView]

@@ -23,7 +23,7 @@ class StepInFlight(NamedTuple):
     """One step."""
 
     start_s: float
-    """When it was planned."""
+    """Time at which it was planned."""
     num_pairs: float
     """See `StepSizes.observe_step`."""
     prefills: list[tuple[StreamRequest, bool]]
@@ -41,7 +41,7 @@ class StepsInFlight:
     estimates: Estimates
     host_memory: HostMemory | None
     start_s: float = 0.0
-    """When the last step was planned."""
+    """Time at which the last step was planned."""
     _steps: deque[StepInFlight] = field(default_factory=deque)
     _last_output_s: float = 0.0
 

@@ -62,7 +62,7 @@ class HostCopier:
         self._copies = CudaCopies(layers) if is_cuda else CpuCopies(layers)
 
     def _make_pool(self, *, is_pinned: bool) -> torch.Tensor:
-        """As much as there is memory for. Sets `num_slots`."""
+        """Return as much as there is memory for. Sets `num_slots`."""
         reason = None
         while True:
             try:
@@ -84,7 +84,7 @@ class HostCopier:
     # ----------------------------------------------------------------------------------------------------- each step
 
     def save(self, copies: HostCopies) -> None:
-        """Before anything overwrites a block."""
+        """Save blocks, before anything overwrites one."""
         if self._copies is not None:
             self._copies.start_step()
         if copies.saves:
@@ -106,7 +106,7 @@ class HostCopier:
         self._report.failed += [slot for _, slot in pairs if slot not in saved]
 
     def load(self, copies: HostCopies, *, by_layer: bool) -> None:
-        """Before the forward. `by_layer`: it will ask for each of its layers, and need not wait for all of them."""
+        """Load blocks, before the forward. `by_layer`: it will ask for each layer, and need not wait for all."""
         good = [(slot, block) for slot, block in copies.loads if self.has_slot(slot, is_load=True)]
         try:
             if good:
@@ -123,7 +123,7 @@ class HostCopier:
             self._copies.wait_for_layer(name)
 
     def end_step(self) -> None:
-        """After the forward."""
+        """Have the next step wait for loads, after the forward."""
         if self._copies is not None:
             self._copies.end_step()
 
@@ -133,7 +133,7 @@ class HostCopier:
         return failed
 
     def take_report(self) -> CopyReport | None:
-        """What there is to say since the last time; None if nothing."""
+        """Return the report since the last time; None if there is nothing to say."""
         report, self._report = self._report, CopyReport()
         if self._copies is not None:
             out, into = self._copies.take_measured()

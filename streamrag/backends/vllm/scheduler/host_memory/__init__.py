@@ -1,14 +1,15 @@
 """Host memory for KV blocks: which are copied out, which come back, and what that costs. The life of a block:
 
-    computed ──▶ referenced ──last reference dropped──▶ in vLLM's free list ──reused──▶ overwritten
-                  │      ▲    (eviction, update, end)     │             │
-                  │      └──────── prefix hit ────────────┘             │ somebody wants it back: saved in that
-    write-through │      ▲                                              │ very step, before it is overwritten
-                  ▼      │                                              ▼
-                 in a host slot (valid once a worker has reported the save) ──▶ loaded when its request runs again
-                         │
-                         └──▶ dropped: its last owner ended or changed its prompt, the pool is full and others were
-                              used later, a load failed, or the prefix cache was reset
+    computed ──▶ held by requests ──the last gives it up──▶ free, in the prefix cache ──reused──▶ overwritten
+                   │   ▲     ▲      (eviction, update, end)        │                        │
+       written     │   │     └──────────── prefix hit ─────────────┘                        │ wanted back: saved
+       through,    │   │ loaded, when its request runs again                                │ in that very step,
+       if there    ▼   │ and loading costs less                                             ▼ before that
+       is time    in a host slot, valid once a worker has reported the save ◀────────────────┘
+                   │
+                   ▼
+                  dropped: its last owner has ended or changed its prompt, the pool is full and the others were used
+                  later, its load has failed, or the prefix cache was reset
 
 A block is known by vLLM's hash of its content and of all before it: equal blocks are stored once.
 

@@ -1,4 +1,4 @@
-"""Who gives up KV, and what becomes of it."""
+"""Evictions: requests lose their KV, which is dropped, or saved to host memory."""
 
 import time
 from collections.abc import Callable, Iterable

@@ -32,7 +32,7 @@ def can_look_again(scheduler: Scheduler) -> bool:
 
 
 class LaterHits:
-    """For an engine that `can_look_again`.
+    """Looks for later hits in an engine that `can_look_again`.
 
     are_of_all: whether plain requests are looked up again as well, and not streams only.
     """
@@ -46,7 +46,7 @@ class LaterHits:
         self._block_size = self._group.block_size
 
     def find(self, request: StreamRequest) -> Sequence["KVCacheBlock"]:
-        """The cached blocks behind the whole ones of `request`. Mostly there are none, and one lookup shows it."""
+        """Return the cached blocks behind the whole ones of `request`. Mostly, one lookup shows that there are none."""
         block_hashes = request.block_hashes
         start = request.num_computed_tokens // self._block_size
         end = min((request.num_tokens - 1) // self._block_size, len(block_hashes))
@@ -66,7 +66,7 @@ class LaterHits:
         return request.status in (RequestStatus.WAITING, RequestStatus.RUNNING)
 
     def num_needed(self, request: StreamRequest, found: Sequence["KVCacheBlock"], num_tokens: int) -> int:
-        """Free blocks that must be there for it to take `found`, and to hold its first `num_tokens` tokens."""
+        """Return how many blocks must be free for it to take `found`, and to hold its first `num_tokens` tokens."""
         num_held = request.num_computed_tokens // self._block_size + len(found)
         num_blocks = -(-num_tokens // self._block_size)
         return max(num_blocks - num_held, 0) + sum(block.ref_cnt == 0 for block in found)

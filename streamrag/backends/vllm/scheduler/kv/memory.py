@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class _Hit(NamedTuple):
-    """What a request finds."""
+    """KV that a request finds."""
 
     blocks: KVCacheBlocks
     """Blocks of the prefix cache."""
     num_local: int
     """Tokens in these, or in what the request holds."""
     num_tokens: int
-    """With those that would be loaded from host memory."""
+    """Tokens with those that would be loaded from host memory."""
 
 
 class KvMemory:
@@ -59,7 +59,7 @@ class KvMemory:
         self._found.clear()
 
     def use(self, idle: Iterable[Request]) -> KvUse:
-        """What the KV memory is used for now; `idle` are requests outside of vLLM's queues."""
+        """Return the use of KV memory now; `idle` are requests outside of vLLM's queues."""
         scheduler, pool = self._scheduler, self._host_memory.pool if self._host_memory else None
         num_blocks = self.num_device_blocks - 1  # one holds nothing
         return KvUse(
@@ -72,7 +72,7 @@ class KvMemory:
         )
 
     def num_blocks(self, request: StreamRequest) -> int:
-        """Blocks held."""
+        """Return the number of blocks that a request holds."""
         return sum(len(group.req_to_blocks.get(request.request_id, ())) for group in self.groups)
 
     def view(self, request: StreamRequest, is_idle: bool = False) -> RequestView:
@@ -113,7 +113,7 @@ class KvMemory:
         return (request.num_computed_tokens // self.smallest_block_size + len(found)) * self.smallest_block_size
 
     def _find(self, request: RequestView) -> "Sequence[KVCacheBlock]":
-        """What there is behind what it holds."""
+        """Return the cached blocks behind what the request holds."""
         if self.later_hits is None or request.has_output:
             return ()
         if request.request_id not in self._found:
@@ -126,7 +126,7 @@ class KvMemory:
         return self._found[request.request_id]
 
     def _num_needed_with(self, request: StreamRequest, found: "Sequence[KVCacheBlock]", end: int) -> int:
-        """Free blocks that must be there for `request` to take `found` and to compute its tokens before `end`."""
+        """Return how many blocks must be free for `request` to take `found` and to compute its tokens before `end`."""
         assert self.later_hits is not None
         num_tokens = request.num_tokens if self._scheduler.scheduler_reserve_full_isl else end
         return self.later_hits.num_needed(request, found, num_tokens) + self._manager.watermark_blocks
