@@ -15,8 +15,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
-from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin, streaming_scheduler
-from streamrag.backends.vllm.scheduler.step_parts import parts_of
+from streamrag.backends.vllm.scheduler.hooks import StreamingHooks, streaming_scheduler
+from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.engine.swapping import SwapAlways
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ class Alternating(SwapAlways):
         self._step_s.append(duration_s)
 
 
-def scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> StreamingSchedulerMixin:
+def scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> StreamingHooks:
     """For `scheduler_cls`."""
     made = streaming_scheduler(vllm_config, **kwargs)
-    memory = made.host_memory
+    memory = made.plugin.host_memory
     assert memory is not None
     assert isinstance(vllm_config.additional_config, dict)
     folder, num_tokens = vllm_config.additional_config[KEY]

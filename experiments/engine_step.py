@@ -20,7 +20,7 @@ from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.simulated.runner import BlindRunner
 from streamrag.backends.vllm.chunk_wire import PromptMessage
-from streamrag.backends.vllm.scheduler.scheduler import StreamingScheduler
+from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
 
 NUM_PROMPT_TOKENS = 7_000
 BLOCK_SIZE = 16

@@ -34,7 +34,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.options import SchedulerOptions
-from streamrag.backends.vllm.scheduler.scheduler import StreamingScheduler
+from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.core import RequestClass
@@ -80,7 +80,7 @@ def in_all_states(made: SimulatedEngine, num: int, classes: Sequence[RequestClas
     if can_stream:
         for i in range(num // 4):
             made.add(f"i{i}", prompt(rng, 200), params, chunk(classes[1], is_complete=False))
-        while len(made.scheduler.idle) < num // 4:
+        while len(made.scheduler.plugin.queues.idle) < num // 4:
             made.step()
     decode(made, num // 4, chunk(classes[0], is_complete=True))
     for i in range(num // 4 if can_stream else num // 2):
@@ -118,7 +118,7 @@ def take_turns(load: str, num: int, policy: str, way: str) -> Times:
         measuring.enter_context(no_collections())
         measuring.enter_context(timed(stock.scheduler, "schedule", times.stock, clock))
         measuring.enter_context(timed(ours.scheduler, "schedule", times.ours, clock))
-        measuring.enter_context(timed(ours.scheduler.streaming_policy, "order", times.order, clock))
+        measuring.enter_context(timed(ours.scheduler.plugin.policy, "order", times.order, clock))
         for _ in range(NUM_STEPS):
             stock.step()
             ours.step()

@@ -139,7 +139,7 @@ class _Run:
     def make_client(self, keep_steps: bool) -> "SimulatedClient":
         from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
         from streamrag.backends.simulated.config import EngineShape
-        from streamrag.backends.vllm.scheduler.step_parts import parts_of
+        from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 
         settings, block_size = self.settings, self.profile.block_size
         longest = longest_prompt(self.queries) + settings.num_output_tokens + 1

@@ -39,12 +39,15 @@ class Mutant:
 
 
 LOG = "streamrag.backends.vllm.scheduler.request_log"
-PROMPTS, INTAKE = "streamrag.backends.vllm.scheduler.replacement", "streamrag.backends.vllm.scheduler.intake"
-SCHEDULER = "streamrag.backends.vllm.scheduler.scheduler"
-HOST_MEMORY, HOST_POOL = "streamrag.backends.vllm.scheduler.host_memory", "streamrag.engine.host_pool"
-HOST_LOADS, CONNECTOR = "streamrag.backends.vllm.scheduler.host_loads", "streamrag.backends.vllm.connector"
+PROMPTS, INTAKE = "streamrag.backends.vllm.scheduler.kv.replacement", "streamrag.backends.vllm.scheduler.intake"
+HOOKS, STEP = "streamrag.backends.vllm.scheduler.hooks", "streamrag.backends.vllm.scheduler.step"
+EXECUTOR, STEPS = "streamrag.backends.vllm.scheduler.plan_executor", "streamrag.backends.vllm.scheduler.steps_in_flight"
+OUTBOX, QUEUES = "streamrag.backends.vllm.scheduler.outbox", "streamrag.backends.vllm.scheduler.queues"
+EVICTION = "streamrag.backends.vllm.scheduler.kv.eviction"
+HOST_MEMORY, HOST_POOL = "streamrag.backends.vllm.scheduler.host_memory.memory", "streamrag.engine.host_pool"
+HOST_LOADS, CONNECTOR = "streamrag.backends.vllm.scheduler.host_memory.loads", "streamrag.backends.vllm.connector"
 WIRE = "streamrag.backends.vllm.chunk_wire"
-KV_MEMORY = "streamrag.backends.vllm.scheduler.kv_memory"
+KV_MEMORY = "streamrag.backends.vllm.scheduler.kv.memory"
 REQUEST, PLANNING = "streamrag.backends.vllm.scheduler.request", "streamrag.engine.planning"
 BOOKS, BOOKS_TEST = "streamrag.routing.books", "tests/routing/test_books.py"
 INDEX, INDEX_TEST = "streamrag.routing.prefix_index", "tests/routing/test_prefix_index.py"
@@ -56,8 +59,8 @@ AFFINITY, SIMPLE, ROUTERS_TEST = (
 )
 CLASSES, RULES = "streamrag.engine.classes", "streamrag.engine.rules."
 WALK, MEMORY = "streamrag.engine.walk", "streamrag.engine.memory"
-ADMISSION = "streamrag.backends.vllm.scheduler.admission"
-LATER = "streamrag.backends.vllm.scheduler.later_hits"
+ADMISSION = "streamrag.backends.vllm.scheduler.kv.claims"
+LATER = "streamrag.backends.vllm.scheduler.kv.later_hits"
 OF_LATER, OF_PLANS = "tests/backends/vllm/scheduler/test_later_hits.py", "tests/engine/test_planning.py"
 PLACES, POLICIES, PLACES_TEST = "streamrag.engine.places", "streamrag.engine.policies", "tests/engine/test_places.py"
 OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"
@@ -102,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         "a preempted request is resumed with its old prompt",
-        INTAKE,
+        QUEUES,
         "        # PREEMPTED would be resumed with the prompt that the runner remembers.\n"
         "        stream.status = RequestStatus.WAITING\n",
         "        stream.status = max(stream.status, RequestStatus.WAITING)\n",
@@ -111,22 +114,21 @@ MUTANTS = (
     Mutant(
         "a chunk that is superseded is not acknowledged",
         INTAKE,
-        "        self._acknowledge(stream, num_messages=stream.num_messages)\n        stream.num_messages += 1\n",
+        "        self.outbox.acknowledge(stream)\n        stream.num_messages += 1\n",
         "        stream.num_messages += 1\n",
         50,
     ),
     Mutant(
         "a chunk that is computed is not acknowledged",
-        INTAKE,
-        "        self.idle[stream.request_id] = stream\n"
-        "        self._acknowledge(stream, num_messages=stream.num_messages)\n",
+        QUEUES,
+        "        self.idle[stream.request_id] = stream\n        self.outbox.acknowledge(stream)\n",
         "        self.idle[stream.request_id] = stream\n",
         50,
     ),
-    Mutant("the engine sleeps on answers", INTAKE, "bool(self._outbox) or super()", "super()", 200),
+    Mutant("the engine sleeps on answers", HOOKS, "if not self.plugin.outbox.is_empty:", "if False:", 200),
     Mutant(
         "a token is expected of a partial prompt",
-        SCHEDULER,
+        STEPS,
         "            request.num_output_placeholders = 0\n",
         "",
         50,
@@ -140,16 +142,16 @@ MUTANTS = (
     ),
     Mutant(
         "slots of the second runner are not given back",
-        INTAKE,
+        QUEUES,
         "        # The second model runner gives up the slots of these only; the first takes no notice.\n"
-        "        self.reset_preempted_req_ids.add(request.request_id)\n",
+        "        self.scheduler.reset_preempted_req_ids.add(request.request_id)\n",
         "",
         50,
     ),
-    Mutant("nobody gives up a slot", SCHEDULER, "if num_wanted <= 0:", "if num_wanted <= 0 or True:", 200),
+    Mutant("nobody gives up a slot", QUEUES, "if num_wanted <= 0:", "if num_wanted <= 0 or True:", 200),
     Mutant(
         "an aborted stream stays idle",
-        INTAKE,
+        QUEUES,
         "            self.idle.pop(request_id, None)\n",
         "            pass\n",
         100,
@@ -190,32 +192,30 @@ MUTANTS = (
         "steps = [Suspects({}, set(block_ids), set())]",
         400,
     ),
-    Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 400),
+    Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 1_000),
     Mutant("what is known to be wrong is saved", HOST_MEMORY, "self._released.pop(block_id, None)", "pass", 3_000),
     Mutant("the ended keep host memory", HOST_MEMORY, "        self.pool.release(request.request_id)\n", "", 100),
-    Mutant(
-        "an answer after a failed load counts", SCHEDULER, "drop_stale_output=True", "drop_stale_output=False", 1_000
-    ),
+    Mutant("an answer after a failed load counts", EVICTION, "(request, drop_stale_output=True)", "(request)", 1_000),
     Mutant("idle streams are no victims", MEMORY, "for r in self._idle() if r.num_blocks]", "for r in ()]", 100),
     # What only the rarer situations show.
     Mutant(
         "host memory survives a reset",
-        SCHEDULER,
-        "                self.host_memory.forget()\n",
+        HOOKS,
+        "                self.plugin.host_memory.forget()\n",
         "                pass\n",
         1_000,
     ),
     Mutant(
         "host memory forgets before the running requests are preempted",
-        SCHEDULER,
+        HOOKS,
         "            return super().reset_prefix_cache(reset_running_requests, reset_connector)\n"
         "        finally:\n"
         "            # Last, whether vLLM resets its connector or not: those that ran have only now given up what they "
         "held.\n"
-        "            if self.host_memory is not None:\n"
-        "                self.host_memory.forget()\n",
-        "            if self.host_memory is not None:\n"
-        "                self.host_memory.forget()\n"
+        "            if self.plugin.host_memory is not None:\n"
+        "                self.plugin.host_memory.forget()\n",
+        "            if self.plugin.host_memory is not None:\n"
+        "                self.plugin.host_memory.forget()\n"
         "        finally:\n"
         "            return super().reset_prefix_cache(reset_running_requests, reset_connector)\n",
         3_000,
@@ -227,7 +227,7 @@ MUTANTS = (
         "not stream.is_finished():",
         200,
     ),
-    Mutant("finishing all requests finishes none", INTAKE, "ids = list(self.requests)", "ids = []", 200),
+    Mutant("finishing all requests finishes none", HOOKS, "ids = list(self.requests)", "ids = []", 200),
     Mutant("a failed load is tried for ever", HOST_MEMORY, "        self.pool.drop(wrong.keys.values())\n", "", 3_000),
     Mutant(
         "a possibly bad load is written through",
@@ -238,7 +238,7 @@ MUTANTS = (
         "tests/backends/vllm/scheduler/test_write_through.py"
         "::test_what_was_computed_from_a_load_is_not_copied_before_it_is_known_to_be_good",
     ),
-    Mutant("a pause plans and evicts", SCHEDULER, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
+    Mutant("a pause plans and evicts", HOOKS, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
     Mutant(
         "speculative prompts evict as well",
         RULES + "partial_eviction",
@@ -258,8 +258,8 @@ MUTANTS = (
     ),
     Mutant(
         "partial prompts are put off though nothing computes",
-        SCHEDULER,
-        "LateBinding(lambda: any(self._prefills_in_flight), sized)",
+        STEP,
+        "LateBinding(lambda: self.steps.has_prefills, sized)",
         "LateBinding(lambda: True, sized)",
         500,
     ),
@@ -306,7 +306,7 @@ MUTANTS = (
     ),
     Mutant(
         "who comes back from host memory is ordered as if all were to be computed",
-        SCHEDULER,
+        EVICTION,
         "            request.num_kept_tokens = request.num_computed_tokens\n",
         "",
         0,  # as above
@@ -322,15 +322,15 @@ MUTANTS = (
     ),
     Mutant(
         "who is stuck is remembered in a pause",
-        SCHEDULER,
-        "        self._num_free_when_stuck = None  # only a plan says who is stuck, and while paused there is none\n",
-        "",
+        HOOKS,
+        "        self.plugin.executor.forget_stuck()\n        super().set_pause_state(pause_state)\n",
+        "        super().set_pause_state(pause_state)\n",
         2_000,
     ),
     Mutant(
         "who got stuck with a step in flight is not told",
-        SCHEDULER,
-        "        if self._prefills_in_flight[0]:\n",
+        HOOKS,
+        "        if step.prefills:\n",
         "        if False:\n",
         0,  # all must be stuck at once, with nothing else to come
         "tests/backends/vllm/scheduler/test_waiting.py"
@@ -338,24 +338,25 @@ MUTANTS = (
     ),
     Mutant(
         "a grammar that is ready is looked at only while nobody else waits",
-        SCHEDULER,
-        "        if not self._handle_blocked_waiting_request(request):\n",
-        "        is_blocked = self._is_blocked_waiting_status(request.status) and len(self.waiting) > 1\n"
-        "        if is_blocked or not self._handle_blocked_waiting_request(request):\n",
+        QUEUES,
+        "        if not self.scheduler._handle_blocked_waiting_request(request):\n",
+        "        scheduler = self.scheduler\n"
+        "        is_blocked = scheduler._is_blocked_waiting_status(request.status) and len(scheduler.waiting) > 1\n"
+        "        if is_blocked or not self.scheduler._handle_blocked_waiting_request(request):\n",
         200,
     ),
     Mutant("a gap is not noticed", INTAKE, "if message.index != stream.num_messages:", "if False:", 100),
     Mutant(
         "chunks of a stream that has ended are answered with errors",
         INTAKE,
-        "return request.resumable and request.request_id in self._gone",
+        "return request.resumable and request.request_id in self.records.gone_ids",
         "return False",
         200,
     ),
     Mutant(
         "a chunk without a stream is dropped",
         INTAKE,
-        "return request.resumable and request.request_id in self._gone",
+        "return request.resumable and request.request_id in self.records.gone_ids",
         "return True",
         200,
     ),
@@ -368,7 +369,7 @@ MUTANTS = (
         "tests/backends/vllm/scheduler/test_intake.py::test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream",
     ),
     Mutant("a chunk keeps more than there is", INTAKE, "if message.num_kept > num_held:", "if False:", 400),
-    Mutant("fields are not checked", WIRE, "if not is_right(value):", "if False:", 200),
+    Mutant("fields are not checked", WIRE, "FIELDS[name].validate_python(value)", "pass", 200),
     Mutant("what is no mapping is read as one", WIRE, "if not isinstance(fields, dict):", "if False:", 200),
     Mutant(
         "output in flight goes to the next request of the id",
@@ -378,7 +379,7 @@ MUTANTS = (
         400,
     ),
     Mutant("what the ended have lost is kept for them", HOST_MEMORY, "in request.released_blocks:", "in ():", 200),
-    Mutant("lookups outlive their step", SCHEDULER, "            self.kv_memory.end_step()\n", "", 200),
+    Mutant("lookups outlive their step", EXECUTOR, "            self.kv_memory.end_step()\n", "", 200),
     Mutant(
         "what was found is true of the next time",
         CONNECTOR,
@@ -448,7 +449,7 @@ MUTANTS = (
     Mutant(
         "each batch of a session's data waits anew",
         INTAKE,
-        "        if stream.request_id in self.idle:\n            stream.since_s",
+        "        if stream.request_id in self.queues.idle:\n            stream.since_s",
         "        if True:\n            stream.since_s",
         0,
         f"{OF_CLASSES}::test_data_of_a_session_are_served_within_their_bound_however_many_questions_come",
@@ -528,15 +529,15 @@ MUTANTS = (
     ),
     Mutant(
         "a later hit: the model runner goes on with the old blocks",
-        SCHEDULER,
+        QUEUES,
         "        if request.status == RequestStatus.RUNNING:\n            self._leave_running(request)\n"
-        "            request.status = RequestStatus.WAITING\n",
-        "",
+        "            request.status",
+        "        if False:\n            request.status",
         100,
     ),
     Mutant(
         "acknowledged while still computing",
-        INTAKE,
+        QUEUES,
         "if stream.num_in_flight_tokens > stream.num_stale_output_tokens:",
         "if False:",
         100,
@@ -557,7 +558,7 @@ MUTANTS = (
     ),
     Mutant(
         "a wrong number of computed tokens is acknowledged",
-        INTAKE,
+        OUTBOX,
         '"num_computed": stream.num_computed_tokens',
         '"num_computed": stream.num_prompt_tokens',
         50,
@@ -661,22 +662,22 @@ MUTANTS = (
     ),
     Mutant(
         "a running request computes one token more than was planned",
-        SCHEDULER,
-        "                request.step_end = end\n",
-        "                request.step_end = end + 1\n",
+        EXECUTOR,
+        "            request.step_end = end\n",
+        "            request.step_end = end + 1\n",
         0,
         "tests/backends/vllm/scheduler/test_grants.py::test_a_running_request_computes_as_many_tokens_as_it_is_granted",
     ),
     Mutant(
         "a prompt that starts computes past what was planned",
-        SCHEDULER,
-        "is_limited = request.status == RequestStatus.RUNNING or not (request.is_complete and has_their_connector)",
-        "is_limited = request.status == RequestStatus.RUNNING or not request.is_complete",
+        EXECUTOR,
+        "is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector",
+        "is_whole = request.status != RequestStatus.RUNNING and request.is_complete",
         20,
     ),
     Mutant(
         "a prompt that is not computed to its end samples a token",
-        SCHEDULER,
+        STEPS,
         "request.view = request.step_end = None",
         "request.view = None",
         50,

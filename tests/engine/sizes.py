@@ -10,8 +10,7 @@ BOUNDED = {
     "_habits": "one entry for each kind of source, a thousand at most",
     "_newest": "the last few observations",
     "sent": "copies of which no report has told how long they took",
-    "_started": "steps in flight",
-    "_gone": "the last ids of which late chunks may come, a thousand at most",
+    "gone_ids": "the last ids of which late chunks may come, a thousand at most",
 }
 """What may be larger at the end, by the attribute's name, and why it does not grow for ever."""
 

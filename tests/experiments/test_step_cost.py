@@ -3,7 +3,7 @@ from engine_step import loaded, prefill
 from step_cost import NUM_STEPS, WAYS, Times, all_states, rows, sessions, take_turns
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from streamrag.backends.vllm.scheduler.scheduler import StreamingScheduler
+from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
 
 
 def test_a_load_has_a_quarter_of_its_requests_in_each_state() -> None:
@@ -21,7 +21,7 @@ def test_a_load_may_have_nobody_but_complete_prompts_that_wait() -> None:
 
 def test_a_load_has_requests_of_all_classes() -> None:
     scheduler = loaded(sessions, 8, StreamingScheduler).scheduler
-    states = ([r.request_class for r in each] for each in (scheduler.running, scheduler.idle.values()))
+    states = ([r.request_class for r in each] for each in (scheduler.running, scheduler.plugin.queues.idle.values()))
     assert list(states) == [["session"] * 2, ["stream"] * 2]
     assert sorted(r.request_class for r in scheduler.waiting) == ["pool", "session", "stream", "stream"]
 

@@ -21,8 +21,8 @@ ASKING, CHOOSING = "streamrag.sessions.asking", "streamrag.sessions.choosing"
 WATCH, WATCHING = "streamrag.sessions.watch", "streamrag.sessions.watching"
 RUNNING, LANE = "streamrag.sessions.running", "streamrag.sessions.lane"
 STREAMS = "streamrag.backends.vllm.client.token_streams"
-INTAKE = "streamrag.backends.vllm.scheduler.intake"
-HOST_MEMORY, SCHEDULER = "streamrag.backends.vllm.scheduler.host_memory", "streamrag.backends.vllm.scheduler.scheduler"
+HOST_MEMORY = "streamrag.backends.vllm.scheduler.host_memory.memory"
+HOOKS, QUEUES = "streamrag.backends.vllm.scheduler.hooks", "streamrag.backends.vllm.scheduler.queues"
 
 MUTANTS = (
     mutant(
@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     mutant(
         "the blocks of who left are freed twice",
-        INTAKE,
+        HOOKS,
         "        kv_params, ec_params = super()._free_request(request, delay_free_blocks)\n",
         "        if request.status == RequestStatus.FINISHED_ABORTED:\n"
         "            for blocks in self.kv_cache_manager.get_blocks(request.request_id).blocks:\n"
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     mutant(
         "an aborted stream stays idle",
-        INTAKE,
+        QUEUES,
         "            self.idle.pop(request_id, None)\n",
         "            pass\n",
         10,
@@ -171,8 +171,8 @@ MUTANTS = (
     ),
     mutant(
         "host memory survives a reset",
-        SCHEDULER,
-        "                self.host_memory.forget()\n",
+        HOOKS,
+        "                self.plugin.host_memory.forget()\n",
         "                pass\n",
         200,
     ),

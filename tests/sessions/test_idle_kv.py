@@ -38,7 +38,7 @@ class Site:
     def held(self) -> list[int]:
         """KV blocks of each stream, in the order of their sessions."""
         scheduler = self.engine.scheduler
-        return [scheduler.kv_memory.num_blocks(request) for request in scheduler.requests.values()]
+        return [scheduler.plugin.kv_memory.num_blocks(request) for request in scheduler.requests.values()]
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ def test_an_idle_session_gives_its_kv_up_before_an_active_one_and_has_it_back_fr
                 await append(active, "active", 15 + i)
                 await ask(active, f"Question {i}?")
             both = here.held()
-            host = here.engine.scheduler.host_memory
+            host = here.engine.scheduler.plugin.host_memory
             assert host.num_saved == 0
             await here.session("new", 20)
             assert here.held()[:2] == [0, both[1]], "the idle one has gone, the active one stays"

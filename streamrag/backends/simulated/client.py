@@ -27,8 +27,8 @@ from streamrag.backends.simulated.runner import BlindRunner
 from streamrag.backends.simulated.stream import Answer, SimulatedStream
 from streamrag.backends.simulated.watch import Watch
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
-from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
-from streamrag.backends.vllm.scheduler.step_parts import parts_of
+from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
+from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.core import RequestClass
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.step_profiles import Part
@@ -94,7 +94,7 @@ class SimulatedClient:
         self._num_requests = 0
         self._params_of: dict[int, SamplingParams] = {}
         self._steps: list[SimulatedStep] | None = [] if keep_steps else None
-        self._watch = None if hasattr(engine.scheduler, "streaming_policy") else Watch()
+        self._watch = None if hasattr(engine.scheduler, "plugin") else Watch()
         self.records: dict[str, list[RequestRecord]] = {}
         """By query: what became of its requests, in the order in which they ended. Aborted ones only where known."""
         self.busy_s = 0.0

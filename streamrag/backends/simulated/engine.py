@@ -20,7 +20,7 @@ from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vl
 from streamrag.backends.simulated.runner import Runner
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.copy_wire import HostCopies
-from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
+from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 
 BlockHasher: TypeAlias = Callable[[Request], list[Any]]
 """The hashes of those whole blocks of a request that have none yet."""
@@ -74,8 +74,8 @@ class SimulatedEngine:
             log_stats=False,
         )
         self.scheduler.use_v2_model_runner = has_v2_runner
-        if hasattr(self.scheduler, "clock"):
-            self.scheduler.clock = self.scheduler.wall_clock = lambda: self.now_s
+        if hasattr(self.scheduler, "plugin"):
+            self.scheduler.plugin.clock.monotonic = self.scheduler.plugin.clock.wall = lambda: self.now_s
         self._hasher = block_hasher
         if shape.has_prefix_cache and block_hasher is None:
             hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
-from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.swapping import DROPPED
 from streamrag.records import Outcome, RequestRecord
 

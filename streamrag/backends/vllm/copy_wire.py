@@ -1,4 +1,4 @@
-"""What crosses between the scheduler's process and the workers: copies to be made, and what became of them."""
+"""Messages between the scheduler's process and the workers: copies to be made, and reports of them."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ class HostCopies(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class CopyReport(KVConnectorWorkerMetadata):
-    """What became of the copies of a step on one worker, or on all of them."""
+    """Outcome of the copies of a step on one worker, or on all of them."""
 
     saved: list[int] = field(default_factory=list)
     """Slots that can be loaded by any later step."""
@@ -35,7 +35,7 @@ class CopyReport(KVConnectorWorkerMetadata):
     in_s: float = 0.0
     """Measured, of the slowest worker."""
     num_slots: int | None = None
-    """How many slots there are, where they are fewer than the scheduler was promised."""
+    """Number of slots, where there are fewer than the scheduler was promised."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "CopyReport":
         """Join the reports of two workers that were given the same copies: what one has not saved is not saved."""

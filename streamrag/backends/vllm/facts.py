@@ -1,4 +1,4 @@
-"""What a profile of an engine is about: its model, its device and its limits, as vLLM is configured."""
+"""Facts that a profile of an engine is about: its model, its device and its limits, as vLLM is configured."""
 
 import importlib
 import os
@@ -24,11 +24,11 @@ class EngineFacts:
     """Facts about one engine. What its ranks divide between them is counted for each rank."""
 
     model: str
-    """Without the folder that it is in."""
+    """Name, without the folder that it is in."""
     dtype: str
     is_cuda: bool
     device: str
-    """As CUDA calls it; of a CPU how many cores, and of which kind."""
+    """Name in CUDA; of a CPU the number of its cores, and their kind."""
     num_cores: int
     tensor_parallel_size: int
     num_layers: int
@@ -48,7 +48,7 @@ class EngineFacts:
 
 
 def num_allowed_cores() -> int:
-    """Logical cores that this process may run on."""
+    """Return the number of logical cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -67,7 +67,7 @@ def emulated_dtypes(capabilities: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def engine_facts(config: "VllmConfig") -> EngineFacts:
-    """Facts about an engine of this configuration, whose layers must all have attention of the usual kind."""
+    """Return facts about an engine of this configuration, whose layers must all have attention of the usual kind."""
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 

@@ -1,4 +1,4 @@
-"""How many KV blocks host memory has room for.
+"""The number of KV blocks that host memory has room for.
 
 Scheduler and workers reckon it each for themselves and must agree, so that it follows from what the machine has, not
 from what happens to be free. Where there is less when it is taken, a worker takes less and says so.
@@ -10,12 +10,12 @@ from pathlib import Path
 HOST_SHARE = 0.25
 """Share of the host's memory that all workers take together, where nobody says."""
 MOST_TIMES_DEVICE = 6
-"""Nor more than so many times the KV cache of the device: few have more streams than that at one time."""
+"""Most host memory, in KV caches of the device: few have more streams than that at one time."""
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def num_host_blocks(host_kv_bytes: int | None, block_bytes: int, num_device_blocks: int, num_workers: int) -> int:
-    """Of one worker; `host_kv_bytes` as given by the user, None for a share of this machine."""
+    """Return the blocks of one worker; `host_kv_bytes` as given by the user, None for a share of this machine."""
     if host_kv_bytes is not None:
         return host_kv_bytes // block_bytes
     num_bytes = int(HOST_SHARE * host_bytes()) // num_workers
@@ -23,7 +23,7 @@ def num_host_blocks(host_kv_bytes: int | None, block_bytes: int, num_device_bloc
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in."""
+    """Return the bytes of memory of this machine, or of the container that this process is in."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([installed, *(limit for path in CGROUP_LIMITS if (limit := _read(path)))])
 

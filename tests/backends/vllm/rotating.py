@@ -5,7 +5,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from streamrag.backends.vllm.scheduler import replacement
-from streamrag.backends.vllm.scheduler.scheduler import StreamingScheduler
+from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
 from streamrag.core import common_prefix_len
 from streamrag.engine import make_policy
 

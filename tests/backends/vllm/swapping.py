@@ -19,10 +19,22 @@ class CopyFaults:
         connector = get_kv_transfer_group()
         assert type(connector) is HostKVConnector
         copier = connector.copier
-        copier.fail(fail_saves, fail_loads)
+        make_faulty(copier, fail_saves, fail_loads)
         copier.__dict__.pop("load", None)
         if confuses_loads:
             copier.__dict__["load"] = _confused(copier)
+
+
+def make_faulty(copier: HostCopier, fail_saves: int = 0, fail_loads: int = 0) -> None:
+    """From now on, of so many saves and loads of a block one fails; none if it is 0."""
+    num_asked = {False: 0, True: 0}
+
+    def has_slot(slot: int, *, is_load: bool) -> bool:
+        every = fail_loads if is_load else fail_saves
+        num_asked[is_load] += slot < copier.num_slots
+        return slot < copier.num_slots and not (every and num_asked[is_load] % every == 0)
+
+    copier.has_slot = has_slot  # type: ignore[method-assign]
 
 
 def _confused(copier: HostCopier) -> Callable[..., None]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
+from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 
 from .checks import Checks
 from .clients import FuzzError

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.engine import FinishReason
 
-from streamrag.backends.vllm.scheduler.host_memory import HostMemory
+from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.records import RequestRecord, read_records
 from tests.engine.sizes import what_has_grown
 
@@ -29,7 +29,7 @@ class Checks:
 
     def step(self) -> None:
         scheduler = self.scheduler
-        idle = scheduler.idle
+        idle = scheduler.plugin.queues.idle
         queued = [r.request_id for queue in (scheduler.running, scheduler.waiting) for r in queue]
         check(len(scheduler.kv_holding_waiting) == 0, "vLLM's queue of KV holders is in use")
         check(len(set(queued)) == len(queued) and not set(queued) & idle.keys(), "a request is in two queues")
@@ -67,7 +67,7 @@ class Checks:
         """That nobody waits for something that only the engine can bring."""
         for client in self.run.clients.values():
             # A client does not hear again of what was computed after all.
-            is_settled = not client.lacks_memory or client.request_id in self.scheduler.idle
+            is_settled = not client.lacks_memory or client.request_id in self.scheduler.plugin.queues.idle
             if client.is_waiting and not (is_settled and client.num_acknowledged == client.num_chunks):
                 self._lacks_memory(client)
 
@@ -80,15 +80,15 @@ class Checks:
         check(may_wait, f"{name} was forgotten")
         check(client.num_acknowledged == client.num_chunks, f"{name} does not hear that it waits for memory")
         request = scheduler.requests[client.request_id]
-        memory = scheduler.kv_memory
+        memory = scheduler.plugin.kv_memory
         memory.start_step()
         memory.num_present_tokens(memory.view(request))  # what it needs depends on what it finds
         num_tokens = min(request.num_remaining_tokens, self.scenario.max_num_batched_tokens)
         num_missing = memory.num_blocks_needed(memory.view(request), num_tokens) - memory.num_free_blocks
         memory.end_step()
-        num_kept_free = scheduler._num_kept_free if request.was_evicted else 0
+        num_kept_free = scheduler.plugin.planner.num_kept_free if request.was_evicted else 0
         if is_data:
-            num_kept_free = max(num_kept_free, scheduler._num_kept_from_data)
+            num_kept_free = max(num_kept_free, scheduler.plugin.planner.num_kept_from_data)
         check(num_missing > -num_kept_free, f"{name} waits for nothing")
         self.met["partial prompts asleep for want of memory"] += 1
 
@@ -110,7 +110,7 @@ class Checks:
         check(not self.run.runner.rows, f"the runner still remembers {list(self.run.runner.rows)}")
         grown = what_has_grown(scheduler, self.run.sizes_at_start)
         if scenario.num_true_host_blocks is not None:
-            grown.pop("scheduler.host_memory.pool._free", None)  # fewer than were promised; none is in use
+            grown.pop("scheduler.plugin.host_memory.pool._free", None)  # fewer than were promised; none is in use
             grown.pop("scheduler.connector.host_memory.pool._free", None)
         check(not grown, f"all are gone, and something of them is remembered: {grown}")
         self.met[f"runs: {scenario.policy}"] += 1

@@ -22,7 +22,7 @@ def count_chunk(run: "Run", event: Chunk, client: Client) -> None:
     met["chunks"] += 1
     if stream is None:
         return
-    is_idle = client.request_id in scheduler.idle
+    is_idle = client.request_id in scheduler.plugin.queues.idle
     if not is_idle and stream.num_computed_tokens > 0:
         met["chunks in mid-prefill"] += 1
     met["chunks for idle streams"] += is_idle
@@ -42,7 +42,7 @@ def count_chunk(run: "Run", event: Chunk, client: Client) -> None:
 
 def count_later_hits(run: "Run") -> None:
     """From now on."""
-    later_hits, met = run.scheduler.kv_memory.later_hits, run.met
+    later_hits, met = run.scheduler.plugin.kv_memory.later_hits, run.met
     if later_hits is None:
         return
     take = later_hits.take

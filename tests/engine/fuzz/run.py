@@ -19,7 +19,7 @@ from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.chunk_wire import EndOfInput as EndMessage
 from streamrag.backends.vllm.copy_wire import HostCopies
-from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
+from streamrag.backends.vllm.scheduler.hooks import StreamingHooks
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.profile_files import save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
@@ -96,14 +96,15 @@ class Run:
             has_v2_runner=scenario.has_v2_runner,
         )
         self.engine.on_step = self._on_step
-        assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
+        assert isinstance(self.engine.scheduler, StreamingHooks)
         self.scheduler = self.engine.scheduler
         self._planned: dict[str, tuple[int, int, bool]] = {}
         """Each grant of the last plan: tokens that are there, those after the step, and whether it has shown any."""
         self._plans_evictions = False
-        self.scheduler._plan = self._keep_plan(self.scheduler._plan)  # type: ignore[method-assign]
-        self.scheduler.step_sizes = AnySizes(scenario.seed)
-        self.host_memory = self.scheduler.host_memory
+        planner = self.scheduler.plugin.planner
+        planner.plan_step = self._keep_plan(planner.plan_step)  # type: ignore[method-assign]
+        self.scheduler.plugin.estimates.step_sizes = AnySizes(scenario.seed)
+        self.host_memory = self.scheduler.plugin.host_memory
         check((self.host_memory is None) == (scenario.eviction == "recompute"), "host memory for nothing, or none")
         count_later_hits(self)
         self.sizes_at_start = container_sizes(self.scheduler)
@@ -138,7 +139,7 @@ class Run:
                 else:
                     self._completes_pause()
                 self.met["the engine slept"] += 1
-                self.met["the engine slept beside idle streams"] += bool(self.scheduler.idle)
+                self.met["the engine slept beside idle streams"] += bool(self.scheduler.plugin.queues.idle)
                 engine.now_s = max(engine.now_s, events[0][0])
             self._evict_loaders()
             while events and events[0][0] <= engine.now_s:
@@ -185,7 +186,7 @@ class Run:
 
         def make_and_keep() -> Any:
             step = make_plan()
-            present = self.scheduler.kv_memory.num_present_tokens
+            present = self.scheduler.plugin.kv_memory.num_present_tokens
             self._planned, self._plans_evictions = {}, bool(step.plan.evictions)
             for grant in step.plan.grants:
                 view, start = grant.request, present(grant.request)
@@ -346,7 +347,7 @@ class Run:
         if client is None or not client.is_waiting:
             return False
         client.is_aborted = True
-        self.met["aborts of idle streams"] += client.request_id in self.scheduler.idle
+        self.met["aborts of idle streams"] += client.request_id in self.scheduler.plugin.queues.idle
         self.engine.abort(client.request_id)
         return True
 
@@ -363,14 +364,14 @@ class Run:
             (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
             if not loaded.isdisjoint(block_ids):
                 self.met["evictions of who has just loaded"] += 1
-                self.scheduler._evict(request)  # type: ignore[arg-type]
+                self.scheduler.plugin.evictions.evict(request)  # type: ignore[arg-type]
 
     def _evict(self, nth: int) -> None:
-        memory = self.scheduler.kv_memory
+        memory = self.scheduler.plugin.kv_memory
         holders = [r for r in self.scheduler.requests.values() if memory.num_blocks(r)]  # type: ignore[arg-type]
         if holders and self.pause is None:
             self.met["forced preemptions"] += 1
-            self.scheduler._evict(holders[nth % len(holders)])  # type: ignore[arg-type]
+            self.scheduler.plugin.evictions.evict(holders[nth % len(holders)])  # type: ignore[arg-type]
 
     def _reset(self, is_of_running: bool, is_of_connector: bool) -> None:
         is_done = self.scheduler.reset_prefix_cache(is_of_running, is_of_connector)

@@ -12,7 +12,7 @@ import anyio
 
 from streamrag import DeadlineExceededError, PipelineClosedError, Prompt, PromptTooLongError, SamplingParams
 from streamrag.backends.simulated.engine import always
-from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin, streaming_scheduler
+from streamrag.backends.vllm.scheduler.hooks import StreamingHooks, streaming_scheduler
 from streamrag.sessions import Session, Watch
 from tests.backends.vllm.client.fake_engine import cancelled_at
 from tests.engine.fuzz.checks import Checks
@@ -59,9 +59,9 @@ class Run:
             streaming_scheduler,
             has_v2_runner=load.engine.has_v2_runner,
         )
-        assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
+        assert isinstance(self.engine.scheduler, StreamingHooks)
         self.scheduler = self.engine.scheduler
-        self.host_memory = self.scheduler.host_memory
+        self.host_memory = self.scheduler.plugin.host_memory
         self.sizes_at_start = container_sizes(self.scheduler)
         run: Any = self  # of the fuzz of the scheduler it has what is looked at in each step
         self.engine.check = Checks(run).step
@@ -117,11 +117,11 @@ class Run:
             self.engine.do(lambda act=act, nth=nth: act(nth))
 
     def _evict(self, nth: int) -> None:
-        memory = self.scheduler.kv_memory
+        memory = self.scheduler.plugin.kv_memory
         holders: list[Any] = [r for r in self.scheduler.requests.values() if memory.num_blocks(r)]  # type: ignore[arg-type]
         if holders:
             self.met["forced preemptions"] += 1
-            self.scheduler._evict(holders[nth % len(holders)])
+            self.scheduler.plugin.evictions.evict(holders[nth % len(holders)])
 
     def _reset(self, nth: int) -> None:
         if self.scheduler.reset_prefix_cache(True, nth % 2 == 0):

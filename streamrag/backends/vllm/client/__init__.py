@@ -1,4 +1,4 @@
-"""What runs in the program that embeds an engine.
+"""The part of an engine that runs in the program that embeds it.
 
 backend                         VllmBackend, which a pipeline is given
 token_streams                   prompts that are pushed piece by piece, and the tokens of their answers

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What new tokens add to an answer."""
+    """The text that new tokens add to an answer."""
 
     text: str
     """May be empty: a character is incomplete, or what follows may make it the beginning of a stop text."""
     num_tokens: int
-    """How many of the new tokens belong to the answer: those behind the end of a stop text do not."""
+    """Number of new tokens that belong to the answer: those behind the end of a stop text do not."""
     has_stop_text: bool
     """Whether the answer ends here because a stop text was found."""
 
@@ -54,7 +54,7 @@ class AnswerText:
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
 
     def add(self, token_ids: Sequence[int], finish_reason: str | None) -> TextPiece:
-        """The text of these new tokens, with which the engine finished for this reason, or did not."""
+        """Return the text of these new tokens, with which the engine finished for this reason, or did not."""
         num_tokens, stop_text = len(token_ids), None
         for number, token_id in enumerate(token_ids, start=1):  # one by one, as vLLM gets them
             is_stop_token = finish_reason == "stop" and number == num_tokens

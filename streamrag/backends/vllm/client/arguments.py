@@ -1,23 +1,24 @@
-"""What an engine is told so that it prefills partial prompts in one way or the other."""
+"""The arguments of an engine that prefills partial prompts in one way or the other."""
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.engine import make_policy
-from streamrag.engine.eviction import EvictionMode, check_eviction
+from streamrag.engine.eviction import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import ConfigurationError
+from streamrag.support.validation import validated
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 Strategy: TypeAlias = Literal["streaming", "warming"]
-"""How partial prompts are prefilled: by streams into our scheduler, or by requests that fill vLLM's prefix cache."""
+"""Ways to prefill partial prompts: streams into our scheduler, or requests that fill vLLM's prefix cache."""
 
-SCHEDULER = "streamrag.backends.vllm.scheduler.scheduler.streaming_scheduler"
+SCHEDULER = "streamrag.backends.vllm.scheduler.hooks.streaming_scheduler"
 
 KV_TRANSFER = {
     "kv_connector": "HostKVConnector",
@@ -30,28 +31,27 @@ KV_TRANSFER = {
 
 
 def default_eviction() -> EvictionMode:
-    """What costs less; "recompute" where vLLM may refuse our KV connector, as it does for some engines."""
+    """Return "cost", or "recompute" where vLLM may refuse our KV connector, as it does for some engines."""
     return "recompute" if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") else "cost"
 
 
 def kv_transfer_config() -> "KVTransferConfig":
-    """What vLLM must be told of our KV connector, which every `eviction` but "recompute" needs."""
+    """Return vLLM's configuration of our KV connector, which every `eviction` but "recompute" needs."""
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(**KV_TRANSFER)
 
 
+@validated
 def scheduler_args(
-    strategy: str, policy: str, can_partial_evict: bool | None, engine_args: Mapping[str, Any], **others: Any
+    strategy: Strategy, policy: str, can_partial_evict: bool | None, engine_args: Mapping[str, Any], **others: Any
 ) -> dict[str, Any]:
-    """What makes vLLM run our scheduler, merged with what `engine_args` say.
+    """Return the arguments that make vLLM run our scheduler, merged with what `engine_args` say.
 
     `others` are further `SchedulerOptions`; None is the scheduler's default.
 
     :raises ConfigurationError: they exclude each other, or there is no such policy or eviction.
     """
-    if strategy not in get_args(Strategy):
-        raise ConfigurationError(f"strategy={strategy!r} must be one of {', '.join(map(repr, get_args(Strategy)))}")
     named = {"can_partial_evict": can_partial_evict, **others}
     options: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if strategy == "warming":
@@ -73,25 +73,23 @@ def scheduler_args(
     options = {"policy": policy} | options | theirs.get(KEY, {})
     make_policy(SchedulerOptions.named(options).policy)
     args: dict[str, Any] = {"scheduler_cls": SCHEDULER}
-    if (chosen := _checked_eviction(options, engine_args)) != "recompute":
+    if (chosen := _eviction(options.get("eviction"), engine_args)) != "recompute":
         options["eviction"] = chosen
         args["kv_transfer_config"] = dict(KV_TRANSFER)
     return args | {"additional_config": {**theirs, KEY: options}}
 
 
-def _checked_eviction(options: Mapping[str, Any], engine_args: Mapping[str, Any]) -> EvictionMode:
-    """What is asked for; the default where it works."""
-    reasons = []
+def _eviction(given: EvictionMode | None, engine_args: Mapping[str, Any]) -> EvictionMode:
+    """Return what is asked for, or the default where it works."""
+    reason = None
     if engine_args.get("enable_prefix_caching", True) is False:
-        reasons.append("enable_prefix_caching=False, and KV blocks are known by the hashes of the prefix cache")
-    if engine_args.get("kv_transfer_config") is not None:
-        reasons.append("a kv_transfer_config of its own, and vLLM takes one KV connector")
-    given = options.get("eviction")
+        reason = "enable_prefix_caching=False, and KV blocks are known by the hashes of the prefix cache"
+    elif engine_args.get("kv_transfer_config") is not None:
+        reason = "a kv_transfer_config of its own, and vLLM takes one KV connector"
     if given is None:
-        return "recompute" if reasons else default_eviction()  # those who ask hear of the reasons
-    mode = check_eviction(given)
-    if mode != "recompute" and reasons:
+        return "recompute" if reason else default_eviction()  # those who ask hear of the reason
+    if given != "recompute" and reason:
         raise ConfigurationError(
-            f'eviction={mode!r} cannot be had: engine_args have {reasons[0]}. Leave that out, or set "recompute"'
+            f'eviction={given!r} cannot be had: engine_args have {reason}. Leave that out, or set "recompute"'
         )
-    return mode
+    return given

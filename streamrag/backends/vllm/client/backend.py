@@ -17,7 +17,7 @@ from streamrag.backends.vllm.client.arguments import Strategy, scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
 from streamrag.backends.vllm.client.processes import EngineProcesses, import_vllm
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
-from streamrag.backends.vllm.client.stats import LastStats
+from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStreams, check_prompt_len, record_of
 from streamrag.backends.warming import warm_then_generate
@@ -27,6 +27,7 @@ from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
 from streamrag.records import KvHeld, KvUse
 from streamrag.starting import started_once
+from streamrag.support.validation import Count, PositiveFraction, validated
 from streamrag.tasks import run_regardless
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class VllmBackend:
     :raises ConfigurationError: values that cannot work.
     """
 
+    @validated
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -77,14 +79,14 @@ class VllmBackend:
         policy: str = DEFAULT_POLICY,
         can_partial_evict: bool | None = None,
         eviction: EvictionMode | None = None,
-        host_kv_bytes: int | None = None,
+        host_kv_bytes: Count | None = None,
         profile: str | None = None,
-        max_model_len: int | None = None,
+        max_model_len: Count | None = None,
         dtype: str = "auto",
-        max_num_batched_tokens: int | None = None,
-        max_num_seqs: int | None = None,
-        kv_cache_bytes: int | None = None,
-        gpu_memory_utilization: float | None = None,
+        max_num_batched_tokens: Count | None = None,
+        max_num_seqs: Count | None = None,
+        kv_cache_bytes: Count | None = None,
+        gpu_memory_utilization: PositiveFraction | None = None,
         seed: int = 0,
         collect_stats: bool = False,
         log_path: str | os.PathLike[str] | None = None,
@@ -95,6 +97,8 @@ class VllmBackend:
         self._model_name = str(model)
         self._path = local_model_path(model)
         self._log_path = Path(log_path) if log_path else None
+        self._strategy = strategy
+        self._stats = EngineStats() if collect_stats else None
         named = {
             "max_model_len": max_model_len,
             "dtype": dtype,
@@ -104,20 +108,11 @@ class VllmBackend:
             "gpu_memory_utilization": gpu_memory_utilization,
             "seed": seed,
         }
-        self._engine_args: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-        self._engine_args |= dict(engine_args or {})
-        self._strategy = strategy
-        self._stats = LastStats() if collect_stats else None
-        self._engine_args |= scheduler_args(
-            strategy,
-            policy,
-            can_partial_evict,
-            self._engine_args,
-            eviction=eviction,
-            host_kv_bytes=host_kv_bytes,
-            profile=profile,
-            tells_kv_use=True if collect_stats and strategy == "streaming" else None,
-        )
+        args = {name: value for name, value in named.items() if value is not None} | dict(engine_args or {})
+        others = {"eviction": eviction, "host_kv_bytes": host_kv_bytes, "profile": profile}
+        if collect_stats and strategy == "streaming":
+            others["tells_kv_use"] = True
+        self._engine_args = args | scheduler_args(strategy, policy, can_partial_evict, args, **others)
         self._vllm: Any = None
         self._engine: Any = None
         self._streams: TokenStreams | None = None
@@ -128,7 +123,7 @@ class VllmBackend:
 
     @property
     def model(self) -> ModelInfo:
-        """The model; available once the backend has started."""
+        """The model, once the backend has started."""
         if self._info is None:
             raise BackendError("the engine has not been started: await backend.start(print) first")
         return self._info
@@ -139,7 +134,7 @@ class VllmBackend:
 
         :raises BackendError: when the engine is not running, or does not run our scheduler.
         """
-        self._running()
+        self._live_engine()
         if self._streams is None:
             raise BackendError('an engine with strategy="warming" has no streams: start it with strategy="streaming"')
         return self._streams
@@ -211,7 +206,7 @@ class VllmBackend:
         :raises EngineDeadError: when the engine's processes are gone.
         :raises BackendError: when the engine fails otherwise.
         """
-        answering = to_vllm(params, self._running().vllm_config)
+        answering = to_vllm(params, self._live_engine().vllm_config)
         if self._strategy == "streaming":
             for_stream(answering)  # what it refuses, it refuses before retrieval begins
             events = stream_then_generate(prompts, self.streams, params)
@@ -241,8 +236,8 @@ class VllmBackend:
         return warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
 
     async def _request(self, token_ids: tuple[int, ...], params: Any) -> AsyncGenerator[Any, None]:
-        """One request to the engine; closing the generator aborts it. Yields vLLM's RequestOutputs."""
-        engine = self._running()
+        """Yield vLLM's RequestOutputs of one request; closing the generator aborts it."""
+        engine = self._live_engine()
         check_prompt_len(len(token_ids), self.model.max_model_len)
         request_id = uuid.uuid4().hex
         prompt = self._vllm.inputs.tokens_input(list(token_ids))
@@ -263,24 +258,24 @@ class VllmBackend:
 
     @property
     def process_ids(self) -> list[int]:
-        """Process ids of the engine's first processes; those may have started others."""
+        """Ids of the engine's first processes, which may have started others."""
         if self._engine is None:
             return []
         return [process.pid for process in self._engine.engine_core.resources.engine_manager.processes]
 
     async def num_unfinished_requests(self) -> int:
-        """Requests that the engine holds: streams, idle ones too, and warming requests.
+        """Count the requests that the engine holds: streams, idle ones too, and warming requests.
 
         Counted in this process, where a request ends a moment before the engine hears of its abort, so the engine is
         asked as well: it counts as one request as long as it has work.
         """
-        engine = self._running()
+        engine = self._live_engine()
         has_work = await self._ask(engine.engine_core.call_utility_async("has_work"))
         return max(int(has_work), int(engine.output_processor.get_num_unfinished_requests()))
 
     @property
     def kv_use(self) -> KvUse | None:
-        """What the engine's KV memory was used for at the end of its last step; None if it collects no stats.
+        """Use of the engine's KV memory at the end of its last step; None if it collects no stats.
 
         Once no request is open there are no more steps, and none of them holds anything.
         """
@@ -292,17 +287,17 @@ class VllmBackend:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached KV; False if that is impossible because requests hold blocks."""
-        return bool(await self._ask(self._running().reset_prefix_cache()))
+        return bool(await self._ask(self._live_engine().reset_prefix_cache()))
 
     def check_health(self) -> None:
-        """Whether the engine runs, as far as this process knows: it hears of a process that died within a moment.
+        """Check that the engine runs, as far as this process knows: it hears of a process that died within a moment.
 
         :raises EngineDeadError: its processes are gone.
         :raises BackendError: it was not started, or was closed.
         """
-        self._running()
+        self._live_engine()
 
-    def _running(self) -> Any:
+    def _live_engine(self) -> Any:
         if self._engine is None:
             raise BackendError("the engine is not running: it was closed, or not started")
         if self._engine.errored:

@@ -9,7 +9,7 @@ from streamrag.errors import BackendError, EngineDeadError, ModelError, StreamRa
 
 @contextmanager
 def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
-    """Errors of vLLM become ours; ours pass as they are. `why_dead` says why the engine's process is gone.
+    """Translate errors of vLLM into ours; ours pass as they are. `why_dead` says why the engine's process is gone.
 
     :raises EngineDeadError: the engine's process is gone.
     :raises BackendError: vLLM refused the request, or failed.
@@ -35,7 +35,7 @@ def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def vllm_model_errors_translated(model: Path | str) -> Iterator[None]:
-    """What vLLM raises while it makes the configuration of a model becomes ours.
+    """Translate the errors of vLLM while it makes the configuration of a model.
 
     :raises ModelError: vLLM cannot load it.
     """

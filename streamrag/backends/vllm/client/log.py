@@ -1,4 +1,4 @@
-"""What the processes of a vLLM engine print, kept in a file, and why they failed, found in it.
+"""A file of what the processes of a vLLM engine print, in which the reason of a failure is found.
 
 vLLM says "Engine core initialization failed. See root cause above" to the process that started the engine, and prints
 the cause in another. Some causes no logger sees: a library that is missing, the last words of a crash.

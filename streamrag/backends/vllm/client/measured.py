@@ -7,10 +7,8 @@
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
@@ -20,6 +18,8 @@ from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
 from streamrag.backends.vllm.client.errors import vllm_model_errors_translated
 from streamrag.backends.vllm.client.processes import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
+from streamrag.backends.vllm.client.stats import EngineStats
+from streamrag.backends.vllm.client.stats import MeasuredStep as MeasuredStep
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams, record_of
 from streamrag.backends.vllm.facts import EngineFacts, engine_facts
 from streamrag.core import Hint, SamplingParams
@@ -31,41 +31,13 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """One step, as the engine's process timed it. Its end is when this process heard of it, a moment later."""
-
-    end_s: float
-    elapsed_s: float
-    num_tokens: int
-    num_requests: int
-
-
-class _Steps:
-    """Takes down every step that the engine reports; what vLLM calls a stat logger."""
-
-    def __init__(self) -> None:
-        self.steps: list[MeasuredStep] = []
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, **ignored: Any) -> None:
-        details = scheduler_stats and scheduler_stats.iteration_details
-        if details:
-            num_tokens = details.num_ctx_tokens + details.num_generation_tokens
-            num_requests = details.num_ctx_requests + details.num_generation_requests
-            self.steps.append(MeasuredStep(time.monotonic(), details.elapsed_ms / 1e3, num_tokens, num_requests))
-
-    def log_engine_initialized(self) -> None:
-        """There is nothing to tell."""
-
-
 @asynccontextmanager
 async def running_engine(
     model: str, engine_args: Mapping[str, Any], *, policy: str | None, kv_tokens: int | None = None
 ) -> AsyncIterator["EngineClient"]:
-    """An engine with our scheduler and this policy, or with vLLM's own if there is none.
+    """Run an engine with our scheduler and this policy, or with vLLM's own if there is none.
 
-    `kv_tokens` is the capacity of its KV cache; None leaves that to vLLM, but on a CPU it is 4 GiB. What the engine
-    prints is read when it fails.
+    `kv_tokens` is the capacity of its KV cache; None leaves that to vLLM, but on a CPU it is 4 GiB.
 
     :raises ConfigurationError: the event loop's time is virtual, or vLLM refuses the arguments.
     :raises MissingDependencyError: vLLM is not installed.
@@ -77,14 +49,14 @@ async def running_engine(
     name_or_path = local_model_path(model) or model
     async with aclosing(EngineProcesses(name_or_path)) as processes:
         await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
-        log = _Steps()
+        stats = EngineStats(keeps_steps=True)
         args = _for_measuring(engine_args, policy, kv_tokens)
-        engine = await processes.start(args, stat_loggers=[lambda config, index: log])
-        yield EngineClient(engine, log.steps, processes.why_dead)
+        engine = await processes.start(args, stat_loggers=[lambda config, index: stats])
+        yield EngineClient(engine, stats.steps, processes.why_dead)
 
 
 def model_len(model: str) -> int:
-    """Most tokens of prompt and answer that vLLM allows a model by its own configuration. Imports vLLM: seconds.
+    """Return the most tokens of prompt and answer that vLLM allows a model. Imports vLLM, which takes seconds.
 
     :raises ModelError: there is no such model, or its configuration cannot be read.
     :raises MissingDependencyError: vLLM is not installed.
@@ -118,13 +90,13 @@ class EngineClient:
         self._why_dead = why_dead
         self._num_requests = 0
         self.steps = steps
-        """All steps so far."""
+        """Steps so far."""
         self.records: dict[str, list[RequestRecord]] = {}
-        """By query: what became of its requests, from our scheduler only."""
+        """Records of its requests by query, from our scheduler only."""
 
     @property
     def facts(self) -> EngineFacts:
-        """What a profile of it is about."""
+        """Facts that a profile of the engine is about."""
         return engine_facts(self._engine.vllm_config)
 
     @property
@@ -159,7 +131,7 @@ class EngineClient:
     async def stream(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int, *, is_complete: bool = False
     ) -> AsyncIterator["EngineStream"]:
-        """A prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
+        """Open a prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
         params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
         async with self._streams.open(token_ids, params, is_complete=is_complete) as stream:
             yield EngineStream(stream)
@@ -185,7 +157,7 @@ class EngineClient:
                     yield tuple(output.outputs[0].token_ids)
 
     async def _outputs(self, query_id: str, prompt: Any, num_output_tokens: int) -> AsyncGenerator[Any, None]:
-        """vLLM's RequestOutputs."""
+        """Yield vLLM's RequestOutputs of one request."""
         self._num_requests += 1
         request_id = f"{query_id}#{self._num_requests}"
         params = _params(num_output_tokens)
@@ -205,18 +177,18 @@ class EngineStream:
         self._stream = stream
 
     async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
-        """Let it grow; if it `is_complete`, have the answer sampled."""
+        """Append these tokens; if the prompt `is_complete` then, have the answer sampled."""
         if is_complete:
             await self._stream.finish(token_ids)
         else:
             await self._stream.append(token_ids, hint=hint)
 
     async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
-        """Replace it; if it `is_complete`, have the answer sampled."""
+        """Replace the prompt; if it `is_complete`, have the answer sampled."""
         await self._stream.update(token_ids, is_complete=is_complete, hint=hint)
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
-        """The answer as it comes."""
+        """Yield the answer as it comes."""
         async for event in self._stream:
             if isinstance(event, StreamedTokens) and event.token_ids:
                 yield event.token_ids

@@ -38,7 +38,7 @@ SCRATCH = "vllm"
 RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 SPAWN_POLL_S = 0.01
 SHUTDOWN_GRACE_S = 15.0
-"""How long the engine's processes may take to end by themselves. Their requests are aborted by then."""
+"""Seconds in which the engine's processes may end by themselves. Their requests are aborted by then."""
 
 DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """vLLM's own default is nearly all of the memory, which suits a GPU."""
@@ -47,13 +47,13 @@ CPU_BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes. Warming reuses whole blocks only, and the default there is 128."""
 
 OWN_ERROR = re.compile(r"streamrag\.errors\.\w+: (.*)")
-"""What our scheduler raises in the engine's process when it cannot work there."""
+"""The error that our scheduler raises in the engine's process when it cannot work there."""
 
 _environment_lock = threading.Lock()  # the environment belongs to the process, so this does too
 
 
 def check_can_start(model: Path | str) -> None:
-    """What can be known without importing vLLM, which takes seconds. A model that is a path is in a folder.
+    """Check what can be known without importing vLLM, which takes seconds. A model that is a path is in a folder.
 
     :raises MissingDependencyError: when vLLM is not installed.
     :raises UnsupportedVersionError: when another version is.
@@ -71,7 +71,7 @@ def check_can_start(model: Path | str) -> None:
 
 
 def import_vllm() -> Any:
-    """The module `vllm`, with all that an engine needs. Takes seconds.
+    """Import the module `vllm`, with all that an engine needs, which takes seconds.
 
     :raises ConfigurationError: when it is installed but broken.
     """
@@ -84,8 +84,7 @@ def import_vllm() -> Any:
 
 
 def num_reserved_cores(num_workers: int) -> int:
-    """Cores that are not computed on where the device is the CPU: one for each worker, as vLLM has it, if as many are
-    left.
+    """Return the cores to leave to the program where the device is the CPU: one for each worker, as vLLM has it.
 
     With a KV connector vLLM reserves twice as many, unless it finds so few that it reserves none: ours needs none, and
     engines with it and without it would be compared on different numbers of cores.
@@ -124,13 +123,13 @@ def _environment(changes: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 class _LastingThread:
-    """Does one thing, and then stays: the kernel ends the engine's processes when the thread ends that started them."""
+    """A thread that starts an engine, and then stays: the kernel ends the engine's processes with it."""
 
     def __init__(self) -> None:
         self._may_end = threading.Event()
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns or raises, in the thread."""
+        """Return or raise what `work` does, in the thread."""
         done: Future[Any] = Future()
         threading.Thread(target=self._run, args=(work, done), daemon=True, name="parent of a vLLM engine").start()
         return done.result()
@@ -150,7 +149,7 @@ class _LastingThread:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not so that an engine which is being stopped is dead, of which vLLM logs a traceback."""
+    """Whether to log a record: vLLM logs a traceback of an engine that is being stopped, as if it had died."""
     error = record.exc_info[1] if record.exc_info else None
     return type(error).__name__ != "EngineDeadError"
 
@@ -178,7 +177,7 @@ class EngineProcesses:
     async def start(
         self, engine_args: Mapping[str, Any], *, stat_loggers: Sequence[Callable[..., Any]] = ()
     ) -> "AsyncLLM":
-        """The running engine. To be called once; cancelling ends its processes.
+        """Start the engine, once, and return it. Cancelling ends its processes.
 
         `stat_loggers` are factories as vLLM wants them; without one it counts nothing.
 

@@ -21,11 +21,11 @@ OF_WHOLE_PROMPTS = (
     "routed_experts_prompt_start",
     "trace_decode_token_ids",
 )
-"""What vLLM, or its scheduler extended by ours, can only do with a prompt that comes in one piece."""
+"""Sampling parameters that need a prompt in one piece, in vLLM or in its scheduler extended by ours."""
 
 
 def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParams":
-    """For an engine of this `config`; answers come in pieces.
+    """Return the parameters for an engine of this `config`; answers come in pieces.
 
     :raises ConfigurationError: for what vLLM refuses, or would die of.
     """
@@ -65,7 +65,7 @@ def _dies_of_seeds(config: "VllmConfig") -> bool:
 
 
 def for_stream(params: "vllm.SamplingParams") -> "vllm.SamplingParams":
-    """A copy with which vLLM streams tokens: their text, and so stop texts, are the business of `AnswerText`.
+    """Return a copy with which vLLM streams tokens: their text, and so stop texts, are the business of `AnswerText`.
 
     :raises ConfigurationError: `params` have what a streamed prompt cannot have.
     """

@@ -28,7 +28,7 @@ except SystemExit as end:
     code = end.code
     raise
 """
-"""What the new process does instead of `code`, multiprocessing's own, which ends with SystemExit.
+"""Code of the new process around `code`, multiprocessing's own, which ends with SystemExit.
 
 It imports what it is to run before it runs it. It ends after all others that are registered to be called at its end,
 as a process that multiprocessing forks does: before Python looks for garbage, and lets go of every module.
@@ -36,7 +36,7 @@ as a process that multiprocessing forks does: before Python looks for garbage, a
 
 
 def main() -> None:
-    """Never returns."""
+    """Become the process that was asked for."""
     script, *arguments = sys.argv[1:]
     if "--multiprocessing-fork" in arguments:  # not the resource tracker, which cleans up after all others have ended
         end_with_parent(int(os.environ["STREAMRAG_SPAWN_PARENT"]))

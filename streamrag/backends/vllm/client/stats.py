@@ -1,27 +1,50 @@
-"""What the engine tells of itself after each step, if it is asked to; kept for whoever looks."""
+"""Reports of the engine after each step, kept in this process."""
 
+import time
+from dataclasses import dataclass
 from typing import Any
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.records import KvUse
 
 
-class LastStats:
-    """What vLLM calls a stat logger. With one, vLLM registers its own metrics with prometheus_client too."""
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step, as the engine's process timed it. Its end is when this process heard of it, a moment later."""
 
-    def __init__(self) -> None:
+    end_s: float
+    elapsed_s: float
+    num_tokens: int
+    num_requests: int
+
+
+class EngineStats:
+    """A stat logger, in vLLM's words. With one, vLLM registers its own metrics with prometheus_client too.
+
+    keeps_steps: whether `steps` are kept, of an engine with `enable_logging_iteration_details`.
+    """
+
+    def __init__(self, *, keeps_steps: bool = False) -> None:
+        self.steps: list[MeasuredStep] = []
+        self._keeps_steps = keeps_steps
         self._kv_use: dict[str, Any] | None = None
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, **ignored: Any) -> None:
-        found = scheduler_stats and scheduler_stats.kv_connector_stats
-        self._kv_use = (found or {}).get(KEY, self._kv_use)
+        if not scheduler_stats:
+            return
+        self._kv_use = (scheduler_stats.kv_connector_stats or {}).get(KEY, self._kv_use)
+        details = scheduler_stats.iteration_details
+        if self._keeps_steps and details:
+            num_tokens = details.num_ctx_tokens + details.num_generation_tokens
+            num_requests = details.num_ctx_requests + details.num_generation_requests
+            self.steps.append(MeasuredStep(time.monotonic(), details.elapsed_ms / 1e3, num_tokens, num_requests))
 
     def log_engine_initialized(self) -> None:
-        """There is nothing to tell."""
+        """Do nothing: there is nothing to tell."""
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """vLLM counts that itself."""
+        """Do nothing: vLLM counts that itself."""
 
     def kv_use(self) -> KvUse | None:
-        """As of the last step; None if none has told."""
+        """Return the use of KV memory as of the last step; None if none has told."""
         return None if self._kv_use is None else KvUse.from_dict(self._kv_use)

@@ -10,7 +10,7 @@ A push that returns is done. One that raises, or is cancelled, has changed nothi
 several tasks are done one after the other, in the order in which they were made.
 
 The engine must run our scheduler, as that of `VllmBackend` does:
-`scheduler_cls="streamrag.backends.vllm.scheduler.scheduler.streaming_scheduler"`.
+`scheduler_cls="streamrag.backends.vllm.scheduler.hooks.streaming_scheduler"`.
 """
 
 import asyncio
@@ -39,13 +39,16 @@ GIVEN_UP = "the engine gave the stream up; was it aborted, or the backend closed
 
 
 def record_of(output: Any) -> RequestRecord | None:
-    """What our scheduler recorded of a request, with vLLM's last output of it; None from other schedulers."""
+    """Return our scheduler's record of a request, from vLLM's last output of it; None from other schedulers."""
     values = (output.kv_transfer_params or {}).get(KEY, {}).get("record")
     return None if values is None else RequestRecord.from_dict(values)
 
 
 def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
-    """:raises PromptTooLongError: so many tokens leave no room for an answer."""
+    """Check the length of a prompt.
+
+    :raises PromptTooLongError: so many tokens leave no room for an answer.
+    """
     if num_tokens >= max_model_len:
         raise PromptTooLongError(
             f"a prompt of {num_tokens} tokens leaves no room for an answer: max_model_len is {max_model_len}"
@@ -60,12 +63,12 @@ class StreamedTokens:
     """Text of these tokens; as with `AnswerChunk`, it may lag behind them."""
     token_ids: tuple[int, ...]
     logprobs: Any = None
-    """As vLLM has them, one entry per token, if the sampling parameters ask for them."""
+    """Log-probabilities as vLLM has them, one entry per token, if the sampling parameters ask for them."""
     finish_reason: str | None = None
 
 
 class _Failed(Exception):
-    """Brings another error to whoever iterates over the answer."""
+    """Another error, on its way to the iteration over the answer."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -73,7 +76,15 @@ class _Failed(Exception):
 
 
 class TokenStream:
-    """One prompt that is still growing, and its answer. Made by `TokenStreams.open`."""
+    """One prompt that is still growing, and its answer. Made by `TokenStreams.open`.
+
+    A push (`append`, `update`, `finish`) that raises leaves the stream as it was.
+
+    :raises PromptTooLongError: a pushed prompt would leave no room for an answer.
+    :raises ConfigurationError: `params` of a push have what a streamed prompt cannot have.
+    :raises EngineDeadError: the engine's processes are gone.
+    :raises BackendError: the prompt is complete already, or the stream has ended.
+    """
 
     def __init__(
         self,
@@ -85,7 +96,7 @@ class TokenStream:
         request_class: RequestClass,
     ) -> None:
         self.record: RequestRecord | None = None
-        """What the engine did with the request; there when the answer is complete, unless a stop text ended it."""
+        """The engine's record of the request; there when the answer is complete, unless a stop text ended it."""
         self.is_complete = False
         """Whether the last chunk has been sent."""
         self._engine = engine
@@ -105,7 +116,7 @@ class TokenStream:
         self._reading = asyncio.Lock()
         self._is_answered = False
         self._error: BaseException | None = None
-        """What ended the iteration, for whoever iterates again."""
+        """The error that ended the iteration, for the next one."""
         self._is_aborted = False
         self._aborting: asyncio.Task[None] | None = None
 
@@ -126,12 +137,7 @@ class TokenStream:
     # ------------------------------------------------------------------------------------------------------ the prompt
 
     async def append(self, token_ids: Sequence[int], *, hint: Hint | None = None) -> None:
-        """Let the prompt grow by these tokens.
-
-        :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
-        :raises EngineDeadError: the engine's processes are gone.
-        :raises BackendError: the prompt is complete, or the stream has ended.
-        """
+        """Append these tokens to the prompt."""
         added = list(token_ids)
         await self._let_others_run()
         self._push(self._token_ids + added, len(self._token_ids), hint=hint)
@@ -143,10 +149,6 @@ class TokenStream:
 
         If it `is_complete`, have the answer sampled, as `finish` does. The first `num_shared` tokens are known to be
         shared with the prompt so far; the prefix is looked for behind them.
-
-        :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
-        :raises EngineDeadError: the engine's processes are gone.
-        :raises BackendError: the prompt is complete, or the stream has ended.
         """
         new = list(token_ids)
         await self._let_others_run()
@@ -156,18 +158,13 @@ class TokenStream:
         """Append these tokens, if any, and have the answer sampled.
 
         `params` replace those given at the start, except what vLLM fixes there: the seed, and how many `logprobs`.
-
-        :raises PromptTooLongError: it would leave no room for an answer; the stream stays as it was.
-        :raises ConfigurationError: `params` have what a streamed prompt cannot have; the stream stays as it was.
-        :raises EngineDeadError: the engine's processes are gone.
-        :raises BackendError: the prompt is complete, or the stream has ended.
         """
         added = list(token_ids)
         await self._let_others_run()
         self._push(self._token_ids + added, len(self._token_ids), is_complete=True, params=params)
 
     async def _let_others_run(self) -> None:
-        """The one place where a push can be cancelled, before it does anything. vLLM takes the last chunk meanwhile."""
+        """Yield, where alone a push can be cancelled, before it does anything. vLLM takes the last chunk meanwhile."""
         await asyncio.sleep(0)
 
     def _push(
@@ -188,16 +185,8 @@ class TokenStream:
         if not new:
             raise ConfigurationError("a prompt needs at least one token")
         check_prompt_len(len(new), self._max_model_len)
-        message = PromptMessage.of(
-            self._num_messages,
-            len(new),
-            num_shared,
-            is_complete,
-            self._clock(),
-            hint,
-            self._source_name,
-            self._request_class,
-        )
+        index, now_s, origin = self._num_messages, self._clock(), (self._source_name, self._request_class)
+        message = PromptMessage.of(index, len(new), num_shared, is_complete, now_s, hint, *origin)
         answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
         chunk_params = for_stream(answer_params)
         chunk_params.extra_args = {**(chunk_params.extra_args or {}), **message.extra_args()}
@@ -216,7 +205,7 @@ class TokenStream:
             raise BackendError("the stream has ended: it was aborted or failed; iterating over it says why")
 
     async def _inputs(self) -> AsyncGenerator["StreamingInput", None]:
-        """For vLLM: the chunks, until the last."""
+        """Yield the chunks to vLLM, until the last."""
         is_last = False
         while not is_last:
             chunk = await self._chunks.get()
@@ -229,12 +218,12 @@ class TokenStream:
         return self.events()
 
     async def events(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
-        """How far the newest prompt is prefilled, then the answer.
+        """Yield how far the newest prompt is prefilled, then the answer.
 
         Each prompt brings one `Prefilled` at most. If memory is short it comes early, with what is computed by then,
         and there is none when the rest is.
 
-        Whoever begins again goes on where the last iteration ended; of several at once, each event goes to one.
+        Another iteration goes on where the last one ended; of several at once, each event goes to one.
 
         :raises EngineDeadError: the engine's processes are gone.
         :raises BackendError: the engine refused the stream, or failed, or the stream was aborted.
@@ -243,7 +232,7 @@ class TokenStream:
             yield event
 
     async def _next_event(self) -> Prefilled | StreamedTokens | None:
-        """None behind the end of the answer."""
+        """Return the next event; None behind the end of the answer."""
         async with self._reading:
             event = None
             try:
@@ -256,7 +245,7 @@ class TokenStream:
                         self._begin_abort()
             except _Failed as failed:
                 self._error = failed.error
-            except Exception as error:  # whatever it is: it is raised below, and again to whoever iterates again
+            except Exception as error:  # whatever it is: it is raised below, and again by the next iteration
                 self._error = error
             if self._error:
                 raise self._error
@@ -339,7 +328,7 @@ class TokenStreams:
         source_name: str = "",
         request_class: RequestClass = "pool",
     ) -> AsyncIterator[TokenStream]:
-        """A stream whose prompt begins with these tokens, or is these. Leaving the context aborts what is not finished.
+        """Open a stream whose prompt begins with these tokens. Leaving the context aborts what is not finished.
 
         `source_name` is that of the retriever that brings the chunks: the engine learns when to expect each's next.
         `request_class` says who waits for the answer; the engine's policy may use it.
@@ -359,7 +348,7 @@ class TokenStreams:
             await stream.abort()
 
     async def aclose(self) -> None:
-        """Abort all streams; whoever iterates over one is told."""
+        """Abort all streams; iterating over one raises the reason."""
         streams = list(self._open)
         for stream in streams:
             stream._begin_abort()

@@ -32,37 +32,37 @@ class StreamRequest(Request):
     is_stream: bool
     arrival_s: float
     last_chunk_s: float
-    expected_complete_s: float | None
-    source_name: str
-    request_class: RequestClass
     since_s: float
-    """Since when it has had something to compute."""
-    is_replaced: bool
+    """Time since which it has had something to compute."""
+    expected_complete_s: float | None = None
+    source_name: str = ""
+    request_class: RequestClass = "pool"
+    is_replaced: bool = False
     """Whether its source is known to replace what it has sent."""
-    num_step_tokens: int | None
-    """While its prompt is partial, most tokens of it in one step; None for no limit of its own."""
-    num_messages: int
-    num_acknowledged: int
+    num_step_tokens: int | None = None
+    """Most tokens in one step while its prompt is partial; None for no limit of its own."""
+    num_messages: int = 1
+    num_acknowledged: int = 0
     """Chunks for which the client has been sent a finish. It expects exactly one each."""
-    step_end: int | None
-    """While vLLM plans a step that computes only some of its tokens: how many are computed after it; else None."""
-    num_loaded_tokens: int
+    step_end: int | None = None
+    """Tokens that are computed after the step that vLLM plans, if that computes only some; else None."""
+    num_loaded_tokens: int = 0
     """Tokens that the step for which it was admitted last loads from host memory."""
     released_blocks: set[int]
     """Device blocks that it had to give up and wants back; some may hold something else by now."""
-    was_evicted: bool
-    num_kept_tokens: int
-    """Of its prompt, leading tokens whose KV went to host memory when it was evicted last."""
+    was_evicted: bool = False
     """Whether it has lost KV to others."""
-    num_blocks_claimed: int | None
-    """Of the budget; None while it has no part in that."""
-    comparison: Comparison | None
-    """What is to become of its KV, while it is about to be evicted."""
-    view: RequestView | None
+    num_kept_tokens: int = 0
+    """Leading tokens of its prompt whose KV went to host memory when it was evicted last."""
+    num_blocks_claimed: int | None = None
+    """Blocks claimed of the budget; None while it has no part in that."""
+    comparison: Comparison | None = None
+    """Decides what becomes of its KV, while it is about to be evicted."""
+    view: RequestView | None = None
     """The last view of it; None when it has changed since."""
     log: RequestLog
-    record: RequestRecord | None
-    """What the log says in the end; None as long as the request lives."""
+    record: RequestRecord | None = None
+    """The record of its log; None as long as the request lives."""
 
     @classmethod
     def adopt(cls, request: Request, chunk: PromptMessage | None, sent_s: float, now_s: float) -> "StreamRequest":
@@ -79,28 +79,17 @@ class StreamRequest(Request):
         request.is_complete = chunk is None or chunk.is_complete
         # One of vLLM's own streaming sessions would wait for more input after its answer.
         request.resumable = False
-        request.arrival_s = request.last_chunk_s = arrival_s
-        request.expected_complete_s = chunk.expected_complete_s if chunk else None
-        request.source_name = chunk.source_name if chunk else ""
-        request.request_class = chunk.request_class if chunk else "pool"
-        request.since_s = arrival_s
-        request.is_replaced = False
-        request.num_step_tokens = None
-        request.num_messages, request.num_acknowledged = 1, 0
-        request.step_end = None
-        request.num_loaded_tokens = 0
+        request.arrival_s = request.last_chunk_s = request.since_s = arrival_s
+        if chunk is not None:
+            request.expected_complete_s = chunk.expected_complete_s
+            request.source_name = chunk.source_name
+            request.request_class = chunk.request_class
         request.released_blocks = set()
-        request.was_evicted = False
-        request.num_kept_tokens = 0
-        request.num_blocks_claimed = None
-        request.comparison = None
-        request.view = None
         request.log = RequestLog(request.request_id, request.is_stream, arrival_s, now_s)
-        request.record = None
         return request
 
     def end(self, now_s: float) -> RequestRecord:
-        """The record of a request whose status is final."""
+        """Make the record of a request whose status is final."""
         outcome = OUTCOMES.get(self.status, "finished")
         self.record = self.log.end(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
         return self.record
@@ -117,6 +106,16 @@ class StreamRequest(Request):
     def num_remaining_tokens(self) -> int:
         """Tokens that can be computed now; one for each step of a decode, also if its last token is still unknown."""
         return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens of prompt and answer, a hidden one included."""
+        return len(self._all_token_ids)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it has output, and no prompt left to compute."""
+        return bool(self._output_token_ids) and not self.is_prefill_chunk
 
     @property
     def takes_chunks(self) -> bool:

@@ -1,10 +1,23 @@
-"""What happens to a request inside the engine, noted by the scheduler while it happens."""
+"""Logs of requests inside the engine, written by the scheduler."""
 
+import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from streamrag.engine.swapping import Comparison
 from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRecord, RestoreRecord
+
+
+@dataclass(slots=True)
+class HostClock:
+    """Both clocks that logs need. A simulated engine puts its own in their place."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    """Seconds, of all records. `time.monotonic` is, on Linux, the same for all processes of a host."""
+    wall: Callable[[], float] = time.time
+    """Seconds, of `Request.arrival_time`, which is all that vLLM says about when a plain request was sent."""
 
 
 @dataclass(slots=True)
@@ -35,15 +48,17 @@ class RequestLog:
     """Leading tokens of the prompt whose KV was there, or being computed, when last looked at."""
 
     def on_chunk(self, chunk: ChunkRecord, num_left: int) -> None:
-        """A chunk came, after which the KV of `num_left` tokens is left."""
+        """Note a chunk, after which the KV of `num_left` tokens is left."""
         self.chunks.append(chunk)
         self.num_invalidated += chunk.num_invalidated
         self.num_present = num_left
         self.num_known = min(self.num_known, chunk.num_shared)
 
     def on_step(self, start: int, end: int, now_s: float, num_loaded: int = 0) -> None:
-        """Prompt tokens [start, end) are computed in this step. What is new below `start` was in the prefix cache, but
-        for `num_loaded` tokens from host memory."""
+        """Note that prompt tokens [start, end) are computed in this step.
+
+        What is new below `start` was in the prefix cache, but for `num_loaded` tokens from host memory.
+        """
         if self.scheduled_s is None:
             self.scheduled_s = now_s
         if start > self.num_present:
@@ -57,27 +72,27 @@ class RequestLog:
         self.num_present = end
 
     def on_later_hit(self, num_tokens: int, now_s: float) -> None:
-        """Others have computed its first `num_tokens` tokens meanwhile, and it has taken what it lacked of them."""
+        """Note that it has taken what it lacked of its first `num_tokens` tokens, which others have computed."""
         self.num_from_cache += num_tokens - self.num_present
         self.num_present = num_tokens
         if self.first_kv_s is None:
             self.first_kv_s = now_s
 
     def on_step_end(self, now_s: float, *, is_complete: bool) -> None:
-        """A step that computed prompt tokens has ended; of the complete prompt, the last ones."""
+        """Note the end of a step that computed prompt tokens; of the complete prompt, the last ones."""
         if self.first_kv_s is None:
             self.first_kv_s = now_s
         if is_complete and self.last_kv_s is None:
             self.last_kv_s = now_s
 
     def on_loss(self, num_tokens: int, comparison: Comparison, now_s: float) -> None:
-        """All of its KV was taken away, which was that of `num_tokens`, the answer's included."""
+        """Note that all KV was taken away, which was that of `num_tokens`, the answer's included."""
         fate, recompute_s, swap_s = comparison.choice, comparison.recompute_s, comparison.swap_s
         self.preemptions.append(PreemptionRecord(now_s, fate, num_tokens, recompute_s, swap_s))
         self.num_present = 0
 
     def on_saves(self, index: int, num_tokens: int, expected_s: float) -> None:
-        """Some of what the preemption of that index took away is being copied to host memory."""
+        """Note that some of what the preemption of that index took away is being copied to host memory."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(
             known,
@@ -86,36 +101,27 @@ class RequestLog:
         )
 
     def on_saved(self, index: int, seconds: float) -> None:
-        """Such copies took so long."""
+        """Note how long such copies took."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(known, save_s=known.save_s + seconds)
 
     def on_restored(self, index: int, seconds: float) -> None:
-        """The restore of that index took so long, or so long for a part of it."""
+        """Note how long the restore of that index took, or a part of it."""
         known = self.restores[index]
         self.restores[index] = replace(known, observed_s=(known.observed_s or 0.0) + seconds)
 
     def end(self, outcome: Outcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
+        """Return the record of a request that ends now."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in _RECORDED}
+        values["holds"] = dict(self.holds)
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return RequestRecord(
-            request_id=self.request_id,
             outcome=outcome,
-            is_stream=self.is_stream,
-            arrival_s=self.arrival_s,
-            queued_s=self.queued_s,
-            scheduled_s=self.scheduled_s,
-            first_kv_s=self.first_kv_s,
-            last_kv_s=self.last_kv_s,
             finished_s=now_s,
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=num_output_tokens,
-            num_computed=self.num_computed,
-            num_recomputed=self.num_recomputed,
-            num_invalidated=self.num_invalidated,
-            num_from_cache=self.num_from_cache,
-            num_loaded=self.num_loaded,
-            num_written_through=self.num_written_through,
-            chunks=tuple(self.chunks),
-            preemptions=tuple(self.preemptions),
-            restores=tuple(self.restores),
-            holds=dict(self.holds),
+            **values,
         )
+
+
+_RECORDED = {field.name for field in fields(RequestLog)} & {field.name for field in fields(RequestRecord)}

@@ -1,4 +1,4 @@
-"""What engines and models the scheduler runs on."""
+"""The engines and models that the scheduler runs on."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -28,7 +28,10 @@ CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
 
 
 def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> None:
-    """:raises ConfigurationError: the engine is set up in a way in which streaming has not been made to work."""
+    """Check the configuration of an engine.
+
+    :raises ConfigurationError: streaming has not been made to work in it.
+    """
     found = [name for name, is_used in CHECKS.items() if is_used(config)]
     if kv_cache_config.has_mamba_layers:
         found.append("a model with Mamba layers")
@@ -39,7 +42,7 @@ def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> Non
 
 
 def why_no_host_memory(config: KVCacheConfig) -> str | None:
-    """What keeps blocks of this KV from being copied: they must be of one kind, kept whole and written by us alone."""
+    """Return why blocks of this KV cannot be copied: they must be of one kind, kept whole and written by us alone."""
     if len(config.kv_cache_groups) != 1:
         return f"{len(config.kv_cache_groups)} kinds of KV blocks"
     (group,) = config.kv_cache_groups

@@ -58,7 +58,7 @@ class CpuCopies:
     def end_step(self) -> None: ...
 
     def take_measured(self) -> tuple[Measured, Measured]:
-        """What has been copied since the last time, out and in."""
+        """Return what has been copied since the last time, out and in."""
         measured = self._out, self._in
         self._out = self._in = Measured()
         return measured

@@ -33,14 +33,13 @@ class HostCopier:
         """Bytes of a block of all layers."""
         self._num_blocks = num_blocks
         self._num_slots_promised = num_slots
-        self.fail()
         self._copies: CpuCopies | CudaCopies | None = None
         self._report = CopyReport()
         self._failed_loads: set[int] = set()
 
-    def fail(self, save: int = 0, load: int = 0) -> None:
-        """For tests: from now on, of so many saves and loads of a block one fails; none if it is 0."""
-        self._save_faults, self._load_faults = _Faults(save), _Faults(load)
+    def has_slot(self, slot: int, *, is_load: bool) -> bool:
+        """Whether a slot can be loaded from, or saved to: there may be fewer than the scheduler counts with."""
+        return slot < self.num_slots
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Told by vLLM once: the KV of each layer, of which several layers may have the same.
@@ -63,7 +62,7 @@ class HostCopier:
         self._copies = CudaCopies(layers) if is_cuda else CpuCopies(layers)
 
     def _make_pool(self, *, is_pinned: bool) -> torch.Tensor:
-        """As much as there is memory for. Sets `num_slots`."""
+        """Return as much as there is memory for. Sets `num_slots`."""
         reason = None
         while True:
             try:
@@ -85,7 +84,7 @@ class HostCopier:
     # ----------------------------------------------------------------------------------------------------- each step
 
     def save(self, copies: HostCopies) -> None:
-        """Before anything overwrites a block."""
+        """Save blocks, before anything overwrites one."""
         if self._copies is not None:
             self._copies.start_step()
         if copies.saves:
@@ -94,7 +93,7 @@ class HostCopier:
             self._save(copies.held_saves, is_held=True)
 
     def _save(self, pairs: Pairs, *, is_held: bool) -> None:
-        good = [(block, slot) for block, slot in pairs if slot < self.num_slots and not self._save_faults.hits()]
+        good = [(block, slot) for block, slot in pairs if self.has_slot(slot, is_load=False)]
         try:
             if good:
                 assert self._copies is not None
@@ -107,8 +106,8 @@ class HostCopier:
         self._report.failed += [slot for _, slot in pairs if slot not in saved]
 
     def load(self, copies: HostCopies, *, by_layer: bool) -> None:
-        """Before the forward. `by_layer`: it will ask for each of its layers, and need not wait for all of them."""
-        good = [(slot, block) for slot, block in copies.loads if slot < self.num_slots and not self._load_faults.hits()]
+        """Load blocks, before the forward. `by_layer`: it will ask for each layer, and need not wait for all."""
+        good = [(slot, block) for slot, block in copies.loads if self.has_slot(slot, is_load=True)]
         try:
             if good:
                 assert self._copies is not None
@@ -124,7 +123,7 @@ class HostCopier:
             self._copies.wait_for_layer(name)
 
     def end_step(self) -> None:
-        """After the forward."""
+        """Have the next step wait for loads, after the forward."""
         if self._copies is not None:
             self._copies.end_step()
 
@@ -134,7 +133,7 @@ class HostCopier:
         return failed
 
     def take_report(self) -> CopyReport | None:
-        """What there is to say since the last time; None if nothing."""
+        """Return the report since the last time; None if there is nothing to say."""
         report, self._report = self._report, CopyReport()
         if self._copies is not None:
             out, into = self._copies.take_measured()
@@ -153,18 +152,6 @@ class HostCopier:
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.close()
-
-
-class _Faults:
-    """One of every `every`, none if it is 0."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._num_asked = 0
-
-    def hits(self) -> bool:
-        self._num_asked += 1
-        return self._every > 0 and self._num_asked % self._every == 0
 
 
 def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:

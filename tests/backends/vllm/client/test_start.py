@@ -110,7 +110,7 @@ def test_options_that_exclude_each_other_are_refused_at_once(
 def test_what_else_the_engine_is_told_stays() -> None:
     mine = {"other": 1, "streamrag": {"num_partial_tokens": 100, "eviction": "recompute"}}
     assert scheduler_args("streaming", "lcas", False, {"additional_config": mine}) == {
-        "scheduler_cls": "streamrag.backends.vllm.scheduler.scheduler.streaming_scheduler",
+        "scheduler_cls": "streamrag.backends.vllm.scheduler.hooks.streaming_scheduler",
         "additional_config": {
             "other": 1,
             "streamrag": {

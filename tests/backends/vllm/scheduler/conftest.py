@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreOutput
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.vllm.chunk_wire import PromptMessage
-from streamrag.backends.vllm.scheduler.scheduler import StreamingSchedulerMixin
+from streamrag.backends.vllm.scheduler.hooks import StreamingHooks
 from streamrag.core import RequestClass
 from streamrag.records import RequestRecord
 from tests.engine.oracle import V1OracleRunner
@@ -37,7 +37,7 @@ class Bench:
         windows = (None,) if shape.sliding_window is None else (None, shape.sliding_window)
         self.runner = V1OracleRunner(shape.num_blocks, shape.block_size, 1_000, shape.is_async, windows)
         self.engine = SimulatedEngine(shape, self.runner, always(1.0))
-        assert isinstance(self.engine.scheduler, StreamingSchedulerMixin)
+        assert isinstance(self.engine.scheduler, StreamingHooks)
         self.scheduler = self.engine.scheduler
         self.outputs: list[EngineCoreOutput] = []
         self._num_messages: dict[str, int] = {}
@@ -91,7 +91,7 @@ class Bench:
     def check_empty(self) -> None:
         self.run()
         assert not self.scheduler.requests
-        assert not self.scheduler.idle
+        assert not self.scheduler.plugin.queues.idle
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == self.engine.shape.num_blocks
 

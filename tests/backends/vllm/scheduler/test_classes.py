@@ -82,11 +82,11 @@ def test_who_loses_its_kv_has_no_part_in_the_budget_before_it_begins_again(bench
     b = bench(num_blocks=50, max_num_batched_tokens=200, streamrag={"kv_budget": 0.5, "policy": "fcfs"})
     b.plain("first", 40, max_tokens=20)
     b.step()
-    b.scheduler._evict(b.scheduler.requests["first"])
-    assert b.scheduler.admission.budget.has_claims is False
+    b.scheduler.plugin.evictions.evict(b.scheduler.requests["first"])
+    assert b.scheduler.plugin.claims.budget.has_claims is False
     b.run()
     assert len(b.tokens("first")) == 20
-    assert b.scheduler.admission.budget.num_blocks == 25
+    assert b.scheduler.plugin.claims.budget.num_blocks == 25
 
 
 def test_streams_that_get_the_same_chunk_compute_it_once(bench: Make) -> None:
@@ -123,6 +123,6 @@ def test_followers_go_on_when_their_leader_leaves_or_loses_its_kv(bench: Make) -
         if leaves == "aborted":
             b.engine.abort("a")
         else:
-            b.scheduler._evict(b.scheduler.requests["a"])
+            b.scheduler.plugin.evictions.evict(b.scheduler.requests["a"])
         b.run()
         assert b.tokens("b") == b.fresh_answer(same)

@@ -72,7 +72,7 @@ def test_one_whose_grammar_is_not_ready_keeps_nobody_waiting_and_starts_when_it_
     for _ in range(20):
         b.step()
     assert len(b.tokens("p")) == 2
-    assert "s" in b.scheduler.idle
+    assert "s" in b.scheduler.plugin.queues.idle
     assert b.engine.has_work  # as in vLLM, which looks again and again
     assert b.tokens("structured") == []
     grammar.set_result(AnyText())

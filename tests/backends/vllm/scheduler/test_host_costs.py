@@ -6,7 +6,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from streamrag.backends.vllm.scheduler.host_costs import HostCosts, Match
+from streamrag.backends.vllm.scheduler.host_memory.costs import HostCosts, Match
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine.costs.copy_costs import linear_copies
 from streamrag.engine.costs.price import Price

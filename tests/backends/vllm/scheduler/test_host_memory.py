@@ -40,7 +40,7 @@ def test_no_kv_of_old_weights_is_saved_or_loaded(
 ) -> None:
     b = bench(num_blocks=52, is_async=is_async, streamrag=SWAP)
     prompts = crowd(b)
-    assert b.scheduler.host_memory.pool.num_used > 0
+    assert b.scheduler.plugin.host_memory.pool.num_used > 0
     answered = list(prompts)[:4]
     for name in answered:
         b.chunk(name, [7], kept=60, is_complete=True, max_tokens=20)
@@ -56,7 +56,7 @@ def test_no_kv_of_old_weights_is_saved_or_loaded(
 def test_what_is_being_saved_during_a_reset_cannot_be_loaded_after_it(bench: Make) -> None:
     b = bench(num_blocks=52, is_async=True, streamrag=SWAP)
     prompts = crowd(b)
-    pool = b.scheduler.host_memory.pool
+    pool = b.scheduler.plugin.host_memory.pool
     b.plain("busy", 150, first=5_000)
     b.engine.launch()
     while not pool._saving:
@@ -77,7 +77,7 @@ def test_idle_streams_write_through_again_after_a_reset(bench: Make) -> None:
     b = bench(streamrag=SWAP)
     b.chunk("s", list(range(40)))
     b.run()
-    memory = b.scheduler.host_memory
+    memory = b.scheduler.plugin.host_memory
     memory.choice.num_to_write_through = lambda share_free: 100
     b.chunk("s", [7], kept=40)
     b.run()
@@ -95,7 +95,7 @@ def test_a_request_may_have_the_id_of_one_that_has_lost_kv(bench: Make, is_async
     prompt = list(range(60))
     b.chunk("s", prompt)
     b.run()
-    b.scheduler._evict(b.scheduler.requests["s"])
+    b.scheduler.plugin.evictions.evict(b.scheduler.requests["s"])
     b.engine.abort("s")
     b.run()
     # As long a prompt with the same tokens, which others have overwritten by the time it would start.
@@ -131,7 +131,7 @@ def test_nothing_is_left_of_requests_that_are_gone(bench: Make, eviction: str, i
 def test_models_whose_blocks_cannot_be_copied_are_served_with_host_memory_asked_for(bench: Make) -> None:
     b = bench(sliding_window=8, streamrag=SWAP)
     assert b.scheduler.connector is not None
-    assert b.scheduler.host_memory is None
+    assert b.scheduler.plugin.host_memory is None
     b.chunk("s", list(range(40)))
     b.plain("p", 30)
     b.run()
@@ -144,7 +144,7 @@ def test_models_whose_blocks_cannot_be_copied_are_served_with_host_memory_asked_
 
 def test_a_failed_load_is_blamed_on_what_its_own_step_loaded(bench: Make) -> None:
     """Two steps are in flight, which load different things into the same block; the load of the first fails."""
-    memory = bench(is_async=True, streamrag=SWAP).scheduler.host_memory
+    memory = bench(is_async=True, streamrag=SWAP).scheduler.plugin.host_memory
     nothing_else = SimpleNamespace(
         scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]), num_scheduled_tokens={}
     )

@@ -11,7 +11,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
 from streamrag.backends.vllm.chunk_wire import KEY, EndOfInput, PromptMessage
-from streamrag.backends.vllm.scheduler.intake import NUM_GONE
+from streamrag.backends.vllm.scheduler.records import NUM_GONE
 from tests.engine.sizes import container_sizes, what_has_grown
 
 Make = Callable[..., Any]
@@ -188,7 +188,7 @@ def test_no_more_is_remembered_of_those_that_failed_than_the_last_thousand(bench
     b = bench()
     for i in range(NUM_GONE + 5):
         send(b, f"s{i}", PromptMessage(1, 0, False).extra_args(), resumable=True)
-    assert len(b.scheduler._gone) == NUM_GONE
+    assert len(b.scheduler.plugin.records.gone_ids) == NUM_GONE
 
 
 @pytest.mark.parametrize("resumable", [False, True])
@@ -297,7 +297,7 @@ def test_the_gap_between_chunks_is_that_of_their_arrivals_and_not_of_the_steps_t
     b.step()  # a second, during which the next chunk arrives
     message = PromptMessage(1, 0, is_complete=False, arrival_s=arrived_s + 0.02)
     b.engine.add("s", list(range(100, 140)), SamplingParams(max_tokens=2, temperature=0.0), message)
-    assert b.scheduler.forecast.replaced_every_s("") == pytest.approx(0.02)
+    assert b.scheduler.plugin.estimates.forecast.replaced_every_s("") == pytest.approx(0.02)
 
 
 def test_a_chunk_that_claims_to_have_arrived_before_the_one_before_it_ends_nothing(bench: Make) -> None:

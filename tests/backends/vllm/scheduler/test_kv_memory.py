@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.metrics.stats import PrefixCacheStats
 
-from streamrag.backends.vllm.client.stats import LastStats
+from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.records import KvHeld
 
 Make = Callable[..., Any]
@@ -17,7 +17,7 @@ def test_who_starts_needs_the_watermark_as_well(bench: Make) -> None:
     """Without, a step comes out short as long as others run: vLLM does not admit what was granted."""
     b = bench(num_blocks=100, watermark=0.1)
     b.plain("p", 20)
-    memory = b.scheduler.kv_memory
+    memory = b.scheduler.plugin.kv_memory
     memory.start_step()
     assert memory.num_blocks_needed(memory.view(b.scheduler.requests["p"]), 16) == 5 + 10
 
@@ -28,8 +28,8 @@ def test_blocks_that_others_hold_as_well_do_not_come_free(bench: Make) -> None:
     for name in ("a", "b"):
         b.chunk(name, TOKENS)
         b.run()
-    memory = b.scheduler.kv_memory
-    view = memory.view(b.scheduler.idle["a"], is_idle=True)
+    memory = b.scheduler.plugin.kv_memory
+    view = memory.view(b.scheduler.plugin.queues.idle["a"], is_idle=True)
     assert view.num_blocks == 10
     assert memory.num_blocks_freed(view) == 1
 
@@ -44,7 +44,7 @@ def test_what_memory_is_used_for_is_told_by_state_if_that_is_asked_for(bench: Ma
     b.step()
     b.plain("q", 20, first=200)
     scheduler = b.scheduler
-    use = scheduler.kv_memory.use(scheduler.idle.values())
+    use = scheduler.plugin.kv_memory.use(scheduler.plugin.queues.idle.values())
     assert use.idle == KvHeld(2, 2 * 39), "the last token of a partial prompt is not computed"
     assert (use.running.num_requests, use.waiting) == (1, KvHeld(1, 0))
     assert use.running.num_tokens >= 20
@@ -54,8 +54,8 @@ def test_what_memory_is_used_for_is_told_by_state_if_that_is_asked_for(bench: Ma
     scheduler.log_stats = scheduler.kv_cache_manager.log_stats = True
     scheduler.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
     assert scheduler.make_stats().kv_connector_stats is None, "where vLLM serves, its loggers know no such stats"
-    scheduler.options = replace(scheduler.options, tells_kv_use=True)
-    log = LastStats()
+    scheduler.plugin.options = replace(scheduler.plugin.options, tells_kv_use=True)
+    log = EngineStats()
     assert log.kv_use() is None
     log.record(scheduler.make_stats(), None)
     log.record(None, None)

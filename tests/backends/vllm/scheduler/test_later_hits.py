@@ -85,6 +85,6 @@ def test_cached_blocks_that_nobody_holds_are_no_longer_free_for_the_stream_that_
     # 16 blocks in all: two are held, eight are found, and six more must be free beside these. Ten or eleven are free.
     b.step()
     assert b.scheduler.requests["late"].num_computed_tokens == 40 + 16, "a step was planned that did not fit"
-    assert b.scheduler.idle["idle"].num_computed_tokens == 0
+    assert b.scheduler.plugin.queues.idle["idle"].num_computed_tokens == 0
     b.run()
     assert b.tokens("late") == b.fresh_answer([*range(40), *range(600, 624)], max_tokens=1)

@@ -44,7 +44,7 @@ def waiting_for_memory(b: Any) -> None:
     b.run()
     b.chunk("stuck", [*range(500, 650)])
     b.run()
-    assert "stuck" not in b.scheduler.idle
+    assert "stuck" not in b.scheduler.plugin.queues.idle
 
 
 def in_mid_prefill(b: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.backends.vllm.scheduler.record_file import RecordFile
+from streamrag.backends.vllm.scheduler.records import RecordFile
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
 from streamrag.errors import ConfigurationError
 from streamrag.records import RequestRecord, read_records

@@ -84,7 +84,7 @@ def test_a_preempted_answer_loses_its_tokens_too_and_only_prompt_tokens_count_as
     b.plain("p", 10, max_tokens=10)
     for _ in range(4):  # the prompt, and three tokens after the first
         b.step()
-    b.scheduler._evict(b.scheduler.requests["p"])
+    b.scheduler.plugin.evictions.evict(b.scheduler.requests["p"])
     b.run()
     record = b.record("p")
     assert [p.num_tokens_lost for p in record.preemptions] == [13]
@@ -105,7 +105,7 @@ def test_every_request_leaves_one_line_however_it_ends(bench: Make, tmp_path: Pa
     b.engine.abort("never heard of")
     b.run()
     b.chunk("too long later", list(range(300)))
-    b.scheduler._end_input("no last chunk")
+    b.scheduler.plugin.intake.end_input("no last chunk")
     b.engine.abort("left")
     b.chunk("left", [1], kept=40, is_complete=True)  # comes too late
     b.plain("aborted in time", 10)
@@ -150,7 +150,7 @@ def test_what_a_kv_connector_says_of_a_request_is_kept(bench: Make, monkeypatch:
 
 def test_the_clock_is_the_hosts_and_a_plain_request_arrived_when_it_was_sent(bench: Make) -> None:
     b = bench()
-    b.scheduler.clock, b.scheduler.wall_clock = time.monotonic, time.time
+    b.scheduler.plugin.clock.monotonic, b.scheduler.plugin.clock.wall = time.monotonic, time.time
     before_s = time.monotonic()
     b.scheduler.add_request(Request("p", [1, 2], SamplingParams(max_tokens=1), None, arrival_time=time.time() - 5))
     b.scheduler.add_request(Request("future", [1, 2], SamplingParams(max_tokens=1), None, arrival_time=time.time() + 5))
@@ -172,7 +172,7 @@ def test_the_file_is_closed_with_the_engine(bench: Make, tmp_path: Path) -> None
     b = bench(streamrag={"records": str(tmp_path / "records.jsonl")})
     b.plain("p", 10)
     b.run()
-    file = b.scheduler.record_file._file
+    file = b.scheduler.plugin.records.file._file
     b.scheduler.shutdown()
     assert file.closed
 

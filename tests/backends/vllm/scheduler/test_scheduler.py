@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
+from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 from streamrag.backends.vllm.scheduler.supported import CHECKS, check_supported
 from streamrag.engine.step_size import StepSize, StepSizes
 from streamrag.errors import ConfigurationError
@@ -42,7 +42,7 @@ def test_nothing_is_sampled_for_a_partial_prompt(bench: Make) -> None:
     b.chunk("s", TOKENS)
     b.run()
     assert b.tokens("s") == []
-    assert b.scheduler.idle["s"].num_computed_tokens == len(TOKENS) - 1
+    assert b.scheduler.plugin.queues.idle["s"].num_computed_tokens == len(TOKENS) - 1
 
 
 def test_a_chunk_in_mid_prefill_takes_effect_at_the_next_step(bench: Make) -> None:
@@ -64,7 +64,7 @@ def test_an_update_keeps_the_kv_up_to_the_common_prefix_and_nothing_past_it(benc
     b.run()
     b.chunk("s", [*TOKENS[:21], 500, 501, 502])
     assert b.scheduler.requests["s"].num_computed_tokens == 21
-    assert b.scheduler.kv_memory.num_blocks(b.scheduler.requests["s"]) == 6
+    assert b.scheduler.plugin.kv_memory.num_blocks(b.scheduler.requests["s"]) == 6
 
 
 def test_a_full_block_that_others_may_find_is_not_written_again(bench: Make) -> None:
@@ -108,7 +108,7 @@ def test_many_more_idle_streams_than_slots_stall_nobody(bench: Make, can_partial
     for i in range(20):
         b.chunk(f"s{i}", [i * 50 + t for t in range(20)])
     b.run()  # which ends: those that wait for memory do not keep the engine awake
-    assert len(b.scheduler.idle) == num_idle
+    assert len(b.scheduler.plugin.queues.idle) == num_idle
     b.plain("p", 100, first=5_000)
     for i in range(20):
         b.chunk(f"s{i}", [7], kept=20, is_complete=True)
@@ -124,7 +124,7 @@ def test_idle_streams_are_the_first_victims(bench: Make) -> None:
     b.plain("busy", 150, first=1_000, max_tokens=20)
     b.plain("late", 20, first=2_000)
     b.run()
-    assert b.scheduler.idle["idle"].log.preemptions[0].num_tokens_lost == len(TOKENS) - 1
+    assert b.scheduler.plugin.queues.idle["idle"].log.preemptions[0].num_tokens_lost == len(TOKENS) - 1
     assert len(b.tokens("busy")) == 20
 
 
@@ -186,7 +186,7 @@ def test_ending_the_input_without_a_last_chunk_frees_the_stream(bench: Make) -> 
     b = bench()
     b.chunk("s", TOKENS)
     b.step()
-    b.scheduler._end_input("s")
+    b.scheduler.plugin.intake.end_input("s")
     b.check_empty()
     assert b.num_finishes("s") == 1
 
@@ -222,7 +222,7 @@ def test_a_lean_step_leaves_partial_prompts_out_beside_a_complete_one(bench: Mak
     assert b.scheduler.requests["partial"].num_computed_tokens == 16
     assert len(b.tokens("complete")) == 1
     b.run()
-    assert "partial" in b.scheduler.idle
+    assert "partial" in b.scheduler.plugin.queues.idle
 
 
 def test_a_partial_prompt_that_is_alone_takes_short_steps_too_because_its_next_chunk_waits_for_them(
@@ -241,7 +241,7 @@ def test_a_prompt_whose_source_soon_replaces_it_takes_the_shortest_steps(bench: 
     b = bench(max_num_batched_tokens=512, num_blocks=400, max_model_len=1_000)
     b.plain("measured", 300)  # a second a step
     b.run()
-    b.scheduler.forecast.observe("", gap_s=0.02, kept_share=0.5)
+    b.scheduler.plugin.estimates.forecast.observe("", gap_s=0.02, kept_share=0.5)
     b.chunk("partial", list(range(400, 800)))
     b.step()
     assert b.scheduler.requests["partial"].num_computed_tokens == 39  # sqrt(2 x 64 tokens x 0.04 s x 300 tokens / s)
@@ -257,7 +257,7 @@ def long_steps_seldom() -> StepSizes:
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_prompt_that_starts_computes_no_more_than_planned(bench: Make, is_async: bool) -> None:
     b = bench(max_num_batched_tokens=2_000, num_blocks=1_000, max_model_len=4_000, is_async=is_async)
-    b.scheduler.step_sizes = long_steps_seldom()
+    b.scheduler.plugin.estimates.step_sizes = long_steps_seldom()
     b.plain("long", 1_500)
     b.step()
     assert b.scheduler.requests["long"].num_computed_tokens == 256
@@ -273,7 +273,7 @@ def test_a_long_prompt_that_needs_the_memory_of_an_idle_stream_gets_it_without_a
     bench: Make,
 ) -> None:
     b = bench(max_num_batched_tokens=2_000, num_blocks=500, max_model_len=2_000, must_fit_whole=False)
-    b.scheduler.step_sizes = long_steps_seldom()
+    b.scheduler.plugin.estimates.step_sizes = long_steps_seldom()
     b.chunk("idle", list(range(3_000, 3_200)))
     b.run()
     b.plain("long", 1_900)
@@ -315,8 +315,8 @@ def test_the_length_of_steps_follows_from_steps_and_from_each_prompt_that_become
     b = bench()
     complete: list[float] = []
     steps: list[tuple[int, float, float]] = []
-    b.scheduler.step_sizes.observe_complete = complete.append
-    b.scheduler.step_sizes.observe_step = lambda *of_step: steps.append(of_step)
+    b.scheduler.plugin.estimates.step_sizes.observe_complete = complete.append
+    b.scheduler.plugin.estimates.step_sizes.observe_step = lambda *of_step: steps.append(of_step)
     b.plain("plain", 10)
     b.chunk("s", list(range(100, 120)))
     b.step()
@@ -393,7 +393,7 @@ def test_loads_of_another_connector_that_fail_are_left_to_vllm(bench: Make) -> N
     b.engine = SimulatedEngine(shape, runner, always(1.0), with_their_connector)
     b.scheduler = b.engine.scheduler
     assert b.scheduler.connector is not None
-    assert b.scheduler.host_memory is None
+    assert b.scheduler.plugin.host_memory is None
     b.plain("p", len(TOKENS))
     b.step()
     request = b.scheduler.requests["p"]

@@ -49,12 +49,12 @@ def test_a_client_hears_of_a_prompt_that_waits_for_memory(bench: Make, is_busy: 
         if b.engine.has_work:
             b.step()
     assert acknowledgements(b, "stuck") == [{"chunk": 0, "num_computed": 0, "is_waiting": True}]
-    assert "stuck" not in b.scheduler.idle
+    assert "stuck" not in b.scheduler.plugin.queues.idle
     b.chunk("stuck", [7], kept=120)
     b.run()
     b.engine.abort("idle")
     b.run()
-    assert "stuck" in b.scheduler.idle  # it goes on by itself, and is acknowledged once
+    assert "stuck" in b.scheduler.plugin.queues.idle  # it goes on by itself, and is acknowledged once
     assert [each["chunk"] for each in acknowledgements(b, "stuck")] == [0, 1]
     b.chunk("stuck", [8], kept=121, is_complete=True)
     b.run()
@@ -72,7 +72,7 @@ def test_a_client_hears_of_a_prompt_that_got_stuck_while_its_last_step_was_in_fl
         b.chunk(name, [*range(100 * i, 100 * i + 23)])
     b.run()
     assert [[each["chunk"] for each in acknowledgements(b, name)] for name in names] == [[0], [0], [0]]
-    assert len(b.scheduler.idle) < 3
+    assert len(b.scheduler.plugin.queues.idle) < 3
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -86,7 +86,7 @@ def test_a_client_hears_that_another_prompt_has_grown_into_its_memory(bench: Mak
     b.run()
     (told,) = acknowledgements(b, "stuck")
     assert told["is_waiting"]
-    assert list(b.scheduler.idle) == ["grows"]
+    assert list(b.scheduler.plugin.queues.idle) == ["grows"]
 
 
 class LogprobsRunner(V2OracleRunner):

@@ -15,7 +15,7 @@ def test_what_was_computed_from_a_load_is_not_copied_before_it_is_known_to_be_go
     b.plain("p", 190, first=1_000)  # which takes the KV of the idle stream
     b.plain("q", 100, first=5_000, max_tokens=20)
     b.run()
-    host_memory = b.scheduler.host_memory
+    host_memory = b.scheduler.plugin.host_memory
     assert host_memory.pool.num_used > 0
     host_memory.choice.num_to_write_through = lambda share_free: 100
     b.runner.load_fails = lambda slot: True

@@ -9,6 +9,7 @@ import torch
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.backends.vllm.worker.copier import HostCopier
 from streamrag.errors import ConfigurationError
+from tests.backends.vllm.swapping import make_faulty
 
 NUM_BLOCKS = 10
 SHAPE = (NUM_BLOCKS, 2, 8, 6)  # blocks, heads, tokens, content, as vLLM shows it
@@ -120,7 +121,7 @@ def test_copies_are_counted_and_timed_once() -> None:
 def test_faults_are_said_and_hurt_nobody_else() -> None:
     caches = made_caches()
     copier = made_copier(caches)
-    copier.fail(save=3, load=2)
+    make_faulty(copier, 3, 2)
     report, _ = step(copier, saves=[(0, 10), (1, 11), (2, 12), (3, 13)])
     assert (report.saved, report.failed) == ([10, 11, 13], [12])
     before = overwrite(caches)

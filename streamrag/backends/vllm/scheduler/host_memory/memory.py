@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
-from streamrag.backends.vllm.scheduler.host_costs import HostCosts, Match
-from streamrag.backends.vllm.scheduler.host_loads import LoadsInFlight, Suspects
+from streamrag.backends.vllm.scheduler.host_memory.costs import HostCosts, Match
+from streamrag.backends.vllm.scheduler.host_memory.loads import LoadsInFlight, Suspects
+from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.backends.vllm.scheduler.request import StreamRequest
-from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.engine.costs.price import Price
 from streamrag.engine.host_pool import HostPool
 from streamrag.engine.swapping import Comparison, CostChoice, SwapAlways, SwapChoice
@@ -34,11 +34,11 @@ MOST_OVERCOMMITTED = 1.5
 
 
 class _Released(NamedTuple):
-    """What a block holds that its request had to give up."""
+    """KV in a block that its request had to give up."""
 
     request: StreamRequest
     position: int
-    """Which block of the request it was."""
+    """Position of the block in its request."""
     key: Any
     """Its hash."""
 
@@ -85,7 +85,7 @@ class HostMemory:
         return self.choice.evict(typical, typical, self._now_s).choice == "swap"
 
     def on_release(self, request: StreamRequest) -> None:
-        """A victim is about to give up its blocks, and is to have them back."""
+        """Note that a victim is about to give up its blocks, and is to have them back."""
         blocks = self._group.req_to_blocks.get(request.request_id, ())
         num_blocks = min(self._num_known(request), len(blocks))
         for index in range(num_blocks):
@@ -94,8 +94,7 @@ class HostMemory:
             request.released_blocks.add(block_id)
 
     def on_chunk(self, request: StreamRequest, num_computed: int, num_shared: int) -> None:
-        """The prompt of `request` changes: `num_computed` tokens of it were computed, its first `num_shared` are
-        left."""
+        """Note that a prompt changes, of which `num_computed` tokens were computed; its first `num_shared` are left."""
         if num_computed:
             self.costs.on_chunk(num_computed, min(num_computed, num_shared))
         if self.pool.owned(request.request_id):
@@ -104,7 +103,7 @@ class HostMemory:
             self._num_written[request.request_id] = min(num_written, num_shared // self._block_size)
 
     def on_partial(self, request: StreamRequest) -> None:
-        """A step computes some of a partial prompt."""
+        """Note that a step computes some of a partial prompt."""
         self._unwritten[request.request_id] = request
 
     def on_step_end(self, step: "SchedulerOutput", output: "KVConnectorOutput | None", duration_s: float) -> None:
@@ -117,7 +116,7 @@ class HostMemory:
             self.costs.on_step_end(list(parts_of(step)), duration_s, copies_s, is_held_up=is_held_up)
 
     def on_failed_loads(self, block_ids: set[int]) -> Suspects:
-        """These loads of the step that has just ended failed. Returns what may be wrong, in later steps too."""
+        """Note failed loads of the step that has just ended. Return what may be wrong, in later steps too."""
         wrong = self._in_flight.wrong(block_ids)
         self.num_failed += len(wrong.keys)
         self.costs.on_failed_copies()
@@ -127,7 +126,7 @@ class HostMemory:
         return wrong
 
     def forget(self) -> None:
-        """All KV is invalid from now on, as after other weights were loaded. Nobody holds any, or gives it up later."""
+        """Forget all KV, which is invalid from now on, as after other weights were loaded. Nobody holds any."""
         self._released.clear()
         self.pool.clear()
         self._num_written.clear()
@@ -139,7 +138,7 @@ class HostMemory:
     # ------------------------------------------------------------------------------------------- what vLLM asks for
 
     def look_up(self, request: StreamRequest, num_local: int) -> Match | None:
-        """What there is past the first `num_local` tokens, which the prefix cache has; None if nothing was lost."""
+        """Return the KV past the first `num_local` tokens, which the prefix cache has; None if nothing was lost."""
         start, end = num_local // self._block_size, (request.num_tokens - 1) // self._block_size
         num_blocks = self.pool.num_valid(request.block_hashes[start:end]) if end > start else 0
         if request.skip_reading_prefix_cache or (num_blocks == 0 and not request.was_evicted):
@@ -149,7 +148,7 @@ class HostMemory:
         return Match(start, num_blocks, comparison, num_blocks * self._block_size if is_loaded else 0)
 
     def commit(self, request: StreamRequest, match: Match | None, num_tokens: int) -> None:
-        """`request` runs in this step, with blocks for `num_tokens` tokens of what was found, which are loaded."""
+        """Note that a request runs in this step, for which `num_tokens` tokens of what was found are loaded."""
         request.num_loaded_tokens = num_tokens
         if match is None:
             return
@@ -161,7 +160,7 @@ class HostMemory:
             self._loads.append((slot, block.block_id, key))
 
     def take_copies(self, step: "SchedulerOutput") -> HostCopies:
-        """What is to be copied for this step, for which vLLM asks nothing more."""
+        """Return the copies of this step, for which vLLM asks nothing more."""
         unheard_of = self._in_flight.blocks()
         losers: Counter[StreamRequest] = Counter()
         saves = list(self._saves(step, unheard_of, losers)) if self._released else []
@@ -178,7 +177,7 @@ class HostMemory:
         return HostCopies(saves, [(slot, block_id) for slot, block_id, _ in loads], held_saves)
 
     def on_report(self, report: CopyReport) -> None:
-        """Copies have ended."""
+        """Note copies that have ended."""
         if report.num_slots is not None:
             self.pool.limit(report.num_slots)
         for slot in report.saved:
@@ -192,7 +191,7 @@ class HostMemory:
         self.costs.on_copied(report.num_blocks_out, report.out_s, report.num_blocks_in, report.in_s)
 
     def on_finish(self, request: StreamRequest) -> None:
-        """Nothing of it is kept."""
+        """Forget a request that has ended."""
         self.pool.release(request.request_id)
         self.costs.on_finish(request.request_id)
         self._unwritten.pop(request.request_id, None)
@@ -259,13 +258,13 @@ class HostMemory:
 
 
 def host_memory_of(connector: Any) -> HostMemory | None:
-    """What our KV connector has made; None if there is another, none, or one that cannot work."""
+    """Return the host memory of our KV connector; None if there is another, none, or one that cannot work."""
     memory = getattr(connector, "host_memory", None)
     return memory if isinstance(memory, HostMemory) else None
 
 
 def _blocks_in(step: "SchedulerOutput") -> Iterator[int]:
-    """Those that somebody was given for this step, and some that they had before."""
+    """Yield the blocks that requests were given for this step, and some that they had before."""
     for new in step.scheduled_new_reqs:
         yield from new.block_ids[0]
     for blocks in step.scheduled_cached_reqs.new_block_ids:

@@ -1,4 +1,4 @@
-"""What decisions about KV in host memory were expected to cost, and what they did cost.
+"""Costs of decisions about KV in host memory: what was expected, and what came true.
 
     resumed ─▶ on_resume ─▶ steps that recompute │ reports of copies ─▶ RestoreRecord.observed_s
     evicted ─▶ on_saves, in steps that overwrite ─▶ reports of copies ─▶ PreemptionRecord.save_s
@@ -20,7 +20,7 @@ from streamrag.records import RestoreRecord
 
 
 class Match(NamedTuple):
-    """What host memory has of a request that could run in this step."""
+    """Blocks that host memory has of a request that could run in this step."""
 
     start: int
     """The first block past what the prefix cache has."""
@@ -79,12 +79,12 @@ class HostCosts:
         self._out, self._in = _CopyQueue(), _CopyQueue()
 
     def on_chunk(self, num_computed: int, num_valid: int) -> None:
-        """A chunk found computed tokens, of which the KV of so many is still true."""
+        """Note that a chunk found computed tokens, of which the KV of so many is still true."""
         if self.price is not None:
             self.price.observe_chunk(num_computed, num_valid)
 
     def on_resume(self, request: StreamRequest, match: Match, now_s: float) -> None:
-        """It runs in this step, with what was found."""
+        """Note that a request runs in this step, with what was found."""
         if not request.was_evicted:
             return
         start, num_blocks, comparison, _ = match
@@ -106,25 +106,25 @@ class HostCosts:
             self._recomputing[request.request_id] = _Recomputing(entry, first, first + record.num_tokens)
 
     def on_saves(self, request: StreamRequest, num_blocks: int, num_together: int) -> None:
-        """Blocks of an evicted request are sent to host memory, as some of `num_together` blocks."""
+        """Note that blocks of an evicted request are sent to host memory, as some of `num_together` blocks."""
         together_s = self.price.save_s(num_together) if self.price is not None else 0.0
         entry = _Entry(request.log, len(request.log.preemptions) - 1)
         request.log.on_saves(entry.index, num_blocks * self._block_size, together_s * num_blocks / num_together)
         self._out.sent.append((entry, num_blocks))
 
     def on_write_through(self, num_blocks: int) -> None:
-        """Blocks are sent to host memory that nobody has lost."""
+        """Note that blocks are sent to host memory that nobody has lost."""
         self._out.sent.append((None, num_blocks))
 
     def on_sent(self, num_out: int, num_in: int, now_s: float) -> None:
-        """All copies of a step."""
+        """Note the number of all copies of a step."""
         if self.price is not None:
             self.price.observe_sent(num_out, num_in, now_s)
 
     def on_step_end(
         self, parts: Sequence[tuple[str, Part]], duration_s: float, copies_s: float, *, is_held_up: bool
     ) -> None:
-        """A step took `duration_s`, and its copies `copies_s`; some of these it may have had to wait for."""
+        """Note that a step took `duration_s`, and its copies `copies_s`; for some of these it may have waited."""
         computed = [part for _, part in parts]
         compute_s = duration_s
         if self.price is not None:
@@ -145,7 +145,7 @@ class HostCosts:
                 known.entry.log.on_restored(known.entry.index, known.observed_s)
 
     def on_copied(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
-        """Copies have ended."""
+        """Note copies that have ended."""
         for entry, seconds in self._out.ended(num_out, out_s):
             entry.log.on_saved(entry.index, seconds)
         for entry, seconds in self._in.ended(num_in, in_s):
@@ -154,7 +154,7 @@ class HostCosts:
             self.price.observe_copies(num_out, out_s, num_in, in_s)
 
     def on_failed_copies(self) -> None:
-        """Numbers do not tell any more which copies have ended: nothing is said of those sent."""
+        """Forget the copies that were sent: numbers do not tell any more which have ended."""
         self._out.sent.clear()
         self._in.sent.clear()
 

@@ -1,4 +1,4 @@
-"""What a step of vLLM computes."""
+"""The parts of a step of vLLM: whose tokens it computes, and how many."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from streamrag.engine.costs.step_profiles import Part
 
 
 def parts_of(step: SchedulerOutput) -> Iterator[tuple[str, Part]]:
-    """The requests of a step, in its order of new ones before others, and what it computes of each."""
+    """Yield the requests of a step, in its order of new ones before others, and what it computes of each."""
     counts = step.num_scheduled_tokens
     for new in step.scheduled_new_reqs:
         yield new.req_id, (counts[new.req_id], new.num_computed_tokens)

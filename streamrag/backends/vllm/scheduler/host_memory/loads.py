@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Suspects(NamedTuple):
-    """What is wrong if a load of a step, or of one before it, has failed."""
+    """KV that is wrong if a load of a step, or of one before it, has failed."""
 
     keys: Mapping[int, Any]
-    """What the step loads, by the device block that it loads it into."""
+    """Keys of the blocks that the step loads, by the device block that each is loaded into."""
     blocks: set[int]
-    """Those, and what is computed from them."""
+    """These device blocks, and those that are computed from them."""
     requests: set[str]
-    """Those that read them."""
+    """Requests that read them."""
 
 
 class LoadsInFlight:
@@ -28,16 +28,16 @@ class LoadsInFlight:
 
     def __init__(self, blocks_of: Mapping[str, Sequence["KVCacheBlock"]]) -> None:
         self._blocks_of = blocks_of
-        """By request id, its blocks at this moment."""
+        """Blocks at this moment, by request id."""
         self._in_flight: deque[Suspects] = deque()
         self._ended = Suspects({}, set(), set())
 
     def blocks(self) -> set[int]:
-        """Blocks that may not hold what they should: the outcome is not known yet."""
+        """Return the blocks that may not hold what they should: the outcome is not known yet."""
         return set().union(*(suspects.blocks for suspects in self._in_flight))
 
     def on_step(self, request_ids: Iterable[str], keys: Mapping[int, Any]) -> None:
-        """A step starts, which computes some of these requests, and loads `keys`, by device block."""
+        """Note a step that starts, which computes some of these requests, and loads `keys`, by device block."""
         found = Suspects(keys, set(keys), set())
         known = found.blocks | self.blocks()
         for request_id in request_ids if known else ():
@@ -52,7 +52,7 @@ class LoadsInFlight:
         self._ended = self._in_flight.popleft()
 
     def wrong(self, block_ids: Collection[int]) -> Suspects:
-        """If these loads failed, of the step that has just ended: what is wrong, of later steps too."""
+        """Return what is wrong, in later steps too, if these loads of the step that has just ended failed."""
         steps = [self._ended, *self._in_flight]
         # The keys of that step: the next one may have loaded something else into the same blocks already.
         keys = {block_id: self._ended.keys[block_id] for block_id in block_ids}

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from streamrag.backends.vllm.scheduler.replacement import drop_output_in_flight, free_blocks
+from streamrag.backends.vllm.scheduler.kv.replacement import drop_output_in_flight, free_blocks
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 
 if TYPE_CHECKING:
@@ -32,21 +32,21 @@ def can_look_again(scheduler: Scheduler) -> bool:
 
 
 class LaterHits:
-    """For an engine that `can_look_again`.
+    """Looks for later hits in an engine that `can_look_again`.
 
     are_of_all: whether plain requests are looked up again as well, and not streams only.
     """
 
     def __init__(self, scheduler: Scheduler, *, are_of_all: bool) -> None:
         self._scheduler = scheduler
-        self._are_of_all = are_of_all
+        self.are_of_all = are_of_all
         self._pool = scheduler.kv_cache_manager.block_pool
         (self._group,) = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._group_ids = [self._group.kv_cache_group_id]
         self._block_size = self._group.block_size
 
     def find(self, request: StreamRequest) -> Sequence["KVCacheBlock"]:
-        """The cached blocks behind the whole ones of `request`. Mostly there are none, and one lookup shows it."""
+        """Return the cached blocks behind the whole ones of `request`. Mostly, one lookup shows that there are none."""
         block_hashes = request.block_hashes
         start = request.num_computed_tokens // self._block_size
         end = min((request.num_tokens - 1) // self._block_size, len(block_hashes))
@@ -59,14 +59,14 @@ class LaterHits:
         return found if found and self._may_take(request) else ()
 
     def _may_take(self, request: StreamRequest) -> bool:
-        if not (request.is_stream or self._are_of_all):
+        if not (request.is_stream or self.are_of_all):
             return False
         if request.skip_reading_prefix_cache or has_prompt_logprobs(request) or request.has_encoder_inputs:
             return False
         return request.status in (RequestStatus.WAITING, RequestStatus.RUNNING)
 
     def num_needed(self, request: StreamRequest, found: Sequence["KVCacheBlock"], num_tokens: int) -> int:
-        """Free blocks that must be there for it to take `found`, and to hold its first `num_tokens` tokens."""
+        """Return how many blocks must be free for it to take `found`, and to hold its first `num_tokens` tokens."""
         num_held = request.num_computed_tokens // self._block_size + len(found)
         num_blocks = -(-num_tokens // self._block_size)
         return max(num_blocks - num_held, 0) + sum(block.ref_cnt == 0 for block in found)

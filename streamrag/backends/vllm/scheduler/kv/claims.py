@@ -1,4 +1,4 @@
-"""How much of the KV memory complete prompts may claim, their answers included.
+"""The KV memory that complete prompts have claimed, answers included.
 
     begins ──claim: blocks for prompt and answer──▶ in the budget ──loses its KV, or ends──▶ claim released
 
@@ -10,11 +10,11 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine.rules import Budget
 
 
-class Admission:
-    """Keeps count of what is claimed. `num_blocks` is the budget; with None there is none, and nothing is counted."""
+class KvClaims:
+    """Counts claims. Without a `share`, of the engine's `num_blocks`, there is no budget and nothing to count."""
 
-    def __init__(self, num_blocks: int | None) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self, share: float | None, num_blocks: int) -> None:
+        self._num_blocks = None if share is None else int(share * num_blocks)
         self._num_claimed = 0
         self._num_claims = 0
 
@@ -24,13 +24,13 @@ class Admission:
         return Budget(self._num_blocks - self._num_claimed, has_claims=self._num_claims > 0)
 
     def claim(self, request: StreamRequest, num_blocks: int) -> None:
-        """`request`, which has no claim, begins."""
+        """Add the claim of a request that begins, and has none."""
         request.num_blocks_claimed, request.view = num_blocks, None
         self._num_claimed += num_blocks
         self._num_claims += 1
 
     def release(self, request: StreamRequest) -> None:
-        """It has lost its KV, or has ended."""
+        """Remove the claim, if any, of a request that has lost its KV, or has ended."""
         if request.num_blocks_claimed is not None:
             self._num_claimed -= request.num_blocks_claimed
             self._num_claims -= 1

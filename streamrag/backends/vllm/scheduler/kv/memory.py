@@ -8,10 +8,11 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from streamrag.backends.vllm.scheduler.host_memory import HostMemory
-from streamrag.backends.vllm.scheduler.later_hits import LaterHits
+from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
+from streamrag.backends.vllm.scheduler.kv.later_hits import LaterHits
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine import RequestView
+from streamrag.engine.rules import NextBlock
 from streamrag.records import KvHeld, KvUse
 
 if TYPE_CHECKING:
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class _Hit(NamedTuple):
-    """What a request finds."""
+    """KV that a request finds."""
 
     blocks: KVCacheBlocks
     """Blocks of the prefix cache."""
     num_local: int
     """Tokens in these, or in what the request holds."""
     num_tokens: int
-    """With those that would be loaded from host memory."""
+    """Tokens with those that would be loaded from host memory."""
 
 
 class KvMemory:
@@ -37,8 +38,12 @@ class KvMemory:
         self._host_memory = host_memory
         self._manager = scheduler.kv_cache_manager
         self.groups = self._manager.coordinator.single_type_managers
+        self.num_device_blocks: int = self._manager.block_pool.num_gpu_blocks
         self.smallest_block_size = min(group.block_size for group in self.groups)
+        self._requests: dict[str, StreamRequest] = scheduler.requests
         self.later_hits = later_hits
+        self.next_block: NextBlock | None = self._next_block if later_hits and later_hits.are_of_all else None
+        """See `engine.groups.NextBlock`; None where requests that share what they compute next do not wait."""
         self._hits: dict[str, _Hit] = {}
         self._found: dict[str, Sequence[KVCacheBlock]] = {}
         self.num_free_blocks = 0
@@ -54,9 +59,9 @@ class KvMemory:
         self._found.clear()
 
     def use(self, idle: Iterable[Request]) -> KvUse:
-        """What the KV memory is used for now; `idle` are requests outside of vLLM's queues."""
+        """Return the use of KV memory now; `idle` are requests outside of vLLM's queues."""
         scheduler, pool = self._scheduler, self._host_memory.pool if self._host_memory else None
-        num_blocks = self._manager.block_pool.num_gpu_blocks - 1  # one holds nothing
+        num_blocks = self.num_device_blocks - 1  # one holds nothing
         return KvUse(
             running=_held(scheduler.running),
             waiting=_held(scheduler.waiting),
@@ -67,7 +72,7 @@ class KvMemory:
         )
 
     def num_blocks(self, request: StreamRequest) -> int:
-        """Blocks held."""
+        """Return the number of blocks that a request holds."""
         return sum(len(group.req_to_blocks.get(request.request_id, ())) for group in self.groups)
 
     def view(self, request: StreamRequest, is_idle: bool = False) -> RequestView:
@@ -84,17 +89,12 @@ class KvMemory:
         """Whether looking up could find anything. Most that wait find nothing, not even their first block."""
         if self._host_memory is not None or len(self.groups) > 1:
             return True
-        hashes = self._scheduler.requests[view.request_id].block_hashes
+        hashes = self._requests[view.request_id].block_hashes
         return bool(hashes) and self._manager.block_pool.get_cached_block(hashes[0], [0]) is not None
-
-    def _request(self, view: RequestView) -> StreamRequest:
-        request = self._scheduler.requests[view.request_id]
-        assert isinstance(request, StreamRequest)
-        return request
 
     def _hit(self, view: RequestView) -> "_Hit":
         if view.request_id not in self._hits:
-            request = self._request(view)
+            request = self._requests[view.request_id]
             blocks, num_local, _ = self._manager.get_computed_blocks(request)
             match = self._host_memory.look_up(request, num_local) if self._host_memory else None
             hit = _Hit(blocks, num_local, num_local + (match.num_tokens if match else 0))
@@ -113,11 +113,11 @@ class KvMemory:
         return (request.num_computed_tokens // self.smallest_block_size + len(found)) * self.smallest_block_size
 
     def _find(self, request: RequestView) -> "Sequence[KVCacheBlock]":
-        """What there is behind what it holds."""
+        """Return the cached blocks behind what the request holds."""
         if self.later_hits is None or request.has_output:
             return ()
         if request.request_id not in self._found:
-            of_vllm = self._request(request)
+            of_vllm = self._requests[request.request_id]
             found = self.later_hits.find(of_vllm)
             # Who runs would have to begin as those that wait. It must not come to wait for memory by that.
             if found and request.is_running and self._num_needed_with(of_vllm, found, 0) > self.num_free_blocks:
@@ -126,7 +126,7 @@ class KvMemory:
         return self._found[request.request_id]
 
     def _num_needed_with(self, request: StreamRequest, found: "Sequence[KVCacheBlock]", end: int) -> int:
-        """Free blocks that must be there for `request` to take `found` and to compute its tokens before `end`."""
+        """Return how many blocks must be free for `request` to take `found` and to compute its tokens before `end`."""
         assert self.later_hits is not None
         num_tokens = request.num_tokens if self._scheduler.scheduler_reserve_full_isl else end
         return self.later_hits.num_needed(request, found, num_tokens) + self._manager.watermark_blocks
@@ -138,18 +138,17 @@ class KvMemory:
         if not found:
             return False
         assert self.later_hits is not None
-        self.later_hits.take(self._request(view), found)
+        self.later_hits.take(self._requests[view.request_id], found)
         return True
 
-    def next_block(self, request: RequestView, num_tokens: int) -> Hashable | None:
-        """See `engine.groups.NextBlock`."""
-        of_vllm = self._request(request)
+    def _next_block(self, request: RequestView, num_tokens: int) -> Hashable | None:
+        of_vllm = self._requests[request.request_id]
         index = num_tokens // self.smallest_block_size
         is_whole = index < len(of_vllm.block_hashes) and not of_vllm.skip_reading_prefix_cache
         return of_vllm.block_hashes[index] if is_whole else None
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
-        of_vllm = self._request(request)
+        of_vllm = self._requests[request.request_id]
         if found := self._found.get(request.request_id):
             return self._num_needed_with(of_vllm, found, self.num_present_tokens(request) + num_tokens)
         is_running = of_vllm.status == RequestStatus.RUNNING

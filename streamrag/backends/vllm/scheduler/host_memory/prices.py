@@ -1,4 +1,4 @@
-"""By which prices an engine chooses between recomputing and copying."""
+"""The prices by which an engine chooses between recomputing and copying."""
 
 from typing import TYPE_CHECKING
 

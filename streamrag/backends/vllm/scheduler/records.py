@@ -1,20 +1,53 @@
-"""Records of all requests, one JSON line each, in a file that several engines may share."""
+"""Records of the requests that have ended."""
 
 import logging
 import os
+from collections import deque
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
+from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.errors import ConfigurationError
 from streamrag.records import RequestRecord
 
 logger = logging.getLogger(__name__)
 
 
+NUM_GONE = 1_000
+"""Requests that were not finished, of which it is remembered that chunks may still come."""
+
+
+class Records:
+    """Makes the record of each request that ends, and remembers those that failed or were aborted."""
+
+    def __init__(self, path: str | None, *, clock: HostClock) -> None:
+        self.file = RecordFile(Path(path)) if path else None
+        self.gone_ids: deque[str] = deque(maxlen=NUM_GONE)
+        """Ids of the last that failed or were aborted. Their clients know, and may use them again."""
+        self._clock = clock
+
+    def end(self, request: StreamRequest) -> dict[str, Any]:
+        """Return the record of a request whose status is final, and append it to the file."""
+        record = request.end(self._clock.monotonic())
+        if record.outcome != "finished":
+            self.gone_ids.append(request.request_id)
+        if self.file is not None:
+            self.file.write(record)
+        fields: dict[str, Any] = msgspec.to_builtins(record)
+        return fields
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
 class RecordFile:
-    """Appends records. The file is opened with the first; a line is in it when `write` returns.
+    """A file of records, one JSON line each, to which several engines may append.
+
+    It is opened with the first record; a line is in it when `write` returns.
 
     An engine goes on when the file can no longer be written: that is logged, and no more records are kept.
 
@@ -53,7 +86,7 @@ class RecordFile:
             self._file = None
 
     def _open(self) -> BinaryIO:
-        """Without a buffer, so that each line is one write. Cuts off what a crash left of a line."""
+        """Open without a buffer, so that each line is one write. Cuts off what a crash left of a line."""
         if self.path.exists() and self.path.stat().st_size:
             with self.path.open("rb+") as file:
                 file.seek(-1, os.SEEK_END)

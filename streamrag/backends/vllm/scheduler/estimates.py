@@ -1,0 +1,40 @@
+"""Estimates that are learned from steps and chunks while the engine runs."""
+
+import math
+
+from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.request_log import HostClock
+from streamrag.engine import Pace, Policy
+from streamrag.engine.forecast import ChunkForecast
+from streamrag.engine.step_size import StepSizes
+
+
+class Estimates:
+    """The speed of steps, how often complete prompts come, and how the chunks of each source behave."""
+
+    def __init__(self, options: SchedulerOptions, *, clock: HostClock, policy: Policy) -> None:
+        self.forecast = ChunkForecast()
+        self.step_sizes = StepSizes()
+        self.pace = Pace(options.num_partial_tokens, options.partial_step_s)
+        self._clock = clock
+        self._policy = policy
+
+    def on_step(self, num_tokens: int, num_pairs: float, duration_s: float) -> None:
+        """Learn from a step that took so long. See `StepSizes.observe_step` for its pairs."""
+        self.pace.observe(num_tokens, duration_s)
+        if num_tokens:
+            self.step_sizes.observe_step(num_tokens, num_pairs, duration_s)
+        if self.pace.tokens_per_s:
+            self._policy.on_speed(self.pace.tokens_per_s)
+
+    def on_complete(self) -> None:
+        """Learn that a complete prompt has come."""
+        self.step_sizes.observe_complete(self._clock.monotonic())
+
+    def expect_chunks(self, stream: StreamRequest) -> None:
+        """Note how soon the prompt is likely to be replaced, and how much of it a step may compute until then."""
+        replaced_every_s = self.forecast.replaced_every_s(stream.source_name)
+        stream.is_replaced = replaced_every_s < math.inf
+        size = self.step_sizes.at(self._clock.monotonic())
+        stream.num_step_tokens = self.pace.num_before_replaced(replaced_every_s, size.overhead if size else None)

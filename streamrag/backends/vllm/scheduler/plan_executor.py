@@ -1,0 +1,95 @@
+"""A plan is carried out: its evictions are made, and vLLM's `schedule` sees what is granted and nothing else."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from streamrag.backends.vllm.scheduler.kv.claims import KvClaims
+from streamrag.backends.vllm.scheduler.kv.eviction import Evictions
+from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
+from streamrag.backends.vllm.scheduler.outbox import Outbox
+from streamrag.backends.vllm.scheduler.queues import Queues
+from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.step import PlannedStep, StepPlanner
+from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
+from streamrag.engine import Grant
+
+
+@dataclass(kw_only=True, eq=False)
+class PlanExecutor:
+    """Carries out the plan of each step, and knows whether the last one found nothing to do.
+
+    has_their_connector: whether vLLM has a KV connector that is not ours.
+    """
+
+    scheduler: Scheduler
+    planner: StepPlanner
+    steps: StepsInFlight
+    evictions: Evictions
+    claims: KvClaims
+    kv_memory: KvMemory
+    queues: Queues
+    outbox: Outbox
+    has_their_connector: bool
+    _num_free_when_stuck: int | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all that there is waited for memory when the last step was planned. vLLM's loop must sleep then."""
+        return self._num_free_when_stuck is not None and not self.scheduler.deferred_frees
+
+    @property
+    def has_other_memory(self) -> bool:
+        """Whether memory has become free, or was taken, since all got stuck."""
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() != self._num_free_when_stuck
+
+    def forget_stuck(self) -> None:
+        """Note that something has changed by which another plan may find something to do."""
+        self._num_free_when_stuck = None
+
+    @contextmanager
+    def planned_step(self) -> Iterator[None]:
+        """Plan a step. Within the context, vLLM's queues have those requests only that may run in it."""
+        step = self.planner.plan_step()
+        made, requests = step.plan, self.scheduler.requests
+        self._note_whether_stuck(step)
+        for eviction in made.evictions:
+            self.evictions.evict(requests[eviction.request.request_id])
+        granted = [requests[grant.request.request_id] for grant in made.grants]
+        for grant, request in zip(made.grants, granted, strict=True):
+            self._begin(grant, request)
+        for view in made.waiting:
+            self.outbox.acknowledge_waiting(requests[view.request_id])
+        for grant, request in zip(made.grants, granted, strict=True):
+            self._limit(grant, request)
+        running, waiting = self.queues.set_aside(step.decoding, granted, step.order, step.held_up)
+        try:
+            yield
+        finally:
+            self.kv_memory.end_step()
+            self.queues.put_back(running, waiting)
+            for request in granted:
+                request.step_end = None
+
+    def _note_whether_stuck(self, step: PlannedStep) -> None:
+        made = step.plan
+        is_moving = made.grants or made.is_put_off or step.decoding or step.held_up or self.scheduler.deferred_frees
+        self._num_free_when_stuck = None if is_moving else self.kv_memory.num_free_blocks
+
+    def _begin(self, grant: Grant, request: StreamRequest) -> None:
+        if grant.num_blocks_claimed is not None:
+            self.claims.claim(request, grant.num_blocks_claimed)
+        if self.kv_memory.take_later(grant.request):
+            request.log.on_later_hit(request.num_computed_tokens, self.steps.start_s)
+            self.queues.begin_anew(request)
+
+    def _limit(self, grant: Grant, request: StreamRequest) -> None:
+        """Have vLLM compute no more of a request than was granted."""
+        end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens
+        # Other people's connectors look up all of a complete prompt, and may load more than this step's part.
+        is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector
+        if not is_whole and end < grant.request.num_tokens:
+            request.step_end = end

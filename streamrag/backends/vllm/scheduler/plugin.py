@@ -1,0 +1,86 @@
+"""The objects of the plugin, made in one place and given to each other by name.
+
+hooks ─▶ intake            chunks come in, and change the prompts of their requests
+      ─▶ executor          a step: planner (views, order, plan) ─▶ evictions, queues
+      ─▶ steps             what the steps in flight compute, which estimates learn from
+      ─▶ records, outbox   what goes out beside vLLM's outputs
+"""
+
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.scheduler.estimates import Estimates
+from streamrag.backends.vllm.scheduler.host_memory.memory import host_memory_of
+from streamrag.backends.vllm.scheduler.intake import Intake
+from streamrag.backends.vllm.scheduler.kv.claims import KvClaims
+from streamrag.backends.vllm.scheduler.kv.eviction import Evictions
+from streamrag.backends.vllm.scheduler.kv.later_hits import LaterHits, can_look_again
+from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
+from streamrag.backends.vllm.scheduler.outbox import Outbox
+from streamrag.backends.vllm.scheduler.plan_executor import PlanExecutor
+from streamrag.backends.vllm.scheduler.queues import Queues
+from streamrag.backends.vllm.scheduler.records import Records
+from streamrag.backends.vllm.scheduler.request_log import HostClock
+from streamrag.backends.vllm.scheduler.step import StepPlanner
+from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
+from streamrag.engine import ClassPolicy, Policy, make_policy
+
+T = TypeVar("T")
+
+
+class StreamingPlugin:
+    """The parts that streaming adds to a scheduler of vLLM's.
+
+    `enqueue` and `preempt_in_vllm` are vLLM's own `add_request` and `_preempt_request`, which call no hook.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        options: SchedulerOptions,
+        enqueue: Callable[[Request], None],
+        preempt_in_vllm: Callable[..., None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.options = options
+        self.enqueue = enqueue
+        self.preempt_in_vllm = preempt_in_vllm
+        self.clock = HostClock()
+        self.policy = _make_policy(options)
+        self.host_memory = host_memory_of(scheduler.connector)
+        self.has_their_connector = scheduler.connector is not None and self.host_memory is None
+        self.later_hits = None if self.has_their_connector else _make_later_hits(scheduler, options)
+        self.outbox = Outbox()
+        self.records = Records(options.records, clock=self.clock)
+        self.estimates = Estimates(options, clock=self.clock, policy=self.policy)
+        self.kv_memory = KvMemory(scheduler, self.host_memory, self.later_hits)
+        self.claims = KvClaims(options.kv_budget, self.kv_memory.num_device_blocks)
+        self.evictions = self._make(Evictions)
+        self.queues = self._make(Queues)
+        self.steps = self._make(StepsInFlight)
+        self.intake = self._make(Intake)
+        self.planner = self._make(StepPlanner)
+        self.executor = self._make(PlanExecutor)
+
+    def _make(self, kind: type[T]) -> T:
+        """Make an object of a dataclass: each field without a default is given the attribute of its name."""
+        needed: Any = fields(kind)  # type: ignore[arg-type]
+        names = [f.name for f in needed if f.default is MISSING and f.default_factory is MISSING]
+        return kind(**{name: getattr(self, name) for name in names})
+
+
+def _make_policy(options: SchedulerOptions) -> Policy:
+    policy = make_policy(options.policy)
+    return policy if options.class_ageing_s is None else ClassPolicy(policy, options.class_ageing_s)
+
+
+def _make_later_hits(scheduler: Scheduler, options: SchedulerOptions) -> LaterHits | None:
+    """Return None where later hits are not wanted or cannot be had. Other people's connectors are not told of them."""
+    is_wanted = options.groups_prefills or options.looks_up_again
+    can_have = is_wanted and can_look_again(scheduler)
+    return LaterHits(scheduler, are_of_all=options.groups_prefills) if can_have else None

@@ -1,0 +1,140 @@
+"""The queues of requests: vLLM's `waiting` and `running`, or `idle`, which is ours.
+
+waiting ─grant─▶ running ─prompt complete─▶ tokens ─▶ finished
+   ▲                │ all of a partial prompt is computed
+   │                ▼
+   └── new chunk ─ idle      keeps its KV until somebody needs the memory, but no sequence slot
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from streamrag.backends.vllm.scheduler.kv.eviction import Evictions
+from streamrag.backends.vllm.scheduler.outbox import Outbox
+from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
+from streamrag.engine import RequestView
+
+
+@dataclass(kw_only=True, eq=False)
+class Queues:
+    """Moves requests between vLLM's queues and ours, and tells clients of streams that become idle."""
+
+    scheduler: Scheduler
+    evictions: Evictions
+    outbox: Outbox
+    idle: dict[str, StreamRequest] = field(default_factory=dict)
+    """Streams that wait for their next chunk, outside of vLLM's queues."""
+
+    def requeue(self, stream: StreamRequest) -> None:
+        """Have the model runner be sent the new prompt: only a request that waits is sent as a whole."""
+        if self.idle.pop(stream.request_id, None):
+            self.scheduler.waiting.add_request(stream)
+        elif stream.status == RequestStatus.RUNNING:
+            self._leave_running(stream)
+            self.scheduler.waiting.add_request(stream)
+        # PREEMPTED would be resumed with the prompt that the runner remembers.
+        stream.status = RequestStatus.WAITING
+
+    def begin_anew(self, request: StreamRequest) -> None:
+        """Have the model runner be sent a request as a whole, which the step has start: it holds other blocks."""
+        if request.status == RequestStatus.RUNNING:
+            self._leave_running(request)
+            request.status = RequestStatus.WAITING
+
+    def settle(self, stream: StreamRequest) -> None:
+        """Let a stream of which all is computed that can be wait for its next chunk outside of all queues."""
+        if stream.is_complete or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
+            return
+        if stream.num_in_flight_tokens > stream.num_stale_output_tokens:
+            return
+        if stream.status == RequestStatus.RUNNING:
+            self._leave_running(stream)
+        else:
+            self.scheduler.waiting.remove_request(stream)
+        stream.status = RequestStatus.WAITING
+        stream.view = None
+        self.idle[stream.request_id] = stream
+        self.outbox.acknowledge(stream)
+
+    def settle_all(self, requests: Iterable[StreamRequest]) -> None:
+        """Settle those that still live."""
+        for request in requests:
+            if self.scheduler.requests.get(request.request_id) is request:
+                self.settle(request)
+
+    def forget_idle(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.idle.pop(request_id, None)
+
+    def is_held_up(self, request: StreamRequest) -> bool:
+        """Whether vLLM itself would skip it: a grammar, or output in flight from before it was preempted.
+
+        vLLM looks whether a grammar is ready when its turn comes, which may be never behind what was granted.
+        """
+        if not self.scheduler._handle_blocked_waiting_request(request):
+            return True
+        self.scheduler.deferred_waiting.discard(request)
+        return request.num_stale_output_tokens > 0 and not request.drop_stale_output
+
+    def set_aside(
+        self,
+        running: list[StreamRequest],
+        granted: Sequence[StreamRequest],
+        order: Iterable[RequestView],
+        waiting: list[StreamRequest],
+    ) -> tuple[list[StreamRequest], list[StreamRequest]]:
+        """Leave in vLLM's queues what may run: `running`, then what is granted.
+
+        Return the rest of the `order` and of those that are `waiting`: the running and the waiting ones.
+        """
+        scheduler, running_status = self.scheduler, RequestStatus.RUNNING  # hundreds may wait
+        starting: list[StreamRequest] = []
+        for request in granted:
+            (running if request.status is running_status else starting).append(request)
+        granted_ids, requests = {request.request_id for request in granted}, scheduler.requests
+        rest: list[StreamRequest] = []
+        for view in order:
+            if view.request_id not in granted_ids:
+                request = requests[view.request_id]
+                (rest if request.status is running_status else waiting).append(request)
+        scheduler.running = running
+        num_wanted = len(running) + len(starting) + len(rest) - scheduler.max_num_active_reqs
+        for request in self._give_up_slots(rest, num_wanted):
+            rest.remove(request)
+            waiting.append(request)
+        scheduler.waiting.clear()
+        scheduler.waiting.extend(starting)
+        # vLLM counts these as sequences that hold a slot without being in `running`, which is what they are here.
+        scheduler.num_waiting_for_streaming_input = len(rest)
+        return rest, waiting
+
+    def put_back(self, running: Iterable[StreamRequest], waiting: Iterable[StreamRequest]) -> None:
+        """Put back what was set aside for a step."""
+        self.scheduler.running.extend(running)
+        self.scheduler.waiting.extend(waiting)
+        self.scheduler.num_waiting_for_streaming_input = 0
+
+    def _give_up_slots(self, rest: list[StreamRequest], num_wanted: int) -> list[StreamRequest]:
+        """Have the last `num_wanted` of the running requests that get nothing in this step wait. Most keep their KV.
+
+        One that has shown a token keeps its slot as well: as a waiting request it would lose its output.
+        """
+        if num_wanted <= 0:
+            return []
+        leaving = [r for r in reversed(rest) if not r.has_output][:num_wanted]
+        for request in leaving:
+            if has_prompt_logprobs(request):
+                # With the slot the second model runner forgets those that it has: it must begin again.
+                self.evictions.preempt(request)
+            self.scheduler.reset_preempted_req_ids.add(request.request_id)
+            request.status = RequestStatus.WAITING
+            request.view = None
+        return leaving
+
+    def _leave_running(self, request: StreamRequest) -> None:
+        self.scheduler.running.remove(request)
+        # The second model runner gives up the slots of these only; the first takes no notice.
+        self.scheduler.reset_preempted_req_ids.add(request.request_id)

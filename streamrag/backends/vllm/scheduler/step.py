@@ -1,0 +1,151 @@
+"""The plan of one step: who may run, in which order, by which rules."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.scheduler.estimates import Estimates
+from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
+from streamrag.backends.vllm.scheduler.kv.claims import KvClaims
+from streamrag.backends.vllm.scheduler.kv.eviction import Evictions
+from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
+from streamrag.backends.vllm.scheduler.queues import Queues
+from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
+from streamrag.engine import Plan, Policy, RequestView, StepBudget, plan
+from streamrag.engine.rules import (
+    DataHighWater,
+    DataShare,
+    GroupedPrefills,
+    KvBudget,
+    LateBinding,
+    LeanPartials,
+    LowWater,
+    PartialEviction,
+    Rule,
+    ShortBeforeReplaced,
+    SizedSteps,
+    Turns,
+)
+
+
+class PlannedStep(NamedTuple):
+    """The decisions for one step."""
+
+    plan: Plan
+    order: list[RequestView]
+    """Requests that the plan chose from, the most urgent first."""
+    decoding: list[StreamRequest]
+    """Requests that run ahead of the plan."""
+    held_up: list[StreamRequest]
+    """Requests that wait for something else than memory and budget."""
+
+
+@dataclass(kw_only=True, eq=False)
+class StepPlanner:
+    """Plans steps, and changes nothing by that."""
+
+    scheduler: Scheduler
+    options: SchedulerOptions
+    policy: Policy
+    steps: StepsInFlight
+    estimates: Estimates
+    queues: Queues
+    kv_memory: KvMemory
+    host_memory: HostMemory | None
+    claims: KvClaims
+    evictions: Evictions
+
+    def __post_init__(self) -> None:
+        num_blocks, high_water = self.kv_memory.num_device_blocks, self.options.data_high_water
+        self.num_kept_free = int(self.options.low_water * num_blocks)
+        self.num_kept_from_data = None if high_water is None else num_blocks - int(high_water * num_blocks)
+        # With more than that, the largest step leaves free what must be.
+        largest_step = self.scheduler.max_num_scheduled_tokens // self.kv_memory.smallest_block_size
+        self._num_free_if_short = self.num_kept_free + largest_step + self.scheduler.max_num_active_reqs
+        self.rules = self._make_rules()
+
+    def plan_step(self) -> PlannedStep:
+        self.kv_memory.start_step()
+        if self.host_memory is not None:
+            self.host_memory.start_step(self.steps.start_s)
+        decoding, others = self._split_running()
+        views, held_up = [self.kv_memory.view(r) for r in others], []
+        for request in self.scheduler.waiting:
+            view = request.view
+            # One that has a view is not held up: it would have lost its view on the way there.
+            if view is None:
+                if self.queues.is_held_up(request):
+                    held_up.append(request)
+                    continue
+                view = self.kv_memory.view(request)
+            views.append(view)
+        if self.policy.needs_prefix_hits:
+            views = [self.kv_memory.with_prefix_hit(v) for v in views]
+        scheduler = self.scheduler
+        budget = StepBudget(scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs, len(decoding))
+        order = self.policy.order(views, self.steps.start_s)
+        tells_holds = self.options.records is not None
+        made = plan(
+            order, self._idle_views, budget, self.kv_memory, self.rules, self.evictions.fate, tells_holds=tells_holds
+        )
+        for request_id, rule in made.holds:
+            scheduler.requests[request_id].log.holds[rule] += 1
+        self.policy.on_admitted([g.request for g in made.grants if not g.request.is_running])
+        return PlannedStep(made, order, decoding, held_up)
+
+    def _make_rules(self) -> list[Rule]:
+        """Return the rules in the order in which they are asked; what is None is switched off."""
+        options, estimates = self.options, self.estimates
+        can_growing = self._is_kv_kept if options.can_partial_evict is None else lambda: False
+        next_block = self.kv_memory.next_block
+        sized = SizedSteps(lambda: estimates.step_sizes.at(self.steps.start_s)) if options.sizes_steps else None
+        rules = [
+            LeanPartials(lambda: estimates.pace.num_partial_tokens, self.num_kept_free),
+            ShortBeforeReplaced(),
+            None if options.max_data_tokens is None else DataShare(options.max_data_tokens),
+            PartialEviction(bool(options.can_partial_evict), can_growing),
+            Turns(self.scheduler.current_step),
+            LowWater(self.num_kept_free),
+            None if options.kv_budget is None else KvBudget(lambda: self.claims.budget),
+            sized,
+            None if next_block is None else GroupedPrefills(next_block),
+            None if self.num_kept_from_data is None else DataHighWater(self.num_kept_from_data),
+            LateBinding(lambda: self.steps.has_prefills, sized) if options.late_binding else None,
+        ]
+        return [rule for rule in rules if rule is not None]
+
+    def _is_kv_kept(self) -> bool:
+        """Whether KV that is taken away can be had back: host memory has room for that of all requests."""
+        if self.host_memory is None or self.kv_memory.num_free_blocks > self._num_free_if_short:
+            return False  # or nobody needs it
+        requests = self.scheduler.requests
+        return self.host_memory.holds(sum(r.num_prompt_tokens for r in requests.values()), len(requests))
+
+    def _split_running(self) -> tuple[list[StreamRequest], list[StreamRequest]]:
+        """Return the running requests that decode and have what they need, which is one token each; and the others."""
+        scheduler, memory = self.scheduler, self.kv_memory
+        decoding: list[StreamRequest] = []
+        others: list[StreamRequest] = []
+        block_size, num_whole = memory.smallest_block_size, 0
+        for request in scheduler.running:
+            if request.is_decoding:
+                decoding.append(request)
+                num_whole += request.num_computed_tokens % block_size == 0
+            else:
+                others.append(request)
+        num_blocks = len(memory.groups) * num_whole
+        if num_blocks > memory.num_free_blocks or len(decoding) > scheduler.max_num_scheduled_tokens:
+            return [], scheduler.running
+        memory.num_free_blocks -= num_blocks
+        return decoding, others
+
+    def _idle_views(self) -> list[RequestView]:
+        """Return idle streams that hold KV, of which the last is the first victim: the one with most time to its next
+        chunk."""
+        now_s, forecast = self.steps.start_s, self.estimates.forecast
+        views = [self.kv_memory.view(r, is_idle=True) for r in self.queues.idle.values()]
+        held = self.policy.order([v for v in views if v.num_blocks], now_s)
+        return sorted(held, key=lambda view: forecast.expected_s(view, now_s))
