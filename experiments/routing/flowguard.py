@@ -1,4 +1,4 @@
-"""FlowGuard, the router of StreamServe: as published, and mended where that is inert or asks the wrong question.
+"""FlowGuard, the router of StreamServe, to compare with: as published, and mended where that is inert.
 
     S = .4 C + .1 (1 - M) + .3 (1 - Q) + .2 (1 - L)        the largest is chosen
     M / 100 + 2 Q > .85                                    is overloaded, and excluded
@@ -12,10 +12,10 @@ Source: StreamServe, section 3.3, algorithm 2.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streamrag.routing.basic_routers import BasicRouter
 from streamrag.routing.prefix_index import PrefixIndex
-from streamrag.routing.remembering import Remembering
+from streamrag.routing.prefix_router import PrefixRouter
 from streamrag.routing.router import Opening, ReplicaState
-from streamrag.routing.simple import Forgetful
 
 STALE_S = 2.0
 """Reports older than this are stale; the paper has a period of .5 s, and does not say when they are."""
@@ -23,7 +23,7 @@ STALE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of the four signals."""
+    """Weights of the four signals."""
 
     cache: float = 0.4
     memory: float = 0.1
@@ -49,7 +49,7 @@ def overload(replica: ReplicaState, memory_divisor: float = 100.0) -> float:
     return replica.kv_usage / memory_divisor + 2 * replica.num_queued / replica.max_open
 
 
-class FlowGuard(Forgetful):
+class FlowGuard(BasicRouter):
     """As published: C is the hit rate of all that the replica has computed, whatever the prompt.
 
     weights: of the signals.
@@ -72,7 +72,7 @@ class FlowGuard(Forgetful):
         return self.order(replicas, [replica.cache_hit_rate for replica in replicas], now_s)
 
     def order(self, replicas: Sequence[ReplicaState], cache_hit_rates: Sequence[float], now_s: float) -> list[str]:
-        """Those that are neither stale nor overloaded by their scores, then the others by their queues."""
+        """Order those that are neither stale nor overloaded by their scores, then the others by their queues."""
         good, excluded = [], []
         for replica, cache_hit_rate in zip(replicas, cache_hit_rates, strict=True):
             is_stale = now_s - replica.measured_s > self._stale_s
@@ -87,7 +87,7 @@ class FlowGuard(Forgetful):
         ]
 
 
-class MendedFlowGuard(Remembering):
+class MendedFlowGuard(PrefixRouter):
     """C is the share of this prompt that lies there, and memory counts for overload as it is. Options as published."""
 
     def __init__(
@@ -102,5 +102,5 @@ class MendedFlowGuard(Remembering):
         self._flowguard = FlowGuard(weights, threshold, stale_s, memory_divisor)
 
     def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
-        found, num_tokens = self.found(opening, replicas), max(len(opening.token_ids), 1)
+        found, num_tokens = self.matches(opening, replicas), max(len(opening.token_ids), 1)
         return self._flowguard.order(replicas, [found.get(replica.id, 0) / num_tokens for replica in replicas], now_s)

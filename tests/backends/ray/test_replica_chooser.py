@@ -1,15 +1,15 @@
-"""Books, routers and tickets; what a replica says of itself; and how many of them there should be."""
+"""Routers and tickets; what a replica says of itself; and how many of them there should be."""
 
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import anyio
 import pytest
 from in_process import Fewest
+from ray_calls import call_of, replica_of_ray, router_of
 
 pytest.importorskip("ray")
 
@@ -17,11 +17,11 @@ from ray.serve.config import AutoscalingContext
 from ray.serve.request_router import RequestRouter
 
 from streamrag.backends.ray import request_router
-from streamrag.backends.ray.choosing import Candidate, Choosing
+from streamrag.backends.ray.autoscaling_policy import QUEUED_TOKENS, QueuedTokensPolicy
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica
-from streamrag.backends.ray.request_router import OfStreams, StreamRouter
-from streamrag.backends.ray.scaling import QUEUED_TOKENS, QueuedTokensPolicy
+from streamrag.backends.ray.replica_chooser import Candidate, ReplicaChooser
+from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
 from streamrag.errors import ConfigurationError, PromptTooLongError
@@ -49,72 +49,57 @@ class Seeing(Fewest):
 def test_a_router_is_told_what_replicas_told_when_it_was_heard_and_what_is_open_there_now() -> None:
     now_s = 5.0
     router = Seeing()
-    choosing = Choosing(router, clock=lambda: now_s)
+    chooser = ReplicaChooser(router, clock=lambda: now_s)
     conversation.set("of alice")
     there = [Candidate("a", 3, {}), Candidate("b", 3, {**STATS, "told_s": 77.0})]
-    assert choosing.ticket("1", FIRST).rank(there) == ["a", "b"]
+    assert chooser.ticket("1", FIRST).rank(there) == ["a", "b"]
     assert router.opening == Opening(FIRST.token_ids, "search", "of alice")
     told = ReplicaState(
         "b", max_open=4, kv_usage=0.5, cache_hit_rate=0.25, queued_tokens=7, num_kv_tokens=100, tokens_per_s=9.0
     )
     assert router.states == [ReplicaState("a", max_open=3), replace(told, measured_s=5.0)]
     now_s = 6.0
-    choosing.ticket("2", FIRST).rank(there)
+    chooser.ticket("2", FIRST).rank(there)
     assert router.states[0] == ReplicaState("a", num_queued=1, num_open=1, max_open=3, num_new_tokens=3)
     assert router.states[1].measured_s == 5.0  # it has told nothing new
     there[1] = Candidate("b", 3, {**STATS, "told_s": 78.0})
-    choosing.ticket("3", FIRST).rank(there)
+    chooser.ticket("3", FIRST).rank(there)
     assert router.states[1].measured_s == 6.0
 
 
 def test_full_replicas_are_left_out_and_a_stream_counts_where_it_went() -> None:
     router = Seeing()
-    choosing = Choosing(router, clock=lambda: 0.0)
+    chooser = ReplicaChooser(router, clock=lambda: 0.0)
     there = [Candidate("a", 1, {}), Candidate("b", 1, {})]
-    ticket = choosing.ticket("1", FIRST)
+    ticket = chooser.ticket("1", FIRST)
     assert ticket.rank(there) == ["a", "b"]
     ticket.went_to("b")
-    assert choosing.ticket("2", FIRST).rank(there) == ["a"]
-    assert choosing.ticket("3", FIRST).rank(there) == []
-    choosing.ended("1")
-    assert choosing.ticket("3", FIRST).rank(there) == ["b"]
-    choosing.computed("2", (1, 2, 3, 4), "a")
+    assert chooser.ticket("2", FIRST).rank(there) == ["a"]
+    assert chooser.ticket("3", FIRST).rank(there) == []
+    chooser.ended("1")
+    assert chooser.ticket("3", FIRST).rank(there) == ["b"]
+    chooser.computed("2", (1, 2, 3, 4), "a")
     assert router.computed == [((1, 2, 3, 4), "a")]
 
 
 def test_a_stream_that_is_ranked_once_more_after_it_has_ended_counts_nowhere() -> None:
     """Ray's router has a thread of its own, and asks again until it hears that nobody waits."""
-    choosing = Choosing(Fewest(), clock=lambda: 0.0)
+    chooser = ReplicaChooser(Fewest(), clock=lambda: 0.0)
     there = [Candidate("a", 1, {})]
-    ticket = choosing.ticket("1", FIRST)
+    ticket = chooser.ticket("1", FIRST)
     assert ticket.rank(there) == ["a"]
-    choosing.ended("1")
+    chooser.ended("1")
     assert ticket.rank(there) == ["a"]
     ticket.went_to("a")
-    assert choosing.in_use() == set()
-    assert choosing.ticket("2", FIRST).rank(there) == ["a"]
+    assert chooser.in_use() == set()
+    assert chooser.ticket("2", FIRST).rank(there) == ["a"]
 
 
 def test_a_replica_of_another_version_may_tell_less_or_more() -> None:
     router = Seeing()
     told = {"cache_hit_rate": 0.5, "num_wings": 2, "told_s": 1.0}
-    Choosing(router, clock=lambda: 0.0).ticket("1", FIRST).rank([Candidate("a", 3, told)])
+    ReplicaChooser(router, clock=lambda: 0.0).ticket("1", FIRST).rank([Candidate("a", 3, told)])
     assert router.states == [ReplicaState("a", max_open=3, cache_hit_rate=0.5, measured_s=0.0)]
-
-
-def replica_of_ray(name: str, **stats: float) -> SimpleNamespace:
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), max_ongoing_requests=6, routing_stats=stats)
-
-
-def call_of(*args: object) -> SimpleNamespace:
-    return SimpleNamespace(args=args, routing_context=SimpleNamespace())
-
-
-def router_of(kind: type[RequestRouter]) -> Any:
-    """As Ray makes it, but for what that needs of a cluster."""
-    router = object.__new__(kind)
-    router.initialize_state()
-    return router
 
 
 async def test_stats_are_as_old_as_they_are_when_a_query_comes_and_not_as_new_as_the_query(
@@ -125,72 +110,19 @@ async def test_stats_are_as_old_as_they_are_when_a_query_comes_and_not_as_new_as
     monkeypatch.setattr(request_router, "monotonic", lambda: now_s)
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
     router, seeing = router_of(StreamRouter), Seeing()
-    choosing = Choosing(seeing, clock=lambda: now_s)
+    chooser = ReplicaChooser(seeing, clock=lambda: now_s)
     there = [replica_of_ray("a", told_s=77.0), replica_of_ray("b")]
     router.update_replicas(there)
     now_s = 12.0
     there[1].routing_stats = {"told_s": 50.0}
     router.update_replicas(there)
     now_s = 15.0
-    call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me", choosing.ticket("1", FIRST))
+    call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me", chooser.ticket("1", FIRST))
     assert await router.choose_replicas(there, call_of(call)) == [[there[0]], [there[1]]]
     assert [state.measured_s for state in seeing.states] == [10.0, 12.0]
     router.update_replicas(there[1:])
     router.update_replicas(there)  # one that was gone meanwhile has told anew
-    assert router._told == {"a": (77.0, 15.0), "b": (50.0, 12.0)}
-
-
-async def test_a_router_of_rays_own_is_asked_for_streams_that_are_opened_and_for_no_other_call() -> None:
-    class Other(RequestRouter):
-        asked: ClassVar[list[object]] = []
-
-        async def choose_replicas(self, candidate_replicas, pending_request=None):  # type: ignore[no-untyped-def]
-            self.asked.append(pending_request.args[0].prompt)
-            return [candidate_replicas[1:]]
-
-        def on_request_routed(self, pending_request, replica_id, result):  # type: ignore[no-untyped-def]
-            self.asked.append(pending_request.args[0].prompt)
-
-    class OtherOfStreams(OfStreams, Other):
-        pass
-
-    router = router_of(OtherOfStreams)
-    a, b = there = [replica_of_ray("a"), replica_of_ray("b")]
-    opening = call_of(Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me"))
-    assert await router.choose_replicas(there, opening) == [[b]]
-    assert await router.choose_replicas(there, call_of("a", "1", None)) == [[a]]
-    assert await router.choose_replicas(there, call_of("gone", "1", None)) == [there]
-    assert await router.choose_replicas(there, call_of()) == [there]
-    for call in (call_of("a", "me"), opening, call_of()):
-        router.on_request_routed(call, None, None)
-    assert Other.asked == ["\x01\x02\x03"] * 2
-
-
-@pytest.mark.parametrize("name", ["PowerOfTwo", "PrefixAffinity"])
-def test_rays_own_routers_can_be_named(name: str) -> None:
-    from streamrag.backends.ray.deployment import engines
-
-    path = f"streamrag.backends.ray.of_ray.{name}"
-    deployed = engines(ScriptedBackend, ReplicaOptions(request_router=path))._bound_deployment
-    router = deployed._deployment_config.request_router_config.get_request_router_class()
-    assert issubclass(router, RequestRouter)
-    assert router.__name__ == name
-
-
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        ("ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter", "to any replica"),
-        ("nowhere.Router", "cannot be imported"),
-        ("Router", "cannot be imported"),
-        ("streamrag.clock.monotonic", "to any replica"),
-    ],
-)
-def test_a_request_router_that_would_lose_updates_is_refused(path: str, why: str) -> None:
-    from streamrag.backends.ray.deployment import engines
-
-    with pytest.raises(ConfigurationError, match=why):
-        engines(ScriptedBackend, ReplicaOptions(request_router=path))
+    assert router._reports == {"a": (77.0, 15.0), "b": (50.0, 12.0)}
 
 
 async def test_a_router_that_fails_does_not_hold_up_queries(caplog: pytest.LogCaptureFixture) -> None:
@@ -199,7 +131,7 @@ async def test_a_router_that_fails_does_not_hold_up_queries(caplog: pytest.LogCa
             raise ZeroDivisionError
 
     replica = replica_of_ray("a")
-    ticket = Choosing(Failing(), clock=lambda: 0.0).ticket("1", FIRST)
+    ticket = ReplicaChooser(Failing(), clock=lambda: 0.0).ticket("1", FIRST)
     call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me", ticket)
     pending = call_of(call)
     assert await router_of(StreamRouter).choose_replicas([replica], pending) == [[replica]]
@@ -214,36 +146,36 @@ async def test_no_query_fails_with_a_router_that_fails_to_hear_of_it(caplog: pyt
 
         routed = completed = prefilled = lost = fail
 
-    choosing = Choosing(Deaf(), clock=lambda: 0.0)
+    chooser = ReplicaChooser(Deaf(), clock=lambda: 0.0)
     there = [Candidate("a", 9, {}), Candidate("b", 9, {})]
-    assert choosing.ticket("1", FIRST).rank(there) == ["a", "b"]
-    assert choosing.ticket("2", FIRST).rank(there) == ["b", "a"]  # the books know of the first
-    choosing.ticket("3", FIRST).went_to("a")
-    choosing.computed("1", (1,), "a")
-    choosing.prefilled("1", (1,), "a")
-    choosing.died("a")
-    assert choosing.in_use() == {"a", "b"}
+    assert chooser.ticket("1", FIRST).rank(there) == ["a", "b"]
+    assert chooser.ticket("2", FIRST).rank(there) == ["b", "a"]  # the tracker knows of the first
+    chooser.ticket("3", FIRST).went_to("a")
+    chooser.computed("1", (1,), "a")
+    chooser.computed("1", (1,), "a", is_complete=False)
+    chooser.died("a")
+    assert chooser.in_use() == {"a", "b"}
     assert caplog.text.count("the router failed to hear") == 6
 
 
 def test_a_stream_that_another_router_has_sent_counts_where_it_is() -> None:
-    choosing = Choosing(Fewest(), clock=lambda: 0.0)
-    choosing.ticket("1", FIRST).went_to("a")
-    assert choosing.in_use() == {"a"}
-    assert choosing.ticket("2", FIRST).rank([Candidate("a", 1, {}), Candidate("b", 1, {})]) == ["b"]
+    chooser = ReplicaChooser(Fewest(), clock=lambda: 0.0)
+    chooser.ticket("1", FIRST).went_to("a")
+    assert chooser.in_use() == {"a"}
+    assert chooser.ticket("2", FIRST).rank([Candidate("a", 1, {}), Candidate("b", 1, {})]) == ["b"]
 
 
 def test_what_lay_in_a_replica_that_is_gone_or_dead_is_forgotten() -> None:
     router = Seeing()
-    choosing = Choosing(router, clock=lambda: 0.0)
+    chooser = ReplicaChooser(router, clock=lambda: 0.0)
     there = [Candidate("a", 9, {}), Candidate("b", 9, {})]
-    choosing.ticket("1", FIRST).rank(there)
-    choosing.died("a")
-    assert choosing.ticket("2", FIRST).rank(there) == ["b"]
-    assert choosing.ticket("3", FIRST).rank(there[1:]) == ["b"]
-    choosing.computed("1", (1,), "a")
+    chooser.ticket("1", FIRST).rank(there)
+    chooser.died("a")
+    assert chooser.ticket("2", FIRST).rank(there) == ["b"]
+    assert chooser.ticket("3", FIRST).rank(there[1:]) == ["b"]
+    chooser.computed("1", (1,), "a")
     assert router.computed == []
-    assert choosing.ticket("4", FIRST).rank([Candidate("c", 9, {})]) == ["c"]
+    assert chooser.ticket("4", FIRST).rank([Candidate("c", 9, {})]) == ["c"]
     assert set(router.gone) == {"a", "b"}
 
 
@@ -378,7 +310,7 @@ def test_the_autoscaler_s_policy_reads_what_replicas_told_it() -> None:
         ({"min_number": 1}, "set max_number too"),
         ({"number": 3, "max_number": 2}, "must be from"),
         ({"number": 1, "min_number": 2, "max_number": 4}, "must be from min_number=2 to max_number=4"),
-        ({"max_open": 0}, "max_open=0 must be over 0"),
+        ({"max_open": 0}, "max_open=0 must be greater than or equal to 1"),
     ],
 )
 def test_options_that_cannot_work_are_refused(values: dict[str, int], said: str) -> None:

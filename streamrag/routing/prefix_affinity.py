@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from math import inf
 
 from streamrag.routing.prefix_index import PrefixIndex
-from streamrag.routing.remembering import Remembering
+from streamrag.routing.prefix_router import PrefixRouter
 from streamrag.routing.router import Opening, ReplicaState
 
 
-class PrefixAffinity(Remembering):
-    """Queries go where their beginning is.
+class PrefixAffinity(PrefixRouter):
+    """A router to the replica that holds most of the prompt.
 
     imbalance: difference between the most and the fewest open queries of a replica above which only queues count.
     least_match: share of the prompt below which what is found does not count.
@@ -36,7 +36,7 @@ class PrefixAffinity(Remembering):
             return []
         fallback = self._rng.sample(replicas, len(replicas))
         fallback[:2] = sorted(fallback[:2], key=lambda replica: replica.num_open)
-        first = self._first(self.found(opening, replicas), len(opening.token_ids), replicas)
+        first = self._first(self.matches(opening, replicas), len(opening.token_ids), replicas)
         names = [replica.id for replica in sorted(first, key=lambda replica: replica.num_open)]
         chosen = set(names)
         return names + [replica.id for replica in fallback if replica.id not in chosen]

@@ -4,9 +4,9 @@ import asyncio
 
 import anyio
 import pytest
-from in_process import Fewest, InProcess, after, answer, growing, replaying
+from in_process import Fewest, InProcess, after, answer, growing, replica_streams
 
-from streamrag.backends.ray.choosing import Candidate
+from streamrag.backends.ray.replica_chooser import Candidate
 from streamrag.backends.ray.wire import Opened
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
 from streamrag.errors import BackendError, EngineDeadError, PromptTooLongError, SourceError
@@ -27,7 +27,7 @@ def all_tasks() -> list[asyncio.Task[object]]:
 async def test_a_query_is_routed_once_and_all_its_prompts_go_there() -> None:
     a, b = ScriptedBackend(), ScriptedBackend()
     replicas, router = InProcess({"a": a, "b": b}), Fewest()
-    streams = replaying(replicas, router)
+    streams = replica_streams(replicas, router)
     second, third = asyncio.Event(), asyncio.Event()
     prompts = growing("It jam", "It jams", "It hums")
     asking = asyncio.create_task(answer(streams, after(prompts, second, third)))
@@ -49,7 +49,7 @@ async def test_a_query_is_routed_once_and_all_its_prompts_go_there() -> None:
 async def test_queries_that_wait_count_so_that_the_next_goes_elsewhere() -> None:
     hold = anyio.Event()
     a, b = ScriptedBackend(hold=hold), ScriptedBackend(hold=hold)
-    streams = replaying(InProcess({"a": a, "b": b}))
+    streams = replica_streams(InProcess({"a": a, "b": b}))
     asking = [asyncio.create_task(answer(streams, after(growing("Why?")))) for _ in range(4)]
     await settled()
     assert (a.num_requests, b.num_requests) == (2, 2)
@@ -60,7 +60,7 @@ async def test_queries_that_wait_count_so_that_the_next_goes_elsewhere() -> None
 async def test_a_query_that_has_shown_nothing_is_replayed_from_its_newest_prompt() -> None:
     a, b = ScriptedBackend(hold=anyio.Event()), ScriptedBackend()
     replicas, router = InProcess({"a": a, "b": b}), Fewest()
-    streams = replaying(replicas, router)
+    streams = replica_streams(replicas, router)
     second, third = asyncio.Event(), asyncio.Event()
     prompts = growing("It", "It jams", "It jams.")
     asking = asyncio.create_task(answer(streams, after(prompts, second, third)))
@@ -85,7 +85,7 @@ async def test_a_query_whose_engine_died_is_replayed_and_nothing_goes_to_that_re
 
     dying, b = Dying(), ScriptedBackend()
     replicas = InProcess({"a": dying, "b": b})
-    streams = replaying(replicas)
+    streams = replica_streams(replicas)
     assert [await answer(streams, after(growing("Why?"))) for _ in range(3)] == ["An answer."] * 3
     assert streams.counts.num_replayed == 1
     with pytest.raises(EngineDeadError, match="out of memory"):
@@ -97,7 +97,7 @@ async def test_a_stream_that_a_replica_ends_by_itself_is_replayed_or_is_an_error
     """As it does where the caller was not heard of for too long: a laptop that slept, say."""
     a = ScriptedBackend(hold=anyio.Event())
     replicas = InProcess({"a": a})
-    streams = replaying(replicas)
+    streams = replica_streams(replicas)
     asking = asyncio.create_task(answer(streams, after(growing("Why?"))))
     await settled()
     for stream in replicas.replicas["a"]._streams.values():
@@ -107,7 +107,7 @@ async def test_a_stream_that_a_replica_ends_by_itself_is_replayed_or_is_an_error
     assert (streams.counts.num_replayed, a.num_requests) == (1, 0)
 
     replicas = InProcess({"a": ScriptedBackend(is_endless=True)})
-    streams = replaying(replicas)
+    streams = replica_streams(replicas)
     asking = asyncio.create_task(answer(streams, after(growing("Why?"))))
     await settled()
     for stream in replicas.replicas["a"]._streams.values():
@@ -140,17 +140,17 @@ async def test_what_no_replica_sends_ends_the_query(sent: list[object], said: st
             is_closed.append(True)
 
     replicas.open = garbled  # type: ignore[method-assign]
-    streams = replaying(replicas, router)
+    streams = replica_streams(replicas, router)
     with pytest.raises(BackendError, match=said):
         await answer(streams, after(growing("Why", "Why?"), asyncio.Event()))
     assert len(is_closed) == 1 + streams.counts.num_replayed
-    assert streams._choosing.in_use() == set()
+    assert streams.chooser.in_use() == set()
     assert all_tasks() == []
 
 
 async def test_a_query_that_has_shown_tokens_ends_with_an_error_that_says_so() -> None:
     replicas = InProcess({"a": ScriptedBackend(error=EngineDeadError("out of memory"))})
-    streams = replaying(replicas)
+    streams = replica_streams(replicas)
     with pytest.raises(BackendError, match=r"lost after 1 tokens of the answer were shown: ask again \(out of memory"):
         await answer(streams, after(growing("Why?")))
     assert (streams.counts.num_lost, streams.counts.num_replayed) == (1, 0)
@@ -158,7 +158,7 @@ async def test_a_query_that_has_shown_tokens_ends_with_an_error_that_says_so() -
 
 async def test_replays_are_bounded() -> None:
     replicas = InProcess({name: ScriptedBackend(hold=anyio.Event()) for name in "abcd"})
-    streams = replaying(replicas, max_replays=2)
+    streams = replica_streams(replicas, max_replays=2)
     asking = asyncio.create_task(answer(streams, after(growing("Why?"))))
     for name in "abc":
         await settled()
@@ -169,14 +169,14 @@ async def test_replays_are_bounded() -> None:
 
 
 async def test_errors_of_engines_arrive_as_what_they_are() -> None:
-    streams = replaying(InProcess({"a": ScriptedBackend(error=PromptTooLongError("9 tokens do not fit"))}))
+    streams = replica_streams(InProcess({"a": ScriptedBackend(error=PromptTooLongError("9 tokens do not fit"))}))
     with pytest.raises(PromptTooLongError, match="9 tokens do not fit"):
         await answer(streams, after(growing("Why?")))
 
 
 async def test_what_a_source_raises_ends_the_stream_at_once_whatever_it_waits_for() -> None:
     a = ScriptedBackend(hold=anyio.Event())
-    streams = replaying(InProcess({"a": a}, max_open=1))
+    streams = replica_streams(InProcess({"a": a}, max_open=1))
 
     async def broken(go: asyncio.Event) -> object:
         yield growing("Why", "Why?")[0]
@@ -196,7 +196,7 @@ async def test_what_a_source_raises_ends_the_stream_at_once_whatever_it_waits_fo
 
 
 async def test_prompts_that_end_without_a_complete_one_are_an_error() -> None:
-    streams = replaying(InProcess({"a": ScriptedBackend()}))
+    streams = replica_streams(InProcess({"a": ScriptedBackend()}))
     with pytest.raises(BackendError, match="without a complete one"):
         await answer(streams, after(growing("Why", "Why?")[:1]))
 
@@ -205,7 +205,7 @@ async def test_a_query_waits_where_every_replica_is_full() -> None:
     hold = anyio.Event()
     a = ScriptedBackend(hold=hold)
     replicas = InProcess({"a": a}, max_open=1)
-    streams = replaying(replicas)
+    streams = replica_streams(replicas)
     asking = [asyncio.create_task(answer(streams, after(growing("Why?")))) for _ in range(3)]
     await settled()
     assert replicas.replicas["a"].num_open == 1
@@ -219,7 +219,7 @@ async def test_walking_away_leaves_nothing_behind(stage: str) -> None:
     hold = anyio.Event()
     a = ScriptedBackend(hold=hold if stage in ("opened", "refused") else None, is_endless=True)
     replicas = InProcess({"a": a}, max_open=0 if stage == "refused" else 1)
-    streams = replaying(replicas)
+    streams = replica_streams(replicas)
     seen: list[BackendEvent] = []
     prompts = growing("Why", "Why?")
     waits = asyncio.Event()
@@ -241,7 +241,7 @@ async def test_whoever_walks_away_while_a_query_is_replayed_leaves_nothing_behin
     while not is_answered:
         engines = {name: ScriptedBackend(hold=None if name == "b" else anyio.Event()) for name in "ab"}
         replicas, second = InProcess(dict(engines)), asyncio.Event()
-        streams = replaying(replicas)
+        streams = replica_streams(replicas)
         asking = asyncio.create_task(answer(streams, after(growing("Why", "Why?"), second)))
         await settled()
         second.set()
@@ -253,8 +253,8 @@ async def test_whoever_walks_away_while_a_query_is_replayed_leaves_nothing_behin
         is_answered = told == "An answer."
         assert is_answered or isinstance(told, asyncio.CancelledError)
         assert sum(engine.num_requests for engine in engines.values()) == replicas.replicas["b"].num_open == 0
-        assert streams._choosing.in_use() == set()
-        assert streams._choosing._books._queries == {}
+        assert streams.chooser.in_use() == set()
+        assert streams.chooser._tracker._queries == {}
         assert all_tasks() == []
         num_steps += 1
     assert num_steps > 20
@@ -263,7 +263,7 @@ async def test_whoever_walks_away_while_a_query_is_replayed_leaves_nothing_behin
 async def test_prompts_that_come_while_one_is_on_its_way_are_joined() -> None:
     a = ScriptedBackend()
     replicas = InProcess({"a": a})
-    streams = replaying(replicas)
+    streams = replica_streams(replicas)
     send = replicas.update
     go = asyncio.Event()
     sent: list[int] = []
@@ -291,7 +291,7 @@ async def test_prompts_that_come_while_one_is_on_its_way_are_joined() -> None:
 
 async def test_replicas_in_use_are_told_that_their_caller_lives() -> None:
     replicas = InProcess({name: ScriptedBackend(hold=anyio.Event()) for name in "abc"})
-    streams = replaying(replicas)
+    streams = replica_streams(replicas)
     asking = [asyncio.create_task(answer(streams, after(growing("Why?")))) for _ in range(2)]
     await settled()
     heard: list[str] = []
@@ -307,9 +307,9 @@ async def test_replicas_in_use_are_told_that_their_caller_lives() -> None:
 
 
 async def test_a_replica_that_hangs_does_not_keep_others_from_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.backends.ray.replaying.TOUCH_S", 0.01)
+    monkeypatch.setattr("streamrag.backends.ray.replica_streams.TOUCH_S", 0.01)
     replicas = InProcess({name: ScriptedBackend(hold=anyio.Event()) for name in "ab"})
-    streams = replaying(replicas)
+    streams = replica_streams(replicas)
     asking = [asyncio.create_task(answer(streams, after(growing("Why?")))) for _ in range(2)]
     await settled()
     heard: list[str] = []

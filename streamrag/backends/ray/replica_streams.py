@@ -14,21 +14,18 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from streamrag.backends.ray.choosing import Choosing, Ticket
+from streamrag.backends.ray.replica_chooser import ReplicaChooser, Ticket
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, EngineDeadError
 from streamrag.kinds import kind_of
 from streamrag.tasks import cancel_regardless
 
-NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
-
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.025, 0.5
-"""Before a stream that every replica had no room for is offered again: twice as long each time."""
-
+"""Seconds before a stream for which no replica had room is offered again; twice as long each time."""
 
 TOUCH_S = 2.0
-"""Between calls that tell each replica in use that this caller lives: it ends the streams of one that is gone."""
+"""Seconds between calls that tell each replica in use that this caller lives: it ends the streams of a silent one."""
 
 
 class ReplicaLostError(Exception):
@@ -36,7 +33,7 @@ class ReplicaLostError(Exception):
 
 
 class Replicas(Protocol):
-    """How replicas are reached."""
+    """The connection to the replicas."""
 
     def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
         """Open a stream in the replica that `call.ticket` chooses; closing the generator aborts it.
@@ -45,7 +42,7 @@ class Replicas(Protocol):
         """
 
     async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
-        """Send a stream's next prompt; whether the stream is still there.
+        """Send a stream's next prompt. Return whether the stream is still there.
 
         :raises ReplicaLostError: the replica has died.
         """
@@ -59,7 +56,7 @@ class Replicas(Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """What became of streams."""
+    """Counts of what became of streams."""
 
     num_asked: int = 0
     num_answered: int = 0
@@ -69,10 +66,10 @@ class Counts:
     """Queries that ended with an error because their replica was lost."""
 
 
-class Newest:
-    """Pulls a query's prompts as they come, and keeps the newest.
+class NewestPrompt:
+    """Pulls a query's prompts as they come, and keeps the newest. `aclose` ends its task.
 
-    What `prompts` raises is raised by whoever waits. Its own task is ended by `aclose`.
+    An error of `prompts` is raised by whatever waits for a prompt.
     """
 
     def __init__(self, prompts: AsyncIterator[Prompt]) -> None:
@@ -90,10 +87,10 @@ class Newest:
             self._has_more.set()
             if prompt.is_complete:
                 return
-        raise BackendError(NO_COMPLETE_PROMPT)
+        raise BackendError("the prompts ended without a complete one")
 
     async def after(self, number: int) -> Prompt:
-        """The newest prompt, once there is one behind that number.
+        """Return the newest prompt, once there is one behind that number.
 
         :raises BaseException: as `prompts` did.
         """
@@ -106,7 +103,7 @@ class Newest:
         return self.prompt
 
     async def pause(self, duration_s: float) -> None:
-        """Wait so long, or less if the prompts end.
+        """Wait for `duration_s`, or less if the prompts end.
 
         :raises BaseException: as `prompts` did.
         """
@@ -122,28 +119,28 @@ class Newest:
         await cancel_regardless([self.pulling])
 
 
-class Replaying:
-    """Streams in replicas.
+class ReplicaStreams:
+    """Streams in replicas, opened anew where a replica is lost.
 
     max_replays: most times that a query is opened again because its replica was lost.
     """
 
-    def __init__(self, replicas: Replicas, choosing: Choosing, *, max_replays: int = 3) -> None:
-        self._replicas = replicas
-        self._choosing = choosing
-        self._max_replays = max_replays
+    def __init__(self, replicas: Replicas, chooser: ReplicaChooser, *, max_replays: int = 3) -> None:
+        self.replicas = replicas
+        self.chooser = chooser
         self.counts = Counts()
-        self._caller_id = uuid.uuid4().hex
+        self.caller_id = uuid.uuid4().hex
+        self._max_replays = max_replays
 
     async def touch(self) -> None:
         """Tell the replicas in use that this caller lives."""
-        told = [  # one that hangs does not keep the others from being told
-            asyncio.wait_for(self._replicas.touch(each, self._caller_id), TOUCH_S) for each in self._choosing.in_use()
+        calls = [  # one that hangs does not keep the others from being told
+            asyncio.wait_for(self.replicas.touch(each, self.caller_id), TOUCH_S) for each in self.chooser.in_use()
         ]
-        await asyncio.gather(*told, return_exceptions=True)  # who reads a stream there hears of one that is lost
+        await asyncio.gather(*calls, return_exceptions=True)  # who reads a stream there hears of one that is lost
 
     async def touch_forever(self) -> None:
-        """Run beside the streams, as long as there may be any."""
+        """Call `touch` again and again, as long as there may be streams."""
         while True:
             await asyncio.sleep(TOUCH_S)
             await self.touch()
@@ -151,14 +148,14 @@ class Replaying:
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
     ) -> AsyncGenerator[BackendEvent, None]:
-        """As `Backend.generate`.
+        """Answer a query, as `Backend.generate` does.
 
         :raises BackendError: a replica was lost that had shown tokens, or too many were; else as the engine's backend.
         """
         self.counts.num_asked += 1
         num_replays = num_shown = 0
         is_finished = False
-        async with aclosing(Newest(prompts)) as newest:
+        async with aclosing(NewestPrompt(prompts)) as newest:
             await newest.after(0)
             while True:
                 try:
@@ -188,10 +185,10 @@ class Replaying:
                         raise BackendError(f"{num_replays} replicas were lost, one after another: {error}") from None
                     self.counts.num_replayed += 1
 
-    async def _attempt(self, newest: Newest, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
+    async def _attempt(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         pause_s = FIRST_PAUSE_S
         while True:
-            stream = _Stream(self._replicas, self._choosing, newest, params, self._caller_id)
+            stream = _Stream(self, newest, params)
             async with aclosing(stream.events()) as events:
                 async for event in events:
                     yield event
@@ -202,24 +199,23 @@ class Replaying:
 
 
 class _Stream:
-    """One stream in one replica."""
+    """An attempt to answer a query: one stream in one replica."""
 
-    def __init__(
-        self, replicas: Replicas, choosing: Choosing, newest: Newest, params: SamplingParams, caller_id: str
-    ) -> None:
-        self._replicas = replicas
-        self._choosing = choosing
+    def __init__(self, streams: ReplicaStreams, newest: NewestPrompt, params: SamplingParams) -> None:
+        self._replicas = streams.replicas
+        self._chooser = streams.chooser
+        self._caller_id = streams.caller_id
         self._newest = newest
         self._params = params
-        self._caller_id = caller_id
         self._id = uuid.uuid4().hex
         self._replica_id: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.is_refused = False
         self._has_shown = False
 
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
+        """Open the stream and yield its events; end without any if `is_refused`."""
         first, number = await self._newest.after(0), self._newest.number
-        ticket = self._choosing.ticket(self._id, first)
+        ticket = self._chooser.ticket(self._id, first)
         call = Open(self._id, Delta.of(first, number=number, num_shared=0), self._params, self._caller_id, ticket)
         pushing = asyncio.create_task(self._push(first, number), name="push prompts")
         others: set[asyncio.Task[Any]] = {pushing, self._newest.pulling}
@@ -240,7 +236,7 @@ class _Stream:
                         for shown in self._follow(event, ticket):
                             yield shown
             finally:
-                self._choosing.ended(self._id)  # first: what follows raises if somebody cancels meanwhile
+                self._chooser.ended(self._id)  # first: what follows raises if somebody cancels meanwhile
                 await cancel_regardless([pushing] if reading is None else [pushing, reading])
 
     def _follow(self, event: WireEvent, ticket: Ticket) -> tuple[BackendEvent, ...]:
@@ -253,13 +249,13 @@ class _Stream:
             case Failed():
                 error = event.error()
                 if isinstance(error, EngineDeadError) and self._replica_id.done():
-                    self._choosing.died(self._replica_id.result())
+                    self._chooser.died(self._replica_id.result())
                     raise ReplicaLostError(str(error))
                 raise error
             case AnswerChunk() if self._replica_id.done():
                 if not self._has_shown and self._newest.prompt is not None:
                     self._has_shown = True
-                    self._choosing.computed(self._id, self._newest.prompt.token_ids, self._replica_id.result())
+                    self._chooser.computed(self._id, self._newest.prompt.token_ids, self._replica_id.result())
                 return (event,)
             case Prefilled(num_tokens) if self._replica_id.done():
                 self._note_prefilled(num_tokens)
@@ -269,10 +265,10 @@ class _Stream:
         return ()
 
     def _note_prefilled(self, num_tokens: int) -> None:
-        """A session's data are kept computed for its questions, which should find them. The last token is left."""
+        """Note a session's data, which stay computed for its questions, but for the last token."""
         prompt = self._newest.prompt
         if prompt is not None and prompt.request_class == "stream" and num_tokens >= len(prompt.token_ids) - 1:
-            self._choosing.prefilled(self._id, prompt.token_ids, self._replica_id.result())
+            self._chooser.computed(self._id, prompt.token_ids, self._replica_id.result(), is_complete=False)
 
     async def _push(self, sent: Prompt, number: int) -> None:
         """Send each prompt that comes; those that come while one is on its way are joined into the next."""
