@@ -203,4 +203,4 @@ def test_no_figure_is_cut_in_a_narrow_terminal(
 
 def test_a_budget_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "simulate", *SMALL, "--max-context-tokens", "0"]) == 1
-    assert "max-context-tokens=0: it must be at least 1" in capsys.readouterr().err
+    assert "max_context_tokens=0 must be greater than or equal to 1" in capsys.readouterr().err

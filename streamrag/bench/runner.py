@@ -64,15 +64,13 @@ class CellFailed:
 CellEvent: TypeAlias = CellStarted | CellProgressed | CellFinished | CellFailed
 
 
-def run_cell(settings: CellSettings, *, keep_steps: bool = False, progress: CellProgress | None = None) -> CellResult:
-    """Run one cell on its clock, here and now."""
+def run_cell(settings: CellSettings, *, keep_steps: bool, progress: CellProgress) -> CellResult:
+    """Run one cell on its clock, in this process."""
     if settings.clock == "virtual":
-        from streamrag.bench import simulate
-
-        return simulate.run_cell(settings, keep_steps=keep_steps, progress=progress)
-    from streamrag.bench import wall
-
-    return wall.run_cell(settings, keep_steps=keep_steps, progress=progress)
+        from streamrag.bench import simulate as clock  # importing vLLM takes seconds
+    else:
+        from streamrag.bench import wall as clock  # type: ignore[no-redef]
+    return clock.run_cell(settings, keep_steps=keep_steps, progress=progress)
 
 
 def run_cells(

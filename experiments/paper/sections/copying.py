@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from streamrag.bench.profile_picture import crossing
+from streamrag.bench.profile.picture import crossing
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import StepProfile, recompute_s
 from streamrag.engine.profile_files import load_profile

@@ -5,7 +5,7 @@ import pytest
 from measured import SHAPE, TRUE, measured_engine
 
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.bench.recompute import NUM_CONTEXT_BESIDE, RecomputeTimes, measure_recompute, prompt_sizes
+from streamrag.bench.profile.recomputation import NUM_CONTEXT_BESIDE, RecomputeTimes, measure_recompute, prompt_sizes
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs import recompute_s
 from streamrag.errors import BackendError

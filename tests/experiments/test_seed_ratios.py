@@ -5,8 +5,7 @@ import random
 
 import numpy as np
 import pytest
-
-from streamrag.bench.paired import percentile_ratios
+from seed_ratios import percentile_ratios
 
 
 def seeds(scale: float, num_seeds: int = 8, num_requests: int = 200) -> list[list[float]]:

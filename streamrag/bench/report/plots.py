@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from streamrag.bench.compare import Comparison, Figure, Values
 from streamrag.bench.grid import describe_qps
-from streamrag.bench.report_canvas import as_svg, formatter, make_panels, plain_log_ticks, seconds_upwards
-from streamrag.bench.report_html import figure_text
+from streamrag.bench.report.canvas import as_svg, formatter, make_panels, plain_log_ticks, seconds_upwards
+from streamrag.bench.report.comparison import Comparison, Figure, Values
+from streamrag.bench.report.html import figure_text
 from streamrag.bench.summary import percentile
 from streamrag.showing import for_picture
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from made import made_result, settings
 
-from streamrag.bench.compare import compare
 from streamrag.bench.grid import Grid
+from streamrag.bench.report.comparison import compare
 from streamrag.bench.summary import Digest, digest
 
 

@@ -1,4 +1,6 @@
-"""The floor of a request: its `ttft_after_retrieval_s` if it were streamed into an engine that does nothing else.
+"""The result of each query of a cell: its times, one record out of those of its requests, and its floor.
+
+The floor of a request is its `ttft_after_retrieval_s` if it were streamed into an engine that does nothing else.
 
     chunks      c0       c1   c2 = last                 No queue, no eviction: what is left to wait for is what the last
     steps       [───] [──][──]│ [────][─]▲ first token  chunk brings, and the step that was under way when it came.
@@ -10,16 +12,92 @@ and under load its last chunks may share one.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from streamrag.bench.workload import NUM_TAIL_TOKENS
+from streamrag.bench.arms import Timing
+from streamrag.bench.cell import CellSettings, RequestResult
+from streamrag.bench.workload import NUM_TAIL_TOKENS, token_budget
 from streamrag.engine.costs import StepProfile
+from streamrag.records import RequestRecord
 from streamrag.trace.values import TracedAppend, TracedChunk, TracedQuery
+
+SUMMED = (
+    "num_computed",
+    "num_recomputed",
+    "num_invalidated",
+    "num_from_cache",
+    "num_loaded",
+    "num_written_through",
+)
+"""Counts of a record that add up over the requests of one query."""
+
+
+def request_results(
+    settings: CellSettings,
+    queries: Sequence[TracedQuery],
+    timings: Mapping[str, Timing],
+    profile: StepProfile,
+    records: Mapping[str, Sequence[RequestRecord]],
+    start_s: float = 0.0,
+) -> tuple[RequestResult, ...]:
+    """Return the results of the queries that were answered.
+
+    `start_s` is when the cell began, on the clock of timings and records.
+    """
+    results = []
+    for query in queries:
+        timing, record = timings.get(query.query_id), merged(records.get(query.query_id, ()))
+        if timing is not None:
+            result = RequestResult(
+                query_id=query.query_id,
+                arrival_s=query.arrival_s,
+                retrieval_end_s=timing.retrieval_end_s - start_s,
+                first_token_s=timing.first_token_s - start_s,
+                finished_s=timing.finished_s - start_s,
+                num_chunks=len(query.events),
+                floor_s=floor_s(query, profile, token_budget(settings)),
+                record=record and shifted(record, -start_s),
+            )
+            results.append(result)
+    return tuple(results)
+
+
+def merged(records: Sequence[RequestRecord]) -> RequestRecord | None:
+    """Return the last record, with the counts and preemptions of all. Warming sends several requests for one query."""
+    if len(records) <= 1:
+        return records[0] if records else None
+    return replace(
+        records[-1],
+        **{name: sum(getattr(record, name) for record in records) for name in SUMMED},
+        preemptions=tuple(p for r in records for p in r.preemptions),
+        restores=tuple(restore for r in records for restore in r.restores),
+    )
+
+
+def shifted(record: RequestRecord, by_s: float) -> RequestRecord:
+    """Return the same record on a clock that shows `by_s` more."""
+
+    def moved(at_s: float | None) -> float | None:
+        return None if at_s is None else at_s + by_s
+
+    return replace(
+        record,
+        arrival_s=record.arrival_s + by_s,
+        queued_s=record.queued_s + by_s,
+        scheduled_s=moved(record.scheduled_s),
+        first_kv_s=moved(record.first_kv_s),
+        last_kv_s=moved(record.last_kv_s),
+        finished_s=record.finished_s + by_s,
+        chunks=tuple(replace(c, arrival_s=c.arrival_s + by_s) for c in record.chunks),
+        preemptions=tuple(replace(p, at_s=p.at_s + by_s) for p in record.preemptions),
+        restores=tuple(replace(r, at_s=r.at_s + by_s) for r in record.restores),
+    )
 
 
 def floor_s(query: TracedQuery, profile: StepProfile, budget: int, num_tail_tokens: int = NUM_TAIL_TOKENS) -> float:
-    """In seconds, from the end of retrieval to the first token."""
+    """Return the seconds from the end of retrieval to the first token."""
     inputs = deque(_prompts(query, num_tail_tokens))
     depth = 2 if profile.is_async else 1
     in_flight: deque[float] = deque()
@@ -62,7 +140,7 @@ class _Cache:
         self._newest: tuple[TracedChunk, ...] = ()
 
     def num_kept(self, prompt: _Prompt, num_computed: int) -> int:
-        """Tokens of `prompt` that need not be computed, given those computed of the one before it."""
+        """Return how many tokens of `prompt` need not be computed, given those computed of the one before it."""
         self._before.append((self._newest, num_computed))
         num_shared = min(_common(self._newest, prompt.chunks), prompt.num_tokens - 1)
         self._newest = prompt.chunks

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio.to_thread
 
-from streamrag.bench.copy_times import CopyTimes, block_counts, measure_copies
-from streamrag.bench.profiling import NUM_PASSES, measure, table_profile, warm_up
-from streamrag.bench.recompute import NUM_CONTEXT_BESIDE, RecomputeTimes, measure_recompute, prompt_sizes
+from streamrag.bench.profile.copies import CopyTimes, block_counts, measure_copies
+from streamrag.bench.profile.recomputation import NUM_CONTEXT_BESIDE, RecomputeTimes, measure_recompute, prompt_sizes
+from streamrag.bench.profile.steps import NUM_PASSES, measure, table_profile, warm_up
 from streamrag.engine.costs import TableProfile, recompute_s
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamrag.bench.compare import Figure
+from streamrag.bench.report.comparison import Figure
 from streamrag.errors import MissingDependencyError
 from streamrag.showing import one_line
 
@@ -62,7 +62,7 @@ def render(**values: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     templates = Environment(
-        loader=PackageLoader("streamrag.bench"),
+        loader=PackageLoader("streamrag.bench.report"),
         autoescape=True,
         finalize=_finalize,
         undefined=StrictUndefined,

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from streamrag.bench import report_plots as plots
-from streamrag.bench.compare import BASELINE, Comparison, Figure, Pool, compare
 from streamrag.bench.grid import describe_load, describe_qps
-from streamrag.bench.report_canvas import require_matplotlib
-from streamrag.bench.report_html import Cell, Table, cell, render, require_jinja
+from streamrag.bench.report import plots
+from streamrag.bench.report.canvas import require_matplotlib
+from streamrag.bench.report.comparison import BASELINE, Comparison, Figure, Pool, compare
+from streamrag.bench.report.html import Cell, Table, cell, render, require_jinja
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
 from streamrag.engine.eviction import FATES
 from streamrag.versions import __version__

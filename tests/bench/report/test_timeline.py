@@ -10,7 +10,7 @@ from made import made_result, settings
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, NonNegativeFloat, TypeAdapter
 
 from streamrag.bench.cell import CellResult, CopyResult, RequestResult, StepPart, StepResult
-from streamrag.bench.timeline import make_timeline
+from streamrag.bench.report.timeline import make_timeline
 from streamrag.errors import ConfigurationError
 from streamrag.records import ChunkRecord, PreemptionRecord, RequestRecord
 

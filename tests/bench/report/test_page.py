@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 from made import made_result, settings
 
-from streamrag.bench.compare import Figure
 from streamrag.bench.grid import Grid
-from streamrag.bench.report import make_report, require_report
-from streamrag.bench.report_html import cell, figure_text
+from streamrag.bench.report.comparison import Figure
+from streamrag.bench.report.html import cell, figure_text
+from streamrag.bench.report.page import make_report, require_report
 from streamrag.bench.summary import Digest, digest
 from streamrag.errors import MissingDependencyError
 

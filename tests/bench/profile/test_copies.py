@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from streamrag.backends.vllm.facts import EngineFacts
-from streamrag.bench.copy_times import CopyTimes, block_counts, measure_copies
+from streamrag.bench.profile.copies import CopyTimes, block_counts, measure_copies
 
 FACTS = EngineFacts(
     model="tiny",

@@ -5,7 +5,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from streamrag.bench.report_canvas import make_panels
+from streamrag.bench.report.canvas import make_panels
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import DEFAULT_BUDGET, StepProfile, recompute_s
 from streamrag.errors import ConfigurationError

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from streamrag.bench.profiling import FreshTokens, Pass, StepTime, answer, steps_since
+from streamrag.bench.profile.steps import FreshTokens, Pass, StepTime, answer, steps_since
 from streamrag.engine.parts import Part
 from streamrag.errors import BackendError
 from streamrag.tasks import cancel_regardless

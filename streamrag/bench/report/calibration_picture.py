@@ -4,7 +4,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from streamrag.bench.report_canvas import make_panels
+from streamrag.bench.report.canvas import make_panels
 from streamrag.files import write_whole
 from streamrag.showing import for_picture
 from streamrag.sources.emission.calibration import MAX_LENGTH, Calibration, Odds

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.bench.profile_picture import crossing, draw_profile
+from streamrag.bench.profile.picture import crossing, draw_profile
 from streamrag.engine.copies import CopyCosts, linear_copies
 from streamrag.engine.costs import TableProfile, recompute_s
 from streamrag.engine.profile_files import load_profile
