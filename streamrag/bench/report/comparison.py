@@ -12,7 +12,7 @@ from streamrag.bench.summary import PERCENTILES, Digest, percentile
 BASELINE = "no-streaming"
 
 Values: TypeAlias = Callable[[Digest], Sequence[float]]
-"""What to look at in a cell, one value a request."""
+"""Values of a cell to look at, one for each request."""
 
 Statistic: TypeAlias = Callable[[Sequence[float]], float]
 
@@ -26,13 +26,13 @@ class Figure(NamedTuple):
 
 
 def _figure(value: float, alone: Sequence[float]) -> Figure:
-    """A seed in which nothing was answered has nothing to say."""
+    """Make a figure. A seed in which nothing was answered does not count."""
     known = [one for one in alone if math.isfinite(one)]
     return Figure(value, min(known, default=math.nan), max(known, default=math.nan))
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; NaN of no values."""
+    """Return the arithmetic mean; NaN of no values."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
@@ -48,7 +48,7 @@ class Pool:
 
     @property
     def settings(self) -> CellSettings:
-        """Those of the first; the seed tells nothing."""
+        """Settings of the first cell; the seed tells nothing."""
         return self.digests[0].settings
 
     @property
@@ -56,27 +56,27 @@ class Pool:
         return tuple(digest.settings.seed for digest in self.digests)
 
     def only(self, seeds: Iterable[int]) -> "Pool":
-        """The cells of these seeds."""
+        """Return the cells of these seeds."""
         kept = set(seeds)
         return Pool(tuple(digest for digest in self.digests if digest.settings.seed in kept))
 
     def values(self, of: Values) -> list[float]:
-        """The values of all requests of all seeds."""
+        """Return the values of all requests of all seeds."""
         return [value for digest in self.digests for value in of(digest)]
 
     def figure(self, of: Values, name: str) -> Figure:
-        """`name` is one of `PERCENTILES`, or "mean"."""
+        """Return a statistic of the values: `name` is one of `PERCENTILES`, or "mean"."""
         statistic = _statistic(name)
         alone = [statistic(of(digest)) for digest in self.digests]
         return _figure(statistic(self.values(of)), alone)
 
     def total(self, of: Callable[[Digest], float]) -> Figure:
-        """The mean over seeds of a figure that each cell has once."""
+        """Return the mean over seeds of a value that each cell has once."""
         alone = [of(digest) for digest in self.digests]
         return _figure(mean(alone), alone)
 
     def ratio_to_floor(self, name: str) -> float:
-        """Ratio of a percentile of `ttft_after_retrieval_s` to the same percentile of the floor."""
+        """Return the ratio of a percentile of `ttft_after_retrieval_s` to the same percentile of the floor."""
         floor = self.figure(_floor, name).value
         return self.figure(_after, name).value / floor if floor > 0 else math.nan
 
@@ -98,10 +98,15 @@ class Comparison:
     qps: tuple[float | None, ...]
     pools: dict[tuple[str, float | None], Pool]
 
-    def speed_up(self, variant: str, qps: float | None, name: str) -> Figure | None:
-        """The percentile of `ttft_after_retrieval_s` without streaming over that of the variant.
+    def floors(self, qps: float | None) -> Pool:
+        """Return a pool that has all floors of a rate of arrivals: any arm's, because the load is the same."""
+        pools = [pool for (_, at), pool in self.pools.items() if at == qps]
+        return max(pools, key=lambda pool: len(pool.values(_floor)))
 
-        Over the seeds that both have; None where they have none in common.
+    def speed_up(self, variant: str, qps: float | None, name: str) -> Figure | None:
+        """Return the percentile of `ttft_after_retrieval_s` without streaming over that of the variant.
+
+        Only seeds that both have count; None where they have none in common.
         """
         pool, baseline = self.pools.get((variant, qps)), self.pools.get((BASELINE, qps))
         if pool is None or baseline is None:
@@ -124,7 +129,7 @@ def _over(before: float, after: float) -> float:
 
 
 def compare(digests: Iterable[Digest]) -> list[Comparison]:
-    """One comparison a load; variants in the order of `ARMS`, then as they came; rates from low to high."""
+    """Make a comparison of each load; variants in the order of `ARMS`, then as they came; rates from low to high."""
     by_load: dict[CellSettings, dict[tuple[str, float | None], list[Digest]]] = {}
     for digest in digests:
         settings = digest.settings

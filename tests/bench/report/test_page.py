@@ -72,7 +72,7 @@ def test_a_report_fetches_nothing(page: Page) -> None:
 
 
 def test_every_section_has_its_picture_or_table(page: Page) -> None:
-    assert len(page.pictures()) == 5
+    assert len(page.pictures()) == 2
     for text in (
         "Speed-up over not streaming",
         "floor: each request alone",
@@ -80,6 +80,7 @@ def test_every_section_has_its_picture_or_table(page: Page) -> None:
         "Goodput",
         "Preemptions and work",
         "lost in them",
+        "last end, s",
         "gap between chunks, seconds",
         "Provenance",
     ):
@@ -102,7 +103,7 @@ def test_speed_ups_are_those_of_the_requests() -> None:
 )
 def test_what_is_missing_leaves_no_hole(grid: Grid) -> None:
     page = Page(make_report(digests_of(grid), slos={}))
-    assert len(page.pictures()) >= 4
+    assert len(page.pictures()) >= 1
     assert not re.search(r"\bnan\b", page.text)
 
 
