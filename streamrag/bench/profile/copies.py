@@ -1,4 +1,4 @@
-"""Measures what copying KV blocks to host memory and back takes here, with the copier that engines use.
+"""Measures the time to copy KV blocks to host memory and back, with the copier that engines use.
 
 Blocks are scattered, as they are in an engine that has run for a while.
 """
@@ -8,25 +8,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
+import torch
+
+from streamrag.backends.vllm.copy_wire import HostCopies
+from streamrag.backends.vllm.facts import EngineFacts
+from streamrag.backends.vllm.worker.copier import HostCopier
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.fitting import fit_copies
 
-if TYPE_CHECKING:
-    import torch
-
-    from streamrag.backends.vllm.facts import EngineFacts
-
-
 NUM_WARM_UPS, NUM_REPEATS = 1, 5
 MAX_BYTES_CPU, MAX_BYTES_CUDA = 256 << 20, 2 << 30
-"""Copied in one go at most; larger copies take proportionally longer."""
+"""Most bytes that are copied in one go; larger copies take proportionally longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTimes:
-    """Seconds of each repetition, by numbers of blocks."""
+    """The seconds of each repetition, by numbers of blocks."""
 
     block_bytes: int
     is_overlapped: bool
@@ -34,27 +32,22 @@ class CopyTimes:
     into: dict[int, list[float]] = field(default_factory=dict)
 
     def costs(self) -> CopyCosts:
-        """The monotone lines that fit best."""
+        """Return the monotone lines that fit best."""
         return CopyCosts(fit_copies(self.out), fit_copies(self.into), self.block_bytes, self.is_overlapped)
 
 
-def block_counts(facts: "EngineFacts") -> list[int]:
-    """One, then twice as many each time, up to the longest prompt or to what is enough to know."""
+def block_counts(facts: EngineFacts) -> list[int]:
+    """Return the numbers of blocks to measure: one, then twice as many, up to the longest prompt or what is enough."""
     max_bytes = MAX_BYTES_CUDA if facts.is_cuda else MAX_BYTES_CPU
     most = max(min(facts.max_model_len // facts.block_size, max_bytes // facts.block_bytes), 2)
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
-def measure_copies(facts: "EngineFacts", progress: Callable[[int], None] = lambda num_blocks: None) -> CopyTimes:
-    """Copies of one rank, on KV of its own, while nothing else runs. Needs no engine.
+def measure_copies(facts: EngineFacts, progress: Callable[[int], None] = lambda num_blocks: None) -> CopyTimes:
+    """Measure copies of one rank, on KV of its own, while nothing else runs. Needs no engine.
 
-    `progress` is told of each number of blocks before it is measured.
+    `progress` is called with each number of blocks before it is measured.
     """
-    import torch
-
-    from streamrag.backends.vllm.copy_wire import HostCopies
-    from streamrag.backends.vllm.worker.copier import HostCopier
-
     counts, rng = block_counts(facts), random.Random(0)
     num_blocks = 2 * counts[-1]
     copier = HostCopier(num_blocks, num_blocks)
@@ -90,10 +83,8 @@ def measure_copies(facts: "EngineFacts", progress: Callable[[int], None] = lambd
     return found
 
 
-def _kv(facts: "EngineFacts", num_blocks: int) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """KV of the model's shape, a layer each, by blocks."""
-    import torch
-
+def _kv(facts: EngineFacts, num_blocks: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield KV of the model's shape, layer by layer."""
     shape = (num_blocks, 2, facts.num_kv_heads, facts.block_size, facts.head_dim)
     for layer in range(facts.num_layers):
         dtype, device = getattr(torch, facts.kv_dtype), "cuda" if facts.is_cuda else "cpu"

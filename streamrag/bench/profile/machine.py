@@ -7,25 +7,23 @@ import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import anyio.to_thread
 
+from streamrag.backends.vllm.client.measured import running_engine
+from streamrag.backends.vllm.facts import EngineFacts
 from streamrag.bench.profile.copies import CopyTimes, block_counts, measure_copies
 from streamrag.bench.profile.recomputation import NUM_CONTEXT_BESIDE, RecomputeTimes, measure_recompute, prompt_sizes
 from streamrag.bench.profile.steps import NUM_PASSES, measure, table_profile, warm_up
 from streamrag.engine.costs import TableProfile, recompute_s
 
-if TYPE_CHECKING:
-    from streamrag.backends.vllm.facts import EngineFacts
-
-
 StepProgress: TypeAlias = Callable[[str, int, int | None], None]
-"""Told what is done now, how many things are done, and of how many; None as long as nobody knows."""
+"""Called with what is done now, how many things are done, and of how many; None while that is not known."""
 
 NUM_BESIDE = 8
 MOST_TOGETHER = 16
-"""Requests in a step that is measured, at most."""
+"""Most requests in a step that is measured."""
 MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 30.0, 90.0
 
 
@@ -34,8 +32,6 @@ async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: 
 
     :raises StreamRagError: as `running_engine`.
     """
-    from streamrag.backends.vllm.client.measured import running_engine
-
     progress("starting the engine", 0, None)
     async with running_engine(model, engine_args, policy=None) as client:
         facts = client.facts
@@ -68,7 +64,7 @@ async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: 
     return _described(profile, facts, times, copies)
 
 
-def _described(profile: TableProfile, facts: "EngineFacts", times: RecomputeTimes, copies: CopyTimes) -> TableProfile:
+def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes, copies: CopyTimes) -> TableProfile:
     profile = replace(
         profile,
         device=f"{facts.tensor_parallel_size} x {facts.device}" if facts.is_cuda else facts.device,
@@ -92,7 +88,7 @@ def _described(profile: TableProfile, facts: "EngineFacts", times: RecomputeTime
 
 
 def _measured(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict[str, Any]:
-    """Medians of what was measured, beside which the profile's own predictions can be seen."""
+    """Return the medians of what was measured, to be seen beside the profile's own predictions."""
     batch = ((1, NUM_CONTEXT_BESIDE),) * times.num_beside
     alone = {size: median(seconds) for size, seconds in times.alone.items()}
     beside = {size: median(seconds) for size, seconds in times.beside.items()}

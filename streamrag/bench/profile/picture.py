@@ -1,4 +1,4 @@
-"""A picture of a hardware profile: what recomputing tokens takes, and what copying their KV does. Needs matplotlib."""
+"""A picture of a hardware profile: the time to recompute tokens, and to copy their KV. Needs matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
@@ -18,19 +18,19 @@ NUM_POINTS = 120
 
 
 def step_budget(profile: StepProfile) -> int:
-    """Tokens in a step, when it was measured."""
+    """Return the most tokens in a step, as measured."""
     return int(profile.provenance.get("max_num_batched_tokens", DEFAULT_BUDGET))
 
 
 def most_tokens(profile: StepProfile) -> int:
-    """Tokens of the longest prompt that there can be."""
+    """Return the tokens of the longest prompt that there can be."""
     return int(profile.provenance.get("max_model_len", DEFAULT_MOST_TOKENS))
 
 
 def crossing(profile: StepProfile, copies_s: Callable[[int], float], most: int) -> int | None:
-    """From how many tokens on their KV is copied sooner than computed; None if it never is, up to `most` tokens.
+    """Return from how many tokens on KV is copied sooner than computed, in whole blocks; None if never up to `most`.
 
-    `copies_s` tells of the copies of so many blocks. Whole blocks, which is what is copied.
+    `copies_s` returns the seconds of copying so many blocks.
     """
     size, budget = profile.block_size, step_budget(profile)
 
@@ -108,7 +108,7 @@ def _draw_copies(panel: Any, profile: StepProfile, copies: CopyCosts, most: int)
 
 
 def _mark(panel: Any, profile: StepProfile, tokens: int | None) -> None:
-    """Where copying in becomes the quicker way."""
+    """Mark where copying in becomes the quicker way."""
     if tokens is None:
         text = "recomputing is always quicker than copying in"
     elif tokens == profile.block_size:
@@ -120,6 +120,6 @@ def _mark(panel: Any, profile: StepProfile, tokens: int | None) -> None:
 
 
 def _spread(low: int, high: int) -> Sequence[int]:
-    """Numbers of tokens, as far apart as they are large."""
+    """Return numbers of tokens that are as far apart as they are large."""
     factor = (high / low) ** (1 / NUM_POINTS)
     return sorted({round(low * factor**index) for index in range(NUM_POINTS + 1)})

@@ -1,4 +1,4 @@
-"""Measures what recomputing a prompt of a running engine takes: whole prompts, alone and beside a running batch.
+"""Measures the time to recompute a prompt on a running engine: whole prompts, alone and beside a running batch.
 
 alone    [── chunk ──][── chunk ──][─ rest + 1 ─][ decode ]        the sum of the chunks' steps, less that of the
                                                                    decode: the next token is computed in any case
@@ -11,16 +11,12 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING
 
+from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
 from streamrag.bench.profile.steps import FreshTokens, Pass, StepTime, answer, steps_since
 from streamrag.engine.parts import Part
 from streamrag.errors import BackendError
 from streamrag.tasks import cancel_regardless
-
-if TYPE_CHECKING:
-    from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
-
 
 FIRST_SIZE = 64
 NUM_REPEATS, NUM_REPEATS_SMALL = 3, 9
@@ -31,31 +27,31 @@ NUM_TRIES = 5
 NUM_WAITS = 1_000
 """Waits of a millisecond each, at most, until the engine has told of all steps."""
 NUM_IDLE = 5
-"""Steps that only decode, to compare the others with."""
+"""Number of steps that only decode, to compare the others with."""
 NUM_CONTEXT_BESIDE = 32
 """Tokens of the prompts whose answers are decoded beside."""
 GROWTH = 3.0
-"""What twice as many tokens take at most, about: attention grows faster than the rest."""
+"""Factor of time that twice as many tokens take, at most, about: attention grows faster than the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeTimes:
-    """What computing tokens added to steps, in each repetition: seconds, by numbers of tokens."""
+    """The seconds that computing tokens added to steps, in each repetition, by numbers of tokens."""
 
     num_beside: int
-    """Requests in the running batch."""
+    """Number of requests in the running batch."""
     alone: dict[int, list[float]] = field(default_factory=dict)
     beside: dict[int, list[float]] = field(default_factory=dict)
     steps: list[StepTime] = field(default_factory=list)
     """All that were measured on the way."""
 
     def as_pass(self) -> Pass:
-        """The steps, for the fit of a profile."""
+        """Return the steps, for the fit of a profile."""
         return Pass(tuple(self.steps), ())
 
 
 def prompt_sizes(max_model_len: int) -> list[int]:
-    """Twice as many tokens each time, and last what the model takes."""
+    """Return the numbers of tokens to measure: twice as many each time, and last what the model takes."""
     most = max_model_len - 4
     sizes = [min(FIRST_SIZE, most)]
     while 2 * sizes[-1] < 0.75 * most:
@@ -64,7 +60,7 @@ def prompt_sizes(max_model_len: int) -> list[int]:
 
 
 async def measure_recompute(
-    client: "EngineClient",
+    client: EngineClient,
     budget: int,
     max_model_len: int,
     num_beside: int,
@@ -72,23 +68,23 @@ async def measure_recompute(
     max_s: float,
     progress: Callable[[int], None] = lambda size: None,
 ) -> RecomputeTimes:
-    """Prompts of growing length, until the next would take longer than is left of `max_s`.
+    """Measure prompts of growing length, until the next would take longer than is left of `max_s`.
 
-    `progress` is told of each length before it is measured.
+    `progress` is called with each length before it is measured.
 
     :raises BackendError: the engine computes them in other steps than it should.
     """
     clock = asyncio.get_running_loop().time
     until_s = clock() + max_s
     found = RecomputeTimes(max(min(num_beside, budget // 2), 1))
-    measuring = _Measuring(client, budget, max_model_len, found.num_beside)
+    meter = _Meter(client, budget, max_model_len, found.num_beside)
     last_s = 0.0
     for size in prompt_sizes(max_model_len):
         start_s = clock()
         if start_s + GROWTH * last_s > until_s:
             break
         progress(size)
-        for into, measure in ((found.alone, measuring.alone), (found.beside, measuring.beside)):
+        for into, measure in ((found.alone, meter.alone), (found.beside, meter.beside)):
             for _ in range(NUM_REPEATS_SMALL if size <= SMALL else NUM_REPEATS):
                 seconds, steps = await measure(size)
                 into.setdefault(size, []).append(seconds)
@@ -97,10 +93,10 @@ async def measure_recompute(
     return found
 
 
-class _Measuring:
-    """One engine, with its limits."""
+class _Meter:
+    """The measurements of one engine, within its limits."""
 
-    def __init__(self, client: "EngineClient", budget: int, max_model_len: int, num_beside: int) -> None:
+    def __init__(self, client: EngineClient, budget: int, max_model_len: int, num_beside: int) -> None:
         self._client = client
         self._budget = budget
         self._max_model_len = max_model_len
@@ -108,7 +104,7 @@ class _Measuring:
         self._tokens = FreshTokens(f"recomputed {len(client.steps)}")
 
     async def alone(self, size: int) -> tuple[float, list[StepTime]]:
-        """Prefill of `size` tokens and the next one, less the decode after them."""
+        """Time the prefill of `size` tokens and the next one, less the decode after them."""
         parts: list[Part] = [*_chunks(size + 1, self._budget), (1, size + 1)]
         for _ in range(NUM_TRIES):
             num_before = len(self._client.steps)
@@ -122,7 +118,7 @@ class _Measuring:
         raise BackendError(f"{size + 1} tokens are not computed in {len(parts) - 1} steps of {self._budget}")
 
     async def beside(self, size: int) -> tuple[float, list[StepTime]]:
-        """Prefill of `size` tokens in steps that decode too, less as many steps that only decode."""
+        """Time the prefill of `size` tokens in steps that decode too, less as many steps that only decode."""
         num_beside = self._num_beside
         chunks = list(_chunks(size, self._budget - num_beside))
         decodes = ((1, NUM_CONTEXT_BESIDE),) * num_beside
@@ -136,7 +132,7 @@ class _Measuring:
                 return sum(step.step_s for step in timed) - len(timed) * median(idle_s), timed
         raise BackendError(f"{size} tokens beside {num_beside} decodes are not computed in {len(chunks)} steps")
 
-    async def _computed_beside(self, size: int) -> tuple[list[tuple["MeasuredStep", "MeasuredStep"]], list[float]]:
+    async def _computed_beside(self, size: int) -> tuple[list[tuple[MeasuredStep, MeasuredStep]], list[float]]:
         num_before = len(self._client.steps)
         async with self._decoding():
             await answer(self._client, "recomputed", self._tokens.take(size), 1)
@@ -149,7 +145,7 @@ class _Measuring:
 
     @asynccontextmanager
     async def _decoding(self) -> AsyncIterator[None]:
-        """A batch of requests decodes inside."""
+        """Let a batch of requests decode inside."""
         begun = [asyncio.Event() for _ in range(self._num_beside)]
 
         async def decode(index: int, event: asyncio.Event) -> None:
@@ -172,9 +168,9 @@ class _Measuring:
 
 
 def _mixed_and_idle(
-    steps: Sequence["MeasuredStep"], num_beside: int
-) -> tuple[list[tuple["MeasuredStep", "MeasuredStep"]], list[float]]:
-    """Steps that prefill beside the decodes, each with the one before it, and the seconds of those that only decode."""
+    steps: Sequence[MeasuredStep], num_beside: int
+) -> tuple[list[tuple[MeasuredStep, MeasuredStep]], list[float]]:
+    """Return steps that prefill beside decodes, each with the one before, and the seconds of those that only decode."""
     pairs = list(pairwise(steps))
     mixed = [(a, b) for a, b in pairs if b.num_requests == num_beside + 1]
     return mixed, [b.end_s - a.end_s for a, b in pairs if b.num_requests == b.num_tokens == num_beside]

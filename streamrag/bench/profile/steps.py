@@ -1,4 +1,4 @@
-"""Measures a table profile of a running engine: how long its steps take, and what a request takes beside them.
+"""Measures a table profile of a running engine: the time of its steps, and of a request beside them.
 
     blocker  [─────────────]                       While it computes, the requests of the batch arrive, so that the
     batch      ▲▲▲▲        [─ n x m tokens ─][─ n decodes ─][─ n decodes ─]       next step holds all of them.
@@ -9,11 +9,12 @@ A step lasts from the end of the one before it to its own: what the engine does 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
 from streamrag.bench.provenance import versions
 from streamrag.bench.workload import Tokens
 from streamrag.engine.costs import TableProfile
@@ -21,10 +22,6 @@ from streamrag.engine.fitting import fit_table
 from streamrag.engine.parts import Part
 from streamrag.errors import BackendError
 from streamrag.trace.values import TracedChunk
-
-if TYPE_CHECKING:
-    from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
-
 
 NUM_IN_VOCABULARY = 512
 """Token ids are below this, which every model has."""
@@ -43,20 +40,15 @@ NUM_TRIES = 4
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """So many requests that arrive together, each with so many new tokens after a prefix that all share."""
+    """Requests that arrive together, each with so many new tokens after a prefix that all share."""
 
     num_requests: int
     num_tokens: int
     num_context: int
     num_output_tokens: int = 1
 
-    @property
-    def num_most_tokens(self) -> int:
-        """Tokens of one of its requests, answer included."""
-        return self.num_context + self.num_tokens + self.num_output_tokens
-
-    def parts(self) -> Iterator[tuple[Part, ...]]:
-        """The parts of each of its steps."""
+    def step_parts(self) -> Iterator[tuple[Part, ...]]:
+        """Yield the parts of each of its steps."""
         yield ((self.num_tokens, self.num_context),) * self.num_requests
         num_before = self.num_context + self.num_tokens
         for index in range(self.num_output_tokens - 1):
@@ -65,7 +57,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step, and how long it took: from the end of the one before, and of this the model."""
+    """A step, and its time: from the end of the one before, and of this the model's part."""
 
     parts: tuple[Part, ...]
     step_s: float
@@ -78,16 +70,11 @@ class Pass:
 
     steps: tuple[StepTime, ...]
     beside_s: tuple[float, ...]
-    """For requests that were alone: the time from asking to the first token, less the time of the model."""
-
-    def times(self, factor: float) -> "Pass":
-        """The same on a machine that takes so many times as long for everything."""
-        steps = [replace(s, step_s=s.step_s * factor, elapsed_s=s.elapsed_s * factor) for s in self.steps]
-        return Pass(tuple(steps), tuple(seconds * factor for seconds in self.beside_s))
+    """For each request that was alone: the time from asking to the first token, less the time of the model."""
 
 
 class KvFacts(Protocol):
-    """What a profile says of an engine beside times. An `EngineClient` knows it."""
+    """The facts of an engine that a profile has beside times. An `EngineClient` has them."""
 
     @property
     def kv_tokens(self) -> int: ...
@@ -98,9 +85,9 @@ class KvFacts(Protocol):
 
 
 async def measure_profile(
-    client: "EngineClient", name: str, budget: int, max_model_len: int, max_num_seqs: int = 1
+    client: EngineClient, name: str, budget: int, max_model_len: int, max_num_seqs: int = 1
 ) -> TableProfile:
-    """What steps of an idle engine take, and what a request takes beside them. A few seconds on a small model.
+    """Measure the steps of an idle engine, and a request beside them. A few seconds on a small model.
 
     On a slow one there are fewer passes: none begins after `PASSES_S`. Steps hold `max_num_seqs` requests at most; with
     one, the cost of a request goes to the base line.
@@ -115,8 +102,8 @@ async def measure_profile(
 
 
 def table_profile(passes: Sequence[Pass], engine: KvFacts, name: str) -> TableProfile:
-    """The profile that fits the medians of all passes best; what is no matter of time is that of `engine`."""
-    usual_s = _usual_s(passes)
+    """Return the profile that fits the medians of all passes best; what is no matter of time is that of `engine`."""
+    usual_s = usual_step_s(passes)
     most = max(sum(new for new, _ in parts) for parts in usual_s)
     fitted = fit_table(list(usual_s.items()), [1, *_sizes(most)])
     between_s = median(step.step_s - step.elapsed_s for one in passes for step in one.steps)
@@ -132,42 +119,36 @@ def table_profile(passes: Sequence[Pass], engine: KvFacts, name: str) -> TablePr
         block_size=engine.block_size,
         is_async=engine.is_async,
         delivery_s=max(beside_s - between_s, 0.0),
-        unsteadiness=tuple(factor for one in passes for factor in _factors(one, usual_s)),
+        unsteadiness=tuple(factor for one in passes for factor in slow_factors(one, usual_s)),
         provenance={"measured": f"{len(usual_s)} kinds of steps in {len(passes)} passes", **versions()},
     )
 
 
-def slowness(passes: Sequence[Pass]) -> list[float]:
-    """For each pass: how much longer its steps took than such steps usually do, as a factor.
-
-    A machine that others use as well is faster in one minute than in the next.
-    """
-    usual_s = _usual_s(passes)
-    return [median(_factors(one, usual_s)) for one in passes]
-
-
-def _usual_s(passes: Sequence[Pass]) -> dict[tuple[Part, ...], float]:
-    """Median seconds of each kind of step."""
+def usual_step_s(passes: Sequence[Pass]) -> dict[tuple[Part, ...], float]:
+    """Return the median seconds of each kind of step."""
     steps_s: dict[tuple[Part, ...], list[float]] = {}
     for step in (step for one in passes for step in one.steps):
         steps_s.setdefault(step.parts, []).append(step.step_s)
     return {parts: median(of_one) for parts, of_one in steps_s.items()}
 
 
-def _factors(one: Pass, usual_s: Mapping[tuple[Part, ...], float]) -> list[float]:
-    """Factors of the steps that are longer than most; disturbances are a larger share of shorter ones."""
+def slow_factors(one: Pass, usual_s: Mapping[tuple[Part, ...], float]) -> list[float]:
+    """Return how many times as long as usual each step took, of those that are longer than most.
+
+    Disturbances are a larger share of shorter ones.
+    """
     usually_s = median(usual_s.values())
     return [step.step_s / usual_s[step.parts] for step in one.steps if usual_s[step.parts] >= usually_s]
 
 
-async def warm_up(client: "EngineClient", budget: int, max_model_len: int) -> None:
-    """The very first steps of an engine take seconds."""
+async def warm_up(client: EngineClient, budget: int, max_model_len: int) -> None:
+    """Run the very first steps of an engine, which take seconds."""
     for num_tokens in (min(budget, max_model_len - 2), 1):
         await answer(client, "warm-up", FreshTokens("warm-up").take(num_tokens), 1)
 
 
-async def measure(client: "EngineClient", budget: int, max_model_len: int, max_num_seqs: int) -> Pass:
-    """Steps of one request and of several, prefill and decode, without context and with as much as there may be.
+async def measure(client: EngineClient, budget: int, max_model_len: int, max_num_seqs: int) -> Pass:
+    """Measure steps of one request and of several, prefill and decode, without context and with as much as fits.
 
     A pass measures everything once. Several, far apart, tell what a machine does that is not always equally fast.
     """
@@ -179,19 +160,19 @@ async def measure(client: "EngineClient", budget: int, max_model_len: int, max_n
         if prefix:
             await answer(client, "prefix", prefix + tokens.take(1), 1)  # from now on in the prefix cache
         for batch in _batches(most, num_context, max_num_seqs):
-            if batch.num_most_tokens < max_model_len:
+            if num_context + batch.num_tokens + batch.num_output_tokens < max_model_len:
                 steps += await _steps_of(client, batch, prefix, tokens, min(NUM_BLOCKER_TOKENS, most))
     sizes = [size for size in LONE_SIZES if size <= most]
     return Pass(tuple(steps), tuple([await _beside_s(client, tokens.take(size)) for size in sizes]))
 
 
 def _sizes(most: int) -> list[int]:
-    """Tokens of steps of one request, the largest last and not too close to the one before."""
+    """Return the tokens of steps of one request, the largest last and not too close to the one before."""
     return [*(size for size in SIZES if size <= 0.75 * most), most]
 
 
 def _contexts(block_size: int, max_model_len: int) -> list[int]:
-    """None, half of the longest and nearly the longest, in whole blocks."""
+    """Return no context, half of the longest and nearly the longest, in whole blocks."""
     return sorted({num - num % block_size for num in (0, max_model_len // 2, max_model_len * 7 // 8)})
 
 
@@ -206,10 +187,10 @@ def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]
 
 
 async def _steps_of(
-    client: "EngineClient", batch: _Batch, prefix: list[int], tokens: "FreshTokens", num_blocker_tokens: int
+    client: EngineClient, batch: _Batch, prefix: list[int], tokens: "FreshTokens", num_blocker_tokens: int
 ) -> list[StepTime]:
-    """Its steps; none if it did not come together in one."""
-    all_parts = list(batch.parts())
+    """Measure the steps of a batch; none if it did not come together in one."""
+    all_parts = list(batch.step_parts())
     expected = [(len(parts), sum(new for new, _ in parts)) for parts in all_parts]
     num_tokens = num_blocker_tokens + sum(num for _, num in expected)
     for _ in range(NUM_TRIES):
@@ -229,8 +210,8 @@ async def _steps_of(
     return []
 
 
-async def _beside_s(client: "EngineClient", token_ids: list[int]) -> float:
-    """Seconds that the first token of a request takes beside the model, if the request is alone."""
+async def _beside_s(client: EngineClient, token_ids: list[int]) -> float:
+    """Measure the seconds that the first token of a request takes beside the model, if the request is alone."""
     clock, num_before = asyncio.get_running_loop().time, len(client.steps)
     start_s = clock()
     await answer(client, "alone", token_ids, 1)
@@ -238,8 +219,8 @@ async def _beside_s(client: "EngineClient", token_ids: list[int]) -> float:
     return took_s - sum(step.elapsed_s for step in await steps_since(client, num_before, len(token_ids)))
 
 
-async def steps_since(client: "EngineClient", num_before: int, num_tokens: int) -> Sequence["MeasuredStep"]:
-    """The steps of so many tokens, of which the engine tells a moment after the tokens themselves."""
+async def steps_since(client: EngineClient, num_before: int, num_tokens: int) -> Sequence[MeasuredStep]:
+    """Wait for the steps of so many tokens, of which the engine tells a moment after the tokens themselves."""
     for _ in range(100):
         steps = client.steps[num_before:]
         if sum(step.num_tokens for step in steps) >= num_tokens:
@@ -249,7 +230,7 @@ async def steps_since(client: "EngineClient", num_before: int, num_tokens: int) 
 
 
 class FreshTokens:
-    """Tokens that no request has had before."""
+    """A source of tokens that no request has had before."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -260,8 +241,8 @@ class FreshTokens:
         return Tokens(NUM_IN_VOCABULARY).of_chunk(TracedChunk(f"{self._name} {self._num_taken}", num_tokens))
 
 
-async def answer(client: "EngineClient", query_id: str, token_ids: list[int], num_output_tokens: int) -> None:
-    """Ask, and wait for the whole answer."""
+async def answer(client: EngineClient, query_id: str, token_ids: list[int], num_output_tokens: int) -> None:
+    """Send a request, and wait for the whole answer."""
     async with aclosing(client.generate(query_id, token_ids, num_output_tokens)) as answer:
         async for _ in answer:
             pass

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from measured import SHAPE, TRUE, measured_engine
 
-from streamrag.bench.profile.steps import Pass, measure, measure_profile, slowness, table_profile
+from streamrag.bench.profile.steps import measure, measure_profile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs import Part, TableProfile
 
@@ -43,20 +43,3 @@ def test_what_does_not_come_together_in_one_step_is_left_out() -> None:
             return {len(step.parts) for step in found.steps}
 
     assert run_virtual(main()) == {1}
-
-
-def test_how_slow_the_machine_was_in_each_pass_is_told_and_can_be_taken_out() -> None:
-    async def main() -> tuple[list[float], TableProfile]:
-        async with measured_engine() as client:
-            one: Pass = await measure(client, 512, 2_048, max_num_seqs=16)  # type: ignore[arg-type]
-            passes = [one, one.times(1.5), one.times(0.8)]
-            told = slowness(passes)
-            alike = [each.times(1.2 / of_it) for each, of_it in zip(passes, told, strict=True)]
-            return told, table_profile(alike, client, "found")  # type: ignore[arg-type]
-
-    told, found = run_virtual(main())
-    assert told == pytest.approx([1.0, 1.5, 0.8])
-    step = [(300, 1_000)]
-    assert found.step_s(step) == pytest.approx(1.2 * TRUE.step_s(step), rel=0.02)
-    assert found.unsteadiness == pytest.approx([1.0] * len(found.unsteadiness))
-    assert found.unsteadiness

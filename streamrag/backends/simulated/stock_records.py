@@ -1,4 +1,4 @@
-"""What happens to requests under a scheduler that keeps no records: vLLM's own."""
+"""Records of requests under a scheduler that keeps none: vLLM's own."""
 
 from dataclasses import dataclass, field
 
@@ -11,31 +11,31 @@ from streamrag.records import Outcome, RequestRecord
 
 
 @dataclass
-class _Watched:
+class _Request:
     log: RequestLog
     num_prompt_tokens: int
     num_output_tokens: int = 0
     num_held: int = 0
-    """Leading tokens whose KV is there, or being computed."""
+    """Number of leading tokens whose KV is there, or being computed."""
 
 
 @dataclass
-class Watch:
+class StockRecords:
     """Follows requests from the outside: what goes in, each step, what comes out."""
 
-    _requests: dict[str, _Watched] = field(default_factory=dict)
+    _requests: dict[str, _Request] = field(default_factory=dict)
 
-    def adds(self, request_id: str, num_tokens: int, arrival_s: float, now_s: float) -> None:
-        """A request, or the next chunk of a session."""
+    def add(self, request_id: str, num_tokens: int, arrival_s: float, now_s: float) -> None:
+        """Note a request, or the next chunk of a session."""
         known = self._requests.get(request_id)
         if known:
             known.num_prompt_tokens += num_tokens
         else:
             log = RequestLog(request_id, False, arrival_s, now_s)
-            self._requests[request_id] = _Watched(log, num_tokens)
+            self._requests[request_id] = _Request(log, num_tokens)
 
-    def runs(self, step: SchedulerOutput, start_s: float, end_s: float) -> None:
-        """A step that computes. Who was preempted for it lost its KV at its start."""
+    def add_step(self, step: SchedulerOutput, start_s: float, end_s: float) -> None:
+        """Note a step that computes. Requests that were preempted for it lost their KV at its start."""
         for request_id in step.preempted_req_ids or ():
             if known := self._requests.get(request_id):
                 known.log.on_loss(known.num_held, DROPPED, start_s)
@@ -50,12 +50,13 @@ class Watch:
                 known.log.on_step(start, end, start_s)
                 known.log.on_step_end(end_s, is_complete=end == known.num_prompt_tokens)
 
-    def brings(self, request_id: str, num_output_tokens: int) -> None:
-        """Tokens of its answer."""
+    def add_output(self, request_id: str, num_output_tokens: int) -> None:
+        """Note tokens of an answer."""
         if known := self._requests.get(request_id):
             known.num_output_tokens += num_output_tokens
 
-    def ends(self, request_id: str, outcome: Outcome, now_s: float) -> RequestRecord | None:
+    def end(self, request_id: str, outcome: Outcome, now_s: float) -> RequestRecord | None:
+        """Return the record of a request that has ended; None of an unknown one."""
         known = self._requests.pop(request_id, None)
         if known is None:
             return None
