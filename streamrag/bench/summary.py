@@ -24,7 +24,7 @@ Slos: TypeAlias = Mapping[str, float]
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value below which a `fraction` (0 to 1) of `values` lies, linear between ranks; NaN of none.
+    """Return the value below which a `fraction` (0 to 1) of `values` lies, linear between ranks; NaN of none.
 
     Source: method 7 of Hyndman and Fan 1996, numpy's default.
     """
@@ -38,13 +38,13 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """P50, P95 and P99 of some values."""
+    """Return P50, P95 and P99 of some values."""
     ordered = sorted(values)
     return {name: percentile(ordered, fraction) for name, fraction in PERCENTILES.items()}
 
 
 def parse_slos(text: str) -> dict[str, float]:
-    """`"ttft_after_retrieval_s=0.5,total_s=30"` as a mapping.
+    """Parse service-level objectives, as `"ttft_after_retrieval_s=0.5,total_s=30"`.
 
     :raises ConfigurationError: a name that is not in `LIMITS`, or a limit that is not a positive number.
     """
@@ -64,7 +64,7 @@ def parse_slos(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a report needs of one cell. One value a request, in one order, unless it says otherwise."""
+    """The part of a result that a report needs. One value a request, in one order, unless it says otherwise."""
 
     settings: CellSettings
     ttft_after_retrieval_s: tuple[float, ...]
@@ -80,20 +80,20 @@ class Digest:
     num_invalidated: tuple[int, ...]
     num_recomputed: tuple[int, ...]
     num_preemptions: Mapping[str, int] | None
-    """Preemptions, by what became of the KV; None where the engine does not tell."""
+    """Preemptions, by the fate of the KV; None where the engine does not tell."""
     num_tokens_lost: int
-    """Tokens whose KV was lost in preemptions."""
+    """Number of tokens whose KV was lost in preemptions."""
     num_computed: int
-    """Prompt tokens that were computed, all in all."""
+    """Number of prompt tokens that were computed."""
     num_taxed: int
-    """Those of them that had to be computed again because of preemption: the recompute tax."""
+    """Number of prompt tokens that were computed again because of preemption: the recompute tax."""
     num_loaded: int
-    """Prompt tokens that came back from host memory."""
+    """Number of prompt tokens that came back from host memory."""
     busy_s: float
     completion_s: float
     wall_s: float
     num_unfinished: int = 0
-    """Queries that were never answered; the figures are of the others."""
+    """Number of queries that were never answered; the figures are of the others."""
     copy_totals: CopyTotals | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class Digest:
         return self.completion_s / self.wall_s if self.wall_s > 0 else math.nan
 
     def goodput(self, slos: Slos) -> float | None:
-        """Requests per second that met every objective; None without objectives."""
+        """Return the requests per second that met every objective; None without objectives."""
         if not slos:
             return None
         kept = zip(*([v <= limit for v in getattr(self, name)] for name, limit in slos.items()), strict=True)
@@ -116,7 +116,7 @@ class Digest:
 
 
 def digest(result: CellResult) -> Digest:
-    """What a report needs of the result, which is a small part of it."""
+    """Return the part of the result that a report needs, which is small."""
     requests = result.requests
     records = [r.record for r in requests if r.record is not None]
     preemptions = [p for record in records for p in record.preemptions]
@@ -160,7 +160,7 @@ def _gaps(request: RequestResult) -> list[float]:
 
 
 def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
-    """A cell's figures as `--json` holds them; None where there is nothing to tell."""
+    """Return a cell's figures as `--json` holds them; None where there is nothing to tell."""
     after, floor = spread(digest.ttft_after_retrieval_s), spread(digest.floor_s)
     tells = digest.num_preemptions is not None
     return {

@@ -1,4 +1,4 @@
-"""What the pictures of a report are drawn on: panels, axes in seconds, SVG. Needs matplotlib."""
+"""The canvas of a report's pictures: panels, axes in seconds, SVG. Needs matplotlib."""
 
 import io
 import math
@@ -9,7 +9,7 @@ from streamrag.errors import MissingDependencyError
 
 
 def require_matplotlib() -> None:
-    """Raises MissingDependencyError without matplotlib."""
+    """Raise MissingDependencyError without matplotlib."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -17,7 +17,7 @@ def require_matplotlib() -> None:
 
 
 def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, list[Any]]:
-    """A figure with room for `num` panels of `height` inches, at most `num_columns` side by side."""
+    """Make a figure with room for `num` panels of `height` inches, at most `num_columns` side by side."""
     require_matplotlib()
     from matplotlib.figure import Figure as Canvas
 
@@ -38,7 +38,7 @@ def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, lis
 
 
 def plain_log_ticks(axis: Any) -> None:
-    """Plain numbers on a logarithmic axis, also where it spans less than a decade."""
+    """Write plain numbers on a logarithmic axis, also where it spans less than a decade."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -50,7 +50,7 @@ def plain_log_ticks(axis: Any) -> None:
 
 
 def seconds_upwards(panel: Any) -> None:
-    """Logarithmic where values differ much, else linear from zero."""
+    """Make the axis logarithmic where values differ much, else linear from zero."""
     low, high = panel.dataLim.intervaly
     panel.set_ylabel("seconds")
     if not math.isfinite(high):
@@ -63,14 +63,14 @@ def seconds_upwards(panel: Any) -> None:
 
 
 def formatter(write: Callable[[float], str]) -> Any:
-    """Writes the ticks of an axis."""
+    """Return a formatter of the ticks of an axis."""
     from matplotlib.ticker import FuncFormatter
 
     return FuncFormatter(lambda value, _: write(value))
 
 
 def as_svg(figure: Any) -> str:
-    """The same bytes for the same figure."""
+    """Return the figure as SVG: the same bytes for the same figure."""
     import matplotlib
 
     written = io.StringIO()

@@ -1,4 +1,4 @@
-"""The HTML that a report is made of: its page, its tables."""
+"""The HTML of a report: its page and its tables."""
 
 import math
 from base64 import b64encode
@@ -32,7 +32,7 @@ class Table:
 
 
 def figure_text(value: float | None) -> str:
-    """Three significant digits, in plain notation; a dash for what is not there."""
+    """Write three significant digits, in plain notation; a dash for what is not there."""
     if value is None or not math.isfinite(value):
         return "–"
     if abs(value) >= 100:
@@ -44,7 +44,7 @@ def figure_text(value: float | None) -> str:
 
 
 def cell(value: Figure | float | None, unit: str = "") -> Cell:
-    """A number; a figure brings its spread over seeds, where there is one."""
+    """Make a cell of a number; a figure brings its spread over seeds, where there is one."""
     if not isinstance(value, Figure):
         text = figure_text(value)
         return Cell(text if text == "–" else text + unit, is_number=True)
@@ -54,7 +54,7 @@ def cell(value: Figure | float | None, unit: str = "") -> Cell:
 
 
 def render(**values: Any) -> str:
-    """The page. Every text in it is one line that no reader obeys, whoever wrote it.
+    """Render the page. Every text in it is one line without control characters, whoever wrote it.
 
     :raises MissingDependencyError: Jinja is not installed.
     """
@@ -74,12 +74,12 @@ def render(**values: Any) -> str:
 
 
 def _finalize(value: object) -> object:
-    """Before it is escaped; what macros return is part of the page already."""
+    """Clean a value before it is escaped; what macros return is part of the page already."""
     return value if hasattr(value, "__html__") else one_line(str(value))
 
 
 def require_jinja() -> None:
-    """Raises MissingDependencyError without Jinja."""
+    """Raise MissingDependencyError without Jinja."""
     try:
         import jinja2  # noqa: F401
     except ImportError:

@@ -30,7 +30,7 @@ Arguments: TypeAlias = dict[str, Any]
 
 
 class _Span(NamedTuple):
-    """What happens to a request for a while."""
+    """A state of a request for a while."""
 
     name: str
     start_s: float
@@ -39,7 +39,7 @@ class _Span(NamedTuple):
 
 
 def make_timeline(result: CellResult) -> dict[str, Any]:
-    """The trace as a JSON object; times in microseconds on the cell's clock.
+    """Make the trace as a JSON object; times in microseconds on the cell's clock.
 
     :raises ConfigurationError: the result was not kept with its steps.
     """
@@ -109,7 +109,7 @@ def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[
 
 
 def _without_steps(request: RequestResult) -> list[_Span]:
-    """For engines that do not tell who was in a step: prefill as one span."""
+    """Return prefill as one span, for engines that do not tell which requests were in a step."""
     record = request.record
     if record is None or record.scheduled_s is None:
         return []
@@ -118,7 +118,7 @@ def _without_steps(request: RequestResult) -> list[_Span]:
 
 
 def _pauses(request: RequestResult, steps: list[_Span]) -> list[_Span]:
-    """When it had something to compute and was not computed: after a chunk, between its steps, after a preemption."""
+    """Return the times in which it had work and was not computed: after a chunk, between steps, after a preemption."""
     record = request.record
     chunks = [chunk.arrival_s for chunk in record.chunks] if record else []
     preemptions = {preemption.at_s for preemption in record.preemptions} if record else set()
@@ -137,7 +137,7 @@ def _pauses(request: RequestResult, steps: list[_Span]) -> list[_Span]:
 
 
 def _in_order(*layers: Iterable[_Span]) -> list[_Span]:
-    """Spans that do not overlap, by time: where layers do, the earlier layer is on top."""
+    """Cut spans so that they do not overlap, by time: where layers do, the earlier layer is on top."""
     shown: list[_Span] = []
     for layer in layers:
         for span in layer:
@@ -159,7 +159,7 @@ def _named(what: str, name: str, process: int, thread: int = 0) -> Event:
 
 
 def _slice(span: _Span, process: int, thread: int) -> Iterator[Event]:
-    """A complete event. Both ends are rounded alike, so that neighbours touch and never overlap."""
+    """Make a complete event. Both ends are rounded alike, so that neighbours touch and never overlap."""
     start_us, end_us = (round(s * US_PER_S, 3) for s in (span.start_s, span.end_s))
     if end_us > start_us:
         duration_us = round(end_us - start_us, 3)
