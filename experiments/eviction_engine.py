@@ -30,7 +30,7 @@ from rich.table import Table
 
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.profile.machine import measure_machine
-from streamrag.bench.profile.steps import warm_up
+from streamrag.bench.profile.step_times import warm_up
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import PERCENTILES, digest, spread
 from streamrag.bench.wall import engine_for, max_model_len, play_cell

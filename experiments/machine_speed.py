@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from streamrag.bench.profile.steps import Pass, slow_factors, usual_step_s
+from streamrag.bench.profile.step_times import Pass, slow_factors, usual_step_s
 
 
 def slowness(passes: Sequence[Pass]) -> list[float]:

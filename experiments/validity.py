@@ -32,7 +32,7 @@ from rich.table import Table
 
 from streamrag.bench import simulate
 from streamrag.bench.cell import ARMS, Arm, CellResult, CellSettings
-from streamrag.bench.profile.steps import Pass, measure, table_profile, warm_up
+from streamrag.bench.profile.step_times import Pass, measure, table_profile, warm_up
 from streamrag.bench.summary import percentile
 from streamrag.bench.wall import engine_for, max_model_len, play_cell
 from streamrag.bench.workload import NUM_TAIL_TOKENS, make_load

@@ -62,7 +62,8 @@ class CellSettings:
     """Budget of a context, as in a pipeline: chunks that do not fit are left out. None for what the model's length has
     room for."""
     has_prefix_cache: bool = True
-    """In virtual time only. Without, KV is only recomputed: host memory is known by the prefix cache's hashes."""
+    """Whether the engine has a prefix cache; False in virtual time only. Without, KV is only recomputed: host memory is
+    known by the prefix cache's hashes."""
 
     def __post_init__(self) -> None:
         check_clock(self.clock, self.profile, self.model)
@@ -81,7 +82,7 @@ def check_clock(clock: Clock, profile: str | None, model: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """One query of the load. Times are seconds on the cell's clock, which starts at 0."""
+    """The result of a query of the load. Times are seconds on the cell's clock, which starts at 0."""
 
     query_id: str
     arrival_s: float
@@ -114,14 +115,14 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step of the engine."""
+    """A step of the engine."""
 
     start_s: float
     end_s: float
     num_tokens: int
     num_requests: int
     parts: tuple[StepPart, ...] = ()
-    """One for each request in the step; empty from engines that do not tell."""
+    """Parts of the step, a request each; empty from engines that do not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class CellResult:
     completion_s: float
     """When the last request ended."""
     wall_s: float
-    """How long the run took, on the wall clock."""
+    """Seconds that the run took, on the wall clock."""
     steps: tuple[StepResult, ...] = ()
     """Kept on request only: there are many."""
     copies: tuple[CopyResult, ...] = ()

@@ -109,7 +109,7 @@ def _few_collections() -> Iterator[None]:
 
 
 class _Simulation:
-    """One cell while it runs."""
+    """A cell while it runs."""
 
     def __init__(
         self, settings: CellSettings, load: Fitted, profile: StepProfile, unsteady_seed: int, keep_steps: bool

@@ -20,7 +20,7 @@ LIMITS = ("ttft_after_retrieval_s", "ttft_s", "total_s")
 """Times of a request that a service-level objective may limit; `total_s` is from its arrival to its last token."""
 
 Slos: TypeAlias = Mapping[str, float]
-"""From the name of a time to the most seconds that it may take; a good request meets all of them."""
+"""Most seconds that each named time may take; a good request meets all of them."""
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:

@@ -14,7 +14,7 @@ from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.client.measured import EngineClient, model_len, running_engine
 from streamrag.bench.arms import Timing, run_query
 from streamrag.bench.cell import Arm, CellProgress, CellResult, CellSettings, StepResult
-from streamrag.bench.profile.steps import NUM_IN_VOCABULARY, measure_profile
+from streamrag.bench.profile.step_times import NUM_IN_VOCABULARY, measure_profile
 from streamrag.bench.provenance import versions
 from streamrag.bench.request_results import request_results
 from streamrag.bench.workload import (

@@ -1,7 +1,7 @@
 import pytest
 from machine_speed import at_speed, slowness
 
-from streamrag.bench.profile.steps import Pass, measure, table_profile
+from streamrag.bench.profile.step_times import Pass, measure, table_profile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs import TableProfile
 from tests.bench.measured import TRUE, measured_engine

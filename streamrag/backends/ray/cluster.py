@@ -218,32 +218,31 @@ class Cluster:
                 raise ConfigurationError(f"{self._app_name} does not fit on this machine: {why}")
         began_s = monotonic()
         while True:
-            told = serve.status().applications.get(self._app_name)
-            if told is None:
+            status = serve.status().applications.get(self._app_name)
+            if status is None:
                 raise RuntimeError("somebody has deleted it")
-            if told.status == ApplicationStatus.RUNNING:
+            if status.status == ApplicationStatus.RUNNING:
                 return
-            if told.status == ApplicationStatus.DEPLOY_FAILED:
-                raise RuntimeError(told.message)
-            deployments = self._deployments()
-            waiting = {
-                name: sum(each.get("node_id") is None for each in deployment["replicas"])
-                for name, deployment in deployments.items()
-            }
-            if not any(waiting.values()):
+            if status.status == ApplicationStatus.DEPLOY_FAILED:
+                raise RuntimeError(status.message)
+            without_node = self._without_node()
+            if not without_node:
                 began_s = monotonic()
             if monotonic() > began_s + self._place_s:
-                which = ", ".join(
-                    f"{num} of {name!r}, which need {_resources_text(_needed(deployments[name]))} each"
-                    for name, num in waiting.items()
-                    if num
-                )
                 raise ConfigurationError(
-                    f"no node of the cluster had room within {self._place_s:g} s for {which}; free are "
-                    f"{_resources_text(ray.available_resources())}: add nodes, or set replicas.place_s longer"
+                    f"no node of the cluster had room within {self._place_s:g} s for {', '.join(without_node)}; "
+                    f"free are {_resources_text(ray.available_resources())}: add nodes, or set replicas.place_s longer"
                 )
             if self._is_left.wait(POLL_S):
                 raise BackendError(f"{self._app_name} was left while it started")
+
+    def _without_node(self) -> list[str]:
+        """Describe the replicas that wait for a node, one text a deployment."""
+        found = []
+        for name, deployment in self._deployments().items():
+            if num := sum(each.get("node_id") is None for each in deployment["replicas"]):
+                found.append(f"{num} of {name!r}, which need {_resources_text(_needed(deployment))} each")
+        return found
 
     def _deployments(self) -> dict[str, Any]:
         """Return what Serve's controller says of each deployment, by name."""

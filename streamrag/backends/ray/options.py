@@ -1,4 +1,4 @@
-"""How replicas are deployed."""
+"""The options of a deployment of replicas."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from streamrag.support.validation import Count, Seconds, validated
 @validated
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """How many replicas there are, where they run, and what is expected of them.
+    """Options of a deployment: how many replicas, where they run, and what is expected of them.
 
     :raises ConfigurationError: values that cannot work.
     """

@@ -44,7 +44,7 @@ class ReplicaChooser:
         self._replica_of: dict[str, str | None] = {}
         """The replica of each open stream; None until it has one."""
         self._told_s: dict[str, Any] = {}
-        """By each replica that is there, when its last stats were made, on its own clock."""
+        """Times of the last stats of each replica that is there, on its own clock."""
         self._dead: set[str] = set()
         """Replicas that are still there, and whose engine has died."""
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class ReplicaChooser:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One stream's part of a `ReplicaChooser`, for the code that sends the stream."""
+    """A stream's part of a `ReplicaChooser`, for the code that sends the stream."""
 
     chooser: ReplicaChooser
     stream_id: str

@@ -75,7 +75,7 @@ class NewestPrompt:
     def __init__(self, prompts: AsyncIterator[Prompt]) -> None:
         self.prompt: Prompt | None = None
         self.number = 0
-        """Of the newest prompt, from 1; 0 while there is none."""
+        """Number of the newest prompt, from 1; 0 while there is none."""
         self._has_more = asyncio.Event()
         self.pulling = asyncio.create_task(self._pull(prompts), name="pull prompts")
         self.pulling.add_done_callback(lambda task: self._has_more.set())

@@ -33,7 +33,7 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self) -> None:
         """Called by Ray Serve, before it says which replicas there are."""
         self._reports: dict[str, tuple[Any, float]] = {}
-        """By replica: when its newest stats were made, on its own clock, and when they came, on ours."""
+        """Times of each replica's newest stats: when they were made, on its own clock, and when they came, on ours."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray Serve when there are other replicas, or new stats of one; stats are dated here."""

@@ -15,7 +15,7 @@ from streamrag.backends.vllm.client.measured import running_engine
 from streamrag.backends.vllm.facts import EngineFacts
 from streamrag.bench.profile.copies import CopyTimes, block_counts, measure_copies
 from streamrag.bench.profile.recomputation import NUM_CONTEXT_BESIDE, RecomputeTimes, measure_recompute, prompt_sizes
-from streamrag.bench.profile.steps import NUM_PASSES, measure, table_profile, warm_up
+from streamrag.bench.profile.step_times import NUM_PASSES, measure, table_profile, warm_up
 from streamrag.engine.costs import TableProfile, recompute_s
 
 StepProgress: TypeAlias = Callable[[str, int, int | None], None]

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 
 from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
-from streamrag.bench.profile.steps import FreshTokens, Pass, StepTime, answer, steps_since
+from streamrag.bench.profile.step_times import FreshTokens, Pass, StepTime, answer, steps_since
 from streamrag.engine.parts import Part
 from streamrag.errors import BackendError
 from streamrag.tasks import cancel_regardless

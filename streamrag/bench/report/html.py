@@ -13,7 +13,7 @@ from streamrag.showing import one_line
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of a table: a text, and a smaller one below it."""
+    """A cell of a table: a text, and a smaller one below it."""
 
     text: str
     small: str = ""

@@ -66,7 +66,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One turn of measurements on one engine."""
+    """A turn of measurements on one engine."""
 
     steps: tuple[StepTime, ...]
     beside_s: tuple[float, ...]

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from measured import SHAPE, TRUE, measured_engine
 
-from streamrag.bench.profile.steps import measure, measure_profile
+from streamrag.bench.profile.step_times import measure, measure_profile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs import Part, TableProfile
 
