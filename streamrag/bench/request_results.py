@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from streamrag.bench.arms import Timing
 from streamrag.bench.cell import CellSettings, RequestResult
-from streamrag.bench.workload import NUM_TAIL_TOKENS, token_budget
+from streamrag.bench.workload import NUM_TAIL_TOKENS, moments_of, num_tokens_after, token_budget
 from streamrag.engine.costs import StepProfile
 from streamrag.records import RequestRecord
 from streamrag.trace.values import TracedAppend, TracedChunk, TracedQuery
@@ -96,9 +96,9 @@ def shifted(record: RequestRecord, by_s: float) -> RequestRecord:
     )
 
 
-def floor_s(query: TracedQuery, profile: StepProfile, budget: int, num_tail_tokens: int = NUM_TAIL_TOKENS) -> float:
+def floor_s(query: TracedQuery, profile: StepProfile, budget: int) -> float:
     """Return the seconds from the end of retrieval to the first token."""
-    inputs = deque(_prompts(query, num_tail_tokens))
+    inputs = deque(_prompts(query))
     depth = 2 if profile.is_async else 1
     in_flight: deque[float] = deque()
     cache = _Cache(profile.block_size)
@@ -154,18 +154,15 @@ class _Cache:
         return num_tokens - num_tokens % self._block_size
 
 
-def _prompts(query: TracedQuery, num_tail_tokens: int) -> Iterator[_Prompt]:
+def _prompts(query: TracedQuery) -> Iterator[_Prompt]:
     chunks: tuple[TracedChunk, ...] = ()
-    has_late_end = not query.events or query.end_s > query.events[-1].at_s
     num_tokens = 0
-    for index, event in enumerate(query.events):
-        chunks = (*chunks, event.chunk) if isinstance(event, TracedAppend) else event.chunks
-        is_complete = not has_late_end and index == len(query.events) - 1
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        if num_tokens or is_complete:
-            yield _Prompt(event.at_s, chunks, num_tokens + (num_tail_tokens if is_complete else 0), is_complete)
-    if has_late_end:
-        yield _Prompt(query.end_s, chunks, num_tokens + num_tail_tokens, True)
+    for at_s, event, is_end in moments_of(query):
+        if event:
+            chunks = (*chunks, event.chunk) if isinstance(event, TracedAppend) else event.chunks
+            num_tokens = num_tokens_after(event, num_tokens)
+        if num_tokens or is_end:
+            yield _Prompt(at_s, chunks, num_tokens + (NUM_TAIL_TOKENS if is_end else 0), is_end)
 
 
 def _common(a: tuple[TracedChunk, ...], b: tuple[TracedChunk, ...]) -> int:

@@ -3,10 +3,11 @@
 import asyncio
 import random
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from streamrag.bench.cell import CellSettings
 from streamrag.core import Hint
@@ -149,9 +150,8 @@ def _within(query: TracedQuery, budget: int) -> TracedQuery:
     events: list[TracedEvent] = []
     room = budget
     for event in query.events:
-        is_append = isinstance(event, TracedAppend)
-        chunks = (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
-        kept, left = _that_fit(chunks, room if is_append else budget)
+        chunks = chunks_of(event)
+        kept, left = _that_fit(chunks, room if isinstance(event, TracedAppend) else budget)
         if len(kept) == len(chunks):
             events.append(event)
         elif kept and isinstance(event, TracedUpdate):
@@ -171,7 +171,7 @@ def _that_fit(chunks: Sequence[TracedChunk], room: int) -> tuple[tuple[TracedChu
     return tuple(kept), room
 
 
-def longest_prompt(queries: Sequence[TracedQuery], num_tail_tokens: int = NUM_TAIL_TOKENS) -> int:
+def longest_prompt(queries: Sequence[TracedQuery]) -> int:
     """Return the tokens of the longest prompt that any query has at any time."""
     longest = 0
     for query in queries:
@@ -179,14 +179,35 @@ def longest_prompt(queries: Sequence[TracedQuery], num_tail_tokens: int = NUM_TA
         for event in query.events:
             num_tokens = num_tokens_after(event, num_tokens)
             longest = max(longest, num_tokens)
-    return longest + num_tail_tokens
+    return longest + NUM_TAIL_TOKENS
+
+
+def chunks_of(event: TracedEvent) -> tuple[TracedChunk, ...]:
+    """Return the chunks that an event brings."""
+    return (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
 
 
 def num_tokens_after(event: TracedEvent, num_before: int) -> int:
     """Return the length of the context after an event."""
-    if isinstance(event, TracedAppend):
-        return num_before + event.chunk.num_tokens
-    return sum(chunk.num_tokens for chunk in event.chunks)
+    num_new = sum(chunk.num_tokens for chunk in chunks_of(event))
+    return num_before + num_new if isinstance(event, TracedAppend) else num_new
+
+
+class Moment(NamedTuple):
+    """A change of a query's context, or the end of its retrieval, which may come with the last change."""
+
+    at_s: float
+    event: TracedEvent | None
+    is_end: bool
+
+
+def moments_of(query: TracedQuery) -> Iterator[Moment]:
+    """Yield the moments of a query, the last of which is its end."""
+    has_late_end = not query.events or query.end_s > query.events[-1].at_s
+    for index, event in enumerate(query.events, start=1):
+        yield Moment(event.at_s, event, is_end=index == len(query.events) and not has_late_end)
+    if has_late_end:
+        yield Moment(query.end_s, None, is_end=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +215,13 @@ class Tokens:
     """A source of token ids: the same for chunks of the same key, others for others. No text is tokenised."""
 
     num_in_vocabulary: int = 128_256
-    num_tail_tokens: int = NUM_TAIL_TOKENS
 
     def of_chunk(self, chunk: TracedChunk) -> list[int]:
         return self._of(chunk.key, chunk.num_tokens)
 
     def of_tail(self, query: TracedQuery) -> list[int]:
         """Return the tokens of the question, which stands behind the chunks."""
-        return self._of(f"tail {query.query_id}", self.num_tail_tokens)
+        return self._of(f"tail {query.query_id}", NUM_TAIL_TOKENS)
 
     def _of(self, key: str, num_tokens: int) -> list[int]:
         # Random bytes are made far quicker than random integers. Ids above 65,535 do not occur.
@@ -237,29 +257,17 @@ class Arriving:
         self._arrival_s = start_s + query.arrival_s
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        query, tokens = self.query, self._tokens
-        tail = tokens.of_tail(query)
-        has_late_end = not query.events or query.end_s > query.events[-1].at_s
-        for index, event in enumerate(query.events):
-            await self._sleep_until(event.at_s)
-            is_complete = not has_late_end and index == len(query.events) - 1
-            is_append = isinstance(event, TracedAppend)
-            chunks = (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
+        for at_s, event, is_end in moments_of(self.query):
+            await self._sleep_until(at_s)
             token_ids: list[int] = []
-            for chunk in chunks:
-                token_ids += tokens.of_chunk(chunk)
-            if is_complete:
-                token_ids += tail
-                self._note_end()
+            for chunk in chunks_of(event) if event else ():
+                token_ids += self._tokens.of_chunk(chunk)
+            if is_end:
+                token_ids += self._tokens.of_tail(self.query)
+                self.end_s = asyncio.get_running_loop().time()
             if token_ids:
-                yield Piece(token_ids, is_append, is_complete, event.hint)
-        if has_late_end:
-            await self._sleep_until(query.end_s)
-            self._note_end()
-            yield Piece(tail, True, True)
-
-    def _note_end(self) -> None:
-        self.end_s = asyncio.get_running_loop().time()
+                is_append = event is None or isinstance(event, TracedAppend)
+                yield Piece(token_ids, is_append, is_end, event.hint if event else None)
 
     async def _sleep_until(self, at_s: float) -> None:
         delay_s = self._arrival_s + at_s - asyncio.get_running_loop().time()

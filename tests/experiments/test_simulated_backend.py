@@ -2,7 +2,8 @@
 
 import asyncio
 
-from streamrag.backends.simulated.backend import SimulatedBackend
+from simulated_backend import SimulatedBackend
+
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.tokenizer import CodePointTokenizer
