@@ -162,18 +162,10 @@ def _slice(span: _Span, process: int, thread: int) -> Iterator[Event]:
     """Make a complete event. Both ends are rounded alike, so that neighbours touch and never overlap."""
     start_us, end_us = (round(s * US_PER_S, 3) for s in (span.start_s, span.end_s))
     if end_us > start_us:
-        duration_us = round(end_us - start_us, 3)
-        yield {
-            "name": span.name,
-            "ph": "X",
-            "ts": start_us,
-            "dur": duration_us,
-            "pid": process,
-            "tid": thread,
-            "args": span.arguments,
-        }
+        times = {"ts": start_us, "dur": round(end_us - start_us, 3)}
+        yield {"name": span.name, "ph": "X", **times, "pid": process, "tid": thread, "args": span.arguments}
 
 
-def _instant(name: str, at_s: float, track: int, arguments: dict[str, Any]) -> Event:
+def _instant(name: str, at_s: float, track: int, arguments: Arguments) -> Event:
     ts = round(at_s * US_PER_S, 3)
     return {"name": name, "ph": "i", "s": "t", "ts": ts, "pid": REQUESTS, "tid": track, "args": arguments}
