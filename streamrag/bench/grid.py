@@ -10,13 +10,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from streamrag.bench.cell import Arm, CellSettings, Clock, check_clock
-from streamrag.bench.workload import HINTS
+from streamrag.bench.workload import BUDGETS, HINTS, check_workload
 from streamrag.engine.eviction import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY, make_policy
-from streamrag.errors import ConfigurationError
 from streamrag.support.validation import Count, Positive, validated
 
-PLAIN = ("crawler", "anns", "anns-last")
+PLAIN = tuple(BUDGETS)
 """Workloads that are generated, without hints."""
 GENERATED = (*PLAIN, *(name + ending for name in PLAIN for ending in HINTS))
 """All that are generated; any other workload is a trace file."""
@@ -58,17 +57,9 @@ class Grid:
 
     def __post_init__(self) -> None:
         check_clock(self.clock, self.profile, self.model)
+        check_workload(self.workload, has_rate=bool(self.qps))
         for policy in self.policies:
             make_policy(policy)
-        if self.workload in GENERATED:
-            if not self.qps:
-                raise ConfigurationError(
-                    f"workload {self.workload!r} is generated, and has no arrivals of its own; give --qps, e.g. 1,2,4"
-                )
-        elif not Path(self.workload).exists():
-            raise ConfigurationError(
-                f"workload {self.workload!r} is none of {', '.join(PLAIN)}, nor a trace that is there"
-            )
 
     def cells(self) -> tuple[CellSettings, ...]:
         """Return all cells, one seed after the other, so that a comparison is complete early."""

@@ -6,6 +6,7 @@ Percentiles interpolate linearly between the two closest ranks, as numpy does un
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -51,14 +52,12 @@ def parse_slos(text: str) -> dict[str, float]:
     slos: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, limit = part.partition("=")
-        try:
+        with suppress(ValueError):
             slos[name] = float(limit)
-        except ValueError:
-            raise ConfigurationError(f"SLO {part!r} is not NAME=SECONDS, e.g. ttft_after_retrieval_s=0.5") from None
-        if name not in LIMITS:
-            raise ConfigurationError(f"SLO {part!r}: there is no time {name!r}; choose from {', '.join(LIMITS)}")
-        if not slos[name] > 0:
-            raise ConfigurationError(f"SLO {part!r}: the limit must be more than 0 seconds")
+        if name not in LIMITS or not slos.get(name, 0.0) > 0:
+            raise ConfigurationError(
+                f"SLO {part!r} must be NAME=SECONDS, more than 0 seconds and a name of {', '.join(LIMITS)}"
+            )
     return slos
 
 

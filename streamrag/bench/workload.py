@@ -38,23 +38,35 @@ def without_hints(workload: str) -> str:
     return workload
 
 
+def check_workload(workload: str, *, has_rate: bool) -> None:
+    """Look at whether there is such a workload, and whether a generated one has a rate of arrivals.
+
+    :raises ConfigurationError: there is none, or it has none.
+    """
+    if without_hints(workload) in BUDGETS:
+        if not has_rate:
+            raise ConfigurationError(
+                f"workload {workload!r} is generated, and has no arrivals of its own; give --qps, e.g. 1,2,4"
+            )
+    elif not Path(workload).exists():
+        raise ConfigurationError(f"workload {workload!r} is none of {', '.join(BUDGETS)}, nor a trace that is there")
+
+
 def load_trace(settings: CellSettings) -> Trace:
     """Generate or read the trace that a cell is about.
 
     :raises ConfigurationError: there is no such trace, or a generated one without a rate of arrivals.
     """
+    check_workload(settings.workload, has_rate=settings.qps is not None)
     workload = without_hints(settings.workload)
-    if workload in BUDGETS:
-        if settings.qps is None:
-            raise ConfigurationError(f"workload {settings.workload!r} has no arrivals of its own: give qps")
-        name: WorkloadName = "crawler" if workload == "crawler" else "anns"
-        long_window: LongWindow = "last" if workload == "anns-last" else "first"
-        trace = generate(name, settings.num_queries, settings.seed, settings.qps, long_window=long_window)
-        kind = HINTS.get(settings.workload.removeprefix(workload))
-        return with_hints(trace, kind) if kind else trace
-    if not Path(settings.workload).exists():
-        raise ConfigurationError(f"workload {settings.workload!r}: neither {', '.join(BUDGETS)}, nor a trace's file")
-    return read_trace(settings.workload)
+    if workload not in BUDGETS:
+        return read_trace(settings.workload)
+    assert settings.qps is not None
+    name: WorkloadName = "crawler" if workload == "crawler" else "anns"
+    long_window: LongWindow = "last" if workload == "anns-last" else "first"
+    trace = generate(name, settings.num_queries, settings.seed, settings.qps, long_window=long_window)
+    kind = HINTS.get(settings.workload.removeprefix(workload))
+    return with_hints(trace, kind) if kind else trace
 
 
 def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:

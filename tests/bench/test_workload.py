@@ -135,7 +135,7 @@ def test_loads_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=named):
             make_load(settings(**changes), trace)
-    for changes, named in (({}, "give qps"), ({"workload": "nowhere.jsonl"}, "'nowhere.jsonl'")):
+    for changes, named in (({}, "give --qps"), ({"workload": "nowhere.jsonl"}, "'nowhere.jsonl'")):
         with pytest.raises(ConfigurationError, match=named):
             load_trace(settings(**changes))
 
