@@ -1,16 +1,13 @@
 """A picture of a hardware profile: the time to recompute tokens, and to copy their KV. Needs matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from streamrag.bench.report.canvas import make_panels
+from streamrag.bench.report.canvas import make_panels, write_png
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import DEFAULT_BUDGET, StepProfile, recompute_s
 from streamrag.errors import ConfigurationError
-from streamrag.files import write_whole
-from streamrag.showing import for_picture
 
 RECOMPUTE, RESTORE, SAVE = "#d9762b", "#2f6690", "#7ba6c9"
 DEFAULT_MOST_TOKENS = 32_768
@@ -70,11 +67,8 @@ def draw_profile(path: Path, profile: StepProfile) -> None:
     panel.grid(color="#e4e4e4", linewidth=0.6)
     panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
     panel.yaxis.set_major_formatter(lambda seconds, _: f"{seconds:g}")
-    figure.suptitle(for_picture(profile.name), x=0.01, ha="left", fontsize=11, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
-    write_whole(path, drawn.getvalue())
+    write_png(figure, path, profile.name)
 
 
 def _draw_recompute(panel: Any, profile: StepProfile, most: int) -> None:

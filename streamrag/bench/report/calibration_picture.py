@@ -1,12 +1,9 @@
 """A picture of a calibration: how likely a result is final, stage by stage. Needs matplotlib."""
 
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from streamrag.bench.report.canvas import make_panels
-from streamrag.files import write_whole
-from streamrag.showing import for_picture
+from streamrag.bench.report.canvas import make_panels, write_png
 from streamrag.sources.emission.calibration import MAX_LENGTH, Calibration, Odds
 
 MAX_LINES = 8
@@ -29,11 +26,7 @@ def draw_calibration(path: Path, calibration: Calibration) -> None:
         panel.grid(color="#e4e4e4", linewidth=0.6)
         panel.set_ylabel("probability that it is final")
         panel.legend(frameon=False, fontsize=8, loc="lower right")
-    title = f"{calibration.source}: {calibration.num_queries:,} queries"
-    figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
-    write_whole(path, drawn.getvalue())
+    write_png(figure, path, f"{calibration.source}: {calibration.num_queries:,} queries")
 
 
 def _draw_stages(panel: Any, calibration: Calibration, odds: Odds, stages: list[int]) -> None:

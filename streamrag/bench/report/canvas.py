@@ -3,9 +3,12 @@
 import io
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from streamrag.errors import MissingDependencyError
+from streamrag.files import write_whole
+from streamrag.showing import for_picture
 
 
 def require_matplotlib() -> None:
@@ -67,6 +70,17 @@ def formatter(write: Callable[[float], str]) -> Any:
     from matplotlib.ticker import FuncFormatter
 
     return FuncFormatter(lambda value, _: write(value))
+
+
+def write_png(figure: Any, path: Path, title: str) -> None:
+    """Write the figure with a title above.
+
+    :raises ConfigurationError: the file cannot be written.
+    """
+    figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    write_whole(path, drawn.getvalue())
 
 
 def as_svg(figure: Any) -> str:
