@@ -32,9 +32,9 @@ from rich.table import Table
 
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.bench.cell import CellSettings
-from streamrag.bench.compare import Pool
 from streamrag.bench.provenance import versions
-from streamrag.bench.report_canvas import make_panels, plain_log_ticks
+from streamrag.bench.report.canvas import make_panels, plain_log_ticks
+from streamrag.bench.report.comparison import Pool
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import digest, percentile
 from streamrag.bench.workload import load_trace

@@ -30,7 +30,7 @@ from rich.table import Table
 from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.client.measured import EngineClient, running_engine
 from streamrag.backends.vllm.facts import EngineFacts
-from streamrag.bench.profiling import FreshTokens, answer, warm_up
+from streamrag.bench.profile.step_times import FreshTokens, answer, warm_up
 from streamrag.bench.provenance import versions
 from streamrag.errors import BackendError
 from streamrag.files import write_whole

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from rich.console import Console
 from rich.table import Table
 
-from streamrag.bench.report_canvas import make_panels, plain_log_ticks
+from streamrag.bench.report.canvas import make_panels, plain_log_ticks
 from streamrag.bench.summary import percentile
 from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 from streamrag.files import write_whole

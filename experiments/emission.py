@@ -47,9 +47,9 @@ from streamrag import (
     WorthSending,
     calibrate,
 )
-from streamrag.bench.calibration_picture import draw_calibration
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.provenance import versions
+from streamrag.bench.report.calibration_picture import draw_calibration
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from missing_cells import run_missing
 from rich.console import Console
 from rich.table import Table
+from seed_ratios import Ratio, percentile_ratios
 
 from streamrag.bench.cell import CellSettings
-from streamrag.bench.paired import Ratio, percentile_ratios
 from streamrag.bench.provenance import versions
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, digest, percentile

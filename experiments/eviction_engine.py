@@ -29,8 +29,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from streamrag.bench.cell import CellResult, CellSettings
-from streamrag.bench.machine import measure_machine
-from streamrag.bench.profiling import warm_up
+from streamrag.bench.profile.machine import measure_machine
+from streamrag.bench.profile.step_times import warm_up
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import PERCENTILES, digest, spread
 from streamrag.bench.wall import engine_for, max_model_len, play_cell

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.provenance import versions
-from streamrag.bench.report_canvas import make_panels, plain_log_ticks
+from streamrag.bench.report.canvas import make_panels, plain_log_ticks
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import percentile
 from streamrag.engine.costs.profile_files import load_profile, save_profile

@@ -32,22 +32,26 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.request_router import RequestRouter
+from ray_routers import PowerOfTwo, PrefixAffinity
 from rich.console import Console
 from rich.table import Table
+from routing.routers import ALL_ROUTERS
 
 from streamrag import AnswerChunk, BackendError, Prompt, SamplingParams, VllmBackend, clock
-from streamrag.backends.ray.choosing import Candidate, Choosing
 from streamrag.backends.ray.cluster import Cluster
 from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.deployment import ENGINES, engines
 from streamrag.backends.ray.options import ReplicaOptions
-from streamrag.backends.ray.replaying import Replaying
+from streamrag.backends.ray.replica_chooser import Candidate, ReplicaChooser
+from streamrag.backends.ray.replica_streams import ReplicaStreams
+from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.ray.wire import Delta, Open, Opened, WireEvent
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.files import write_whole
 from streamrag.routing import Opening, ReplicaState, make_router
-from streamrag.routing.simple import RoundRobin
+from streamrag.routing.basic_routers import RoundRobin
 from streamrag.scripted import ScriptedBackend
 from streamrag.testing import make_tiny_llama
 from streamrag.versions import installed_versions
@@ -68,9 +72,9 @@ DTYPE = "float32"
 PARAMS = SamplingParams(max_tokens=NUM_ANSWER, ignore_eos=True)
 APP = "streamrag"
 
-RAYS = {
-    "Ray, power of two": "streamrag.backends.ray.of_ray.PowerOfTwo",
-    "Ray, prefix affinity": "streamrag.backends.ray.of_ray.PrefixAffinity",
+RAYS: dict[str, type[RequestRouter]] = {
+    "Ray, power of two": PowerOfTwo,
+    "Ray, prefix affinity": PrefixAffinity,
 }
 OURS = ("round_robin", "consistent_hash", "flowguard", "flowguard_mended", "soonest")
 ALL = (*OURS, *RAYS)
@@ -181,9 +185,11 @@ OPTIONS = ReplicaOptions(number=2, num_cpus=1, max_open=16, health_s=1.0, drain_
 
 
 @asynccontextmanager
-async def replicas(make_engine: Callable[[], Any], options: ReplicaOptions) -> AsyncIterator[Any]:
+async def replicas(
+    make_engine: Callable[[], Any], options: ReplicaOptions, request_router: type[RequestRouter] = StreamRouter
+) -> AsyncIterator[Any]:
     """A handle of them, on a cluster of their own."""
-    cluster = Cluster(lambda: engines(make_engine, options), app_name=APP, num_cpus=4)
+    cluster = Cluster(lambda: engines(make_engine, options, request_router), app_name=APP, num_cpus=4)
     began_s = time.monotonic()
     handle = await cluster.start(lambda line: console.print(line))
     try:
@@ -195,8 +201,8 @@ async def replicas(make_engine: Callable[[], Any], options: ReplicaOptions) -> A
 
 
 @asynccontextmanager
-async def reaching(handle: Any, choosing: Choosing) -> AsyncIterator[Replaying]:
-    streams = Replaying(RayReplicas(handle), choosing)
+async def reaching(handle: Any, choosing: ReplicaChooser) -> AsyncIterator[ReplicaStreams]:
+    streams = ReplicaStreams(RayReplicas(handle), choosing)
     touching = asyncio.create_task(streams.touch_forever())
     try:
         yield streams
@@ -253,11 +259,11 @@ async def slowed(process_id: int, share: float) -> AsyncIterator[None]:
 # ----------------------------------------------------------------------------------------------------------------- demo
 
 
-class ByReplica(Choosing):
+class ByReplica(ReplicaChooser):
     """Notes where queries were sent, which have shown nothing yet, and how fast replicas said that they were."""
 
     def __init__(self, router: str) -> None:
-        super().__init__(make_router(router), clock=clock.monotonic)
+        super().__init__(ALL_ROUTERS[router](), clock=clock.monotonic)
         self.sent: Counter[str] = Counter()
         self.tokens_per_s: dict[str, float] = {}
         self._shown: set[str] = set()
@@ -266,15 +272,16 @@ class ByReplica(Choosing):
         self.tokens_per_s = {each.id: round(each.stats.get("tokens_per_s", 0.0)) for each in candidates}
         return super().rank(stream_id, opening, candidates)
 
-    def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str) -> None:
-        self.sent[replica_id] += 1
-        self._shown.add(stream_id)
-        super().computed(stream_id, token_ids, replica_id)
+    def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True) -> None:
+        if is_complete:
+            self.sent[replica_id] += 1
+            self._shown.add(stream_id)
+        super().computed(stream_id, token_ids, replica_id, is_complete=is_complete)
 
     async def busiest(self) -> str:
         """The replica with most queries that have shown nothing, once there is such a query."""
         while True:
-            waiting = Counter(name for each, name in self._where.items() if name and each not in self._shown)
+            waiting = Counter(name for each, name in self._replica_of.items() if name and each not in self._shown)
             if waiting:
                 return waiting.most_common(1)[0][0]
             await asyncio.sleep(0.005)
@@ -291,7 +298,7 @@ async def demo(folder: str) -> None:
     """Asks two replicas, kills one of them under load, and compares the answers with those of one engine."""
     given = queries(48, 6.0, seed=1, parts=4, gap_s=0.3)
     async with replicas(engine(folder), OPTIONS) as handle, AsyncExitStack() as stack:
-        async with reaching(handle, Choosing(OneOnly(), clock=clock.monotonic)) as alone:
+        async with reaching(handle, ReplicaChooser(OneOnly(), clock=clock.monotonic)) as alone:
             expected = await load(alone.generate, given)
         console.print("one engine alone has answered all queries")
         choosing = ByReplica("round_robin")
@@ -352,14 +359,14 @@ async def bench(folder: str, num: int, rate: float, scenarios: Sequence[str], na
     }
     rows = kept_rows(path, settings)
     ours = [name for name in OURS if name in names]
-    for turns, of_ray in [(ours, OPTIONS.request_router), *(([name], RAYS[name]) for name in RAYS if name in names)]:
+    for turns, request_router in [(ours, StreamRouter), *(([name], RAYS[name]) for name in RAYS if name in names)]:
         if not turns:
             continue
-        async with replicas(engine(folder), replace(OPTIONS, request_router=of_ray)) as handle:
+        async with replicas(engine(folder), OPTIONS, request_router) as handle:
             for scenario, name in product(scenarios, turns):
                 seed = 100 * SCENARIOS.index(scenario) + ALL.index(name)
                 row = await turn(handle, scenario, name, num, rate, seed=seed)
-                assert row["request_router"] == of_ray.rpartition(".")[2], row
+                assert row["request_router"] == request_router.__name__, row
                 rows[:] = [each for each in rows if (each["scenario"], each["router"]) != (scenario, name)] + [row]
                 write_whole(path, json.dumps({**settings, "rows": rows}, indent=1) + "\n")
 
@@ -380,7 +387,7 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
             await asyncio.sleep(given[num // 3].at_s)
             os.kill(process_of(await choosing.busiest()), signal.SIGKILL)
         asked = await asking
-        of_ray = streams._replicas._opening._router._asyncio_router.request_router  # type: ignore[attr-defined]
+        of_ray = streams.replicas._opening._router._asyncio_router.request_router  # type: ignore[attr-defined]
     took_s = time.monotonic() - began_s
     firsts = [each.first_s for each in asked if each.first_s is not None]
     answered = [each for each in asked if not each.error]
@@ -437,11 +444,11 @@ def print_row(row: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------------------------- costs
 
 
-class Ages(Choosing):
+class Ages(ReplicaChooser):
     """Notes how old what replicas tell is when the router hears of it. Replicas are on this machine: one clock."""
 
     def __init__(self) -> None:
-        super().__init__(make_router("shortest_queue"), clock=clock.monotonic)
+        super().__init__(ALL_ROUTERS["shortest_queue"](), clock=clock.monotonic)
         self.seen: dict[str, float] = {}
         self.ages_s: list[float] = []
 
@@ -455,7 +462,7 @@ class Ages(Choosing):
 
 
 class Holding:
-    """Replicas that take every stream, and never answer. See `replaying.Replicas`."""
+    """Replicas that take every stream, and never answer. See `replica_streams.Replicas`."""
 
     async def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
         yield (Opened("r0"),)
@@ -494,7 +501,7 @@ async def held_bytes(*ends: int) -> float:
             await asyncio.sleep(0)
         gc.collect()
 
-    streams = Replaying(Holding(), Choosing(make_router("soonest"), clock=clock.monotonic))
+    streams = ReplicaStreams(Holding(), ReplicaChooser(make_router("soonest"), clock=clock.monotonic))
     first = asyncio.create_task(hold(1_000))  # whatever is made once
     await settle()
     tracemalloc.start()
@@ -511,7 +518,7 @@ async def held_bytes(*ends: int) -> float:
 
 def choosing_ms(num_replicas: int) -> float:
     """Processor time of a ticket and its ranking by "soonest", for a prompt of 4,096 tokens; best of three rounds."""
-    choosing = Choosing(make_router("soonest"), clock=clock.monotonic)
+    choosing = ReplicaChooser(make_router("soonest"), clock=clock.monotonic)
     stats = {"tokens_per_s": 1e4, "num_kv_tokens": 436_000, "told_s": 1.0}
     there = [
         Candidate(f"r{number}", 256, {**stats, "kv_usage": number / num_replicas}, 0.0)
@@ -548,7 +555,7 @@ async def costs(num: int) -> dict[str, Any]:
     """Milliseconds of Ray's own, where engines answer at once."""
     async with replicas(partial(ScriptedBackend, "x" * 64), replace(OPTIONS, num_cpus=0.5)) as handle:
         choosing = Ages()
-        streams = Replaying(RayReplicas(handle), choosing)
+        streams = ReplicaStreams(RayReplicas(handle), choosing)
         opened_s, update_s, event_s = [], [], []
         for number in range(num):
             first, done = asyncio.Event(), asyncio.Event()

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from session_load import ShortPieces
+from simulated_backend import SimulatedBackend
 
-from streamrag.backends.simulated.backend import SimulatedBackend
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine

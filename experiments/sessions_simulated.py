@@ -39,7 +39,7 @@ from session_loads import NUM_OUTPUT_TOKENS, PARAMS, Row, flash, ingestion, many
 from session_simulation import Device, simulated
 
 from streamrag.bench.provenance import versions
-from streamrag.bench.report_canvas import make_panels, plain_log_ticks
+from streamrag.bench.report.canvas import make_panels, plain_log_ticks
 from streamrag.bench.summary import percentile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.bench.cell import CellSettings
-from streamrag.bench.compare import Pool
 from streamrag.bench.provenance import versions
+from streamrag.bench.report.comparison import Pool
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import digest, percentile
 from streamrag.files import write_whole

@@ -25,13 +25,14 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from machine_speed import at_speed, slowness
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from streamrag.bench import simulate
 from streamrag.bench.cell import ARMS, Arm, CellResult, CellSettings
-from streamrag.bench.profiling import Pass, measure, slowness, table_profile, warm_up
+from streamrag.bench.profile.step_times import Pass, measure, table_profile, warm_up
 from streamrag.bench.summary import percentile
 from streamrag.bench.wall import engine_for, max_model_len, play_cell
 from streamrag.bench.workload import NUM_TAIL_TOKENS, make_load
@@ -131,7 +132,7 @@ class Measured(Generic[Of]):
         assert self.engine
         passes = self.passes
         if at is not None:
-            passes = [one.times(at / of_it) for one, of_it in zip(passes, slowness(passes), strict=True)]
+            passes = [at_speed(one, at / of_it) for one, of_it in zip(passes, slowness(passes), strict=True)]
         return with_provenance(table_profile(passes, self.engine, "cpu-tiny-llama"), self.engine.dtype)
 
 

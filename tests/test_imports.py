@@ -21,6 +21,7 @@ LINES = [
     {"modes", "engine", "routing"},
     {"clock", "telemetry", "trace"},
     {"retrieving", "starting", "tokenizing"},
+    {"support"},
     {
         "core",
         "errors",

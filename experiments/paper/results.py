@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import streamrag
-from streamrag.bench.compare import Pool
+from streamrag.bench.report.comparison import Pool
 from streamrag.bench.runner import CellFailed, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, digest
@@ -26,8 +26,7 @@ SIMULATOR = (
     "backends/vllm",
     "trace/generate*.py",
     "bench/arms.py",
-    "bench/floor.py",
-    "bench/query_records.py",
+    "bench/request_results.py",
     "bench/simulate.py",
     "bench/step_time.py",
     "bench/virtual_time.py",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from streamrag.bench.compare import Pool
+from streamrag.bench.report.comparison import Pool
 from streamrag.bench.summary import percentile
 
 from .points import Point

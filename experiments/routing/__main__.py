@@ -2,8 +2,8 @@
 
     .venv/bin/python -m experiments.routing [--scale S] [--mooncake FILE] [--azure FILE] [--json FILE] [--plot FILE]
 
-Two, eight and 64 replicas with the profile of two A40s and Llama 3.1 8B each, driven by the routers and books that run
-in production. Without the files of the traces, arrivals are generated in their likeness. Finished runs stay in a file,
+Two, eight and 64 replicas with the profile of two A40s and Llama 3.1 8B each, driven by the routers that run in
+production. Without the files of the traces, arrivals are generated in their likeness. Finished runs stay in a file,
 and the same command goes on there; those of other code, or of traces with other contents, are run again.
 """
 

@@ -12,15 +12,16 @@ from typing import Any
 
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.routing import Opening, ReplicaState, Router
-from streamrag.routing.affinity import PrefixAffinity
-from streamrag.routing.flowguard import FlowGuard, MendedFlowGuard, Weights
+from streamrag.routing.basic_routers import ConsistentHash, RoundRobin
+from streamrag.routing.prefix_affinity import PrefixAffinity
 from streamrag.routing.prefix_index import PrefixIndex
-from streamrag.routing.simple import ConsistentHash, PowerOfTwo, RoundRobin, ShortestQueue
 from streamrag.routing.soonest import OPEN_TOKENS, Soonest
 
 from .fleet import FAULTS, Engine, simulate
+from .flowguard import FlowGuard, MendedFlowGuard, Weights
 from .lean import LeanEngine
 from .loads import BLOCK, LOADS
+from .queue_routers import PowerOfTwo, ShortestQueue
 
 PROFILE = "a40-llama8b-tp2"
 PROFILES: Mapping[str, tuple[int, float]] = {PROFILE: (436_000, 1.0), "h100-llama8b-tp2": (890_000, 5.0)}
@@ -135,7 +136,10 @@ def code_digest() -> str:
     root, found = Path(__file__).parents[2], hashlib.sha256()
     folders = ("streamrag/routing", "streamrag/engine", "streamrag/backends/simulated", "streamrag/backends/vllm")
     files = [path for folder in folders for path in (root / folder).rglob("*.py")]
-    files += [Path(__file__).with_name(f"{name}.py") for name in ("cells", "fleet", "lean", "loads", "whole")]
+    files += [
+        Path(__file__).with_name(f"{name}.py")
+        for name in ("cells", "fleet", "flowguard", "lean", "loads", "queue_routers", "whole")
+    ]
     for path in sorted(files):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]

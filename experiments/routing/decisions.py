@@ -5,7 +5,9 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 
-from streamrag.routing import ROUTERS, Books, Opening, Report, make_router
+from streamrag.routing import Opening, ReplicaTracker, Report, make_router
+
+from .routers import ALL_ROUTERS
 
 NUM_TOKENS = 4_096
 NUM_DECISIONS = 50
@@ -22,21 +24,21 @@ def prompts(num: int, rng: random.Random) -> list[Opening]:
 
 
 def microseconds() -> Iterator[dict[str, object]]:
-    """Of the processor, for choosing and noting a decision, the best of three rounds; and for reading the books."""
+    """Of the processor, for choosing and noting a decision, the best of three rounds; and for reading the tracker."""
     openings = prompts(NUM_DECISIONS, random.Random("decisions"))
     for num_replicas in SIZES:
         names = [f"r{n}" for n in range(num_replicas)]
-        books = Books()
+        tracker = ReplicaTracker()
         for name in names:
-            books.reported(name, Report(256, 0.5, 0.5, 0, 436_000, 10_000.0), 0.0)
-        books.states(names)
+            tracker.reported(name, Report(256, 0.5, 0.5, 0, 436_000, 10_000.0), 0.0)
+        tracker.states(names)
         began_s = time.process_time()
         for n in range(10):
-            books.routed(str(n), names[n % num_replicas], 1)
-            states = books.states(names)
-        yield {"what": "books", "num_replicas": num_replicas, "us": (time.process_time() - began_s) / 10 * 1e6}
-        for router_name in ROUTERS:
-            router = make_router(router_name)
+            tracker.routed(str(n), names[n % num_replicas], 1)
+            states = tracker.states(names)
+        yield {"what": "tracker", "num_replicas": num_replicas, "us": (time.process_time() - began_s) / 10 * 1e6}
+        for router_name, make in ALL_ROUTERS.items():
+            router = make()
             for name in names:
                 router.completed(openings[0].token_ids, name)
             best_s = float("inf")
@@ -49,18 +51,18 @@ def microseconds() -> Iterator[dict[str, object]]:
 
 
 def held_bytes() -> dict[str, float]:
-    """Per open query in the books, per replica there, and per block in the index."""
+    """Per open query in the tracker, per replica there, and per block in the index."""
     tracemalloc.start()
-    books, num = Books(), 2_000
+    tracker, num = ReplicaTracker(), 2_000
     before = tracemalloc.get_traced_memory()[0]
     for n in range(num):
-        books.reported(f"replica-{n}", Report(256, n / num, n / num, n, 436_000 + n, float(n)), float(n))
-    books.states(f"replica-{n}" for n in range(num))
+        tracker.reported(f"replica-{n}", Report(256, n / num, n / num, n, 436_000 + n, float(n)), float(n))
+    tracker.states(f"replica-{n}" for n in range(num))
     replica = (tracemalloc.get_traced_memory()[0] - before) / num
     before = tracemalloc.get_traced_memory()[0]
     for n in range(num):
-        books.routed(f"query-{n}", f"replica-{n}", 1_000 + n)
-    books.states(f"replica-{n}" for n in range(num))
+        tracker.routed(f"query-{n}", f"replica-{n}", 1_000 + n)
+    tracker.states(f"replica-{n}" for n in range(num))
     query = (tracemalloc.get_traced_memory()[0] - before) / num
     router = make_router("soonest")
     openings = prompts(200, random.Random("bytes"))

@@ -1,6 +1,6 @@
-"""Replicas behind a router, in virtual time: the router and the books are those that run in production.
+"""Replicas behind a router, in virtual time: the router and the tracker are those that run in production.
 
-query ─▶ router.rank ─▶ replica ─▶ first token, end          books and router are told at once
+query ─▶ router.rank ─▶ replica ─▶ first token, end          tracker and router are told at once
              ▲                        │
              └── reports, every half second, half a second late or so, as Ray Serve's controller brings them
 """
@@ -14,7 +14,7 @@ from typing import Protocol
 
 from streamrag.bench.summary import percentile
 from streamrag.bench.virtual_time import run_virtual
-from streamrag.routing import Books, Opening, Report, Router
+from streamrag.routing import Opening, ReplicaTracker, Report, Router
 
 from .loads import Query, blocks
 
@@ -106,7 +106,7 @@ class Caller:
     """Whoever routes, and knows of no query but its own."""
 
     router: Router
-    books: Books = field(default_factory=Books)
+    tracker: ReplicaTracker = field(default_factory=ReplicaTracker)
 
 
 class Fleet:
@@ -181,7 +181,7 @@ class Fleet:
             self._to_replay.discard(query_id)
             num_replays += 1
             opening = Opening(self._newest(query), session=query.session)
-        caller.books.ended(query_id)
+        caller.tracker.ended(query_id)
 
     def _newest(self, query: Query) -> tuple[int, ...]:
         """What the caller's side holds of its prompt by now."""
@@ -189,11 +189,11 @@ class Fleet:
         return blocks([text for at_s, text in query.texts if at_s <= now_s + 1e-9][-1])
 
     def _route(self, query_id: str, opening: Opening, caller: Caller) -> str:
-        states = caller.books.states(self._engines)
+        states = caller.tracker.states(self._engines)
         ranked = caller.router.rank(opening, states, asyncio.get_running_loop().time())
         full = {state.id for state in states if state.num_open >= state.max_open > 1}
         name = next((name for name in ranked if name not in full), ranked[0])
-        caller.books.routed(query_id, name, caller.router.routed(opening, name))
+        caller.tracker.routed(query_id, name, caller.router.routed(opening, name))
         return name
 
     async def _try(self, query_id: str, query: Query, caller: Caller, name: str, num_replays: int) -> None:
@@ -209,7 +209,7 @@ class Fleet:
             async for _ in stream:
                 if first_s is None:
                     first_s = loop.time()
-                    caller.books.first_token(query_id)
+                    caller.tracker.first_token(query_id)
                     caller.router.completed(newest, name)
             assert first_s is not None
             end_s = loop.time()
@@ -230,7 +230,7 @@ class Fleet:
     def _reported(self, name: str, engine: Engine, report: Report) -> None:
         if self._engines.get(name) is engine:
             for caller in self.callers:
-                caller.books.reported(name, report, asyncio.get_running_loop().time())
+                caller.tracker.reported(name, report, asyncio.get_running_loop().time())
 
     async def _sampling(self) -> None:
         while True:
@@ -253,7 +253,7 @@ class Fleet:
             return
         self.outcome.busy_s[name] += self._engines.pop(name).busy_s
         for caller in self.callers:
-            self._to_replay.update(caller.books.lost(name)[0])
+            self._to_replay.update(caller.tracker.lost(name)[0])
             caller.router.lost(name)
         for attempt in self._attempts[name]:
             attempt.cancel()

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from streamrag.bench.report_canvas import make_panels, plain_log_ticks
+from streamrag.bench.report.canvas import make_panels, plain_log_ticks
 from streamrag.files import write_whole
 
 from .cells import BEYOND, FLOWGUARD_WITHOUT, PARAMETERS, PROFILES, RATES, ROUTERS, SEVERAL, SHARED, SOONEST_WITHOUT

@@ -47,8 +47,8 @@ _LOOK_ALIKE = re.compile(
     re.VERBOSE,
 )
 _PIECE = re.compile(rf"(?s).{{1,16384}}[^{_SPACES}]*[{_SPACES}]?")
-"""What is decided is decided before the end of a word, or as at the end of a text; so a piece that ends in white space
-can be searched alone, and others run between."""
+"""A piece of text that can be searched alone: every match is decided before the end of a word, or at the end of a text,
+so pieces end in white space."""
 _PLAIN = re.compile(rf"[!-~{_ASCII_SPACES}]*")
 
 
@@ -84,13 +84,13 @@ def break_matches(pattern: re.Pattern[str], text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """What tokenizers may make of `text` before they look for tokens in it."""
+    """Return what tokenizers may make of `text` before they look for tokens in it."""
     return "".join(map(_fold, text))
 
 
 @lru_cache(maxsize=1 << 13)
 def _fold(character: str) -> str:
-    """Nothing of what they may drop."""
+    """Fold a character; empty if tokenizers may drop it."""
     if character in _FOLDED:
         return _FOLDED[character]
     return "".join(each for each in normalize("NFKD", character) if each != " " and category(each)[0] not in "CM")

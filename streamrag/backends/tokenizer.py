@@ -17,7 +17,7 @@ from streamrag.reading import without_lone_surrogates
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """`owner/name` or `name`, as the Hugging Face hub has them."""
 MARKER = re.compile(r"\[/?[A-Z_]{2,40}\]|<{1,2}/?[A-Z_]{2,40}>{1,2}|<\|[^\s<>|]{1,40}\|>|</?[a-z]{1,10}>")
-"""What may mark a turn or its parts in a chat template: `[INST]`, `<<SYS>>`, `<|user|>`, `</s>`."""
+"""Marks of a turn or its parts in a chat template: `[INST]`, `<<SYS>>`, `<|user|>`, `</s>`."""
 
 
 def local_model_path(model: str | os.PathLike[str]) -> Path | None:
@@ -65,7 +65,7 @@ class HuggingFaceTokenizer:
         except Exception as error:
             raise ModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
         self.bos_text: str = self._whole.bos_token if bos_id == first_id else ""
-        """What a prompt without chat template must begin with, for `encode(..., allow_special=True)`; often nothing."""
+        """Beginning of a prompt without chat template, for `encode(..., allow_special=True)`; often empty."""
         self.added_token_ids: frozenset[int] = frozenset(self._whole.get_added_vocab().values())
         """Ids that no text becomes: those of special tokens and of other tokens added to the vocabulary."""
         markers = set(MARKER.findall(str(self._whole.chat_template or ""))).difference(self._whole.get_added_vocab())
@@ -116,7 +116,7 @@ class HuggingFaceTokenizer:
         return list(self._whole.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def _found_in_text(self, tokens: Iterable[str]) -> list[str]:
-        """Those of which the tokenizer makes added tokens, or an error, though it was told that they are text."""
+        """Return the tokens that the tokenizer finds in text, or fails at, though it was told that they are text."""
         found = []
         for token in tokens:
             try:

@@ -80,7 +80,7 @@ async def _drive(
 
 
 class _Warming:
-    """What is computed of one query's newest prompt, and what is being computed."""
+    """The computed part of one query's newest prompt, and the part that is being computed."""
 
     def __init__(self, prefill: Prefill, block_size: int, report: Callable[[Prefilled], None]) -> None:
         assert block_size >= 1

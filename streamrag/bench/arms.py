@@ -18,12 +18,10 @@ from streamrag.backends.warming import warm_then_generate
 from streamrag.bench.cell import Arm
 from streamrag.bench.workload import Arriving, Piece
 from streamrag.core import AnswerChunk, Hint, Prompt, common_prefix_len
-from streamrag.errors import ConfigurationError
-from streamrag.trace.values import TracedAppend, TracedQuery
 
 
 class PromptStream(Protocol):
-    """One growing prompt. Iterating over it yields the tokens of the answer."""
+    """A prompt that grows. Iterating over it yields the tokens of the answer."""
 
     async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
         """Let it grow; if it `is_complete`, have the answer sampled."""
@@ -44,22 +42,22 @@ class Client(Protocol):
     def generate(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """The answer to a prompt, as it comes; closing aborts."""
+        """Yield the answer to a prompt as it comes; closing aborts."""
 
     def stream(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int, *, is_complete: bool = False
     ) -> AbstractAsyncContextManager[PromptStream]:
-        """A prompt that grows or changes; leaving the context aborts."""
+        """Open a prompt that grows or changes; leaving the context aborts."""
 
     def session(
         self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], int]]
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """The answers to chunks, of which each says how many tokens answer it; closing aborts."""
+        """Yield the answers to chunks, of which each says how many tokens answer it; closing aborts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What a client saw, on its event loop's clock."""
+    """The times of one query, on its client's event loop's clock."""
 
     retrieval_end_s: float
     first_token_s: float
@@ -67,19 +65,6 @@ class Timing:
 
 
 _Answer: TypeAlias = AsyncGenerator[tuple[int, ...], None]
-
-
-def check_arm(arm: Arm, queries: Sequence[TracedQuery]) -> None:
-    """:raises ConfigurationError: the arm cannot do what the queries need."""
-    if arm not in _ARMS:
-        raise ConfigurationError(f"arm={arm!r}: there is none of that name; choose from {', '.join(_ARMS)}")
-    if arm == "stock-sessions":
-        for query in queries:
-            if not all(isinstance(event, TracedAppend) for event in query.events):
-                raise ConfigurationError(
-                    f"arm 'stock-sessions': query {query.query_id!r} has an update, and vLLM's own sessions can only "
-                    "append; leave this arm out for this workload"
-                )
 
 
 async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tokens: int) -> Timing:

@@ -14,5 +14,4 @@ _nowhere = os.open(os.devnull, os.O_WRONLY)
 os.dup2(_nowhere, 1)
 os.dup2(_nowhere, 2)
 
-import streamrag.backends.simulated.client  # noqa: E402
 import streamrag.bench.simulate  # noqa: E402, F401

@@ -1,4 +1,4 @@
-"""What a result depends on beside its settings."""
+"""The versions that a result depends on."""
 
 import platform
 
@@ -7,5 +7,5 @@ from streamrag.versions import installed_versions
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that matter, and of Python."""
+    """Return the versions of the packages that matter, and of Python."""
     return {"python": platform.python_version(), **installed_versions("streamrag", *DISTRIBUTIONS, "torch")}

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
@@ -22,10 +23,8 @@ from streamrag.orphans import end_with_parent
 MIN_GAP_S = 0.1
 """Seconds between two reports of progress of one cell."""
 PATIENCE_S = 10.0
-"""How long an interrupted cell has to end by itself; a real engine frees its memory and its own processes."""
+"""Seconds that an interrupted cell has to end by itself; a real engine frees its memory and its own processes."""
 PARENT = "STREAMRAG_PARENT"
-FINISHED = ()
-"""The last message of a process whose cell has its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class CellStarted:
 
 @dataclass(frozen=True, slots=True)
 class CellProgressed:
-    """So many requests of the cell have been answered."""
+    """Some requests of the cell have been answered."""
 
     settings: CellSettings
     num_done: int
@@ -58,27 +57,25 @@ class CellFailed:
     settings: CellSettings
     error: str
     log: Path
-    """What its process wrote, with the traceback."""
+    """The output of its process, with the traceback."""
 
 
 CellEvent: TypeAlias = CellStarted | CellProgressed | CellFinished | CellFailed
 
 
-def run_cell(settings: CellSettings, *, keep_steps: bool = False, progress: CellProgress | None = None) -> CellResult:
-    """Run one cell on its clock, here and now."""
+def run_cell(settings: CellSettings, *, keep_steps: bool, progress: CellProgress) -> CellResult:
+    """Run one cell on its clock, in this process."""
     if settings.clock == "virtual":
-        from streamrag.bench import simulate
-
-        return simulate.run_cell(settings, keep_steps=keep_steps, progress=progress)
-    from streamrag.bench import wall
-
-    return wall.run_cell(settings, keep_steps=keep_steps, progress=progress)
+        from streamrag.bench import simulate as clock  # importing vLLM takes seconds
+    else:
+        from streamrag.bench import wall as clock  # type: ignore[no-redef]
+    return clock.run_cell(settings, keep_steps=keep_steps, progress=progress)
 
 
 def run_cells(
     cells: Sequence[CellSettings], store: CellStore, *, num_processes: int, keep_steps: bool = False
 ) -> Generator[CellEvent, None, None]:
-    """Run the cells, at most `num_processes` at a time, and tell what happens.
+    """Run the cells, at most `num_processes` at a time, and yield what happens.
 
     A cell that fails stops no other. Closing the iterator, or an exception where it is iterated, ends all processes.
     """
@@ -109,22 +106,13 @@ class _Running:
     log: Path
 
     def read(self) -> CellEvent:
-        """What the process told, or that it is gone."""
-        try:
-            message = self.connection.recv() if self.connection.poll() else None
-            is_gone = message is None
-        except EOFError:
-            message, is_gone = None, True
-        if is_gone:
-            self.process.join()
-            return CellFailed(self.settings, f"its process died ({_cause(self.process.exitcode)})", self.log)
-        match message:
-            case (int(num_done), int(num_total)):
-                return CellProgressed(self.settings, num_done, num_total)
-            case str(error):
-                return CellFailed(self.settings, error, self.log)
-            case _:
-                return CellFinished(self.settings)
+        """Return the event that the process sent, or that it died."""
+        with suppress(EOFError):
+            if self.connection.poll():
+                event: CellEvent = self.connection.recv()
+                return event
+        self.process.join()
+        return CellFailed(self.settings, f"its process died ({_cause(self.process.exitcode)})", self.log)
 
     def close(self) -> None:
         self.process.join()
@@ -158,7 +146,7 @@ def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Runni
 
 
 def _context(clock: str) -> ForkServerContext | SpawnContext:
-    """Real engines start from nothing; simulated ones have vLLM imported, which takes longer than many a cell."""
+    """Choose how processes start. Simulations have vLLM imported before, which takes longer than many a cell."""
     if clock == "wall":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -180,7 +168,7 @@ def _stop(running: Sequence[_Running]) -> None:
 
 
 def _signal(process: BaseProcess, number: signal.Signals) -> None:
-    """To the process and to all that it started."""
+    """Send a signal to the process and to all that it started."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, number)
@@ -190,7 +178,7 @@ def _signal(process: BaseProcess, number: signal.Signals) -> None:
 
 
 def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, connection: Connection) -> None:
-    """The process of one cell. A group of its own: a Ctrl-C at the terminal reaches it through the parent, once."""
+    """Run one cell in its process, a group of its own: a Ctrl-C at the terminal reaches it through the parent, once."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     end_with_parent(parent.pid if settings.clock == "wall" else None)  # or with the server that it was forked from
@@ -200,7 +188,7 @@ def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, con
         os.dup2(written.fileno(), 2)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        result = run_cell(settings, keep_steps=keep_steps, progress=_Reporter(connection))
+        result = run_cell(settings, keep_steps=keep_steps, progress=_Reporter(settings, connection))
         CellStore(folder).write(result)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -209,16 +197,17 @@ def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, con
         while isinstance(error, ExceptionGroup):  # of a task group: the first of its tasks that failed says why
             error = error.exceptions[0]
         text = str(error) if isinstance(error, StreamRagError) else f"{type(error).__name__}: {error}"
-        connection.send(text)
+        connection.send(CellFailed(settings, text, log))
         return
     log.unlink()
-    connection.send(FINISHED)
+    connection.send(CellFinished(settings))
 
 
 class _Reporter:
-    """Tells the parent how far the cell is, but not at every request."""
+    """Sends the parent the cell's progress, but not at every request."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, settings: CellSettings, connection: Connection) -> None:
+        self._settings = settings
         self._connection = connection
         self._last_s = -MIN_GAP_S
 
@@ -226,4 +215,4 @@ class _Reporter:
         now_s = time.monotonic()
         if now_s - self._last_s >= MIN_GAP_S or num_done == num_total:
             self._last_s = now_s
-            self._connection.send((num_done, num_total))
+            self._connection.send(CellProgressed(self._settings, num_done, num_total))

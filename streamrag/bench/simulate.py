@@ -1,4 +1,4 @@
-"""Runs a cell in virtual time: vLLM's own scheduler and KV manager, clients and all, but no model.
+"""Runs a cell in virtual time: vLLM's own scheduler and KV manager, clients and all, but no model. Imports vLLM.
 
 CellSettings ─▶ load (workload) ─▶ clients (arms) ─▶ SimulatedClient ─▶ SimulatedEngine ─▶ CellResult
                                     └────────── one event loop in virtual time ──────────┘
@@ -9,14 +9,16 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
+from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.vllm.host_size import MOST_TIMES_DEVICE
-from streamrag.bench.arms import Timing, check_arm, run_query
+from streamrag.backends.vllm.scheduler.step_parts import parts_of
+from streamrag.bench.arms import Timing, run_query
 from streamrag.bench.cell import CellProgress, CellResult, CellSettings, StepPart, StepResult
 from streamrag.bench.provenance import versions
-from streamrag.bench.query_records import request_results
+from streamrag.bench.request_results import request_results
 from streamrag.bench.step_time import CopyLog, StepTimes
 from streamrag.bench.virtual_time import DeadlockError, run_virtual
 from streamrag.bench.workload import (
@@ -34,14 +36,10 @@ from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace, TracedQuery
 
-if TYPE_CHECKING:
-    from streamrag.backends.simulated.client import SimulatedClient
-
-
 HOST_KV_BYTES = 128 << 30
-"""A worker's share of the host's memory where nobody says: of a usual node with 512 GiB for each device."""
+"""Default of a worker's share of the host's memory: of a usual node with 512 GiB for each device."""
 MAX_BLOCKS = 4_000_000
-"""Each takes some 200 bytes of memory."""
+"""Most KV blocks that are simulated; each takes some 200 bytes of memory."""
 
 
 def run_cell(
@@ -49,7 +47,7 @@ def run_cell(
     *,
     trace: Trace | None = None,
     keep_steps: bool = False,
-    progress: CellProgress | None = None,
+    progress: CellProgress = lambda num_done, num_total: None,
     unsteady_seed: int = 0,
 ) -> CellResult:
     """Simulate one cell. The same settings and trace give the same result, but for `wall_s`.
@@ -61,19 +59,14 @@ def run_cell(
     :raises ConfigurationError: the settings are for wall time, or cannot work.
     """
     profile = _checked_profile(settings)
-    queries = make_load(settings, trace or load_trace(settings))
-    check_arm(settings.arm, queries)
-    load = fitted(settings, queries, _model_len(profile))
+    load = fitted(settings, make_load(settings, trace or load_trace(settings)), _model_len(profile))
     with _few_collections():
-        run = _Run(settings, load, profile, progress or (lambda num_done, num_total: None), unsteady_seed)
-        return run.to_end(keep_steps)
+        return _Simulation(settings, load, profile, unsteady_seed, keep_steps).run(progress)
 
 
 def _checked_profile(settings: CellSettings) -> StepProfile:
     if settings.clock != "virtual":
         raise ConfigurationError(f"clock={settings.clock!r}: a simulation runs in virtual time only")
-    if settings.model is not None:
-        raise ConfigurationError(f"model={settings.model!r} needs wall time; virtual time takes a hardware profile")
     if settings.profile is None:
         raise ConfigurationError("virtual time needs a hardware profile; give one, e.g. profile='h200-llama8b-tp2'")
     profile = load_profile(settings.profile)
@@ -88,9 +81,9 @@ def _checked_profile(settings: CellSettings) -> StepProfile:
 
 
 def _model_len(profile: StepProfile) -> int | None:
-    """Model length of the engine that was measured; None if the profile comes from elsewhere."""
-    found = profile.provenance.get("max_model_len")
-    return found if type(found) is int else None
+    """Return the model length of the engine that was measured; None if the profile comes from elsewhere."""
+    length = profile.provenance.get("max_model_len")
+    return length if type(length) is int else None
 
 
 def _has_host_memory(settings: CellSettings) -> bool:
@@ -99,10 +92,10 @@ def _has_host_memory(settings: CellSettings) -> bool:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Hundreds of thousands of long-lived objects make each full collection slow; as in vLLM's own loop.
+    """Collect garbage seldom: hundreds of thousands of long-lived objects make each full collection slow.
 
-    One comes at the end, when the simulated engine is garbage. It looks only at what was made inside: of a program
-    that has imported vLLM, the rest takes half a second.
+    One collection comes at the end, when the simulated engine is garbage. It looks only at what was made inside: of a
+    program that has imported vLLM, the rest takes half a second.
     """
     before = gc.get_threshold()
     gc.freeze()
@@ -115,104 +108,92 @@ def _few_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-@dataclass
-class _Run:
-    """One cell while it runs."""
+class _Simulation:
+    """A cell while it runs."""
 
-    settings: CellSettings
-    load: Fitted
-    profile: StepProfile
-    progress: CellProgress
-    unsteady_seed: int
-    timings: dict[str, Timing] = field(default_factory=dict)
-    step_times: StepTimes = field(init=False)
-    copy_log: CopyLog | None = field(default=None, init=False)
+    def __init__(
+        self, settings: CellSettings, load: Fitted, profile: StepProfile, unsteady_seed: int, keep_steps: bool
+    ) -> None:
+        self._settings = settings
+        self._load = load
+        self._profile = profile
+        self._kv_tokens = settings.kv_tokens or profile.kv_tokens
+        self._timings: dict[str, Timing] = {}
+        copies = profile.copies if _has_host_memory(settings) else None
+        self._copy_log = CopyLog(copies, profile.block_size) if copies and keep_steps else None
+        self._step_times = StepTimes(profile, parts_of, copies=copies, log=self._copy_log, unsteady_seed=unsteady_seed)
+        is_stock = settings.arm != "streaming"
+        engine = simulated_engine(self._shape(), self._step_times, is_stock=is_stock, copy_costs=copies)
+        self._client = SimulatedClient(engine, delivery_s=profile.delivery_s, keep_steps=keep_steps)
 
-    @property
-    def queries(self) -> tuple[TracedQuery, ...]:
-        return self.load.queries
-
-    @property
-    def kv_tokens(self) -> int:
-        return self.settings.kv_tokens or self.profile.kv_tokens
-
-    def make_client(self, keep_steps: bool) -> "SimulatedClient":
-        from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
-        from streamrag.backends.simulated.config import EngineShape
-        from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
-
-        settings, block_size = self.settings, self.profile.block_size
-        longest = longest_prompt(self.queries) + settings.num_output_tokens + 1
+    def _shape(self) -> EngineShape:
+        settings, block_size, kv_tokens = self._settings, self._profile.block_size, self._kv_tokens
+        longest = longest_prompt(self._load.queries) + settings.num_output_tokens + 1
         max_model_len = -(-longest // block_size) * block_size
-        if max_model_len > self.kv_tokens:
+        if max_model_len > kv_tokens:
             raise ConfigurationError(
-                f"kv_tokens={self.kv_tokens}: one request of this load needs {max_model_len}; give at least so many, "
+                f"kv_tokens={kv_tokens}: one request of this load needs {max_model_len}; give at least so many, "
                 "or a smaller budget for contexts (max_context_tokens, --max-context-tokens)"
             )
-        if self.kv_tokens // block_size > MAX_BLOCKS:
+        if kv_tokens // block_size > MAX_BLOCKS:
             raise ConfigurationError(
-                f"kv_tokens={self.kv_tokens}: a KV cache of more than {MAX_BLOCKS:,} blocks of {block_size} tokens is "
+                f"kv_tokens={kv_tokens}: a KV cache of more than {MAX_BLOCKS:,} blocks of {block_size} tokens is "
                 "not simulated; give fewer"
             )
-        shape = EngineShape(
-            num_blocks=self.kv_tokens // block_size,
+        return EngineShape(
+            num_blocks=kv_tokens // block_size,
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_batched_tokens=token_budget(settings),
             max_num_seqs=settings.max_num_seqs,
-            is_async=self.profile.is_async,
+            is_async=self._profile.is_async,
             has_prefix_cache=settings.has_prefix_cache,
             streamrag=self._scheduler_options(),
         )
-        copies = self.profile.copies if _has_host_memory(settings) else None
-        self.copy_log = CopyLog(copies, block_size) if copies and keep_steps else None
-        self.step_times = StepTimes(
-            self.profile, parts_of, copies=copies, log=self.copy_log, unsteady_seed=self.unsteady_seed
-        )
-        engine = simulated_engine(shape, self.step_times, is_stock=settings.arm != "streaming", copy_costs=copies)
-        return SimulatedClient(engine, delivery_s=self.profile.delivery_s, keep_steps=keep_steps)
 
     def _scheduler_options(self) -> dict[str, Any]:
-        settings = self.settings
+        settings = self._settings
         if settings.arm != "streaming":
             return {}
         options: dict[str, Any] = {"policy": settings.policy, "eviction": settings.eviction}
         if _has_host_memory(settings):
-            assert self.profile.copies
+            assert self._profile.copies
             # In blocks of the profile: those of the simulated engine have a size that means nothing.
-            num_blocks = (settings.host_kv_bytes or HOST_KV_BYTES) // self.profile.copies.block_bytes
+            num_blocks = (settings.host_kv_bytes or HOST_KV_BYTES) // self._profile.copies.block_bytes
             if settings.host_kv_bytes is None:
-                num_blocks = min(num_blocks, MOST_TIMES_DEVICE * self.kv_tokens // self.profile.block_size)
+                num_blocks = min(num_blocks, MOST_TIMES_DEVICE * self._kv_tokens // self._profile.block_size)
             options["num_host_blocks"] = num_blocks
             options["profile"] = settings.profile
         return {**options, **settings.scheduler_options}
 
-    def to_end(self, keep_steps: bool) -> CellResult:
-        client = self.make_client(keep_steps)
+    def run(self, progress: CellProgress) -> CellResult:
+        """Simulate to the end."""
         start_s = time.perf_counter()
         try:
-            run_virtual(self.play(client))
+            run_virtual(self._play(progress))
         except DeadlockError:
-            if self.settings.arm != "stock-sessions":
+            if self._settings.arm != "stock-sessions":
                 raise
-        return self.result(client, time.perf_counter() - start_s)
+        return self._result(time.perf_counter() - start_s)
 
-    async def play(self, client: "SimulatedClient") -> None:
+    async def _play(self, progress: CellProgress) -> None:
+        queries, settings, client = self._load.queries, self._settings, self._client
+
+        async def play_one(query: TracedQuery) -> None:
+            arriving = Arriving(query, Tokens(), 0.0)
+            timing = await run_query(settings.arm, client, arriving, settings.num_output_tokens)
+            self._timings[query.query_id] = timing
+            progress(len(self._timings), len(queries))
+
         async with client, asyncio.TaskGroup() as tasks:
-            for query in self.queries:
+            for query in queries:
                 # Tasks wait for their query's arrival one after the other, so that few timers exist at a time.
                 await asyncio.sleep(query.arrival_s - asyncio.get_running_loop().time())
-                tasks.create_task(self._play_one(client, query), name=query.query_id)
+                tasks.create_task(play_one(query), name=query.query_id)
 
-    async def _play_one(self, client: "SimulatedClient", query: TracedQuery) -> None:
-        arriving = Arriving(query, Tokens(), 0.0)
-        self.timings[query.query_id] = await run_query(
-            self.settings.arm, client, arriving, self.settings.num_output_tokens
-        )
-        self.progress(len(self.timings), len(self.queries))
-
-    def result(self, client: "SimulatedClient", wall_s: float) -> CellResult:
-        requests = request_results(self.settings, self.queries, self.timings, self.profile, client.records)
+    def _result(self, wall_s: float) -> CellResult:
+        settings, queries, client, profile = self._settings, self._load.queries, self._client, self._profile
+        requests = request_results(settings, queries, self._timings, profile, client.records)
         completion_s = max((r.finished_s for r in requests), default=0.0)
         steps = tuple(
             StepResult(
@@ -226,22 +207,22 @@ class _Run:
         )
         provenance = {
             **versions(),
-            "profile": self.profile.name,
-            "profile_provenance": dict(self.profile.provenance),
-            "kv_tokens": self.kv_tokens,
+            "profile": profile.name,
+            "profile_provenance": dict(profile.provenance),
+            "kv_tokens": self._kv_tokens,
             "simulated_s_per_wall_s": round(completion_s / wall_s, 1),
             "num_steps": client.num_steps,
-            **self.load.provenance(),
+            **self._load.provenance(),
         }
         return CellResult(
-            self.settings,
+            settings,
             requests,
             client.busy_s,
             completion_s,
             wall_s,
             steps,
-            tuple(self.copy_log.copies) if self.copy_log else (),
+            tuple(self._copy_log.copies) if self._copy_log else (),
             provenance,
-            num_unfinished=len(self.queries) - len(requests),
-            copy_totals=self.step_times.totals,
+            num_unfinished=len(queries) - len(requests),
+            copy_totals=self._step_times.totals,
         )

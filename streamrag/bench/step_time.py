@@ -1,4 +1,4 @@
-"""How long the steps of a simulated engine take: what they compute, and what is copied around them.
+"""The time of a simulated engine's steps: what they compute, and what is copied around them.
 
 step (vLLM's SchedulerOutput) ──▶ parts  ──▶ StepProfile ─┐
                              └──▶ copies ──▶ CopyClock ◀──┘──▶ seconds; on the side, totals and a log for timelines
@@ -20,11 +20,11 @@ Step: TypeAlias = Any
 PartsOf: TypeAlias = Callable[[Step], Iterable[tuple[str, Part]]]
 
 ROW = 50
-"""Steps that are as unsteady as so many measured ones in a row were."""
+"""Steps in a row that are as unsteady as measured ones in a row were."""
 
 
 class StepTimes:
-    """Called with each step that computes or copies and its start, in order; answers how long it takes."""
+    """A function of each step that computes or copies and of its start, called in order, that returns its seconds."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class StepTimes:
 
     @property
     def totals(self) -> CopyTotals | None:
-        """Copies of all steps so far; None without a host memory."""
+        """Totals of the copies of all steps so far; None without a host memory."""
         if self._clock is None:
             return None
         # Each rank copies its share of every block.
@@ -73,7 +73,7 @@ class StepTimes:
 
 
 def _unsteadiness(profile: StepProfile, seed: int) -> Iterator[float]:
-    """Factors of step after step: rows of those that were measured, from anywhere (a moving block bootstrap)."""
+    """Yield a factor a step: rows of those that were measured, from anywhere (a moving block bootstrap)."""
     measured = profile.unsteadiness if isinstance(profile, TableProfile) else ()
     rng = random.Random(f"unsteadiness {seed}")
     while True:
@@ -83,7 +83,7 @@ def _unsteadiness(profile: StepProfile, seed: int) -> Iterator[float]:
 
 @dataclass(slots=True)
 class CopyLog:
-    """Whose blocks were copied, and when: as `CopyClock` has it, one after the other in each direction.
+    """A log of the requests whose blocks were copied, and when: one by one in each direction, as in `CopyClock`.
 
     A block is its last holder's, which is where a save comes from.
     """
@@ -96,7 +96,7 @@ class CopyLog:
     _out_free_s: float = 0.0
 
     def note(self, step: Step, start_s: float) -> None:
-        """Take down the copies of one step; also called for steps without any, because they give blocks to requests."""
+        """Note the copies of one step; also called for steps without any, because they give blocks to requests."""
         copies = step.kv_connector_metadata
         saved = [self._holders.get(block, "") for block, _ in copies.saves]
         for request_id, blocks in _blocks_given(step):
@@ -116,7 +116,7 @@ class CopyLog:
         start_s: float,
         seconds: Callable[[int], float],
     ) -> float:
-        """Blocks of the holders that are copied in one go, from `start_s` on. Returns when that ends."""
+        """Add the holders' blocks that are copied in one go, from `start_s` on. Return when that ends."""
         if not holders:
             return start_s
         block_s = seconds(len(holders)) / len(holders)
@@ -129,7 +129,7 @@ class CopyLog:
 
 
 def _blocks_given(step: Step) -> Iterator[tuple[str, list[int]]]:
-    """The blocks that requests are told of in a step: their first ones, more of them, or all of them anew."""
+    """Yield the blocks that requests get in a step: their first ones, more of them, or all of them anew."""
     for new in step.scheduled_new_reqs:
         yield new.req_id, [block for group in new.block_ids for block in group]
     cached = step.scheduled_cached_reqs

@@ -21,11 +21,11 @@ from streamrag.versions import __version__, installed_versions
 
 FORMAT = "streamrag-cell/1"
 FINISHED = "[!.]*.json.gz"
-"""What is hidden is being written, or was when its process was killed."""
+"""Pattern of finished files. A hidden file is being written, or was when its process was killed."""
 
 
 def cell_key(settings: CellSettings) -> str:
-    """Hash of all that a result depends on: settings, files that they name, and versions. 16 hexadecimal digits."""
+    """Hash all that a result depends on: settings, files that they name, and versions. 16 hexadecimal digits."""
     depends_on = {
         "format": FORMAT,
         "settings": asdict(settings),
@@ -41,7 +41,7 @@ def _version_of_vllm() -> str | None:
 
 
 def _hash_of(path: str) -> str | None:
-    """Hash of a file's content, or of a folder's names and sizes; None for what is no path, as a profile's name."""
+    """Hash a file's content, or a folder's names and sizes; None for what is no path, as a profile's name."""
     digest = hashlib.sha256()
     try:
         if os.path.isdir(path):
@@ -56,7 +56,7 @@ def _hash_of(path: str) -> str | None:
 
 
 def _slug(settings: CellSettings) -> str:
-    """The start of a file's name, for people; the hash after it is what counts."""
+    """Return the start of a file's name, for people; the hash after it is what counts."""
     qps = "" if settings.qps is None else f"-{settings.qps:g}qps"
     name = f"{workload_name(settings.workload)}-{variant_name(settings)}{qps}-seed{settings.seed}"
     return re.sub(r"[^\w.]+", "-", name).strip("-.")[:100]
@@ -77,12 +77,12 @@ class CellStore:
             raise ConfigurationError(f"{folder} is a file; --output names a folder")
 
     def path(self, settings: CellSettings, *, with_steps: bool = False) -> Path:
-        """Where the cell's result is, or would be."""
+        """Return where the cell's result is, or would be."""
         steps = ".steps" if with_steps else ""
         return self.cells / f"{_slug(settings)}-{cell_key(settings)}{steps}.json.gz"
 
     def find(self, settings: CellSettings, *, with_steps: bool = False) -> Path | None:
-        """The file of the finished cell, or None."""
+        """Return the file of the finished cell, or None."""
         candidates = [self.path(settings, with_steps=True)] + ([] if with_steps else [self.path(settings)])
         return next((path for path in candidates if path.exists()), None)
 
@@ -106,7 +106,7 @@ class CellStore:
         return path
 
     def read_all(self) -> Iterator[CellResult]:
-        """One result at a time, because they are large; of settings that were run twice, the newest.
+        """Yield one result at a time, because they are large; of settings that were run twice, the newest.
 
         :raises ConfigurationError: there is none, a file is broken, or virtual and wall time stand side by side.
         """
@@ -143,7 +143,7 @@ def _read_settings(path: Path) -> CellSettings:
 
 
 def read_cell(path: Path) -> CellResult:
-    """The result in a file that `CellStore.write` made.
+    """Read the result in a file that `CellStore.write` made.
 
     :raises ConfigurationError: there is no such file, or it is something else.
     """

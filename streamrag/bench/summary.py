@@ -6,6 +6,7 @@ Percentiles interpolate linearly between the two closest ranks, as numpy does un
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -20,11 +21,11 @@ LIMITS = ("ttft_after_retrieval_s", "ttft_s", "total_s")
 """Times of a request that a service-level objective may limit; `total_s` is from its arrival to its last token."""
 
 Slos: TypeAlias = Mapping[str, float]
-"""From the name of a time to the most seconds that it may take; a good request meets all of them."""
+"""Most seconds that each named time may take; a good request meets all of them."""
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value below which a `fraction` (0 to 1) of `values` lies, linear between ranks; NaN of none.
+    """Return the value below which a `fraction` (0 to 1) of `values` lies, linear between ranks; NaN of none.
 
     Source: method 7 of Hyndman and Fan 1996, numpy's default.
     """
@@ -38,33 +39,31 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """P50, P95 and P99 of some values."""
+    """Return P50, P95 and P99 of some values."""
     ordered = sorted(values)
     return {name: percentile(ordered, fraction) for name, fraction in PERCENTILES.items()}
 
 
 def parse_slos(text: str) -> dict[str, float]:
-    """`"ttft_after_retrieval_s=0.5,total_s=30"` as a mapping.
+    """Parse service-level objectives, as `"ttft_after_retrieval_s=0.5,total_s=30"`.
 
     :raises ConfigurationError: a name that is not in `LIMITS`, or a limit that is not a positive number.
     """
     slos: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, limit = part.partition("=")
-        try:
+        with suppress(ValueError):
             slos[name] = float(limit)
-        except ValueError:
-            raise ConfigurationError(f"SLO {part!r} is not NAME=SECONDS, e.g. ttft_after_retrieval_s=0.5") from None
-        if name not in LIMITS:
-            raise ConfigurationError(f"SLO {part!r}: there is no time {name!r}; choose from {', '.join(LIMITS)}")
-        if not slos[name] > 0:
-            raise ConfigurationError(f"SLO {part!r}: the limit must be more than 0 seconds")
+        if name not in LIMITS or not slos.get(name, 0.0) > 0:
+            raise ConfigurationError(
+                f"SLO {part!r} must be NAME=SECONDS, more than 0 seconds and a name of {', '.join(LIMITS)}"
+            )
     return slos
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a report needs of one cell. One value a request, in one order, unless it says otherwise."""
+    """The part of a result that a report needs. One value a request, in one order, unless it says otherwise."""
 
     settings: CellSettings
     ttft_after_retrieval_s: tuple[float, ...]
@@ -80,20 +79,20 @@ class Digest:
     num_invalidated: tuple[int, ...]
     num_recomputed: tuple[int, ...]
     num_preemptions: Mapping[str, int] | None
-    """Preemptions, by what became of the KV; None where the engine does not tell."""
+    """Preemptions, by the fate of the KV; None where the engine does not tell."""
     num_tokens_lost: int
-    """Tokens whose KV was lost in preemptions."""
+    """Number of tokens whose KV was lost in preemptions."""
     num_computed: int
-    """Prompt tokens that were computed, all in all."""
+    """Number of prompt tokens that were computed."""
     num_taxed: int
-    """Those of them that had to be computed again because of preemption: the recompute tax."""
+    """Number of prompt tokens that were computed again because of preemption: the recompute tax."""
     num_loaded: int
-    """Prompt tokens that came back from host memory."""
+    """Number of prompt tokens that came back from host memory."""
     busy_s: float
     completion_s: float
     wall_s: float
     num_unfinished: int = 0
-    """Queries that were never answered; the figures are of the others."""
+    """Number of queries that were never answered; the figures are of the others."""
     copy_totals: CopyTotals | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -108,7 +107,7 @@ class Digest:
         return self.completion_s / self.wall_s if self.wall_s > 0 else math.nan
 
     def goodput(self, slos: Slos) -> float | None:
-        """Requests per second that met every objective; None without objectives."""
+        """Return the requests per second that met every objective; None without objectives."""
         if not slos:
             return None
         kept = zip(*([v <= limit for v in getattr(self, name)] for name, limit in slos.items()), strict=True)
@@ -116,7 +115,7 @@ class Digest:
 
 
 def digest(result: CellResult) -> Digest:
-    """What a report needs of the result, which is a small part of it."""
+    """Return the part of the result that a report needs, which is small."""
     requests = result.requests
     records = [r.record for r in requests if r.record is not None]
     preemptions = [p for record in records for p in record.preemptions]
@@ -160,7 +159,7 @@ def _gaps(request: RequestResult) -> list[float]:
 
 
 def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
-    """A cell's figures as `--json` holds them; None where there is nothing to tell."""
+    """Return a cell's figures as `--json` holds them; None where there is nothing to tell."""
     after, floor = spread(digest.ttft_after_retrieval_s), spread(digest.floor_s)
     tells = digest.num_preemptions is not None
     return {

@@ -4,8 +4,8 @@
 
     run_virtual(main())        # loop.time() starts at 0; asyncio.sleep(3600) returns at once, an hour later
 
-The code that runs on it is the code that runs on the wall clock. Two runs do the same in the same order. Whatever would
-wait for the real world (sockets, threads, processes) is refused, for in virtual time it would come at no time at all.
+The code that runs on it is the code that runs on the wall clock. Two runs do the same in the same order. A wait for the
+real world (sockets, threads, processes) is refused, because in virtual time it would never end.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ from streamrag.errors import ConfigurationError
 T = TypeVar("T")
 
 MOST_TURNS_AT_ONE_TIME = 200_000
-"""Turns of the loop without any passing of time, after which it is certain that somebody spins."""
+"""Turns of the loop without any passing of time, after which some task certainly spins."""
 
 
 class DeadlockError(RuntimeError):
-    """Everybody waits, and no timer will wake anybody: a fault of the program."""
+    """All tasks wait, and no timer will wake any: a fault of the program."""
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """Owns its clock. `is_virtual` tells parts that belong to one kind of time which kind this is."""
+    """An event loop with a clock of its own. `is_virtual` tells which kind of time this is."""
 
     is_virtual = True
 
@@ -54,12 +54,22 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return []
 
     def _process_events(self, events: list[Any]) -> None:
-        """There are none."""
+        """Do nothing: there are no events."""
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:
         if self._thread_id not in (None, threading.get_ident()):  # type: ignore[attr-defined]
             _refuse("another thread")
         return self.call_soon(callback, *args, **kwargs)  # Ctrl-C comes this way
+
+    async def create_connection(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("a network connection")
+
+    create_datagram_endpoint = create_server = getaddrinfo = create_connection
+
+    async def subprocess_exec(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("a process")
+
+    subprocess_shell = subprocess_exec
 
     def run_in_executor(self, *args: Any) -> NoReturn:
         _refuse("a thread or process pool (run_in_executor, asyncio.to_thread)")
@@ -67,26 +77,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def add_reader(self, *args: Any) -> NoReturn:
         _refuse("a file or socket")
 
-    def add_writer(self, *args: Any) -> NoReturn:
-        _refuse("a file or socket")
-
-    async def create_connection(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("a network connection")
-
-    async def create_datagram_endpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("a network connection")
-
-    async def create_server(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("a network connection")
-
-    async def getaddrinfo(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("a network connection")
-
-    async def subprocess_exec(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("a process")
-
-    async def subprocess_shell(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("a process")
+    add_writer = add_reader  # type: ignore[assignment]
 
 
 def _refuse(what: str) -> NoReturn:
@@ -96,7 +87,7 @@ def _refuse(what: str) -> NoReturn:
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end in virtual time.
 
-    :raises DeadlockError: everybody waits and there is no timer, or time stands still.
+    :raises DeadlockError: all tasks wait and there is no timer, or time stands still.
     :raises ConfigurationError: something waits for the real world.
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:

@@ -8,14 +8,15 @@ import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamrag.backends.vllm.chunk_wire import KEY
-from streamrag.bench.arms import Timing, check_arm, run_query
+from streamrag.backends.vllm.client.measured import EngineClient, model_len, running_engine
+from streamrag.bench.arms import Timing, run_query
 from streamrag.bench.cell import Arm, CellProgress, CellResult, CellSettings, StepResult
-from streamrag.bench.profiling import NUM_IN_VOCABULARY, measure_profile
+from streamrag.bench.profile.step_times import NUM_IN_VOCABULARY, measure_profile
 from streamrag.bench.provenance import versions
-from streamrag.bench.query_records import request_results
+from streamrag.bench.request_results import request_results
 from streamrag.bench.workload import (
     Arriving,
     Fitted,
@@ -31,16 +32,11 @@ from streamrag.errors import BackendError, ConfigurationError
 from streamrag.tasks import cancel_regardless
 from streamrag.trace.values import Trace, TracedQuery
 
-if TYPE_CHECKING:
-    from streamrag.backends.vllm.client.measured import EngineClient
-
-
 PATIENCE_S = 60.0
-"""Seconds without any answer, after which an engine is taken to stand still: idle stock sessions can starve the
-rest."""
+"""Seconds without any answer after which an engine stands still: idle stock sessions can starve the rest."""
 
 
-def _no_progress(num_done: int, num_total: int) -> None: ...
+def _ignore_progress(num_done: int, num_total: int) -> None: ...
 
 
 def run_cell(
@@ -48,111 +44,83 @@ def run_cell(
     *,
     trace: Trace | None = None,
     keep_steps: bool = False,
-    progress: CellProgress | None = None,
+    progress: CellProgress = _ignore_progress,
 ) -> CellResult:
     """Run one cell on a real engine, which takes as long as the load.
 
     :raises ConfigurationError: the settings are for virtual time, or vLLM refuses them.
     """
-    _check(settings)
+    model = _checked_model(settings)
     queries = make_load(settings, trace or load_trace(settings))
-    check_arm(settings.arm, queries)
     try:
-        load = fitted(settings, queries, _model_len(settings))
-        return asyncio.run(_run(settings, load, keep_steps, progress or _no_progress))
+        return asyncio.run(_run(settings, fitted(settings, queries, model_len(model)), keep_steps, progress))
     finally:
         gc.collect()  # vLLM's engine, which must not live until the interpreter ends
 
 
-def _check(settings: CellSettings) -> None:
+def _checked_model(settings: CellSettings) -> str:
     if settings.clock != "wall":
         raise ConfigurationError(f"clock={settings.clock!r}: a real engine runs in wall time only")
-    if settings.profile is not None:
-        raise ConfigurationError(f"profile={settings.profile!r} is for virtual time; a real engine needs none")
     if settings.model is None:
         raise ConfigurationError("wall time needs a model: give its folder or its name")
     if not settings.has_prefix_cache:
         raise ConfigurationError("has_prefix_cache=False is for virtual time only")
-
-
-def _model_len(settings: CellSettings) -> int:
-    from streamrag.backends.vllm.client.measured import model_len
-
-    assert settings.model is not None
-    return model_len(settings.model)
+    return settings.model
 
 
 async def _run(settings: CellSettings, load: Fitted, keep_steps: bool, progress: CellProgress) -> CellResult:
     queries = load.queries
-    assert settings.model is not None
     async with engine_for(settings, queries) as client:
         longest = max_model_len(settings, queries)
-        profile = await measure_profile(client, settings.model, token_budget(settings), longest)
+        profile = await measure_profile(client, _checked_model(settings), token_budget(settings), longest)
         await client.reset_prefix_cache()
         result = await play_cell(settings, queries, client, profile, keep_steps=keep_steps, progress=progress)
         return replace(result, provenance={**result.provenance, **load.provenance()})
 
 
 def max_model_len(settings: CellSettings, queries: Sequence[TracedQuery]) -> int:
-    """What an engine must take at most, in tokens."""
+    """Return the most tokens that an engine must take for one request."""
     return longest_prompt(queries) + settings.num_output_tokens + 1
 
 
 @asynccontextmanager
-async def engine_for(settings: CellSettings, queries: Sequence[TracedQuery]) -> AsyncIterator["EngineClient"]:
-    """An engine on which a cell can be played, more than once. The arms of vLLM's own scheduler can share one.
+async def engine_for(settings: CellSettings, queries: Sequence[TracedQuery]) -> AsyncIterator[EngineClient]:
+    """Start an engine on which a cell can be played, more than once. The arms of vLLM's own scheduler can share one.
 
     :raises ConfigurationError: the settings are for virtual time, or vLLM refuses them.
     """
-    from streamrag.backends.vllm.client.measured import running_engine
-
-    _check(settings)
-    assert settings.model is not None
-    policy = settings.policy if settings.arm == "streaming" else None
+    model = _checked_model(settings)
     args: dict[str, Any] = {
         "max_model_len": max_model_len(settings, queries),
         "max_num_batched_tokens": token_budget(settings),
         "max_num_seqs": settings.max_num_seqs,
-        "additional_config": {KEY: _scheduler_options(settings)} if policy is not None else {},
+        "additional_config": {},
     }
-    async with running_engine(settings.model, args, policy=policy, kv_tokens=settings.kv_tokens) as client:
+    policy = None
+    if settings.arm == "streaming":
+        policy = settings.policy
+        host = {} if settings.host_kv_bytes is None else {"host_kv_bytes": settings.host_kv_bytes}
+        args["additional_config"] = {KEY: {"eviction": settings.eviction, **host, **settings.scheduler_options}}
+    async with running_engine(model, args, policy=policy, kv_tokens=settings.kv_tokens) as client:
         yield client
-
-
-def _scheduler_options(settings: CellSettings) -> dict[str, Any]:
-    options: dict[str, Any] = {"eviction": settings.eviction}
-    if settings.host_kv_bytes is not None:
-        options["host_kv_bytes"] = settings.host_kv_bytes
-    return {**options, **settings.scheduler_options}
 
 
 async def play_cell(
     settings: CellSettings,
     queries: Sequence[TracedQuery],
-    client: "EngineClient",
+    client: EngineClient,
     profile: TableProfile,
     *,
     keep_steps: bool = False,
-    progress: CellProgress | None = None,
+    progress: CellProgress = _ignore_progress,
 ) -> CellResult:
-    """Put the load on the engine, which takes as long as the load. `profile` is what floors are made of."""
+    """Put the load on the engine, which takes as long as the load. Floors are computed from `profile`."""
     num_steps_before = len(client.steps)
     client.records.clear()
     start_s = asyncio.get_running_loop().time()
-    timings = await _play(settings, queries, client, start_s, progress or _no_progress)
+    timings = await _play(settings, queries, client, start_s, progress)
     wall_s = asyncio.get_running_loop().time() - start_s
     measured = client.steps[num_steps_before:]
-    provenance = {
-        **versions(),
-        "model": settings.model,
-        "dtype": client.facts.dtype,
-        "kv_tokens": client.kv_tokens,
-        "block_size": client.block_size,
-        "is_async": client.is_async,
-        "simulated_s_per_wall_s": 1.0,
-        "num_steps": len(measured),
-        "floor": _told(profile),
-    }
     requests = request_results(settings, queries, timings, profile, client.records, start_s)
     steps = tuple(
         StepResult(s.end_s - s.elapsed_s - start_s, s.end_s - start_s, s.num_tokens, s.num_requests) for s in measured
@@ -164,23 +132,33 @@ async def play_cell(
         completion_s=max((r.finished_s for r in requests), default=0.0),
         wall_s=wall_s,
         steps=steps if keep_steps else (),
-        provenance=provenance,
+        provenance=_provenance(settings, client, profile, len(measured)),
         num_unfinished=len(queries) - len(requests),
     )
 
 
-def _told(profile: TableProfile) -> str:
+def _provenance(settings: CellSettings, client: EngineClient, profile: TableProfile, num_steps: int) -> dict[str, Any]:
     steps = ", ".join(f"{num:,.0f}: {step_s * 1e3:.3g}" for num, step_s in profile.points)
-    return (
-        f"of steps as measured before the load, in ms by tokens: {steps}; "
-        f"{profile.pair_s * 1e9:.3g} ns a pair, {profile.delivery_s * 1e3:.3g} ms for delivery"
-    )
+    return {
+        **versions(),
+        "model": settings.model,
+        "dtype": client.facts.dtype,
+        "kv_tokens": client.kv_tokens,
+        "block_size": client.block_size,
+        "is_async": client.is_async,
+        "simulated_s_per_wall_s": 1.0,
+        "num_steps": num_steps,
+        "floor": (
+            f"of steps as measured before the load, in ms by tokens: {steps}; "
+            f"{profile.pair_s * 1e9:.3g} ns a pair, {profile.delivery_s * 1e3:.3g} ms for delivery"
+        ),
+    }
 
 
 async def _play(
     settings: CellSettings,
     queries: Sequence[TracedQuery],
-    client: "EngineClient",
+    client: EngineClient,
     start_s: float,
     progress: CellProgress,
 ) -> dict[str, Timing]:
@@ -200,7 +178,7 @@ async def _play(
 
 
 async def _wait_for(tasks: Sequence["asyncio.Task[None]"], last_end_s: float, arm: Arm) -> None:
-    """Until all are done; or, of the stock sessions, until nothing has moved for long after all retrieval ended."""
+    """Wait until all are done; or, of the stock sessions, until nothing has moved for long after retrieval ended."""
     pending = set(tasks)
     while pending:
         done, pending = await asyncio.wait(pending, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)

@@ -1,77 +1,82 @@
-"""What a cell's clients do and when: queries with their arrivals, and the tokens of what they retrieve."""
+"""The load of a cell: queries with their arrivals, and the tokens of what they retrieve."""
 
 import asyncio
 import random
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from streamrag.bench.cell import CellSettings
 from streamrag.core import Hint
 from streamrag.errors import ConfigurationError
+from streamrag.trace.generate import LongWindow, WorkloadName, generate
+from streamrag.trace.generate_hints import HintKind, with_hints
+from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
-
-if TYPE_CHECKING:
-    from streamrag.trace.generate_hints import HintKind
 
 BUDGETS = {"crawler": 2_048, "anns": 8_192, "anns-last": 8_192}
 """Tokens per step as published for the workloads that are generated. "anns-last" has its long window last."""
-HINTS: Mapping[str, "HintKind"] = {"-hints": "estimated", "-oracle": "exact"}
+HINTS: Mapping[str, HintKind] = {"-hints": "estimated", "-oracle": "exact"}
 """Endings of the names of generated workloads whose chunks tell what is still to come; see `trace.generate_hints`."""
 NUM_TAIL_TOKENS = 32
 """End of the template and the question, which stand last in every prompt. The paper does not tell how many."""
 
 
 def token_budget(settings: CellSettings) -> int:
-    """Most tokens in one step: as set, or as published for the workload; for other traces that of the crawler."""
+    """Return the most tokens in a step: as set, or as published for the workload; for other traces the crawler's."""
     return settings.max_num_batched_tokens or BUDGETS.get(without_hints(settings.workload), BUDGETS["crawler"])
 
 
 def without_hints(workload: str) -> str:
-    """The workload whose chunks say nothing of what is still to come."""
+    """Return the name of the same workload without hints."""
     for ending in HINTS:
         if workload.removesuffix(ending) in BUDGETS:
             return workload.removesuffix(ending)
     return workload
 
 
+def check_workload(workload: str, *, has_rate: bool) -> None:
+    """Look at whether there is such a workload, and whether a generated one has a rate of arrivals.
+
+    :raises ConfigurationError: there is none, or it has none.
+    """
+    if without_hints(workload) in BUDGETS:
+        if not has_rate:
+            raise ConfigurationError(
+                f"workload {workload!r} is generated, and has no arrivals of its own; give --qps, e.g. 1,2,4"
+            )
+    elif not Path(workload).exists():
+        raise ConfigurationError(f"workload {workload!r} is none of {', '.join(BUDGETS)}, nor a trace that is there")
+
+
 def load_trace(settings: CellSettings) -> Trace:
-    """The trace that a cell is about, generated or read.
+    """Generate or read the trace that a cell is about.
 
     :raises ConfigurationError: there is no such trace, or a generated one without a rate of arrivals.
     """
+    check_workload(settings.workload, has_rate=settings.qps is not None)
     workload = without_hints(settings.workload)
-    if workload in BUDGETS:
-        if settings.qps is None:
-            raise ConfigurationError(f"workload {settings.workload!r} has no arrivals of its own: give qps")
-        from streamrag.trace.generate import LongWindow, WorkloadName, generate
-        from streamrag.trace.generate_hints import with_hints
-
-        name: WorkloadName = "crawler" if workload == "crawler" else "anns"
-        long_window: LongWindow = "last" if workload == "anns-last" else "first"
-        trace = generate(name, settings.num_queries, settings.seed, settings.qps, long_window=long_window)
-        kind = HINTS.get(settings.workload.removeprefix(workload))
-        return with_hints(trace, kind) if kind else trace
-    if not Path(settings.workload).exists():
-        raise ConfigurationError(f"workload {settings.workload!r}: neither {', '.join(BUDGETS)}, nor a trace's file")
-    from streamrag.trace.read import read_trace
-
-    return read_trace(settings.workload)
+    if workload not in BUDGETS:
+        return read_trace(settings.workload)
+    assert settings.qps is not None
+    name: WorkloadName = "crawler" if workload == "crawler" else "anns"
+    long_window: LongWindow = "last" if workload == "anns-last" else "first"
+    trace = generate(name, settings.num_queries, settings.seed, settings.qps, long_window=long_window)
+    kind = HINTS.get(settings.workload.removeprefix(workload))
+    return with_hints(trace, kind) if kind else trace
 
 
 def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
-    """The queries of a cell, in order of arrival, from 0 on.
+    """Return the queries of a cell, in order of arrival, from 0 on.
 
     With `qps` they arrive as in a Poisson process of the cell's seed, else as the trace says. `delay` stretches the
     gaps between chunks; the first comes as it came, and so does the end after the last.
+
+    :raises ConfigurationError: the trace has no queries, two of the same id, or updates that the arm cannot send.
     """
-    if settings.qps is not None and not settings.qps > 0:
-        raise ConfigurationError(f"qps={settings.qps}: give a rate above 0, or None for the trace's own arrivals")
-    if not settings.delay > 0:
-        raise ConfigurationError(f"delay={settings.delay}: give a factor above 0")
     queries = trace.queries[: settings.num_queries]
     if not queries:
         raise ConfigurationError(
@@ -83,10 +88,20 @@ def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
     else:
         rng = random.Random(f"arrivals {settings.seed}")
         arrivals = list(accumulate(rng.expovariate(settings.qps) for _ in queries))
-    ids = {query.query_id for query in queries}
-    if len(ids) != len(queries):
+    if settings.arm == "stock-sessions":
+        _check_appends_only(queries)
+    if len({query.query_id for query in queries}) != len(queries):
         raise ConfigurationError("the trace has queries of the same id; give each its own")
     return tuple(_stretched(q, at_s, settings.delay) for q, at_s in zip(queries, arrivals, strict=True))
+
+
+def _check_appends_only(queries: Sequence[TracedQuery]) -> None:
+    for query in queries:
+        if not all(isinstance(event, TracedAppend) for event in query.events):
+            raise ConfigurationError(
+                f"arm 'stock-sessions': query {query.query_id!r} has an update, and vLLM's own sessions can only "
+                "append; leave this arm out for this workload"
+            )
 
 
 def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuery:
@@ -112,23 +127,21 @@ class Fitted:
     max_context_tokens: int | None
     """None if no limit is known."""
     num_cut: int
-    """Contexts of which something was left out."""
+    """Number of contexts of which something was left out."""
 
     def provenance(self) -> dict[str, int]:
-        """For a result."""
+        """Return the provenance that a result keeps of the budget."""
         if self.max_context_tokens is None:
             return {}
         return {"max_context_tokens": self.max_context_tokens, "num_contexts_cut": self.num_cut}
 
 
 def fitted(settings: CellSettings, queries: Sequence[TracedQuery], max_model_len: int | None) -> Fitted:
-    """The queries with the budget that a pipeline has: the model's length less the question and the answer, or less.
+    """Return the queries with the budget of a pipeline: the model's length less the question and the answer, or less.
 
-    :raises ConfigurationError: the model has no room for any context, or the budget that is set is none.
+    :raises ConfigurationError: the model has no room for any context.
     """
     budget = settings.max_context_tokens
-    if budget is not None and budget < 1:
-        raise ConfigurationError(f"max_context_tokens={budget}: it must be at least 1, or None")
     if max_model_len is not None:
         room = max_model_len - NUM_TAIL_TOKENS - settings.num_output_tokens - 1
         if room < 1:
@@ -145,13 +158,12 @@ def fitted(settings: CellSettings, queries: Sequence[TracedQuery], max_model_len
 
 
 def _within(query: TracedQuery, budget: int) -> TracedQuery:
-    """The earlier chunk goes first, as in a pipeline's prompt."""
+    """Leave out what does not fit. The earlier chunk goes first, as in a pipeline's prompt."""
     events: list[TracedEvent] = []
     room = budget
     for event in query.events:
-        is_append = isinstance(event, TracedAppend)
-        chunks = (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
-        kept, left = _that_fit(chunks, room if is_append else budget)
+        chunks = chunks_of(event)
+        kept, left = _that_fit(chunks, room if isinstance(event, TracedAppend) else budget)
         if len(kept) == len(chunks):
             events.append(event)
         elif kept and isinstance(event, TracedUpdate):
@@ -162,7 +174,7 @@ def _within(query: TracedQuery, budget: int) -> TracedQuery:
 
 
 def _that_fit(chunks: Sequence[TracedChunk], room: int) -> tuple[tuple[TracedChunk, ...], int]:
-    """And the room that is left."""
+    """Return the chunks that fit, and the room that is left."""
     kept = []
     for chunk in chunks:
         if chunk.num_tokens <= room:
@@ -171,37 +183,57 @@ def _that_fit(chunks: Sequence[TracedChunk], room: int) -> tuple[tuple[TracedChu
     return tuple(kept), room
 
 
-def longest_prompt(queries: Sequence[TracedQuery], num_tail_tokens: int = NUM_TAIL_TOKENS) -> int:
-    """Tokens of the longest prompt that any query has at any time."""
+def longest_prompt(queries: Sequence[TracedQuery]) -> int:
+    """Return the tokens of the longest prompt that any query has at any time."""
     longest = 0
     for query in queries:
         num_tokens = 0
         for event in query.events:
             num_tokens = num_tokens_after(event, num_tokens)
             longest = max(longest, num_tokens)
-    return longest + num_tail_tokens
+    return longest + NUM_TAIL_TOKENS
+
+
+def chunks_of(event: TracedEvent) -> tuple[TracedChunk, ...]:
+    """Return the chunks that an event brings."""
+    return (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
 
 
 def num_tokens_after(event: TracedEvent, num_before: int) -> int:
-    """Length of the context after an event."""
-    if isinstance(event, TracedAppend):
-        return num_before + event.chunk.num_tokens
-    return sum(chunk.num_tokens for chunk in event.chunks)
+    """Return the length of the context after an event."""
+    num_new = sum(chunk.num_tokens for chunk in chunks_of(event))
+    return num_before + num_new if isinstance(event, TracedAppend) else num_new
+
+
+class Moment(NamedTuple):
+    """A change of a query's context, or the end of its retrieval, which may come with the last change."""
+
+    at_s: float
+    event: TracedEvent | None
+    is_end: bool
+
+
+def moments_of(query: TracedQuery) -> Iterator[Moment]:
+    """Yield the moments of a query, the last of which is its end."""
+    has_late_end = not query.events or query.end_s > query.events[-1].at_s
+    for index, event in enumerate(query.events, start=1):
+        yield Moment(event.at_s, event, is_end=index == len(query.events) and not has_late_end)
+    if has_late_end:
+        yield Moment(query.end_s, None, is_end=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Makes up token ids: the same for chunks of the same key, others for others. No text is tokenised."""
+    """A source of token ids: the same for chunks of the same key, others for others. No text is tokenised."""
 
     num_in_vocabulary: int = 128_256
-    num_tail_tokens: int = NUM_TAIL_TOKENS
 
     def of_chunk(self, chunk: TracedChunk) -> list[int]:
         return self._of(chunk.key, chunk.num_tokens)
 
     def of_tail(self, query: TracedQuery) -> list[int]:
-        """What stands behind the chunks: the question."""
-        return self._of(f"tail {query.query_id}", self.num_tail_tokens)
+        """Return the tokens of the question, which stands behind the chunks."""
+        return self._of(f"tail {query.query_id}", NUM_TAIL_TOKENS)
 
     def _of(self, key: str, num_tokens: int) -> list[int]:
         # Random bytes are made far quicker than random integers. Ids above 65,535 do not occur.
@@ -213,7 +245,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What changes in a prompt at one moment."""
+    """A change of a prompt at one moment."""
 
     token_ids: list[int]
     is_append: bool
@@ -224,7 +256,7 @@ class Piece:
 
 
 class Arriving:
-    """The pieces of one query's prompt, each when it arrives. To be iterated once.
+    """The pieces of one query's prompt, each yielded when it arrives. To be iterated once.
 
     Times are those of the running event loop, be it virtual or not.
     """
@@ -237,29 +269,17 @@ class Arriving:
         self._arrival_s = start_s + query.arrival_s
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        query, tokens = self.query, self._tokens
-        tail = tokens.of_tail(query)
-        has_late_end = not query.events or query.end_s > query.events[-1].at_s
-        for index, event in enumerate(query.events):
-            await self._sleep_until(event.at_s)
-            is_complete = not has_late_end and index == len(query.events) - 1
-            is_append = isinstance(event, TracedAppend)
-            chunks = (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
+        for at_s, event, is_end in moments_of(self.query):
+            await self._sleep_until(at_s)
             token_ids: list[int] = []
-            for chunk in chunks:
-                token_ids += tokens.of_chunk(chunk)
-            if is_complete:
-                token_ids += tail
-                self._note_end()
+            for chunk in chunks_of(event) if event else ():
+                token_ids += self._tokens.of_chunk(chunk)
+            if is_end:
+                token_ids += self._tokens.of_tail(self.query)
+                self.end_s = asyncio.get_running_loop().time()
             if token_ids:
-                yield Piece(token_ids, is_append, is_complete, event.hint)
-        if has_late_end:
-            await self._sleep_until(query.end_s)
-            self._note_end()
-            yield Piece(tail, True, True)
-
-    def _note_end(self) -> None:
-        self.end_s = asyncio.get_running_loop().time()
+                is_append = event is None or isinstance(event, TracedAppend)
+                yield Piece(token_ids, is_append, is_end, event.hint if event else None)
 
     async def _sleep_until(self, at_s: float) -> None:
         delay_s = self._arrival_s + at_s - asyncio.get_running_loop().time()

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.bench.cell import CellResult, CellSettings
-from streamrag.bench.compare import compare
 from streamrag.bench.grid import describe_cell, workload_name
-from streamrag.bench.report import make_report, require_report
+from streamrag.bench.report.comparison import compare
+from streamrag.bench.report.page import make_report, require_report
+from streamrag.bench.report.timeline import make_timeline
 from streamrag.bench.runner import CellFailed, CellProgressed, CellStarted, run_cell, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
-from streamrag.bench.timeline import make_timeline
 from streamrag.cli.bench_options import DESCRIPTION, EPILOG, VERBS, grid_of
 from streamrag.cli.bench_view import CellsView, print_comparison
 from streamrag.cli.output import Output

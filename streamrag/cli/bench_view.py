@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrag.bench.cell import CellSettings
-from streamrag.bench.compare import Comparison, Figure, Pool
 from streamrag.bench.grid import describe_cell, describe_load, describe_qps, variant_name
-from streamrag.bench.report_html import figure_text
+from streamrag.bench.report.comparison import Comparison, Figure, Pool
+from streamrag.bench.report.html import figure_text
 from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed, CellStarted
 from streamrag.bench.summary import PERCENTILES
 from streamrag.cli.output import Output, markup

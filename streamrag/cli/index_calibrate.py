@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not path.parent.is_dir():  # now rather than after minutes
             raise ConfigurationError(f"there is no folder {path.parent}; make it, or name another place")
     if arguments.plot:
-        from streamrag.bench.report_canvas import require_matplotlib
+        from streamrag.bench.report.canvas import require_matplotlib
 
         require_matplotlib()
     console = Output(stderr=True)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     _print(calibration, Output())
     console.print_line(f"calibration: {arguments.out}")
     if arguments.plot:
-        from streamrag.bench.calibration_picture import draw_calibration
+        from streamrag.bench.report.calibration_picture import draw_calibration
 
         draw_calibration(arguments.plot, calibration)
         console.print_line(f"drawn: {arguments.plot}")

@@ -75,8 +75,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from streamrag.bench.profile_picture import draw_profile
-    from streamrag.bench.report_canvas import require_matplotlib
+    from streamrag.bench.profile.picture import draw_profile
+    from streamrag.bench.report.canvas import require_matplotlib
     from streamrag.engine.costs.curve_fit import require_scipy
     from streamrag.engine.costs.profile_files import save_profile
 
@@ -121,7 +121,7 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
 
 
 def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "TableProfile":
-    from streamrag.bench.machine import measure_machine
+    from streamrag.bench.profile.machine import measure_machine
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())
     lines = StepLines(console)
@@ -137,7 +137,7 @@ def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "Tab
 
 
 def _print(profile: "TableProfile", console: Output) -> None:
-    from streamrag.bench.profile_picture import crossing, most_tokens, step_budget
+    from streamrag.bench.profile.picture import crossing, most_tokens, step_budget
     from streamrag.engine.costs.step_profiles import recompute_s
 
     copies, budget = profile.copies, step_budget(profile)

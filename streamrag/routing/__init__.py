@@ -1,7 +1,7 @@
-"""Which replica of an engine a query goes to. Pure: no clock, no network, no Ray."""
+"""Routers: which replica of an engine a query goes to. Pure: no clock, no network, no Ray."""
 
-from streamrag.routing.books import Books as Books
-from streamrag.routing.books import Report as Report
+from streamrag.routing.replica_tracker import ReplicaTracker as ReplicaTracker
+from streamrag.routing.replica_tracker import Report as Report
 from streamrag.routing.router import Opening as Opening
 from streamrag.routing.router import ReplicaState as ReplicaState
 from streamrag.routing.router import Router as Router

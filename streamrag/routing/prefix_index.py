@@ -1,4 +1,4 @@
-"""Which leading blocks of a prompt lie on which replica, as whoever routes believes. Bounded.
+"""The leading blocks of prompts that lie on each replica, as the router believes. Bounded.
 
 keys        k0 ── k1 ── k2 ── k3          a key stands for a block and all before it
 holders   {a,b} {a,b}  {a}   {}          each set contains the next, so that one walk finds for all replicas
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 BLOCK_SIZE = 64
 MAX_BLOCKS = 1_000_000
-"""Of all replicas together: about 300 MB."""
+"""Most blocks of all replicas together: about 300 MB."""
 UNKNOWN_KV_TOKENS = 131_072
-"""What a replica is taken to hold until it says so."""
+"""Tokens that a replica is assumed to hold until it reports."""
 
 
 class PrefixIndex:
@@ -31,15 +31,15 @@ class PrefixIndex:
         self._most_blocks_of: dict[str, int] = {}
 
     def keys(self, token_ids: Sequence[int]) -> list[int]:
-        """One for each whole block. `token_ids` is a tuple or a list; both give the same."""
+        """Return a key for each whole block. `token_ids` is a tuple or a list; both give the same."""
         size, key, found = self.block_size, 0, []
         for start in range(0, len(token_ids) - size + 1, size):
             key = hash((key, *token_ids[start : start + size]))
             found.append(key)
         return found
 
-    def found(self, keys: Sequence[int]) -> dict[str, int]:
-        """Leading tokens of a prompt with these `keys` that lie on each replica; those with none are left out."""
+    def matches(self, keys: Sequence[int]) -> dict[str, int]:
+        """Return how many leading tokens of a prompt with these `keys` lie on each replica that has any."""
         found: dict[str, int] = {}
         before: dict[str, None] = {}
         num_tokens = 0
@@ -55,15 +55,15 @@ class PrefixIndex:
         return found
 
     def num_tokens(self, replica_id: str) -> int:
-        """How many lie there."""
+        """Return how many tokens lie there."""
         return len(self._blocks_of.get(replica_id, ())) * self.block_size
 
     def resize(self, replica_id: str, num_kv_tokens: int) -> None:
-        """So many tokens that replica holds at most; 0 if unknown. Takes effect when it next holds something."""
+        """Set how many tokens the replica holds at most, 0 if unknown. Takes effect at the next `hold`."""
         self._most_blocks_of[replica_id] = (num_kv_tokens or UNKNOWN_KV_TOKENS) // self.block_size
 
     def hold(self, keys: Sequence[int], replica_id: str) -> None:
-        """A prompt with these `keys` lies on that replica, used just now."""
+        """Note that a prompt with these `keys` lies on that replica, used just now."""
         blocks = self._blocks_of.setdefault(replica_id, OrderedDict())
         most = self._most_blocks_of.get(replica_id, UNKNOWN_KV_TOKENS // self.block_size)
         most = min(most, self._max_blocks // len(self._blocks_of))
@@ -80,7 +80,7 @@ class PrefixIndex:
             self._drop_oldest(max(self._blocks_of, key=lambda other: len(self._blocks_of[other])))
 
     def forget(self, replica_id: str) -> None:
-        """Nothing lies there any more."""
+        """Drop all that lies there."""
         for key in self._blocks_of.pop(replica_id, ()):
             self._let_go(key, replica_id)
         self._most_blocks_of.pop(replica_id, None)

@@ -2,28 +2,28 @@
 
     (waiting tokens + 2 x tokens of this prompt that do not lie there + 384 x open queries) / its tokens a second
 
-Waiting are those that the books say are still to be computed there, of queries that may grow: by as much as the last
-ones have grown, from their openings to their complete prompts. What lies there is what the index believes. Computing
-what lies elsewhere counts twice, for it delays whoever comes next. An open query slows every step by its share. A
-prefix that becomes popular is replicated by itself, when waiting for it costs more than computing it elsewhere.
+Waiting tokens are those that queries there have still to compute, by the caller's own counts. A query is expected to
+grow as much as the last ones have, from their openings to their complete prompts. The prefix index guesses what lies
+there. Computing what lies elsewhere counts twice, because it delays the next query too. An open query slows every step
+by its share. A popular prefix is replicated by itself, when waiting for it costs more than computing it elsewhere.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamrag.routing.prefix_index import PrefixIndex
-from streamrag.routing.remembering import Remembering
+from streamrag.routing.prefix_router import PrefixRouter
 from streamrag.routing.router import Opening, ReplicaState
 
 RECOMPUTE = 2.0
 OPEN_TOKENS = 384
 NUM_REMEMBERED = 100
-"""Queries by which growth is judged."""
+"""Recent queries by which growth is judged."""
 
 
 @dataclass(slots=True)
 class _RecentMean:
-    """Of the last values, of which older ones count less."""
+    """The mean of the last values, of which older ones count less."""
 
     value: float = 0.0
     _num: int = 0
@@ -33,8 +33,8 @@ class _RecentMean:
         self.value += (value - self.value) / self._num
 
 
-class Soonest(Remembering):
-    """Of equals it takes the replica that holds less.
+class Soonest(PrefixRouter):
+    """The router to the replica with the least cost; of equals to the one that holds less.
 
     recompute: what a token that must be computed anew counts, in tokens that wait.
     open_tokens: what an open query counts, in tokens that wait.
@@ -48,7 +48,7 @@ class Soonest(Remembering):
         self._opening, self._complete = _RecentMean(), _RecentMean()
 
     def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
-        found, num_tokens = self.found(opening, replicas), len(opening.token_ids)
+        found, num_tokens = self.matches(opening, replicas), len(opening.token_ids)
         speeds = [replica.tokens_per_s for replica in replicas if replica.tokens_per_s > 0]
         usual = sum(speeds) / len(speeds) if speeds else 1.0
         costs = []
@@ -68,5 +68,5 @@ class Soonest(Remembering):
         super().completed(token_ids, replica_id)
 
     def growth(self) -> int:
-        """Tokens that a query is expected to bring after its opening."""
+        """Return how many tokens a query is expected to bring after its opening."""
         return max(round(self._complete.value - self._opening.value), 0)

@@ -6,7 +6,7 @@
     proxy ──▶ Front: gate, interfaces, sessions, pipeline ──▶ engines      each a deployment that scales on its own
                                                           └─▶ sources
 
-There is one front: sessions, limits and the router's books are in its memory.
+There is one front: sessions, limits and the router's state are in its memory.
 """
 
 import logging

@@ -4,11 +4,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from small_loads import APPENDS, UPDATES, updating
+from small_loads import APPENDS, UPDATES, settings, updating
 
-from streamrag.bench.arms import PromptStream, check_arm, run_query
+from streamrag.bench.arms import PromptStream, run_query
 from streamrag.bench.virtual_time import run_virtual
-from streamrag.bench.workload import Arriving, Tokens
+from streamrag.bench.workload import Arriving, Tokens, make_load
 from streamrag.errors import ConfigurationError
 from streamrag.trace.values import TracedUpdate
 
@@ -39,12 +39,12 @@ class Notes:
 
 def test_only_stock_sessions_cannot_update() -> None:
     for arm in ("no-streaming", "warming", "streaming"):
-        check_arm(arm, UPDATES.queries)
-    check_arm("stock-sessions", APPENDS.queries)
+        make_load(settings(arm=arm), UPDATES)
+    make_load(settings(arm="stock-sessions"), APPENDS)
     with pytest.raises(ConfigurationError, match="'u0' has an update"):
-        check_arm("stock-sessions", UPDATES.queries)
-    with pytest.raises(ConfigurationError, match=r"arm='swimming'.*choose from no-streaming"):
-        check_arm("swimming", ())  # type: ignore[arg-type]
+        make_load(settings(arm="stock-sessions"), UPDATES)
+    with pytest.raises(ConfigurationError, match=r"arm='swimming' must be 'no-streaming'"):
+        settings(arm="swimming")
 
 
 def test_without_streaming_the_last_prompt_is_sent_when_all_is_there() -> None:

@@ -11,10 +11,10 @@ import pytest
 from small_loads import APPENDS, UPDATES, appending, outcomes, random_query, settings
 
 from streamrag.bench.cell import ARMS, CellResult
-from streamrag.bench.floor import floor_s
+from streamrag.bench.report.timeline import make_timeline
+from streamrag.bench.request_results import floor_s
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.summary import digest
-from streamrag.bench.timeline import make_timeline
 from streamrag.bench.workload import NUM_TAIL_TOKENS
 from streamrag.engine.costs.profile_files import load_profile, save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
@@ -242,8 +242,8 @@ def test_clocks_are_not_mixed_and_copies_need_their_costs(tmp_path: Path) -> Non
     without_copies = tmp_path / "profile.json"
     save_profile(replace(H200, host_bandwidth_bytes_per_s=None), without_copies)  # type: ignore[arg-type, type-var]
     for changes, named in (
-        ({"clock": "wall"}, "virtual time only"),
-        ({"model": "some/model"}, "needs wall time"),
+        ({"clock": "wall", "profile": None, "model": "some/model"}, "virtual time only"),
+        ({"model": "some/model"}, "is for wall time"),
         ({"profile": None}, "needs a hardware profile"),
         ({"profile": "h300"}, "no profile 'h300'"),
         ({"profile": str(without_copies), "eviction": "swap"}, "does not say how long copies take"),

@@ -17,7 +17,7 @@ def wall(**changes: object) -> CellSettings:
 
 def test_clocks_are_not_mixed() -> None:
     for changes, named in (
-        ({"clock": "virtual"}, "wall time only"),
+        ({"clock": "virtual", "model": None}, "wall time only"),
         ({"profile": "h200-llama8b-tp2"}, "is for virtual time"),
         ({"model": None}, "needs a model"),
         ({"has_prefix_cache": False}, "virtual time only"),

@@ -135,7 +135,7 @@ def test_loads_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=named):
             make_load(settings(**changes), trace)
-    for changes, named in (({}, "give qps"), ({"workload": "nowhere.jsonl"}, "'nowhere.jsonl'")):
+    for changes, named in (({}, "give --qps"), ({"workload": "nowhere.jsonl"}, "'nowhere.jsonl'")):
         with pytest.raises(ConfigurationError, match=named):
             load_trace(settings(**changes))
 
@@ -187,7 +187,7 @@ def test_a_budget_is_the_smaller_of_what_is_set_and_what_there_is_room_for() -> 
     assert fitted(settings(max_context_tokens=5_000), [query], 4_096).max_context_tokens == 4_096 - NUM_TAIL_TOKENS - 2
     assert fitted(settings(), [query], None).max_context_tokens is None
     for changes, length, message in (
-        ({"max_context_tokens": 0}, 4_096, "max_context_tokens=0: it must be at least 1"),
+        ({"max_context_tokens": 0}, 4_096, "max_context_tokens=0 must be greater than or equal to 1"),
         ({"num_output_tokens": 4_000}, 4_000, "has no room for a context beside 32 of the question and 4000"),
     ):
         with pytest.raises(ConfigurationError, match=message):

@@ -49,12 +49,13 @@ HOST_LOADS, CONNECTOR = "streamrag.backends.vllm.scheduler.host_memory.loads", "
 WIRE = "streamrag.backends.vllm.chunk_wire"
 KV_MEMORY = "streamrag.backends.vllm.scheduler.kv.memory"
 REQUEST, PLANNING = "streamrag.backends.vllm.scheduler.request", "streamrag.engine.planning"
-BOOKS, BOOKS_TEST = "streamrag.routing.books", "tests/routing/test_books.py"
+TRACKER, TRACKER_TEST = "streamrag.routing.replica_tracker", "tests/routing/test_replica_tracker.py"
 INDEX, INDEX_TEST = "streamrag.routing.prefix_index", "tests/routing/test_prefix_index.py"
-SOONEST, FLOWGUARD = "streamrag.routing.soonest", "streamrag.routing.flowguard"
+SOONEST, FLOWGUARD = "streamrag.routing.soonest", "experiments.routing.flowguard"
+FLOWGUARD_TEST = "tests/experiments/routing/test_routers.py"
 AFFINITY, SIMPLE, ROUTERS_TEST = (
-    "streamrag.routing.affinity",
-    "streamrag.routing.simple",
+    "streamrag.routing.prefix_affinity",
+    "streamrag.routing.basic_routers",
     "tests/routing/test_routers.py",
 )
 CLASSES, RULES = "streamrag.engine.classes", "streamrag.engine.rules."
@@ -699,9 +700,11 @@ MUTANTS = (
         "tests/engine/test_pace.py",
     ),
     # Routers have no part in the fuzz.
-    Mutant("a query counts twice", BOOKS, "        self.ended(query_id)\n", "", 0, BOOKS_TEST),
-    Mutant("first tokens count twice", BOOKS, "            query.is_queued = False\n", "", 0, BOOKS_TEST),
-    Mutant("the lost are still open", BOOKS, "            del self._queries[name]", "            pass", 0, BOOKS_TEST),
+    Mutant("a query counts twice", TRACKER, "        self.ended(query_id)\n", "", 0, TRACKER_TEST),
+    Mutant("first tokens count twice", TRACKER, "            query.is_queued = False\n", "", 0, TRACKER_TEST),
+    Mutant(
+        "the lost are still open", TRACKER, "            del self._queries[name]", "            pass", 0, TRACKER_TEST
+    ),
     Mutant("beginnings are forgotten first", INDEX, "in reversed(keys[:most])", "in keys[:most]", 0, INDEX_TEST),
     Mutant("use makes nothing recent", INDEX, "blocks.move_to_end(key)", "pass", 0, INDEX_TEST),
     Mutant(
@@ -713,8 +716,8 @@ MUTANTS = (
     Mutant("all are equally fast", SOONEST, "cost / (replica.tokens_per_s or usual)", "cost", 0, ROUTERS_TEST),
     Mutant("what is found costs as well", SOONEST, " - found.get(replica.id, 0)", "", 0, ROUTERS_TEST),
     Mutant("prompts do not grow", SOONEST, " + self.growth()", "", 0, ROUTERS_TEST),
-    Mutant("the stale are as good", FLOWGUARD, "if is_stale or overload", "if overload", 0, ROUTERS_TEST),
-    Mutant("the queue counts once", FLOWGUARD, "+ 2 * replica", "+ replica", 0, ROUTERS_TEST),
+    Mutant("the stale are as good", FLOWGUARD, "if is_stale or overload", "if overload", 0, FLOWGUARD_TEST),
+    Mutant("the queue counts once", FLOWGUARD, "+ 2 * replica", "+ replica", 0, FLOWGUARD_TEST),
     Mutant("affinity heeds no queue", AFFINITY, " > self._imbalance:", " > 1e9:", 0, ROUTERS_TEST),
     Mutant(
         "little is enough for affinity", AFFINITY, "best >= self._least_match * num_tokens", "True", 0, ROUTERS_TEST

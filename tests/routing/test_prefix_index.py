@@ -15,9 +15,9 @@ def test_each_replica_has_the_leading_blocks_that_it_was_given():
     index.hold(index.keys(prompt(1, 2, 3)), "a")
     index.hold(index.keys(prompt(1, 2)), "b")
     index.hold(index.keys(prompt(9)), "c")
-    assert index.found(index.keys((*prompt(1, 2, 3, 4), 7))) == {"a": 12, "b": 8}
-    assert index.found(index.keys(prompt(2, 3))) == {}, "a block is another one behind other blocks"
-    assert index.found(index.keys((1, 1, 1))) == {}, "less than a block is not known"
+    assert index.matches(index.keys((*prompt(1, 2, 3, 4), 7))) == {"a": 12, "b": 8}
+    assert index.matches(index.keys(prompt(2, 3))) == {}, "a block is another one behind other blocks"
+    assert index.matches(index.keys((1, 1, 1))) == {}, "less than a block is not known"
 
 
 def test_lists_and_tuples_have_the_same_keys():
@@ -32,17 +32,17 @@ def test_a_replica_forgets_what_was_used_least_recently_and_ends_before_beginnin
     index.hold(index.keys(prompt(5, 6)), "a")
     index.hold(index.keys(prompt(1)), "a")  # used again
     index.hold(index.keys(prompt(8)), "a")
-    assert index.found(index.keys(prompt(1, 2))) == {"a": 4}
-    assert index.found(index.keys(prompt(5, 6))) == {"a": 8}
+    assert index.matches(index.keys(prompt(1, 2))) == {"a": 4}
+    assert index.matches(index.keys(prompt(5, 6))) == {"a": 8}
     index.hold(index.keys(prompt(9)), "a")
-    assert index.found(index.keys(prompt(5, 6))) == {"a": 4}
+    assert index.matches(index.keys(prompt(5, 6))) == {"a": 4}
 
 
 def test_a_prompt_that_is_larger_than_the_memory_keeps_its_beginning():
     index = PrefixIndex(block_size=4)
     index.resize("a", 8)
     index.hold(index.keys(prompt(1, 2, 3)), "a")
-    assert index.found(index.keys(prompt(1, 2, 3))) == {"a": 8}
+    assert index.matches(index.keys(prompt(1, 2, 3))) == {"a": 8}
 
 
 def test_all_replicas_together_have_a_bound():
@@ -90,7 +90,7 @@ def test_it_finds_what_separate_lists_of_each_replica_would(actions, max_blocks)
             index.resize(replica, 2 * (len(blocks) + 1))
         for other, known in model.items():
             assert index.num_tokens(other) == 2 * len(known)
-        found = index.found(keys)
+        found = index.matches(keys)
         for other in "abc":
             held = [n for n in range(len(blocks) + 1) if n == 0 or tuple(blocks[:n]) in model.get(other, ())]
             assert held == list(range(len(held))), "whoever has an end has its beginning"

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from streamrag.backends.simulated.backend import SimulatedBackend
+from experiments.simulated_backend import SimulatedBackend
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.bench.virtual_time import run_virtual

@@ -11,7 +11,7 @@ from source_helpers import running, updates
 from toy_corpus import EMBEDDER
 
 from streamrag import Append, Calibration, Chunk, ConfigurationError, CutShort, Hint, SourceError, Update, VectorSource
-from streamrag.bench.calibration_picture import draw_calibration
+from streamrag.bench.report.calibration_picture import draw_calibration
 from streamrag.cli import main
 from streamrag.sources.emission.calibrating import calibrate
 from streamrag.sources.emission.calibration import FORMAT, MAX_LENGTH, MAX_TIMES, VERSION, Count, Odds, Stage, Times

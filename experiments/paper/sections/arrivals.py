@@ -1,6 +1,6 @@
 """How chunks arrive: figures 6 and 7, table 2."""
 
-from streamrag.bench.report_html import figure_text
+from streamrag.bench.report.html import figure_text
 from streamrag.trace.generate import anns, crawler
 from streamrag.trace.statistics import Distribution, TraceStatistics, describe
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from streamrag.bench.compare import Pool
-from streamrag.bench.report_html import figure_text
+from streamrag.bench.report.comparison import Pool
+from streamrag.bench.report.html import figure_text
 from streamrag.bench.summary import Digest, percentile
 
 from ..markdown import percent, table

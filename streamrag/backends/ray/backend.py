@@ -8,9 +8,9 @@ from typing import Protocol
 import anyio.to_thread
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.ray.choosing import Choosing
 from streamrag.backends.ray.connection import RayReplicas
-from streamrag.backends.ray.replaying import Counts, Replaying, ReplicaLostError
+from streamrag.backends.ray.replica_chooser import ReplicaChooser
+from streamrag.backends.ray.replica_streams import Counts, ReplicaLostError, ReplicaStreams
 from streamrag.clock import monotonic
 from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError
@@ -19,10 +19,10 @@ from streamrag.tasks import cancel_regardless
 
 
 class Connects(Protocol):
-    """How a backend comes to a handle of the replicas, as `cluster.Cluster` does."""
+    """A way to get a handle of the replicas, such as `cluster.Cluster`."""
 
     async def start(self, progress: Progress) -> DeploymentHandle:
-        """The handle, once replicas can answer."""
+        """Return the handle, once replicas can answer."""
 
     async def aclose(self) -> None:
         """Free what that took."""
@@ -44,7 +44,7 @@ async def left_on_failure(cluster: Connects) -> AsyncIterator[None]:
 
 
 class RayBackend:
-    """Engines in replicas. Each query goes to one of them, when it opens; see docs/ray.md.
+    """A backend of engines in replicas. Each query goes to one of them, when it opens; see docs/ray.md.
 
     cluster: the replicas.
     make_tokenizer: makes the model's tokenizer, in a thread of this process.
@@ -62,9 +62,9 @@ class RayBackend:
     ) -> None:
         self._cluster = cluster
         self._make_tokenizer = make_tokenizer
-        self._choosing = Choosing(router, clock=monotonic)
+        self._chooser = ReplicaChooser(router, clock=monotonic)
         self._max_replays = max_replays
-        self._replaying: Replaying | None = None
+        self._streams: ReplicaStreams | None = None
         self._touching: asyncio.Task[None] | None = None
         self._info: ModelInfo | None = None
 
@@ -77,8 +77,8 @@ class RayBackend:
 
     @property
     def counts(self) -> Counts:
-        """What became of queries since the start."""
-        return self._running().counts
+        """Counts of what became of queries since the start."""
+        return self._require_streams().counts
 
     async def start(self, progress: Progress) -> None:
         """Start the replicas, or find them.
@@ -97,12 +97,12 @@ class RayBackend:
             is_exact=facts.is_exact,
             breaks_look_alikes=facts.breaks_look_alikes,
         )
-        self._replaying = Replaying(replicas, self._choosing, max_replays=self._max_replays)
-        self._touching = asyncio.create_task(self._replaying.touch_forever(), name="streamrag tells replicas it lives")
+        self._streams = ReplicaStreams(replicas, self._chooser, max_replays=self._max_replays)
+        self._touching = asyncio.create_task(self._streams.touch_forever(), name="streamrag tells replicas it lives")
 
     async def aclose(self) -> None:
         """End the replicas, or let go of them. Does nothing when not started."""
-        touching, self._touching, self._replaying = self._touching, None, None
+        touching, self._touching, self._streams = self._touching, None, None
         if touching is not None:
             await cancel_regardless([touching])
             await self._cluster.aclose()
@@ -115,11 +115,11 @@ class RayBackend:
         :raises BackendError: the replica was lost after it had shown tokens, or too many were lost before.
         :raises StreamRagError: as the engine's own backend does.
         """
-        async with aclosing(self._running().generate(prompts, params)) as events:
+        async with aclosing(self._require_streams().generate(prompts, params)) as events:
             async for event in events:
                 yield event
 
-    def _running(self) -> Replaying:
-        if self._replaying is None:
+    def _require_streams(self) -> ReplicaStreams:
+        if self._streams is None:
             raise BackendError("the replicas are not running: they were closed, or not started")
-        return self._replaying
+        return self._streams

@@ -26,14 +26,14 @@ from streamrag.tasks import run_regardless
 log = logging.getLogger("streamrag.ray")
 
 OBJECT_STORE_BYTES = 100 << 20
-"""For a cluster of this machine's own: what travels is small. Ray would take a third of the memory."""
+"""Object store of a cluster of this machine's own: what travels is small. Ray would take a third of the memory."""
 
 LEAVE_S = 60.0
-"""Longest that leaving takes. Ray may wait for ever, if it is stopped while it deploys; what was started here is then
-killed, which ends that wait too."""
+"""Most seconds that leaving takes. Ray may wait for ever, if it is stopped while it deploys; what was started here is
+then killed, which ends that wait too."""
 
 POLL_S = 0.1
-"""Between looks at whether replicas have started."""
+"""Seconds between looks at whether replicas have started."""
 
 LOOPBACK = "127.0.0.1"
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -56,7 +56,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def lacking(deployments: Mapping[str, Any], there: Mapping[str, float]) -> str | None:
-    """What a machine with these resources of Ray's lacks for all replicas that there are to be at first."""
+    """Return what a machine with these resources of Ray's lacks for the first replicas, or None."""
     sums: Counter[str] = Counter()
     for deployment in deployments.values():
         for resource, amount in _needed(deployment).items():
@@ -67,17 +67,17 @@ def lacking(deployments: Mapping[str, Any], there: Mapping[str, float]) -> str |
     which = ", ".join(f"{deployment['target_num_replicas']} {name}" for name, deployment in deployments.items())
     has = {name: there.get(name, 0) for name in missing}
     return (
-        f"{which} need {_written(missing)}, and it has {_written(has)}. Set replicas.number lower, or what each takes: "
-        "replicas.num_cpus may be a part of 1"
+        f"{which} need {_resources_text(missing)}, and it has {_resources_text(has)}. "
+        "Set replicas.number lower, or what each takes: replicas.num_cpus may be a part of 1"
     )
 
 
 def _needed(deployment: Mapping[str, Any]) -> dict[str, float]:
-    """By each replica, by Ray's names."""
+    """Return the resources that each replica takes, by Ray's names."""
     return {name: amount for name, amount in deployment["required_resources"].items() if amount}
 
 
-def _written(resources: Mapping[str, float]) -> str:
+def _resources_text(resources: Mapping[str, float]) -> str:
     counted = {name: amount for name, amount in resources.items() if not name.startswith(("node:", "object_store"))}
     return ", ".join(f"{amount:g} {name}" for name, amount in counted.items()) or "none"
 
@@ -108,7 +108,7 @@ class Cluster:
         self._app_name = app_name
         self._num_cpus = num_cpus
         self._thread: ThreadPoolExecutor | None = None
-        """Lives as long as the cluster: the kernel ends Ray's processes with the thread that started them."""
+        """A thread for as long as the cluster: the kernel ends Ray's processes with the thread that started them."""
         self._started: list[Any] = []
         """Processes of Ray's own that were started here, as Popen knows them."""
         self._has_connected = False
@@ -118,7 +118,7 @@ class Cluster:
 
     @started_once
     async def start(self, progress: Progress) -> DeploymentHandle:
-        """A handle of the replicas, once all that there are at first can answer.
+        """Return a handle of the replicas, once all that there are at first can answer.
 
         :raises ConfigurationError: there is no such cluster, or it has no room for the replicas.
         :raises BackendError: Ray, or what the replicas hold, cannot be started.
@@ -211,42 +211,41 @@ class Cluster:
             raise BackendError(f"{self._app_name} cannot be started: {message_of(error)} {' '.join(whys)}") from error
 
     def _wait(self) -> None:
-        """Until the application runs. Ray would wait for ever for a node that never comes, and say nothing."""
+        """Wait until the application runs. Ray would wait for ever for a node that never comes, and say nothing."""
         if self._address is None:
             why = lacking(self._deployments(), ray.cluster_resources())
             if why is not None:
                 raise ConfigurationError(f"{self._app_name} does not fit on this machine: {why}")
         began_s = monotonic()
         while True:
-            told = serve.status().applications.get(self._app_name)
-            if told is None:
+            status = serve.status().applications.get(self._app_name)
+            if status is None:
                 raise RuntimeError("somebody has deleted it")
-            if told.status == ApplicationStatus.RUNNING:
+            if status.status == ApplicationStatus.RUNNING:
                 return
-            if told.status == ApplicationStatus.DEPLOY_FAILED:
-                raise RuntimeError(told.message)
-            deployments = self._deployments()
-            waiting = {
-                name: sum(each.get("node_id") is None for each in deployment["replicas"])
-                for name, deployment in deployments.items()
-            }
-            if not any(waiting.values()):
+            if status.status == ApplicationStatus.DEPLOY_FAILED:
+                raise RuntimeError(status.message)
+            without_node = self._without_node()
+            if not without_node:
                 began_s = monotonic()
             if monotonic() > began_s + self._place_s:
-                which = ", ".join(
-                    f"{num} of {name!r}, which need {_written(_needed(deployments[name]))} each"
-                    for name, num in waiting.items()
-                    if num
-                )
                 raise ConfigurationError(
-                    f"no node of the cluster had room within {self._place_s:g} s for {which}; free are "
-                    f"{_written(ray.available_resources())}: add nodes, or set replicas.place_s longer"
+                    f"no node of the cluster had room within {self._place_s:g} s for {', '.join(without_node)}; "
+                    f"free are {_resources_text(ray.available_resources())}: add nodes, or set replicas.place_s longer"
                 )
             if self._is_left.wait(POLL_S):
                 raise BackendError(f"{self._app_name} was left while it started")
 
+    def _without_node(self) -> list[str]:
+        """Describe the replicas that wait for a node, one text a deployment."""
+        found = []
+        for name, deployment in self._deployments().items():
+            if num := sum(each.get("node_id") is None for each in deployment["replicas"]):
+                found.append(f"{num} of {name!r}, which need {_resources_text(_needed(deployment))} each")
+        return found
+
     def _deployments(self) -> dict[str, Any]:
-        """What Serve's controller says of each, by name."""
+        """Return what Serve's controller says of each deployment, by name."""
         told = serve.context._get_global_client().get_serve_details()
         found: dict[str, Any] = told["applications"][self._app_name]["deployments"]
         return found

@@ -1,4 +1,4 @@
-"""Replicas reached through a handle of Ray Serve's, whose errors are translated here."""
+"""The connection to replicas through a handle of Ray Serve's, whose errors are translated here."""
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -8,15 +8,15 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayErr
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.ray.replaying import ReplicaLostError
-from streamrag.backends.ray.replica import Facts
+from streamrag.backends.ray.replica import ModelFacts
+from streamrag.backends.ray.replica_streams import ReplicaLostError
 from streamrag.backends.ray.wire import Delta, Open, WireEvent
 from streamrag.errors import BackendError
 from streamrag.kinds import message_of
 
 
 class RayReplicas:
-    """See `replaying.Replicas`."""
+    """The `replica_streams.Replicas` behind a handle of Ray Serve's."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._opening = handle.options(method_name="generate", stream=True)
@@ -24,17 +24,16 @@ class RayReplicas:
         self._touching = handle.options(method_name="hear")
         self._asking = handle.options(method_name="facts")
 
-    async def facts(self) -> Facts:
-        """Of the model; waits until a replica can say.
+    async def facts(self) -> ModelFacts:
+        """Return the facts of the model, once a replica can tell.
 
         :raises BackendError: none can.
         """
         with translated():
-            facts: Facts = await self._asking.remote()
+            facts: ModelFacts = await self._asking.remote()
             return facts
 
     async def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
-        """See `replaying.Replicas`."""
         with translated():
             response: Any = self._opening.remote(call)
             try:
@@ -44,20 +43,20 @@ class RayReplicas:
                 response.cancel()  # does nothing to one that has ended
 
     async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
-        """See `replaying.Replicas`."""
         with translated():
             return bool(await self._delivering.remote(replica_id, stream_id, delta))
 
     async def touch(self, replica_id: str, caller_id: str) -> None:
-        """See `replaying.Replicas`."""
         with translated():
             await self._touching.remote(replica_id, caller_id)
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """:raises ReplicaLostError: the replica has died, or is being stopped.
-    :raises BackendError: what Ray raised is something else.
+    """Translate Ray's errors.
+
+    :raises ReplicaLostError: the replica has died, or is being stopped.
+    :raises BackendError: Ray raised something else.
     """
     try:
         yield

@@ -1,6 +1,5 @@
-"""What Ray Serve makes replicas of: engines, and sources in a pool of their own."""
+"""The applications of which Ray Serve makes replicas: engines, and sources in a pool of their own."""
 
-import importlib
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeAlias
 
@@ -8,16 +7,16 @@ from ray import serve
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve._private import replica
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.request_router import RequestRouter
 from ray.util import get_node_ip_address
 
+from streamrag.backends.ray.autoscaling_policy import QUEUED_TOKENS
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica, MakeBackend
-from streamrag.backends.ray.request_router import CALLS_PER_STREAM, OfStreams, StreamRouter
-from streamrag.backends.ray.scaling import QUEUED_TOKENS
+from streamrag.backends.ray.request_router import CALLS_PER_STREAM, StreamRouter
 from streamrag.backends.ray.wire import Failed
 from streamrag.core import Source, SourceEvent, Startable, part_name
-from streamrag.errors import ConfigurationError, StreamRagError
-from streamrag.kinds import message_of, short
+from streamrag.errors import StreamRagError
 from streamrag.retrieving import closing
 
 ENGINES, SOURCES = "engines", "sources"
@@ -26,11 +25,11 @@ ENGINES, SOURCES = "engines", "sources"
 MakeSource: TypeAlias = Callable[[], Source | None]
 
 METRICS_S, LOOK_BACK_S = 10.0, 30.0
-"""Between two things that replicas tell the autoscaler, and for how long it averages them: Ray's own, and shorter where
-it is to decide sooner."""
+"""Seconds between two reports to the autoscaler, and for how long it averages them: Ray's own, and shorter where it is
+to decide sooner."""
 
 QUERIES_PER_SOURCE = 16
-"""That a source's replica retrieves for at once; more of them wait."""
+"""Queries for which a source's replica retrieves at once; more of them wait."""
 
 
 def bind_to_node_address() -> None:
@@ -55,20 +54,20 @@ class DeployedReplica(EngineReplica):
         await self.start()
 
     async def deliver(self, replica_id: str, stream_id: str, delta: Any) -> bool:
-        """As `update`; of another replica than this, no stream is here."""
+        """Call `update`. A stream of another replica than this is not here."""
         return self.update(stream_id, delta)
 
     async def hear(self, replica_id: str, caller_id: str) -> None:
-        """As `touch`."""
+        """Call `touch`."""
         self.touch(caller_id)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What Ray Serve's controller passes on to all routers. Asked every half second or so."""
+        """Return what Ray Serve's controller passes on to all routers. Called about every half second."""
         self.end_abandoned()
         return self.stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the policy of `scaling` is told."""
+        """Return what the policy of `autoscaling_policy` is told."""
         return {QUEUED_TOKENS: float(self.num_queued_tokens)}
 
     async def __del__(self) -> None:
@@ -76,16 +75,17 @@ class DeployedReplica(EngineReplica):
         await self.aclose()
 
 
-def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
-    """The application of engines, for `serve.run`, or to be bound into a larger one.
+def engines(
+    make_backend: MakeBackend, options: ReplicaOptions, request_router: type[RequestRouter] = StreamRouter
+) -> Any:
+    """Make the application of engines, for `serve.run`, or to be bound into a larger one.
 
-    :raises ConfigurationError: the request router is none that knows streams.
+    request_router: the class that Ray Serve asks; it must send a stream's further calls to the stream's replica.
     """
-    _check_router(options.request_router)
     number: dict[str, Any] = {"num_replicas": options.number}
     if options.max_number is not None:
         policy = AutoscalingPolicy(
-            policy_function="streamrag.backends.ray.scaling:QueuedTokensPolicy",
+            policy_function="streamrag.backends.ray.autoscaling_policy:QueuedTokensPolicy",
             policy_kwargs={"target": options.queued_tokens},
         )
         number = {
@@ -108,7 +108,7 @@ def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
         graceful_shutdown_timeout_s=options.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=RequestRouterConfig(
-            request_router_class=options.request_router,
+            request_router_class=request_router,
             request_routing_stats_period_s=options.stats_s,
         ),
         **number,
@@ -116,22 +116,8 @@ def engines(make_backend: MakeBackend, options: ReplicaOptions) -> Any:
     return deployed.bind(make_backend, options.max_open)
 
 
-def _check_router(path: str) -> None:
-    """A router that sends updates anywhere would end each stream, and without a word of their callers, long ones."""
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(f"request_router={short(path)} cannot be imported: {message_of(error)}") from error
-    if not (isinstance(found, type) and issubclass(found, StreamRouter | OfStreams)):
-        raise ConfigurationError(
-            f"request_router={short(path)} sends a stream's prompts to any replica: name a class that derives from "
-            "backends.ray.request_router.OfStreams and it, as those of backends.ray.of_ray do"
-        )
-
-
 class DeployedSource:
-    """A source in a replica; it retrieves for whoever asks, and needs no accelerator."""
+    """A source in a replica, which needs no accelerator."""
 
     async def __init__(self, make_source: MakeSource) -> None:  # type: ignore[misc]
         bind_to_node_address()
@@ -142,11 +128,11 @@ class DeployedSource:
             await self._source.start(lambda line: None)
 
     def name(self) -> str:
-        """Of the source."""
+        """Return the source's name."""
         return part_name(self._source)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent | Failed, None]:
-        """The source's events; its failure as the last of them."""
+        """Yield the source's events, and its failure as the last of them."""
         try:
             async with closing(self._source.stream(query)) as events:
                 async for event in events:
@@ -161,7 +147,7 @@ class DeployedSource:
 
 
 def sources(make_source: MakeSource, number: int, max_number: int | None = None, *, num_cpus: float = 0.0) -> Any:
-    """The application of sources: `number` of them, up to `max_number` when many queries are open.
+    """Make the application of sources: `number` of them, up to `max_number` when many queries are open.
 
     num_cpus: that each takes of its node's. With 0 they run beside engines that have taken all, which is what one
         machine needs; Ray's own default of 1 would leave them waiting there for ever.

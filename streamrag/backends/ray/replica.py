@@ -1,4 +1,4 @@
-"""A replica: an engine, the streams that are open in it, and what it says of itself."""
+"""A replica: an engine, the streams that are open in it, and its reports."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -17,15 +17,15 @@ from streamrag.tasks import cancel_regardless
 MakeBackend: TypeAlias = Callable[[], Backend]
 
 SILENT_S = 10.0
-"""From a caller that has not been heard of for so long, streams are ended: it was killed, or is out of reach."""
+"""Seconds after which streams of a silent caller are ended: it was killed, or is out of reach."""
 
 KEPT = 0.9
-"""What a query before weighs in an average beside the next one."""
+"""Weight of an earlier query in an average beside the next one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What callers must know of the model behind a replica. They have a tokenizer of their own."""
+class ModelFacts:
+    """The facts that callers must know of the model behind a replica. They have a tokenizer of their own."""
 
     model_name: str
     max_model_len: int
@@ -34,23 +34,23 @@ class Facts:
 
 
 class PromptFeed:
-    """A stream's prompts as they come from afar. Holds the newest only: what is overtaken is left out."""
+    """A stream's prompts as the caller sends them. Holds the newest only: a prompt that is overtaken is left out."""
 
     def __init__(self, first: Delta) -> None:
         self._newest = first.after(())
         self._number = first.number
         self._num_shared = 0
-        """Tokens that the newest prompt shares with the one that was pulled last."""
+        """Number of tokens that the newest prompt shares with the one that was pulled last."""
         self._is_new = asyncio.Event()
         self._is_new.set()
 
     @property
     def num_tokens(self) -> int:
-        """Of the newest prompt."""
+        """Number of tokens of the newest prompt."""
         return len(self._newest.token_ids)
 
     def take(self, delta: Delta) -> None:
-        """The next prompt. One that was taken before changes nothing."""
+        """Take the next prompt. One that was taken before changes nothing."""
         if delta.number <= self._number:
             return
         has_pulled = not self._is_new.is_set()
@@ -60,7 +60,7 @@ class PromptFeed:
         self._is_new.set()
 
     async def prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Each as soon as it is there, up to the complete one."""
+        """Yield each prompt as soon as it is there, up to the complete one."""
         while True:
             await self._is_new.wait()
             self._is_new.clear()
@@ -76,7 +76,7 @@ class _Stream:
     caller_id: str
     num_prefilled: int = 0
     waited_s: float = 0.0
-    """Its share of the time for which prompts have waited."""
+    """The stream's share of the time for which prompts have waited."""
     has_shown: bool = False
     is_abandoned: bool = False
     has_more: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,7 +87,7 @@ class _Stream:
 
     @property
     def is_waiting(self) -> bool:
-        """Engines leave the last token of a prompt to its answer, which may be far away."""
+        """Whether more than the last token is to be computed, which engines leave to the answer."""
         return self.num_queued_tokens > 1
 
     def abandon(self) -> None:
@@ -96,7 +96,7 @@ class _Stream:
 
 
 class EngineReplica:
-    """Answers the streams that callers open in it.
+    """An engine that answers the streams that callers open in it.
 
     make_backend: makes the engine.
     max_open: most streams at once; it refuses more.
@@ -109,15 +109,16 @@ class EngineReplica:
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
         self._heard_s: dict[str, float] = {}
-        """When callers that have streams here were heard of last."""
+        """When each caller that has streams here was heard of last."""
         self._hit_rate = 0.0
         self._speed = Speed()
         self._why_dead: str | None = None
 
-    # ------------------------------------------------------------------------------------------- starting and stopping
-
     async def start(self) -> None:
-        """:raises StreamRagError: the engine cannot be started."""
+        """Start the engine.
+
+        :raises StreamRagError: it cannot be started.
+        """
         if isinstance(self._backend, Startable):
             await self._backend.start(lambda line: None)
 
@@ -127,17 +128,18 @@ class EngineReplica:
             await self._backend.aclose()
 
     def check_health(self) -> None:
-        """:raises EngineDeadError: the engine has died."""
+        """Look at whether the engine lives.
+
+        :raises EngineDeadError: it has died.
+        """
         if self._why_dead is not None:
             raise EngineDeadError(self._why_dead)
         check = getattr(self._backend, "check_health", None)
         if check is not None:
             check()
 
-    # ------------------------------------------------------------------------------------------------------- answering
-
     async def generate(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
-        """The events of a stream, as many at a time as there are. Closing it aborts the stream."""
+        """Yield the events of a stream, as many at a time as there are. Closing the generator aborts the stream."""
         if len(self._streams) >= self._max_open:
             yield (Refused(),)
             return
@@ -150,21 +152,20 @@ class EngineReplica:
             async with (
                 aclosing(stream.feed.prompts()) as prompts,
                 aclosing(self._backend.generate(prompts, call.params)) as events,  # type: ignore[type-var]
-                aclosing(together(self._noted(stream, events), stream)) as batches,
+                aclosing(batched(self._noted(stream, events), stream)) as batches,
             ):
                 async for batch in batches:
                     yield batch
-        except EngineDeadError as error:
-            self._why_dead = str(error)
-            yield (Failed.of(error),)
         except StreamRagError as error:
+            if isinstance(error, EngineDeadError):
+                self._why_dead = str(error)
             yield (Failed.of(error),)
         finally:
             del self._streams[call.stream_id]
             self._note_queue()
 
     def update(self, stream_id: str, delta: Delta) -> bool:
-        """A stream's next prompt; whether that stream is here."""
+        """Take a stream's next prompt. Return whether that stream is here."""
         stream = self._streams.get(stream_id)
         if stream is None:
             return False
@@ -174,7 +175,7 @@ class EngineReplica:
         return True
 
     def touch(self, caller_id: str) -> None:
-        """That caller lives."""
+        """Note that the caller lives."""
         self._heard_s[caller_id] = self._clock()
 
     def end_abandoned(self) -> None:
@@ -214,25 +215,23 @@ class EngineReplica:
     def _note_queue(self) -> None:
         self._speed.waiting(any(stream.is_waiting for stream in self._streams.values()), self._clock())
 
-    # ---------------------------------------------------------------------------------------------- what it says of it
-
-    def facts(self) -> Facts:
-        """Of its model."""
+    def facts(self) -> ModelFacts:
+        """Return the facts of its model."""
         model = self._backend.model
-        return Facts(model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes)
+        return ModelFacts(model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes)
 
     @property
     def num_open(self) -> int:
-        """Streams that are open in it."""
+        """Number of open streams."""
         return len(self._streams)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of prompts that are not known to be computed."""
+        """Number of tokens of prompts that are not known to be computed."""
         return sum(each.num_queued_tokens for each in self._streams.values())
 
     def report(self) -> Report:
-        """What routers are told, every half second or so."""
+        """Return the report for routers, sent about every half second."""
         use = getattr(self._backend, "kv_use", None)
         held = 0 if use is None else sum(each.num_tokens for each in use.by_state.values())
         num_kv_tokens = 0 if use is None else use.num_capacity
@@ -246,14 +245,14 @@ class EngineReplica:
         )
 
     def stats(self) -> dict[str, Any]:
-        """`report` in plain values; `told_s` is new each time."""
+        """Return `report` in plain values, with `told_s`, which is new each time."""
         return {**asdict(self.report()), "told_s": self._clock()}
 
 
-async def together(
+async def batched(
     events: AsyncIterator[BackendEvent], stream: _Stream
 ) -> AsyncGenerator[tuple[BackendEvent, ...], None]:
-    """All events that have come since the last were taken; of several Prefilled in a row only the last."""
+    """Yield all events that have come since the last were taken; of several Prefilled in a row only the last."""
     waiting: list[BackendEvent] = []
 
     async def pull() -> None:

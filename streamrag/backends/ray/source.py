@@ -9,18 +9,18 @@ from ray.serve.handle import DeploymentHandle
 
 from streamrag.backends.ray.backend import Connects, left_on_failure
 from streamrag.backends.ray.connection import translated
-from streamrag.backends.ray.replaying import ReplicaLostError
+from streamrag.backends.ray.replica_streams import ReplicaLostError
 from streamrag.backends.ray.wire import Failed
 from streamrag.core import Append, Chunk, Progress, SourceEvent, Update
 from streamrag.errors import BackendError, SourceError
 from streamrag.modes.context import Context, UpdateMode
 
 MOST_LOST = 3
-"""Replicas that one query may lose, the last of them with an error."""
+"""Most replicas that one query may lose; with the last of them it fails."""
 
 
 class RaySource:
-    """Retrieves in replicas, with the source that each of them has.
+    """A source that retrieves in replicas, with the source that each of them has.
 
     cluster: the replicas, as of `deployment.sources`.
     """
@@ -49,7 +49,7 @@ class RaySource:
             await self._cluster.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """As the replica's source yields them. One that is lost is replaced, by another that retrieves from the start.
+        """Yield the events of a replica's source. If the replica is lost, another one retrieves from the start.
 
         Nothing of an answer is shown before retrieval has ended, so that nothing shown can be wrong. What the other one
         finds like the one before is not told twice; from where they differ, each event is the whole new context.
@@ -90,11 +90,11 @@ class RaySource:
 async def _beyond(
     told: Sequence[SourceEvent], events: AsyncGenerator[SourceEvent, None]
 ) -> AsyncGenerator[SourceEvent, None]:
-    """What changes the context that `told` made into that of these events, which begin anew."""
+    """Yield what changes the context of the events in `told` into that of these events, which begin anew."""
     before = [_content(event) for event in told]
     shown, context = _folded(told), Context()
     num_same: int | None = 0
-    """Events that are like those told; None once one was not."""
+    """Number of events so far that are like those told; None once one was not."""
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Append | Update):
@@ -115,7 +115,7 @@ async def _beyond(
 
 
 def _content(event: SourceEvent) -> object:
-    """What an event says, but for its guess of what is still to come."""
+    """Return the event without its guess of what is still to come."""
     return replace(event, hint=None) if isinstance(event, Append | Update) else event
 
 

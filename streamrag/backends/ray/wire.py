@@ -1,4 +1,4 @@
-"""What travels between whoever has the query and the replica that answers it.
+"""The messages between the caller that has a query and the replica that answers it.
 
     caller                                                    replica
     Open(first prompt, params)       ── once, routed ──▶      a stream of its engine
@@ -23,11 +23,11 @@ class Delta:
     """A prompt, told by what it changes in the one before it in the same stream."""
 
     number: int
-    """Of the stream's prompts, from 1. One that comes a second time changes nothing."""
+    """Number of the prompt in its stream, from 1. One that comes a second time changes nothing."""
     num_shared: int
     """Tokens that stay."""
     tail: bytes
-    """Those behind them, four bytes each."""
+    """The tokens behind them, four bytes each."""
     is_complete: bool
     hint: Hint | None = None
     source_name: str = ""
@@ -40,7 +40,7 @@ class Delta:
         return cls(number, num_shared, tail, *told)
 
     def after(self, token_ids: tuple[int, ...]) -> Prompt:
-        """The prompt, where the last one had `token_ids`."""
+        """Return the prompt, where the last one had `token_ids`."""
         tail = array("I")
         tail.frombytes(self.tail)
         whole = (*token_ids[: self.num_shared], *tail)
@@ -57,12 +57,7 @@ class Open:
     params: SamplingParams
     caller_id: str
     ticket: Any = None
-    """Who chooses the replica. Stays in the caller's process: the router there finds it in the call's arguments."""
-
-    @property
-    def prompt(self) -> str:
-        """The first prompt, a character a token: what Ray's own routers read of a call."""
-        return "".join(chr(token_id % 0xD800) for token_id in self.first.after(()).token_ids)
+    """The `Ticket` that chooses the replica. Stays in the caller's process: the router there finds it in the call."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Open, (self.stream_id, self.first, self.params, self.caller_id)
@@ -92,18 +87,18 @@ class Failed:
         return cls(type(error).__name__, message_of(error))
 
     def error(self) -> StreamRagError:
-        """The error again. One that is made of other values than a message becomes a BackendError."""
+        """Return the error anew. One that is made of other values than a message becomes a BackendError."""
         kind = KINDS.get(self.kind, BackendError)
         return BackendError(self.message) if kind is MissingDependencyError else kind(self.message)
 
 
-def _kinds(kind: type[StreamRagError]) -> Iterator[type[StreamRagError]]:
+def _subclasses(kind: type[StreamRagError]) -> Iterator[type[StreamRagError]]:
     yield kind
     for narrower in kind.__subclasses__():
-        yield from _kinds(narrower)
+        yield from _subclasses(narrower)
 
 
-KINDS = {kind.__name__: kind for kind in _kinds(StreamRagError) if kind.__module__ == StreamRagError.__module__}
+KINDS = {kind.__name__: kind for kind in _subclasses(StreamRagError) if kind.__module__ == StreamRagError.__module__}
 
 
 WireEvent: TypeAlias = Opened | Refused | Failed | BackendEvent

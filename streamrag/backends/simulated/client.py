@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -24,11 +25,11 @@ from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.simulated.hashing import quick_block_hasher
 from streamrag.backends.simulated.loop import Abort, EngineLoop, Input, check_virtual
 from streamrag.backends.simulated.runner import BlindRunner
-from streamrag.backends.simulated.stream import Answer, SimulatedStream
-from streamrag.backends.simulated.watch import Watch
+from streamrag.backends.simulated.stock_records import StockRecords
+from streamrag.backends.simulated.stream import Outputs, SimulatedStream, next_output
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
-from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
-from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
+from streamrag.backends.vllm.scheduler.scheduler import streaming_scheduler
+from streamrag.backends.vllm.scheduler.step_parts import parts_of
 from streamrag.core import RequestClass
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.step_profiles import Part
@@ -39,7 +40,7 @@ from streamrag.tasks import wait_regardless
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One step that computed, and how many tokens for whom."""
+    """A step that computed, and how many tokens for each query."""
 
     start_s: float
     end_s: float
@@ -48,7 +49,7 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one session is: chunks sent, chunks answered."""
+    """The progress of one session: chunks sent, chunks answered."""
 
     num_sent: int = 0
     num_answered: int = 0
@@ -56,7 +57,7 @@ class _Progress:
 
 
 def by_parts(step_s: Callable[[Sequence[Part]], float]) -> Callable[[SchedulerOutput, float], float]:
-    """How long steps take where only what they compute matters."""
+    """Return the seconds of steps of which only what they compute matters, as a function of the step."""
 
     def compute_s(step: SchedulerOutput, start_s: float) -> float:
         return step_s([part for _, part in parts_of(step)]) if step.total_num_scheduled_tokens else 0.0
@@ -71,7 +72,7 @@ def simulated_engine(
     is_stock: bool,
     copy_costs: CopyCosts | None = None,
 ) -> SimulatedEngine:
-    """An engine that answers always the same, with vLLM's own scheduler or with ours, and quick hashes."""
+    """Make an engine that answers always the same, with vLLM's own scheduler or with ours, and quick hashes."""
     stock = AsyncScheduler if shape.is_async else Scheduler
     return SimulatedEngine(
         shape,
@@ -82,6 +83,11 @@ def simulated_engine(
     )
 
 
+@cache
+def _sampling_params(num_output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
 class SimulatedClient:
     """Runs the engine while it is open. To be opened on a loop whose time is virtual."""
 
@@ -89,14 +95,15 @@ class SimulatedClient:
         self._engine = engine
         self._loop = EngineLoop(engine, delivery_s=delivery_s, took_in=self._took_in, deliver=self._deliver)
         self._failure: Exception | None = None
-        self._answers: dict[str, Answer] = {}
+        self._outputs: dict[str, Outputs] = {}
         self._query_of: dict[str, str] = {}
         self._num_requests = 0
-        self._params_of: dict[int, SamplingParams] = {}
-        self._steps: list[SimulatedStep] | None = [] if keep_steps else None
-        self._watch = None if hasattr(engine.scheduler, "plugin") else Watch()
+        self._stock_records = None if hasattr(engine.scheduler, "streaming_policy") else StockRecords()
+        self._keeps_steps = keep_steps
+        self.steps: list[SimulatedStep] = []
+        """Steps that computed, if they are kept."""
         self.records: dict[str, list[RequestRecord]] = {}
-        """By query: what became of its requests, in the order in which they ended. Aborted ones only where known."""
+        """Records of each query's requests, in the order in which they ended. Aborted ones only where known."""
         self.busy_s = 0.0
         """Time in which the engine computed."""
         engine.on_step = self._on_step
@@ -111,11 +118,6 @@ class SimulatedClient:
         """Steps so far, empty ones included."""
         return self._engine.num_steps
 
-    @property
-    def steps(self) -> Sequence[SimulatedStep]:
-        """Those that computed, if they are kept."""
-        return self._steps or ()
-
     async def __aenter__(self) -> "SimulatedClient":
         check_virtual()
         self._task = asyncio.create_task(self._run(), name="simulated engine")
@@ -125,16 +127,14 @@ class SimulatedClient:
         self._task.cancel()
         await wait_regardless([self._task])
 
-    # -------------------------------------------------------------------------------------------------- for clients
-
     async def generate(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
     ) -> AsyncGenerator[tuple[int, ...], None]:
         """Send a prompt and yield its answer as it comes; closing aborts."""
-        with self._opened(query_id) as (request_id, answer):
+        with self._opened(query_id) as (request_id, outputs):
             self.send(request_id, token_ids, num_output_tokens)
             while True:
-                output = await answer.get()
+                output = await next_output(outputs)
                 if output.new_token_ids:
                     yield tuple(output.new_token_ids)
                 if output.finish_reason is not None:
@@ -150,9 +150,9 @@ class SimulatedClient:
         is_complete: bool = False,
         request_class: RequestClass = "pool",
     ) -> AsyncIterator["SimulatedStream"]:
-        """A prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
-        with self._opened(query_id) as (request_id, answer):
-            stream = SimulatedStream(self.send, request_id, answer, num_output_tokens, request_class)
+        """Open a prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
+        with self._opened(query_id) as (request_id, outputs):
+            stream = SimulatedStream(self.send, request_id, outputs, num_output_tokens, request_class)
             await stream.update(token_ids, is_complete=is_complete)
             yield stream
 
@@ -163,12 +163,12 @@ class SimulatedClient:
 
         `chunks` says of each how many tokens answer it, one at least.
         """
-        with self._opened(query_id) as (request_id, answer):
+        with self._opened(query_id) as (request_id, outputs):
             progress = _Progress()
-            pushing = asyncio.create_task(self._push(request_id, answer, chunks, progress))
+            pushing = asyncio.create_task(self._push(request_id, outputs, chunks, progress))
             try:
                 while not (progress.is_all_sent and progress.num_answered == progress.num_sent):
-                    output = await answer.get()
+                    output = await next_output(outputs)
                     progress.num_answered += output.finish_reason is not None
                     if output.new_token_ids:
                         yield tuple(output.new_token_ids)
@@ -176,23 +176,21 @@ class SimulatedClient:
                 pushing.cancel()
                 await wait_regardless([pushing])
 
-    # ------------------------------------------------------------------------------------------------------- inside
-
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     @contextmanager
-    def _opened(self, query_id: str) -> Iterator[tuple[str, Answer]]:
+    def _opened(self, query_id: str) -> Iterator[tuple[str, Outputs]]:
         request_id = f"{query_id}#{self._num_requests}"
         self._num_requests += 1
         if self._failure:
             raise self._failed()
-        answer = self._answers[request_id] = Answer()
+        outputs = self._outputs[request_id] = asyncio.Queue()
         self._query_of[request_id] = query_id
         try:
-            yield request_id, answer
+            yield request_id, outputs
         finally:
-            if self._answers.pop(request_id, None):  # else it has ended
+            if self._outputs.pop(request_id, None) is not None:  # else it has ended
                 self._loop.send(Abort(request_id, self._now()))
 
     def send(
@@ -205,20 +203,13 @@ class SimulatedClient:
         is_session: bool = False,
     ) -> None:
         """Put one input on its way to the engine."""
-        params = self._params(num_output_tokens)
+        params = _sampling_params(num_output_tokens)
         self._loop.send(Input(request_id, token_ids, params, self._now(), chunk, is_session))
-
-    def _params(self, num_output_tokens: int) -> SamplingParams:
-        if num_output_tokens not in self._params_of:
-            self._params_of[num_output_tokens] = SamplingParams(
-                max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True, detokenize=False
-            )
-        return self._params_of[num_output_tokens]
 
     async def _push(
         self,
         request_id: str,
-        answer: Answer,
+        outputs: Outputs,
         chunks: AsyncIterator[tuple[Sequence[int], int]],
         progress: _Progress,
     ) -> None:
@@ -227,54 +218,55 @@ class SimulatedClient:
                 progress.num_sent += 1
                 self.send(request_id, token_ids, num_output_tokens, is_session=True)
             progress.is_all_sent = True
-            answer.put(EngineCoreOutput(request_id, []))  # wakes whoever has read all answers already
+            outputs.put_nowait(EngineCoreOutput(request_id, []))  # wakes whoever has read all answers already
             self.send(request_id, [0], 1)  # as vLLM's client does: the end of the session
         except Exception as error:
-            answer.put(error)
+            outputs.put_nowait(error)
 
     async def _run(self) -> None:
         try:
             await self._loop.run()
         except Exception as error:
             self._failure = error
-            for answer in self._answers.values():
-                answer.put(self._failed())
+            for outputs in self._outputs.values():
+                outputs.put_nowait(self._failed())
             raise
 
     def _failed(self) -> BackendError:
         return BackendError(f"the simulated engine failed: {self._failure!r}")
 
     def _took_in(self, message: Input | Abort) -> None:
-        if self._watch is None:
+        if self._stock_records is None:
             return
         now_s = self._engine.now_s
         if isinstance(message, Abort):
-            self._note_end(message.request_id, self._watch.ends(message.request_id, "aborted", now_s))
+            self._note_end(message.request_id, self._stock_records.end(message.request_id, "aborted", now_s))
         else:
-            self._watch.adds(message.request_id, len(message.token_ids), message.sent_s, now_s)
+            self._stock_records.add(message.request_id, len(message.token_ids), message.sent_s, now_s)
 
     def _deliver(self, output: EngineCoreOutput) -> None:
         ours = (output.kv_transfer_params or {}).get(KEY, {})
         request_id = output.request_id
-        answer = self._answers.get(request_id)
-        if "chunk" in ours:  # the end of a chunk, not of the answer
-            if answer is not None:
-                answer.put(output)
-            return
-        if "record" in ours:
+        outputs = self._outputs.get(request_id)
+        is_end_of_chunk = "chunk" in ours  # and not of the answer
+        if "record" in ours and not is_end_of_chunk:
             self._note_end(request_id, RequestRecord.from_dict(ours["record"]))
-        if answer is None:
+        if outputs is None:
+            return
+        if is_end_of_chunk:
+            outputs.put_nowait(output)
             return
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            answer.put(BackendError(f"{request_id}: the engine gave it up: {ours.get('error', output.finish_reason)}"))
+            why = ours.get("error", output.finish_reason)
+            outputs.put_nowait(BackendError(f"{request_id}: the engine gave it up: {why}"))
         else:
-            answer.put(output)
-        if self._watch:
-            self._watch.brings(request_id, len(output.new_token_ids))
+            outputs.put_nowait(output)
+        if self._stock_records:
+            self._stock_records.add_output(request_id, len(output.new_token_ids))
         if output.finish_reason is not None and request_id not in self._engine.scheduler.requests:
-            del self._answers[request_id]
-            if self._watch:
-                self._note_end(request_id, self._watch.ends(request_id, "finished", self._engine.now_s))
+            del self._outputs[request_id]
+            if self._stock_records:
+                self._note_end(request_id, self._stock_records.end(request_id, "finished", self._engine.now_s))
 
     def _note_end(self, request_id: str, record: RequestRecord | None) -> None:
         query_id = self._query_of.pop(request_id, None)
@@ -283,8 +275,8 @@ class SimulatedClient:
 
     def _on_step(self, step: SchedulerOutput, start_s: float, end_s: float) -> None:
         self.busy_s += end_s - start_s
-        if self._watch:
-            self._watch.runs(step, start_s, end_s)
-        if self._steps is not None:
+        if self._stock_records:
+            self._stock_records.add_step(step, start_s, end_s)
+        if self._keeps_steps:
             tokens = {self._query_of.get(r, r): n for r, n in step.num_scheduled_tokens.items()}
-            self._steps.append(SimulatedStep(start_s, end_s, tokens))
+            self.steps.append(SimulatedStep(start_s, end_s, tokens))

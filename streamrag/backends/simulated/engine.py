@@ -23,11 +23,11 @@ from streamrag.backends.vllm.copy_wire import HostCopies
 from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 
 BlockHasher: TypeAlias = Callable[[Request], list[Any]]
-"""The hashes of those whole blocks of a request that have none yet."""
+"""Returns the hashes of those whole blocks of a request that have none yet."""
 
 
 def always(seconds: float) -> Callable[[SchedulerOutput, float], float]:
-    """Every step that computes anything takes equally long."""
+    """Let every step that computes anything take `seconds`."""
     return lambda step, start_s: seconds if step.total_num_scheduled_tokens else 0.0
 
 
@@ -40,7 +40,7 @@ class _Launched(NamedTuple):
 
 
 class SimulatedEngine:
-    """One engine. `add`, `abort` and `step` are what vLLM's loop does; the caller decides when.
+    """An engine without a model. `add`, `abort` and `step` are what vLLM's loop does; the caller decides when.
 
     With asynchronous scheduling one step is scheduled while the one before computes: inputs take effect one step later,
     and outputs come one step later, as in `EngineCore.step_with_batch_queue`.
@@ -60,9 +60,9 @@ class SimulatedEngine:
         self.shape = shape
         self.runner = runner
         self.step_s = step_s
-        """Seconds of a step that starts then, told of each; also of those that compute nothing, but may copy."""
+        """Returns the seconds of a step that starts then; also called with steps that compute nothing, but may copy."""
         self.on_step: Callable[[SchedulerOutput, float, float], None] | None = None
-        """Told each step that computes: what was scheduled, its start and its end."""
+        """Called with each step that computes, its start and its end."""
         self.now_s = 0.0
         self.num_steps = 0
         self.scheduler: Scheduler = make_scheduler(
@@ -99,7 +99,7 @@ class SimulatedEngine:
         is_session: bool = False,
         arrival_s: float | None = None,
     ) -> None:
-        """A plain request, or a chunk of a stream: its tokens, and what `chunk` says of them. None arrives now.
+        """Add a plain request, or a chunk of a stream: its tokens, and what `chunk` says of them.
 
         With `is_session` it is a chunk of one of vLLM's own streaming sessions; a plain request of that id ends it.
         """
@@ -121,7 +121,7 @@ class SimulatedEngine:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> list[EngineCoreOutput]:
-        """One turn of the loop: schedule, compute, take in the output of the oldest step in flight."""
+        """Turn the loop once: schedule, compute, take in the output of the oldest step in flight."""
         return self.collect() if self.launch() is not None else []
 
     def launch(self) -> float | None:

@@ -12,7 +12,7 @@ from streamrag.backends.simulated.engine import BlockHasher
 
 
 def quick_block_hasher(block_size: int) -> BlockHasher:
-    """For requests of text without adapters. Blocks are equal where their tokens and all before them are."""
+    """Return a hasher for requests of text without adapters. Blocks are equal where all tokens up to their ends are."""
 
     def block_hashes(request: Request) -> list[Any]:
         hashes = request.block_hashes

@@ -40,7 +40,10 @@ class Abort(NamedTuple):
 
 
 def check_virtual() -> None:
-    """:raises ConfigurationError: the running event loop's time is not virtual."""
+    """Look at whether the running event loop's time is virtual.
+
+    :raises ConfigurationError: it is not.
+    """
     if not getattr(asyncio.get_running_loop(), "is_virtual", False):
         raise ConfigurationError(
             "a simulated engine runs in virtual time only: start it with streamrag.bench.virtual_time.run_virtual"
@@ -73,7 +76,7 @@ class EngineLoop:
         self._has_input.set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Drive the engine until cancelled."""
         while True:
             await self._turn()
 

@@ -10,7 +10,7 @@ from streamrag.engine.costs.copy_costs import CopyCosts
 
 
 class Runner(Protocol):
-    """What a simulated engine needs of a model runner."""
+    """The part of a model runner that a simulated engine needs."""
 
     def copy(self, copies: HostCopies) -> KVConnectorOutput | None:
         """Copy between the device and host memory, before the step computes."""

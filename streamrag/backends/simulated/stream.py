@@ -1,7 +1,6 @@
-"""What a client of a simulated engine holds of one request."""
+"""A client's view of one request to a simulated engine: its outputs, and a prompt that grows."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeAlias
@@ -12,40 +11,33 @@ from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage
 from streamrag.backends.vllm.client.token_streams import record_of
 from streamrag.core import AnswerChunk, Hint, Prefilled, RequestClass, common_prefix_len
 
+Outputs: TypeAlias = "asyncio.Queue[EngineCoreOutput | Exception]"
+"""The outputs of one request that have come, and its failure."""
+
 Send: TypeAlias = Callable[[str, Sequence[int], int, PromptMessage], None]
-"""Puts a chunk on its way: the request's id, new tokens, length of the answer, and what else there is to say."""
+"""Puts a chunk on its way: the request's id, new tokens, length of the answer, and the rest of the message."""
 
 
-class Answer:
-    """What has come back for one request."""
+async def next_output(outputs: Outputs) -> EngineCoreOutput:
+    """Wait for the next output.
 
-    def __init__(self) -> None:
-        self._outputs: deque[EngineCoreOutput | Exception] = deque()
-        self._has_some = asyncio.Event()
-
-    def put(self, output: EngineCoreOutput | Exception) -> None:
-        self._outputs.append(output)
-        self._has_some.set()
-
-    async def get(self) -> EngineCoreOutput:
-        while not self._outputs:
-            self._has_some.clear()
-            await self._has_some.wait()
-        output = self._outputs.popleft()
-        if isinstance(output, Exception):
-            raise output
-        return output
+    :raises Exception: the request has failed.
+    """
+    output = await outputs.get()
+    if isinstance(output, Exception):
+        raise output
+    return output
 
 
 class SimulatedStream:
     """A prompt that is still growing, and its answer. Made by `SimulatedClient.stream`."""
 
     def __init__(
-        self, send: Send, request_id: str, answer: Answer, num_output_tokens: int, request_class: RequestClass
+        self, send: Send, request_id: str, outputs: Outputs, num_output_tokens: int, request_class: RequestClass
     ) -> None:
         self._send_chunk = send
         self._request_id = request_id
-        self._answer = answer
+        self._outputs = outputs
         self._num_output_tokens = num_output_tokens
         self._request_class = request_class
         self._token_ids: list[int] = []
@@ -70,17 +62,17 @@ class SimulatedStream:
         self._num_messages += 1
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
-        """The answer as it comes."""
+        """Yield the answer as it comes."""
         async with aclosing(self.events()) as events:
             async for event in events:
                 if isinstance(event, AnswerChunk) and event.token_ids:
                     yield event.token_ids
 
     async def events(self) -> AsyncGenerator[Prefilled | AnswerChunk, None]:
-        """How far the newest prompt is prefilled, then the answer, which has no text."""
+        """Yield how far the newest prompt is prefilled, then the answer, which has no text."""
         finish_reason = None
         while finish_reason is None:
-            output = await self._answer.get()
+            output = await next_output(self._outputs)
             ours = (output.kv_transfer_params or {}).get(KEY, {})
             if "chunk" not in ours:
                 finish_reason = None if output.finish_reason is None else str(output.finish_reason)

@@ -37,9 +37,7 @@ def load_profile(name_or_path: str) -> StepProfile:
     :raises ConfigurationError: there is none of that name, or the file is no profile.
     """
     if name_or_path in profile_names():
-        text = (
-            resources.files(__package__) / "profiles" / f"{name_or_path}.json"
-        ).read_text()
+        text = (resources.files(__package__) / "profiles" / f"{name_or_path}.json").read_text()
         return _from_dict(json.loads(text))
     paths = [name_or_path] if Path(name_or_path).is_file() else [part.strip() for part in name_or_path.split(",")]
     values: list[dict[str, Any]] = []

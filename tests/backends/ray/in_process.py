@@ -7,9 +7,9 @@ from contextlib import aclosing
 from typing import Any
 
 from streamrag import clock
-from streamrag.backends.ray.choosing import Candidate, Choosing
-from streamrag.backends.ray.replaying import Replaying, ReplicaLostError
 from streamrag.backends.ray.replica import EngineReplica
+from streamrag.backends.ray.replica_chooser import Candidate, ReplicaChooser
+from streamrag.backends.ray.replica_streams import ReplicaLostError, ReplicaStreams
 from streamrag.backends.ray.wire import Delta, Open, Refused, WireEvent
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Prompt, SamplingParams
 from streamrag.routing import Opening, ReplicaState
@@ -88,8 +88,8 @@ class InProcess:
         self.replicas[replica_id].touch(caller_id)
 
 
-def replaying(replicas: InProcess, router: Fewest | None = None, *, max_replays: int = 3) -> Replaying:
-    return Replaying(replicas, Choosing(router or Fewest(), clock=clock.monotonic), max_replays=max_replays)
+def replica_streams(replicas: InProcess, router: Fewest | None = None, *, max_replays: int = 3) -> ReplicaStreams:
+    return ReplicaStreams(replicas, ReplicaChooser(router or Fewest(), clock=clock.monotonic), max_replays=max_replays)
 
 
 def growing(*texts: str) -> list[Prompt]:
@@ -113,9 +113,11 @@ async def after(prompts: Sequence[Prompt], *events: asyncio.Event) -> AsyncItera
         yield prompt
 
 
-async def answer(replaying: Replaying, prompts: AsyncIterator[Prompt], seen: list[BackendEvent] | None = None) -> str:
+async def answer(
+    streams: ReplicaStreams, prompts: AsyncIterator[Prompt], seen: list[BackendEvent] | None = None
+) -> str:
     text = ""
-    async with aclosing(replaying.generate(prompts, SamplingParams())) as events:
+    async with aclosing(streams.generate(prompts, SamplingParams())) as events:
         async for event in events:
             if seen is not None:
                 seen.append(event)

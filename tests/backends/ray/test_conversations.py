@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
-from in_process import InProcess, replaying
+from in_process import InProcess, replica_streams
 
 from streamrag.core import BackendEvent, Prompt, SamplingParams
 from streamrag.routing import make_router
@@ -20,7 +20,7 @@ class Replicated:
     def __init__(self, router: str) -> None:
         self.engines = {name: ScriptedBackend(answer="Yes.") for name in NAMES}
         self.model = self.engines["a"].model
-        self._streams = replaying(InProcess(self.engines), make_router(router))
+        self._streams = replica_streams(InProcess(self.engines), make_router(router))
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
         async with aclosing(self._streams.generate(prompts, params)) as events:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrag import errors
+from streamrag.backends.ray.autoscaling_policy import wanted_replicas
 from streamrag.backends.ray.replica import PromptFeed
-from streamrag.backends.ray.scaling import wanted_replicas
 from streamrag.backends.ray.wire import Delta, Failed, Open
 from streamrag.core import Hint, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, StreamRagError

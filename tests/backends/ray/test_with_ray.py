@@ -18,6 +18,8 @@ from obedient_engine import Engine
 pytest.importorskip("ray")
 
 from ray import serve
+from ray.serve.request_router import RequestRouter
+from ray_routers import PowerOfTwo, PrefixAffinity
 
 from streamrag.backends.ray import RayBackend
 from streamrag.backends.ray.cluster import Cluster
@@ -213,19 +215,21 @@ async def start(cluster: Cluster, **options: Any) -> RayBackend:
     return other
 
 
-@pytest.mark.parametrize("name", ["PowerOfTwo", "PrefixAffinity"])
-async def test_rays_own_routers_send_prompts_to_the_replica_that_has_the_stream(backend: RayBackend, name: str) -> None:
-    options = replace(OPTIONS, num_cpus=0.1, request_router=f"streamrag.backends.ray.of_ray.{name}")
+@pytest.mark.parametrize("router", [PowerOfTwo, PrefixAffinity])
+async def test_rays_own_routers_send_prompts_to_the_replica_that_has_the_stream(
+    backend: RayBackend, router: type[RequestRouter]
+) -> None:
+    name = router.__name__
     # A name of its own: Serve's client keeps the handle, and so the router, of an application of the same name.
-    other = await start(Cluster(partial(engines, Engine, options), app_name=name))
+    other = await start(Cluster(partial(engines, Engine, replace(OPTIONS, num_cpus=0.1), router), app_name=name))
     assert await asyncio.gather(*[ask(other, "W", "Why", "Why?") for _ in range(8)]) == ["An answer."] * 8
-    replicas = other._running()._replicas
+    replicas = other._require_streams().replicas
     assert type(replicas._opening._router._asyncio_router.request_router).__name__ == name  # type: ignore[attr-defined]
     async with aclosing(other.generate(after(growing("endless")), SamplingParams())) as events:
         async for event in events:
             if isinstance(event, AnswerChunk):
                 break
-        await other._running().touch()  # what names no replica would raise, and Serve never answer it
+        await other._require_streams().touch()  # what names no replica would raise, and Serve never answer it
     await other.aclose()
 
 

@@ -16,7 +16,7 @@ from experiments.paper.sections import ablations, beat, copying, included, press
 from experiments.paper.sections.beat import standing
 from experiments.paper.sections.section import Report
 from experiments.paper.standing import RANKS
-from streamrag.bench.compare import Pool
+from streamrag.bench.report.comparison import Pool
 from streamrag.bench.store import CellStore
 from streamrag.bench.summary import digest, percentile
 from streamrag.engine.costs.profile_files import load_profile

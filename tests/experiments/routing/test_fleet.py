@@ -12,14 +12,14 @@ FIGURES = ("mean_s", "p99_s", "hit_rate", "imbalance")
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("load", ["conversations", "rag"])
-def test_each_query_is_answered_once_and_the_books_are_empty_afterwards(router, load):
+def test_each_query_is_answered_once_and_the_tracker_is_empty_afterwards(router, load):
     queries = LOADS[load](2.0, 60, 1)
 
     async def run():
         fleet = Fleet(3, make_engine("lean"), [ROUTERS[router]()])
         outcome = await fleet.run(queries)
         (caller,) = fleet.callers
-        assert all(not (state.num_open or state.num_new_tokens) for state in caller.books.states(fleet._engines))
+        assert all(not (state.num_open or state.num_new_tokens) for state in caller.tracker.states(fleet._engines))
         return outcome
 
     outcome = run_virtual(run())

@@ -29,11 +29,11 @@ def test_tables_go_into_a_page_where_they_stood_before():
         "One.\n\n<!-- table: signals-soonest -->\n\n| old |\n| - |\n\nTwo.\n\n<!-- table: decisions -->\n\n\nThree.\n"
     )
     rows = [run_cell(cell, {}) for cell in cells]
-    decisions = [{"what": "books", "num_replicas": num, "us": num / 3} for num in (2, 1_000)]
+    decisions = [{"what": "tracker", "num_replicas": num, "us": num / 3} for num in (2, 1_000)]
     once = written(page, rows, decisions)
     assert "old" not in once
     assert "| soonest |  |  | **" in once
-    assert "| `books` | 1 | 333 |" in once
+    assert "| `tracker` | 1 | 333 |" in once
     assert all(text in once for text in ("One.\n\n<!--", "\n\nTwo.\n", "\n\nThree.\n"))
     assert written(once, rows, decisions) == once
 

@@ -1,0 +1,146 @@
+"""The choice of the replica that a stream goes to: a router of `streamrag.routing`, and the state that it asks for.
+
+Whoever opens a stream gives it a ticket; the code that sends the stream asks the ticket, in whatever thread that runs.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, TypeVar
+
+from streamrag.clock import Clock
+from streamrag.core import Prompt
+from streamrag.propagation import conversation
+from streamrag.routing import Opening, ReplicaTracker, Report, Router
+from streamrag.routing.replica_tracker import REPORTED
+
+log = logging.getLogger("streamrag.ray")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica that may be chosen, and its last stats."""
+
+    id: str
+    max_open: int
+    """Most streams that it takes at once."""
+    stats: Mapping[str, Any]
+    """Empty until there are any."""
+    came_s: float | None = None
+    """When these stats came, on the caller's clock; None takes them to have come just now."""
+
+
+class ReplicaChooser:
+    """A router, and the state of its replicas; everything may be called from any thread."""
+
+    def __init__(self, router: Router, *, clock: Clock) -> None:
+        self._router = router
+        self._clock = clock
+        self._tracker = ReplicaTracker()
+        self._replica_of: dict[str, str | None] = {}
+        """The replica of each open stream; None until it has one."""
+        self._told_s: dict[str, Any] = {}
+        """Times of the last stats of each replica that is there, on its own clock."""
+        self._dead: set[str] = set()
+        """Replicas that are still there, and whose engine has died."""
+        self._lock = threading.Lock()
+
+    def ticket(self, stream_id: str, first: Prompt) -> "Ticket":
+        """Make a ticket in the query's own task, for a stream that counts as open until `ended`."""
+        with self._lock:
+            self._replica_of[stream_id] = None
+        return Ticket(self, stream_id, Opening(first.token_ids, first.source_name, conversation.get()))
+
+    def rank(self, stream_id: str, opening: Opening, candidates: Sequence[Candidate]) -> list[str]:
+        """Return the ids of the replicas that the stream may go to, best first; none while all are full."""
+        with self._lock:
+            self._follow(candidates)
+            states = self._tracker.states(each.id for each in candidates if each.id not in self._dead)
+            free = [state for state in states if state.num_open < state.max_open]
+            ranked = self._router.rank(opening, free, self._clock())
+            if ranked and stream_id in self._replica_of:  # counted at once: others are routed before it has arrived
+                self._route(stream_id, opening, ranked[0])
+            return ranked
+
+    def went_to(self, stream_id: str, opening: Opening, replica_id: str) -> None:
+        """Note where the stream is now: not always the best, which may have had no room."""
+        with self._lock:
+            if self._replica_of.get(stream_id, replica_id) != replica_id:  # it may have ended meanwhile
+                self._route(stream_id, opening, replica_id)
+
+    def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True) -> None:
+        """Note that this prompt is computed: the stream has shown a token, or its partial prompt is kept there."""
+        with self._lock:
+            self._tracker.first_token(stream_id)
+            if replica_id in self._told_s:
+                note = self._router.completed if is_complete else self._router.prefilled
+                self._tell(note, token_ids, replica_id)
+
+    def in_use(self) -> set[str]:
+        """Return the replicas that have streams of ours."""
+        with self._lock:
+            return {replica_id for replica_id in self._replica_of.values() if replica_id is not None}
+
+    def ended(self, stream_id: str) -> None:
+        """Note that the stream has its answer, failed, or was given up."""
+        with self._lock:
+            self._replica_of.pop(stream_id, None)
+            self._tracker.ended(stream_id)
+
+    def died(self, replica_id: str) -> None:
+        """Note that the replica answers no more."""
+        with self._lock:
+            self._dead.add(replica_id)
+            self._forget([replica_id])
+
+    def _route(self, stream_id: str, opening: Opening, replica_id: str) -> None:
+        self._replica_of[stream_id] = replica_id
+        self._tracker.routed(stream_id, replica_id, self._tell(self._router.routed, opening, replica_id) or 0)
+
+    def _tell(self, tell: Callable[..., T], *args: Any) -> T | None:
+        """Tell the router something. If it fails, no query fails with it: it may only choose worse from then on."""
+        try:
+            return tell(*args)
+        except Exception:
+            log.exception("the router failed to hear of a query or a replica")
+            return None
+
+    def _follow(self, candidates: Sequence[Candidate]) -> None:
+        ids = {each.id for each in candidates}
+        self._forget([replica_id for replica_id in self._told_s if replica_id not in ids])
+        self._dead &= ids
+        for each in candidates:
+            told_s = each.stats.get("told_s")
+            if each.id not in self._told_s or told_s != self._told_s[each.id]:
+                self._told_s[each.id] = told_s
+                known = {name: each.stats[name] for name in REPORTED if name in each.stats}  # versions may differ
+                report = Report(**{"max_open": each.max_open, **known})
+                came_s = self._clock() if each.came_s is None else each.came_s
+                self._tracker.reported(each.id, report, -inf if told_s is None else came_s)
+
+    def _forget(self, replica_ids: Iterable[str]) -> None:
+        for replica_id in replica_ids:
+            self._told_s.pop(replica_id, None)
+            self._tracker.lost(replica_id)
+            self._tell(self._router.lost, replica_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A stream's part of a `ReplicaChooser`, for the code that sends the stream."""
+
+    chooser: ReplicaChooser
+    stream_id: str
+    opening: Opening
+
+    def rank(self, candidates: Sequence[Candidate]) -> list[str]:
+        """Return what `ReplicaChooser.rank` does."""
+        return self.chooser.rank(self.stream_id, self.opening, candidates)
+
+    def went_to(self, replica_id: str) -> None:
+        """Call `ReplicaChooser.went_to`."""
+        self.chooser.went_to(self.stream_id, self.opening, replica_id)

@@ -1,0 +1,283 @@
+"""A query's stream in one of several replicas, opened again in another one if that is lost before it has shown a token.
+
+    prompts   ──P1───P2──────────────P3 (complete)
+    replica a   [open P1, delta P2   ✗ lost
+    replica b                        [open P2, delta P3 ─▶ AnswerChunk ...      ✗ lost now: BackendError
+
+Knows nothing of Ray: tests have replicas in their own process.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from streamrag.backends.ray.replica_chooser import ReplicaChooser, Ticket
+from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
+from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams, common_prefix_len
+from streamrag.errors import BackendError, EngineDeadError
+from streamrag.kinds import kind_of
+from streamrag.tasks import cancel_regardless
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.025, 0.5
+"""Seconds before a stream for which no replica had room is offered again; twice as long each time."""
+
+TOUCH_S = 2.0
+"""Seconds between calls that tell each replica in use that this caller lives: it ends the streams of a silent one."""
+
+
+class ReplicaLostError(Exception):
+    """The replica has died, or has let go of the stream. Never leaves this package."""
+
+
+class Replicas(Protocol):
+    """The connection to the replicas."""
+
+    def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
+        """Open a stream in the replica that `call.ticket` chooses; closing the generator aborts it.
+
+        :raises ReplicaLostError: that has died.
+        """
+
+    async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
+        """Send a stream's next prompt. Return whether the stream is still there.
+
+        :raises ReplicaLostError: the replica has died.
+        """
+
+    async def touch(self, replica_id: str, caller_id: str) -> None:
+        """Tell a replica that the caller of streams there lives.
+
+        :raises ReplicaLostError: the replica has died.
+        """
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of what became of streams."""
+
+    num_asked: int = 0
+    num_answered: int = 0
+    num_replayed: int = 0
+    """Times that a stream was opened again because its replica was lost."""
+    num_lost: int = 0
+    """Queries that ended with an error because their replica was lost."""
+
+
+class NewestPrompt:
+    """Pulls a query's prompts as they come, and keeps the newest. `aclose` ends its task.
+
+    An error of `prompts` is raised by whatever waits for a prompt.
+    """
+
+    def __init__(self, prompts: AsyncIterator[Prompt]) -> None:
+        self.prompt: Prompt | None = None
+        self.number = 0
+        """Number of the newest prompt, from 1; 0 while there is none."""
+        self._has_more = asyncio.Event()
+        self.pulling = asyncio.create_task(self._pull(prompts), name="pull prompts")
+        self.pulling.add_done_callback(lambda task: self._has_more.set())
+
+    async def _pull(self, prompts: AsyncIterator[Prompt]) -> None:
+        async for prompt in prompts:
+            self.prompt = prompt
+            self.number += 1
+            self._has_more.set()
+            if prompt.is_complete:
+                return
+        raise BackendError("the prompts ended without a complete one")
+
+    async def after(self, number: int) -> Prompt:
+        """Return the newest prompt, once there is one behind that number.
+
+        :raises BaseException: as `prompts` did.
+        """
+        while self.number <= number:
+            if self.pulling.done():
+                self.pulling.result()
+            self._has_more.clear()
+            await self._has_more.wait()
+        assert self.prompt is not None
+        return self.prompt
+
+    async def pause(self, duration_s: float) -> None:
+        """Wait for `duration_s`, or less if the prompts end.
+
+        :raises BaseException: as `prompts` did.
+        """
+        if self.pulling.done():
+            await asyncio.sleep(duration_s)
+        else:
+            await asyncio.wait([self.pulling], timeout=duration_s)
+        if self.pulling.done():
+            self.pulling.result()
+
+    async def aclose(self) -> None:
+        """Stop pulling."""
+        await cancel_regardless([self.pulling])
+
+
+class ReplicaStreams:
+    """Streams in replicas, opened anew where a replica is lost.
+
+    max_replays: most times that a query is opened again because its replica was lost.
+    """
+
+    def __init__(self, replicas: Replicas, chooser: ReplicaChooser, *, max_replays: int = 3) -> None:
+        self.replicas = replicas
+        self.chooser = chooser
+        self.counts = Counts()
+        self.caller_id = uuid.uuid4().hex
+        self._max_replays = max_replays
+
+    async def touch(self) -> None:
+        """Tell the replicas in use that this caller lives."""
+        calls = [  # one that hangs does not keep the others from being told
+            asyncio.wait_for(self.replicas.touch(each, self.caller_id), TOUCH_S) for each in self.chooser.in_use()
+        ]
+        await asyncio.gather(*calls, return_exceptions=True)  # who reads a stream there hears of one that is lost
+
+    async def touch_forever(self) -> None:
+        """Call `touch` again and again, as long as there may be streams."""
+        while True:
+            await asyncio.sleep(TOUCH_S)
+            await self.touch()
+
+    async def generate(
+        self, prompts: AsyncIterator[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """Answer a query, as `Backend.generate` does.
+
+        :raises BackendError: a replica was lost that had shown tokens, or too many were; else as the engine's backend.
+        """
+        self.counts.num_asked += 1
+        num_replays = num_shown = 0
+        is_finished = False
+        async with aclosing(NewestPrompt(prompts)) as newest:
+            await newest.after(0)
+            while True:
+                try:
+                    async with aclosing(self._attempt(newest, params)) as events:
+                        async for event in events:
+                            if isinstance(event, AnswerChunk):
+                                num_shown += max(len(event.token_ids), bool(event.text))
+                                if event.finish_reason is not None:
+                                    is_finished = True
+                                    self.counts.num_answered += 1
+                            yield event
+                    if not is_finished:
+                        raise ReplicaLostError("its stream ended without the end of an answer")
+                    return
+                except ReplicaLostError as error:
+                    if is_finished:
+                        return
+                    if num_shown:
+                        self.counts.num_lost += 1
+                        raise BackendError(
+                            f"the replica that answered was lost after {num_shown} tokens of the answer were shown: "
+                            f"ask again ({error})"
+                        ) from None
+                    num_replays += 1
+                    if num_replays > self._max_replays:
+                        self.counts.num_lost += 1
+                        raise BackendError(f"{num_replays} replicas were lost, one after another: {error}") from None
+                    self.counts.num_replayed += 1
+
+    async def _attempt(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            stream = _Stream(self, newest, params)
+            async with aclosing(stream.events()) as events:
+                async for event in events:
+                    yield event
+            if not stream.is_refused:
+                return
+            await newest.pause(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+class _Stream:
+    """An attempt to answer a query: one stream in one replica."""
+
+    def __init__(self, streams: ReplicaStreams, newest: NewestPrompt, params: SamplingParams) -> None:
+        self._replicas = streams.replicas
+        self._chooser = streams.chooser
+        self._caller_id = streams.caller_id
+        self._newest = newest
+        self._params = params
+        self._id = uuid.uuid4().hex
+        self._replica_id: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.is_refused = False
+        self._has_shown = False
+
+    async def events(self) -> AsyncGenerator[BackendEvent, None]:
+        """Open the stream and yield its events; end without any if `is_refused`."""
+        first, number = await self._newest.after(0), self._newest.number
+        ticket = self._chooser.ticket(self._id, first)
+        call = Open(self._id, Delta.of(first, number=number, num_shared=0), self._params, self._caller_id, ticket)
+        pushing = asyncio.create_task(self._push(first, number), name="push prompts")
+        others: set[asyncio.Task[Any]] = {pushing, self._newest.pulling}
+        reading: asyncio.Task[tuple[WireEvent, ...] | None] | None = None
+        async with aclosing(self._replicas.open(call)) as batches:
+            try:
+                while not self.is_refused:
+                    reading = asyncio.create_task(anext(batches, None), name="read events")
+                    while not reading.done():
+                        await asyncio.wait({reading, *others}, return_when=asyncio.FIRST_COMPLETED)
+                        for done in [task for task in others if task.done() and not reading.done()]:
+                            others.remove(done)
+                            done.result()
+                    batch = reading.result()
+                    if batch is None:
+                        return
+                    for event in batch if isinstance(batch, tuple) else (batch,):
+                        for shown in self._follow(event, ticket):
+                            yield shown
+            finally:
+                self._chooser.ended(self._id)  # first: what follows raises if somebody cancels meanwhile
+                await cancel_regardless([pushing] if reading is None else [pushing, reading])
+
+    def _follow(self, event: WireEvent, ticket: Ticket) -> tuple[BackendEvent, ...]:
+        match event:
+            case Opened(replica_id) if not self._replica_id.done():
+                ticket.went_to(replica_id)  # not always the best, which may have had no room
+                self._replica_id.set_result(replica_id)
+            case Refused():
+                self.is_refused = True
+            case Failed():
+                error = event.error()
+                if isinstance(error, EngineDeadError) and self._replica_id.done():
+                    self._chooser.died(self._replica_id.result())
+                    raise ReplicaLostError(str(error))
+                raise error
+            case AnswerChunk() if self._replica_id.done():
+                if not self._has_shown and self._newest.prompt is not None:
+                    self._has_shown = True
+                    self._chooser.computed(self._id, self._newest.prompt.token_ids, self._replica_id.result())
+                return (event,)
+            case Prefilled(num_tokens) if self._replica_id.done():
+                self._note_prefilled(num_tokens)
+                return (event,)
+            case _:
+                raise BackendError(f"a replica sent {kind_of(event)} here: have all nodes the same streamrag?")
+        return ()
+
+    def _note_prefilled(self, num_tokens: int) -> None:
+        """Note a session's data, which stay computed for its questions, but for the last token."""
+        prompt = self._newest.prompt
+        if prompt is not None and prompt.request_class == "stream" and num_tokens >= len(prompt.token_ids) - 1:
+            self._chooser.computed(self._id, prompt.token_ids, self._replica_id.result(), is_complete=False)
+
+    async def _push(self, sent: Prompt, number: int) -> None:
+        """Send each prompt that comes; those that come while one is on its way are joined into the next."""
+        while not sent.is_complete:
+            replica_id = await asyncio.shield(self._replica_id)
+            prompt = await self._newest.after(number)
+            number = self._newest.number
+            num_shared = common_prefix_len(sent.token_ids, prompt.token_ids)
+            delta = Delta.of(prompt, number=number, num_shared=num_shared)
+            if not await self._replicas.update(replica_id, self._id, delta):
+                raise ReplicaLostError(f"replica {replica_id} has let go of the stream")
+            sent = prompt

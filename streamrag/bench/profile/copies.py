@@ -1,0 +1,91 @@
+"""Measures the time to copy KV blocks to host memory and back, with the copier that engines use.
+
+Blocks are scattered, as they are in an engine that has run for a while.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from streamrag.backends.vllm.copy_wire import HostCopies
+from streamrag.backends.vllm.facts import EngineFacts
+from streamrag.backends.vllm.worker.copier import HostCopier
+from streamrag.engine.costs.copy_costs import CopyCosts
+from streamrag.engine.costs.curve_fit import fit_copies
+
+NUM_WARM_UPS, NUM_REPEATS = 1, 5
+MAX_BYTES_CPU, MAX_BYTES_CUDA = 256 << 20, 2 << 30
+"""Most bytes that are copied in one go; larger copies take proportionally longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTimes:
+    """The seconds of each repetition, by numbers of blocks."""
+
+    block_bytes: int
+    is_overlapped: bool
+    out: dict[int, list[float]] = field(default_factory=dict)
+    into: dict[int, list[float]] = field(default_factory=dict)
+
+    def costs(self) -> CopyCosts:
+        """Return the monotone lines that fit best."""
+        return CopyCosts(fit_copies(self.out), fit_copies(self.into), self.block_bytes, self.is_overlapped)
+
+
+def block_counts(facts: EngineFacts) -> list[int]:
+    """Return the numbers of blocks to measure: one, then twice as many, up to the longest prompt or what is enough."""
+    max_bytes = MAX_BYTES_CUDA if facts.is_cuda else MAX_BYTES_CPU
+    most = max(min(facts.max_model_len // facts.block_size, max_bytes // facts.block_bytes), 2)
+    return sorted({most, *(1 << power for power in range(most.bit_length()))})
+
+
+def measure_copies(facts: EngineFacts, progress: Callable[[int], None] = lambda num_blocks: None) -> CopyTimes:
+    """Measure copies of one rank, on KV of its own, while nothing else runs. Needs no engine.
+
+    `progress` is called with each number of blocks before it is measured.
+    """
+    counts, rng = block_counts(facts), random.Random(0)
+    num_blocks = 2 * counts[-1]
+    copier = HostCopier(num_blocks, num_blocks)
+    copier.register(dict(_kv(facts, num_blocks)))
+    found = CopyTimes(facts.block_bytes, is_overlapped=facts.is_cuda)
+
+    def timed(copy: Callable[[], None]) -> float:
+        start_s = time.perf_counter()
+        copy()
+        copier.end_step()
+        if facts.is_cuda:
+            torch.cuda.synchronize()
+        taken_s = time.perf_counter() - start_s
+        copier.take_report()
+        return taken_s
+
+    try:
+        whole = HostCopies(saves=[(block, block) for block in range(num_blocks)])
+        timed(partial(copier.save, whole))  # memory that was never written is not really there
+        for num in counts:
+            progress(num)
+            for repeat in range(-NUM_WARM_UPS, NUM_REPEATS):
+                blocks, slots = rng.sample(range(num_blocks), num), rng.sample(range(num_blocks), num)
+                saves = HostCopies(saves=list(zip(blocks, slots, strict=True)))
+                loads = HostCopies(loads=list(zip(slots, blocks, strict=True)))
+                out_s = timed(partial(copier.save, saves))
+                in_s = timed(partial(copier.load, loads, by_layer=False))
+                if repeat >= 0:
+                    found.out.setdefault(num, []).append(out_s)
+                    found.into.setdefault(num, []).append(in_s)
+    finally:
+        copier.close()
+    return found
+
+
+def _kv(facts: EngineFacts, num_blocks: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield KV of the model's shape, layer by layer."""
+    shape = (num_blocks, 2, facts.num_kv_heads, facts.block_size, facts.head_dim)
+    for layer in range(facts.num_layers):
+        dtype, device = getattr(torch, facts.kv_dtype), "cuda" if facts.is_cuda else "cpu"
+        yield f"layers.{layer}", torch.ones(shape, dtype=dtype, device=device)

@@ -1,0 +1,104 @@
+"""Measures a hardware profile of a model on this machine: its steps, recomputing, and copies to host memory and back.
+
+engine  ── steps (three passes) ── recomputing, alone and beside a batch ──▶ stopped ── copies ──▶ TableProfile
+"""
+
+import datetime
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any, TypeAlias
+
+import anyio.to_thread
+
+from streamrag.backends.vllm.client.measured import running_engine
+from streamrag.backends.vllm.facts import EngineFacts
+from streamrag.bench.profile.copies import CopyTimes, block_counts, measure_copies
+from streamrag.bench.profile.recomputation import NUM_CONTEXT_BESIDE, RecomputeTimes, measure_recompute, prompt_sizes
+from streamrag.bench.profile.step_times import NUM_PASSES, measure, table_profile, warm_up
+from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
+
+StepProgress: TypeAlias = Callable[[str, int, int | None], None]
+"""Called with what is done now, how many things are done, and of how many; None while that is not known."""
+
+NUM_BESIDE = 8
+MOST_TOGETHER = 16
+"""Most requests in a step that is measured."""
+MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 30.0, 90.0
+
+
+async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: StepProgress) -> TableProfile:
+    """Start vLLM with its own scheduler, measure, and stop it. One or two minutes for a small model.
+
+    :raises StreamRagError: as `running_engine`.
+    """
+    progress("starting the engine", 0, None)
+    async with running_engine(model, engine_args, policy=None) as client:
+        facts = client.facts
+        budget, longest = facts.max_num_batched_tokens, facts.max_model_len
+        counts, sizes = block_counts(facts), prompt_sizes(longest)
+        num_total = NUM_PASSES + len(sizes) + len(counts)
+        progress("warming up", 0, num_total)
+        await warm_up(client, budget, longest)
+        passes = []
+        for number in range(NUM_PASSES):
+            progress(f"steps, pass {number + 1} of {NUM_PASSES}", number, num_total)
+            passes.append(await measure(client, budget, longest, min(facts.max_num_seqs, MOST_TOGETHER)))
+        times = await measure_recompute(
+            client,
+            budget,
+            longest,
+            min(NUM_BESIDE, facts.max_num_seqs - 1),
+            max_s=MAX_RECOMPUTE_CUDA_S if facts.is_cuda else MAX_RECOMPUTE_CPU_S,
+            progress=lambda size: progress(f"recomputing {size:,} tokens", NUM_PASSES + sizes.index(size), num_total),
+        )
+        profile = table_profile([*passes, times.as_pass()], client, f"{facts.model} on {facts.device}")
+        progress("stopping the engine", NUM_PASSES + len(sizes), num_total)
+    copies = await anyio.to_thread.run_sync(
+        lambda: measure_copies(
+            facts,
+            lambda num: progress(f"copying {num:,} blocks", NUM_PASSES + len(sizes) + counts.index(num), num_total),
+        )
+    )
+    progress("done", num_total, num_total)
+    return _described(profile, facts, times, copies)
+
+
+def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes, copies: CopyTimes) -> TableProfile:
+    profile = replace(
+        profile,
+        device=f"{facts.tensor_parallel_size} x {facts.device}" if facts.is_cuda else facts.device,
+        tensor_parallel_size=facts.tensor_parallel_size,
+        num_layers=facts.num_layers,
+        copies=copies.costs(),
+    )
+    provenance = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "model": facts.model,
+        "dtype": facts.dtype,
+        "kv_dtype": facts.kv_dtype,
+        "tensor_parallel_size": facts.tensor_parallel_size,
+        "max_num_batched_tokens": facts.max_num_batched_tokens,
+        "max_model_len": facts.max_model_len,
+        **profile.provenance,
+        "copies": "scattered blocks, medians of repeated copies of one rank while nothing else ran",
+        "recompute_s": _measured(profile, facts.max_num_batched_tokens, times),
+    }
+    return replace(profile, provenance=provenance)
+
+
+def _measured(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict[str, Any]:
+    """Return the medians of what was measured, to be seen beside the profile's own predictions."""
+    batch = ((1, NUM_CONTEXT_BESIDE),) * times.num_beside
+    alone = {size: median(seconds) for size, seconds in times.alone.items()}
+    beside = {size: median(seconds) for size, seconds in times.beside.items()}
+    fitted = [(recompute_s(profile, 0, size, budget), taken_s) for size, taken_s in alone.items()]
+    fitted += [(recompute_s(profile, 0, size, budget, batch), taken_s) for size, taken_s in beside.items()]
+    # A difference of two steps can come out below zero, where they differ less than one repetition from the next.
+    errors = [abs(fitted_s / taken_s - 1) for fitted_s, taken_s in fitted if taken_s > 0]
+    return {
+        "num_beside": times.num_beside,
+        "alone": {str(size): taken_s for size, taken_s in alone.items()},
+        "beside": {str(size): taken_s for size, taken_s in beside.items()},
+        "median_error_of_the_fit": median(errors) if errors else None,
+    }

@@ -1,0 +1,181 @@
+"""Measures the time to recompute a prompt on a running engine: whole prompts, alone and beside a running batch.
+
+alone    [── chunk ──][── chunk ──][─ rest + 1 ─][ decode ]        the sum of the chunks' steps, less that of the
+                                                                   decode: the next token is computed in any case
+beside   [d][d][─ chunk + d ─][─ chunk + d ─][─ rest + d ─][d]     what they take more than [d], a step of decodes
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
+from streamrag.bench.profile.step_times import FreshTokens, Pass, StepTime, answer, steps_since
+from streamrag.engine.costs.step_parts import Part
+from streamrag.errors import BackendError
+from streamrag.tasks import cancel_regardless
+
+FIRST_SIZE = 64
+NUM_REPEATS, NUM_REPEATS_SMALL = 3, 9
+SMALL = 1_024
+"""Prompts of so many tokens are quick, and what disturbs them weighs more."""
+NUM_TRIES = 5
+"""Attempts to have a prompt computed in the steps that it should take."""
+NUM_WAITS = 1_000
+"""Waits of a millisecond each, at most, until the engine has told of all steps."""
+NUM_IDLE = 5
+"""Number of steps that only decode, to compare the others with."""
+NUM_CONTEXT_BESIDE = 32
+"""Tokens of the prompts whose answers are decoded beside."""
+GROWTH = 3.0
+"""Factor of time that twice as many tokens take, at most, about: attention grows faster than the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeTimes:
+    """The seconds that computing tokens added to steps, in each repetition, by numbers of tokens."""
+
+    num_beside: int
+    """Number of requests in the running batch."""
+    alone: dict[int, list[float]] = field(default_factory=dict)
+    beside: dict[int, list[float]] = field(default_factory=dict)
+    steps: list[StepTime] = field(default_factory=list)
+    """All that were measured on the way."""
+
+    def as_pass(self) -> Pass:
+        """Return the steps, for the fit of a profile."""
+        return Pass(tuple(self.steps), ())
+
+
+def prompt_sizes(max_model_len: int) -> list[int]:
+    """Return the numbers of tokens to measure: twice as many each time, and last what the model takes."""
+    most = max_model_len - 4
+    sizes = [min(FIRST_SIZE, most)]
+    while 2 * sizes[-1] < 0.75 * most:
+        sizes.append(2 * sizes[-1])
+    return sizes if sizes[-1] == most else [*sizes, most]
+
+
+async def measure_recompute(
+    client: EngineClient,
+    budget: int,
+    max_model_len: int,
+    num_beside: int,
+    *,
+    max_s: float,
+    progress: Callable[[int], None] = lambda size: None,
+) -> RecomputeTimes:
+    """Measure prompts of growing length, until the next would take longer than is left of `max_s`.
+
+    `progress` is called with each length before it is measured.
+
+    :raises BackendError: the engine computes them in other steps than it should.
+    """
+    clock = asyncio.get_running_loop().time
+    until_s = clock() + max_s
+    found = RecomputeTimes(max(min(num_beside, budget // 2), 1))
+    meter = _Meter(client, budget, max_model_len, found.num_beside)
+    last_s = 0.0
+    for size in prompt_sizes(max_model_len):
+        start_s = clock()
+        if start_s + GROWTH * last_s > until_s:
+            break
+        progress(size)
+        for into, measure in ((found.alone, meter.alone), (found.beside, meter.beside)):
+            for _ in range(NUM_REPEATS_SMALL if size <= SMALL else NUM_REPEATS):
+                seconds, steps = await measure(size)
+                into.setdefault(size, []).append(seconds)
+                found.steps.extend(steps)
+        last_s = clock() - start_s
+    return found
+
+
+class _Meter:
+    """The measurements of one engine, within its limits."""
+
+    def __init__(self, client: EngineClient, budget: int, max_model_len: int, num_beside: int) -> None:
+        self._client = client
+        self._budget = budget
+        self._max_model_len = max_model_len
+        self._num_beside = num_beside
+        self._tokens = FreshTokens(f"recomputed {len(client.steps)}")
+
+    async def alone(self, size: int) -> tuple[float, list[StepTime]]:
+        """Time the prefill of `size` tokens and the next one, less the decode after them."""
+        parts: list[Part] = [*_chunks(size + 1, self._budget), (1, size + 1)]
+        for _ in range(NUM_TRIES):
+            num_before = len(self._client.steps)
+            await answer(self._client, "recomputed", self._tokens.take(size + 1), 2)
+            steps = await steps_since(self._client, num_before, size + 2)
+            if [step.num_tokens for step in steps] == [num_new for num_new, _ in parts]:
+                # The engine had nothing to do before the first.
+                took_s = [steps[0].elapsed_s, *(b.end_s - a.end_s for a, b in pairwise(steps))]
+                timed = [StepTime((p,), s, step.elapsed_s) for p, s, step in zip(parts, took_s, steps, strict=True)]
+                return sum(took_s[:-1]) - took_s[-1], timed[1:]
+        raise BackendError(f"{size + 1} tokens are not computed in {len(parts) - 1} steps of {self._budget}")
+
+    async def beside(self, size: int) -> tuple[float, list[StepTime]]:
+        """Time the prefill of `size` tokens in steps that decode too, less as many steps that only decode."""
+        num_beside = self._num_beside
+        chunks = list(_chunks(size, self._budget - num_beside))
+        decodes = ((1, NUM_CONTEXT_BESIDE),) * num_beside
+        for _ in range(NUM_TRIES):
+            mixed, idle_s = await self._computed_beside(size)
+            if [b.num_tokens - num_beside for _, b in mixed] == [num_new for num_new, _ in chunks] and idle_s:
+                timed = [
+                    StepTime((chunk, *decodes), step.end_s - before.end_s, step.elapsed_s)
+                    for chunk, (before, step) in zip(chunks, mixed, strict=True)
+                ]
+                return sum(step.step_s for step in timed) - len(timed) * median(idle_s), timed
+        raise BackendError(f"{size} tokens beside {num_beside} decodes are not computed in {len(chunks)} steps")
+
+    async def _computed_beside(self, size: int) -> tuple[list[tuple[MeasuredStep, MeasuredStep]], list[float]]:
+        num_before = len(self._client.steps)
+        async with self._decoding():
+            await answer(self._client, "recomputed", self._tokens.take(size), 1)
+            for _ in range(NUM_WAITS):
+                mixed, idle_s = _mixed_and_idle(self._client.steps[num_before:], self._num_beside)
+                if sum(b.num_tokens - self._num_beside for _, b in mixed) >= size and len(idle_s) >= NUM_IDLE:
+                    break
+                await asyncio.sleep(0.001)
+        return mixed, idle_s
+
+    @asynccontextmanager
+    async def _decoding(self) -> AsyncIterator[None]:
+        """Let a batch of requests decode inside."""
+        begun = [asyncio.Event() for _ in range(self._num_beside)]
+
+        async def decode(index: int, event: asyncio.Event) -> None:
+            prompt = self._tokens.take(NUM_CONTEXT_BESIDE)
+            num_output_tokens = self._max_model_len - NUM_CONTEXT_BESIDE - 1
+            try:
+                async with aclosing(self._client.generate(f"beside {index}", prompt, num_output_tokens)) as outputs:
+                    async for _ in outputs:
+                        event.set()
+            finally:
+                event.set()  # whoever waits must not wait for ever
+
+        tasks = [asyncio.create_task(decode(index, event)) for index, event in enumerate(begun)]
+        try:
+            for event in begun:
+                await event.wait()
+            yield
+        finally:
+            await cancel_regardless(tasks)
+
+
+def _mixed_and_idle(
+    steps: Sequence[MeasuredStep], num_beside: int
+) -> tuple[list[tuple[MeasuredStep, MeasuredStep]], list[float]]:
+    """Return steps that prefill beside decodes, each with the one before, and the seconds of those that only decode."""
+    pairs = list(pairwise(steps))
+    mixed = [(a, b) for a, b in pairs if b.num_requests == num_beside + 1]
+    return mixed, [b.end_s - a.end_s for a, b in pairs if b.num_requests == b.num_tokens == num_beside]
+
+
+def _chunks(num_tokens: int, size: int) -> Iterator[Part]:
+    for num_before in range(0, num_tokens, size):
+        yield min(size, num_tokens - num_before), num_before

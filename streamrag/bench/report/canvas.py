@@ -1,0 +1,93 @@
+"""The canvas of a report's pictures: panels, axes in seconds, SVG. Needs matplotlib."""
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from streamrag.errors import MissingDependencyError
+from streamrag.files import write_whole
+from streamrag.showing import for_picture
+
+
+def require_matplotlib() -> None:
+    """Raise MissingDependencyError without matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise MissingDependencyError("matplotlib", "pip install 'streamrag[plot]'") from None
+
+
+def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, list[Any]]:
+    """Make a figure with room for `num` panels of `height` inches, at most `num_columns` side by side."""
+    require_matplotlib()
+    from matplotlib.figure import Figure as Canvas
+
+    num_columns = min(num, num_columns)
+    num_rows = math.ceil(num / num_columns)
+    width = {1: 7.0, 2: 9.5}.get(num_columns, 11.0)
+    figure = Canvas(figsize=(width, height * num_rows + 0.7), layout="constrained")
+    panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    for panel in panels[num:]:
+        panel.remove()
+    for panel in panels[:num]:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=8)
+        panel.xaxis.label.set_size(9)
+        panel.yaxis.label.set_size(9)
+        panel.set_axisbelow(True)
+    return figure, panels[:num]
+
+
+def plain_log_ticks(axis: Any) -> None:
+    """Write plain numbers on a logarithmic axis, also where it spans less than a decade."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    decades = math.log10(high / low) if low > 0 else 9.0
+    subs = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=subs) if decades > 0.6 else MaxNLocator(4))
+    axis.set_major_formatter(formatter(lambda x: f"{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def seconds_upwards(panel: Any) -> None:
+    """Make the axis logarithmic where values differ much, else linear from zero."""
+    low, high = panel.dataLim.intervaly
+    panel.set_ylabel("seconds")
+    if not math.isfinite(high):
+        return
+    if low > 0 and high / low > 4:
+        panel.set_yscale("log")
+        plain_log_ticks(panel.yaxis)
+    else:
+        panel.set_ylim(0, 1.08 * high)
+
+
+def formatter(write: Callable[[float], str]) -> Any:
+    """Return a formatter of the ticks of an axis."""
+    from matplotlib.ticker import FuncFormatter
+
+    return FuncFormatter(lambda value, _: write(value))
+
+
+def write_png(figure: Any, path: Path, title: str) -> None:
+    """Write the figure with a title above.
+
+    :raises ConfigurationError: the file cannot be written.
+    """
+    figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    write_whole(path, drawn.getvalue())
+
+
+def as_svg(figure: Any) -> str:
+    """Return the figure as SVG: the same bytes for the same figure."""
+    import matplotlib
+
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "streamrag"}):
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    return written.getvalue()

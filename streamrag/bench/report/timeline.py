@@ -1,0 +1,171 @@
+"""A cell as a timeline, in the Trace Event Format that ui.perfetto.dev and chrome://tracing open.
+
+    process "requests"   one track a request:  |--- retrieval ---------------|- answering -|- decode -|
+                                               | waiting | prefill |         | prefill     |
+                                                         ^ chunk arrived     ^
+    process "engine"     track "steps":        | step    | step    | step    | step        |
+                         track "copies"        what goes between device and host
+
+Slices on one track nest: what the engine does with a request is cut where retrieval ends. Names and arguments hold
+counts and ids, and no text of any prompt.
+
+Source: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+from streamrag.bench.cell import CellResult, RequestResult
+from streamrag.bench.grid import describe_cell
+from streamrag.errors import ConfigurationError
+from streamrag.versions import __version__
+
+ENGINE, REQUESTS = 1, 2  # process ids
+STEPS, COPIES_OUT, COPIES_IN = 1, 2, 3  # thread ids of the engine
+US_PER_S = 1e6
+
+Event: TypeAlias = dict[str, Any]
+Arguments: TypeAlias = dict[str, Any]
+
+
+class _Span(NamedTuple):
+    """A state of a request for a while."""
+
+    name: str
+    start_s: float
+    end_s: float
+    arguments: Arguments
+
+
+def make_timeline(result: CellResult) -> dict[str, Any]:
+    """Make the trace as a JSON object; times in microseconds on the cell's clock.
+
+    :raises ConfigurationError: the result was not kept with its steps.
+    """
+    if not result.steps:
+        raise ConfigurationError(
+            f"the result of {describe_cell(result.settings)!r} has no steps; run the cell with --keep-steps"
+        )
+    return {
+        "traceEvents": [*_engine_events(result), *_request_events(result)],
+        "displayTimeUnit": "ms",
+        "otherData": {"streamrag": __version__, "cell": describe_cell(result.settings), "clock": result.settings.clock},
+    }
+
+
+def _engine_events(result: CellResult) -> Iterator[Event]:
+    yield _named("process", "engine", ENGINE)
+    yield _named("thread", "steps", ENGINE, STEPS)
+    for number, step in enumerate(result.steps):
+        arguments: Arguments = {"step": number, "num_tokens": step.num_tokens, "num_requests": step.num_requests}
+        yield from _slice(_Span("step", step.start_s, step.end_s, arguments), ENGINE, STEPS)
+    for direction, thread in (("to-host", COPIES_OUT), ("to-device", COPIES_IN)):
+        copies = [copy for copy in result.copies if copy.direction == direction]
+        if copies:
+            yield _named("thread", f"copies {direction}", ENGINE, thread)
+        for copy in copies:
+            arguments = {"query_id": copy.query_id, "num_tokens": copy.num_tokens}
+            yield from _slice(_Span(f"copy {direction}", copy.start_s, copy.end_s, arguments), ENGINE, thread)
+
+
+def _request_events(result: CellResult) -> Iterator[Event]:
+    yield _named("process", "requests", REQUESTS)
+    computed: dict[str, list[_Span]] = {}
+    for number, step in enumerate(result.steps):
+        for part in step.parts:
+            arguments = {"step": number, "num_tokens": part.num_tokens}
+            computed.setdefault(part.query_id, []).append(_Span("prefill", step.start_s, step.end_s, arguments))
+    copied: dict[str, list[_Span]] = {}
+    for copy in result.copies:
+        span = _Span(f"copy {copy.direction}", copy.start_s, copy.end_s, {"num_tokens": copy.num_tokens})
+        copied.setdefault(copy.query_id, []).append(span)
+    for track, request in enumerate(result.requests, start=1):
+        yield _named("thread", f"request {request.query_id}", REQUESTS, track)
+        yield {"name": "thread_sort_index", "ph": "M", "pid": REQUESTS, "tid": track, "args": {"sort_index": track}}
+        steps, copies = computed.get(request.query_id, []), copied.get(request.query_id, [])
+        yield from _track(request, track, steps or _without_steps(request), copies)
+
+
+def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[_Span]) -> Iterator[Event]:
+    phases = [
+        _Span("retrieval", request.arrival_s, request.retrieval_end_s, {"num_chunks": request.num_chunks}),
+        _Span("answering", request.retrieval_end_s, request.first_token_s, {"floor_s": request.floor_s}),
+        _Span("decode", request.first_token_s, request.finished_s, {}),
+    ]
+    states = _in_order(steps, copies, _pauses(request, steps))
+    for phase in phases:
+        yield from _slice(phase, REQUESTS, track)
+        for state in states:
+            start_s, end_s = max(state.start_s, phase.start_s), min(state.end_s, phase.end_s)
+            name = "decode step" if (state.name, phase.name) == ("prefill", "decode") else state.name
+            yield from _slice(_Span(name, start_s, end_s, state.arguments), REQUESTS, track)
+    for chunk in request.record.chunks if request.record else ():
+        arguments = {"num_tokens": chunk.num_tokens, "num_invalidated": chunk.num_invalidated}
+        yield _instant("chunk", chunk.arrival_s, track, arguments)
+    for preemption in request.record.preemptions if request.record else ():
+        lost: Arguments = {"fate": preemption.fate, "num_tokens_lost": preemption.num_tokens_lost}
+        yield _instant("preemption", preemption.at_s, track, lost)
+
+
+def _without_steps(request: RequestResult) -> list[_Span]:
+    """Return prefill as one span, for engines that do not tell which requests were in a step."""
+    record = request.record
+    if record is None or record.scheduled_s is None:
+        return []
+    end_s = request.first_token_s if record.last_kv_s is None else record.last_kv_s
+    return [_Span("prefill", record.scheduled_s, end_s, {"num_tokens": record.num_computed})]
+
+
+def _pauses(request: RequestResult, steps: list[_Span]) -> list[_Span]:
+    """Return the times in which it had work and was not computed: after a chunk, between steps, after a preemption."""
+    record = request.record
+    chunks = [chunk.arrival_s for chunk in record.chunks] if record else []
+    preemptions = {preemption.at_s for preemption in record.preemptions} if record else set()
+    # It has work from each of these times on, until after its last step before the next of them.
+    marks = sorted({*chunks, *preemptions, request.retrieval_end_s})
+    pauses = []
+    for mark_s, next_s in zip(marks, [*marks[1:], request.first_token_s], strict=True):
+        name = "preempted" if mark_s in preemptions else "waiting"
+        free_s = mark_s
+        for step in (step for step in steps if step.end_s > mark_s and step.start_s < next_s):
+            pauses.append(_Span(name, free_s, step.start_s, {}))
+            free_s, name = step.end_s, "waiting"
+        if free_s == mark_s:  # no step at all
+            pauses.append(_Span(name, free_s, next_s, {}))
+    return pauses
+
+
+def _in_order(*layers: Iterable[_Span]) -> list[_Span]:
+    """Cut spans so that they do not overlap, by time: where layers do, the earlier layer is on top."""
+    shown: list[_Span] = []
+    for layer in layers:
+        for span in layer:
+            first = bisect_right(shown, span.start_s, key=lambda other: other.end_s)
+            last = bisect_left(shown, span.end_s, key=lambda other: other.start_s)
+            free_s, pieces = span.start_s, []
+            for other in shown[first:last]:
+                pieces.append(span._replace(start_s=free_s, end_s=other.start_s))
+                free_s = other.end_s
+            pieces.append(span._replace(start_s=free_s))
+            for piece in pieces:
+                if piece.end_s > piece.start_s:
+                    insort(shown, piece, key=lambda other: other.start_s)
+    return shown
+
+
+def _named(what: str, name: str, process: int, thread: int = 0) -> Event:
+    return {"name": f"{what}_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(span: _Span, process: int, thread: int) -> Iterator[Event]:
+    """Make a complete event. Both ends are rounded alike, so that neighbours touch and never overlap."""
+    start_us, end_us = (round(s * US_PER_S, 3) for s in (span.start_s, span.end_s))
+    if end_us > start_us:
+        times = {"ts": start_us, "dur": round(end_us - start_us, 3)}
+        yield {"name": span.name, "ph": "X", **times, "pid": process, "tid": thread, "args": span.arguments}
+
+
+def _instant(name: str, at_s: float, track: int, arguments: Arguments) -> Event:
+    ts = round(at_s * US_PER_S, 3)
+    return {"name": name, "ph": "i", "s": "t", "ts": ts, "pid": REQUESTS, "tid": track, "args": arguments}

@@ -1,0 +1,61 @@
+"""Routers that know nothing of which prompt lies where."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+from streamrag.routing.router import Opening, ReplicaState
+
+NUM_KEY_TOKENS = 256
+"""Leading tokens that stand for a query that names no session."""
+_ALL = (1 << 64) - 1
+
+
+class BasicRouter:
+    """The part of a router that ignores what becomes of queries."""
+
+    def routed(self, opening: Opening, replica_id: str) -> int:
+        return len(opening.token_ids)
+
+    def completed(self, token_ids: Sequence[int], replica_id: str) -> None: ...
+    def prefilled(self, token_ids: Sequence[int], replica_id: str) -> None: ...
+    def lost(self, replica_id: str) -> None: ...
+
+
+class RoundRobin(BasicRouter):
+    """A router that takes each replica in turn."""
+
+    def __init__(self) -> None:
+        self._num_ranked = 0
+
+    def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
+        ids = [replica.id for replica in replicas]
+        first = self._num_ranked % max(len(ids), 1)
+        self._num_ranked += 1
+        return ids[first:] + ids[:first]
+
+
+class ConsistentHash(BasicRouter):
+    """A router by session, or by the prompt's first tokens. A replica that comes or goes moves only its own queries.
+
+    Each pair of key and replica is weighed by a hash (rendezvous hashing), where Ray's ConsistentHashRouter has a ring.
+    """
+
+    def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
+        session = opening.session
+        key = hash(opening.token_ids[:NUM_KEY_TOKENS]) if session is None else _number(session)
+        return sorted((replica.id for replica in replicas), key=lambda name: _mixed(key ^ _number(name)))
+
+
+@lru_cache(maxsize=4_096)
+def _number(name: str) -> int:
+    """Return the same hash in every process, which Python's own of a text is not."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+
+
+def _mixed(bits: int) -> int:
+    """Mix 64 bits, as the end of splitmix64 does. Python's hash of two numbers mixes too little."""
+    bits &= _ALL
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _ALL
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _ALL
+    return bits ^ bits >> 31

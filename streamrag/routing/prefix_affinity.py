@@ -1,0 +1,55 @@
+"""Affinity to prefixes after Ray Serve's PrefixCacheAffinityRouter (ray 2.60).
+
+Where the queues differ by more than a threshold, the power of two choices; else the replicas that hold most of the
+prompt, of those the one with the fewest open queries; and if they hold less than a tenth of it, those that hold least
+of anything. As shipped there, the threshold is infinite.
+
+It differs in three points: tokens in whole blocks where Ray has characters, memory that is bounded where Ray's is not
+unless asked, and no actor that is asked over the network.
+"""
+
+import random
+from collections.abc import Sequence
+from math import inf
+
+from streamrag.routing.prefix_index import PrefixIndex
+from streamrag.routing.prefix_router import PrefixRouter
+from streamrag.routing.router import Opening, ReplicaState
+
+
+class PrefixAffinity(PrefixRouter):
+    """A router to the replica that holds most of the prompt.
+
+    imbalance: difference between the most and the fewest open queries of a replica above which only queues count.
+    least_match: share of the prompt below which what is found does not count.
+    """
+
+    def __init__(
+        self, imbalance: float = inf, least_match: float = 0.1, seed: int = 0, index: PrefixIndex | None = None
+    ) -> None:
+        super().__init__(index)
+        self._imbalance, self._least_match = imbalance, least_match
+        self._rng = random.Random(seed)
+
+    def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
+        if not replicas:
+            return []
+        fallback = self._rng.sample(replicas, len(replicas))
+        fallback[:2] = sorted(fallback[:2], key=lambda replica: replica.num_open)
+        first = self._first(self.matches(opening, replicas), len(opening.token_ids), replicas)
+        names = [replica.id for replica in sorted(first, key=lambda replica: replica.num_open)]
+        chosen = set(names)
+        return names + [replica.id for replica in fallback if replica.id not in chosen]
+
+    def _first(
+        self, found: dict[str, int], num_tokens: int, replicas: Sequence[ReplicaState]
+    ) -> Sequence[ReplicaState]:
+        lengths = [replica.num_open for replica in replicas]
+        if max(lengths) - min(lengths) > self._imbalance:
+            return ()
+        best = max(found.get(replica.id, 0) for replica in replicas)
+        if best and best >= self._least_match * num_tokens:
+            return [replica for replica in replicas if found.get(replica.id, 0) == best]
+        held = {replica.id: self._index.num_tokens(replica.id) for replica in replicas}
+        least = min(held.values())
+        return [replica for replica in replicas if held[replica.id] == least]

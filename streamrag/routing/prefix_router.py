@@ -1,0 +1,39 @@
+"""The common part of routers that remember which prompts lie where."""
+
+from collections.abc import Sequence
+
+from streamrag.routing.prefix_index import PrefixIndex
+from streamrag.routing.router import Opening, ReplicaState
+
+
+class PrefixRouter:
+    """A router's `PrefixIndex`, kept in step with what becomes of queries."""
+
+    def __init__(self, index: PrefixIndex | None = None) -> None:
+        self._index = PrefixIndex() if index is None else index
+        self._last: tuple[Opening, list[int]] | None = None  # a query is ranked, and then routed
+
+    def matches(self, opening: Opening, replicas: Sequence[ReplicaState]) -> dict[str, int]:
+        """Return how many leading tokens of the prompt lie on each replica; replicas with none may be left out."""
+        for replica in replicas:
+            self._index.resize(replica.id, replica.num_kv_tokens)
+        return self._index.matches(self._keys(opening))
+
+    def routed(self, opening: Opening, replica_id: str) -> int:
+        keys = self._keys(opening)
+        num_found = self._index.matches(keys).get(replica_id, 0)
+        self._index.hold(keys, replica_id)
+        return len(opening.token_ids) - num_found
+
+    def completed(self, token_ids: Sequence[int], replica_id: str) -> None:
+        self._index.hold(self._index.keys(token_ids), replica_id)
+
+    prefilled = completed
+
+    def lost(self, replica_id: str) -> None:
+        self._index.forget(replica_id)
+
+    def _keys(self, opening: Opening) -> list[int]:
+        if self._last is None or self._last[0] is not opening:
+            self._last = opening, self._index.keys(opening.token_ids)
+        return self._last[1]
