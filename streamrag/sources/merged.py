@@ -1,6 +1,7 @@
 """Several sources at once, as one."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -27,6 +28,8 @@ from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion, without_scor
 from streamrag.starting import start_all, started_once
 from streamrag.tasks import cancel_regardless
 
+log = logging.getLogger("streamrag.sources")
+
 _Came: TypeAlias = tuple[int, SourceEvent | BaseException | None, asyncio.Event]
 """The number of a source, what came from it, or None at its end, and what is set when that has been used."""
 
@@ -44,7 +47,8 @@ class Merged:
     `Update` with the passages of all, fused by reciprocal rank; `weights`, one for each source, say whose ranks count
     for more, and the larger `k` is, the less the first ranks differ from the others. Hints are of all together: what
     each source that still runs expected last, the chunks added, and the latest end; unknown where one has not said. A
-    source that fails is skipped and reported; when all fail, so does this. The sources are started and closed with it.
+    source that fails is skipped and named in a `Skipped`, and the log says why; when all fail, so does this. The sources
+    are started and closed with it.
 
     :raises ConfigurationError: there is no source, or `weights` are not as many positive numbers, or `k` is below 0.
     """
@@ -126,7 +130,9 @@ class Merged:
                     del expected[number]
                     if event is not None:
                         errors.append(event)
-                        yield Skipped(part_name(self._sources[number]), message_of(event))
+                        name = part_name(self._sources[number])
+                        log.warning("%s failed: %s: %s", name, type(event).__name__, message_of(event))
+                        yield Skipped(name, "the source failed")  # its error may name hosts and files of the inside
                 is_used.set()
         finally:
             await cancel_regardless(pulls)

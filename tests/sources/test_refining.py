@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.sources.search.refining import Failures, Pace, Refinement
+from streamrag.sources.search.refining import Failures, Pace, Refinement, TooSlowError
 
 A, B, C, D, E = chunks = [Chunk(letter, f"{letter}.md") for letter in "abcde"]
 
@@ -68,13 +68,15 @@ def test_a_pace_is_unknown_at_first_and_then_a_running_mean() -> None:
     assert pace.mean_s == pytest.approx(1.2)
 
 
-def test_failed_retrieval_is_noted_and_mistakes_are_raised() -> None:
+def test_failed_retrieval_is_noted_and_mistakes_are_raised(caplog: pytest.LogCaptureFixture) -> None:
     is_open = True
     failures = Failures(lambda: is_open)
-    for error in (SourceError("the disk is gone"), ValueError("of somebody's source")):
+    secret = "/srv/inside is gone"
+    for error in (SourceError(secret), ValueError("of somebody's source"), TooSlowError(secret)):
         with failures.noted("the search"):
             raise error
-    assert failures.missing == ["the search failed: the disk is gone", "the search failed: of somebody's source"]
+    assert failures.missing == ["the search failed", "the search failed", "the search took too long"]
+    assert caplog.messages[0] == f"the search failed: SourceError: {secret}"
     with pytest.raises(ConfigurationError), failures.noted("the search"):
         raise ConfigurationError("not started")
     is_open = False

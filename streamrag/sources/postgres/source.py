@@ -1,6 +1,7 @@
 """A table of PostgreSQL with pgvector as a source: words first, then its index further and further, then all rows."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from streamrag.sources.postgres.table import Ladder, Table, at_start, inspect_ta
 from streamrag.sources.workers.pool import Share
 from streamrag.starting import started_once
 from streamrag.tasks import cancel_regardless
+
+log = logging.getLogger("streamrag.sources")
 
 NUM_STAGES = 5
 
@@ -230,7 +233,8 @@ class PgVectorSource:
                 except StatementTimeoutError as error:
                     if not best:
                         raise
-                    yield CutShort(f"{error}, at stage {number + 1} of {len(stages)}: {stage.what}")
+                    log.warning("%s, at stage %d of %d: %s", error, number + 1, len(stages), stage.what)
+                    yield CutShort(f"the database stopped the search at stage {number + 1} of {len(stages)}")
                     return
                 for skipped in rows.newly_cut():
                     yield skipped

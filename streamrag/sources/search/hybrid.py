@@ -18,7 +18,7 @@ from streamrag.sources.index_folder import KEYWORDS, Manifest, check_index, expl
 from streamrag.sources.options import check_whole
 from streamrag.sources.search.ivf import NUM_STAGES, IvfSource
 from streamrag.sources.search.keywords import require_stemmer
-from streamrag.sources.search.refining import Failures, Pace, Refinement
+from streamrag.sources.search.refining import Failures, Pace, Refinement, TooSlowError
 from streamrag.sources.search.rerank import RerankerPlace, find_reranker
 from streamrag.sources.search.sentences import Narrowing
 from streamrag.sources.search.vector import VectorSource
@@ -355,7 +355,7 @@ class HybridSource:
             async with asyncio.timeout_at(end_s):
                 result = await _run(workers, {"do": "score", "query": query, "texts": texts}, share=share)
         except TimeoutError:
-            raise SourceError(f"it took longer than {self._rerank_timeout_s:g} s") from None
+            raise TooSlowError(f"it took longer than {self._rerank_timeout_s:g} s") from None
         scores: list[float] = result["scores"]
         return scores
 

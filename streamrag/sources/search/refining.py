@@ -1,5 +1,6 @@
 """What a search knows of one query while its parts answer, and what of that is news."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
@@ -8,6 +9,9 @@ from streamrag.core import Chunk
 from streamrag.errors import SourceError, StreamRagError
 from streamrag.kinds import message_of
 from streamrag.sources.fusion import reciprocal_rank_fusion
+from streamrag.sources.workers.pool import WorkerTimeoutError
+
+log = logging.getLogger("streamrag.sources")
 
 PACE_WEIGHT = 0.2
 """Weight of the newest time in a running mean."""
@@ -58,8 +62,16 @@ class Pace:
         self.mean_s = took_s if self.mean_s == inf else self.mean_s + PACE_WEIGHT * (took_s - self.mean_s)
 
 
+class TooSlowError(SourceError):
+    """A part of a search took longer than it may."""
+
+
 class Failures:
-    """The parts that failed for one query. Those of a source that was closed are raised: nothing is to be kept then."""
+    """The parts that failed for one query. Those of a source that was closed are raised: nothing is to be kept then.
+
+    `missing` says which parts failed, for clients of a service too. What their errors say may name hosts, files and
+    processes of the inside, and is for the log.
+    """
 
     def __init__(self, is_open: Callable[[], bool]) -> None:
         self._is_open = is_open
@@ -74,5 +86,7 @@ class Failures:
         except Exception as error:
             if not self._is_open() or (isinstance(error, StreamRagError) and not isinstance(error, SourceError)):
                 raise
+            log.warning("%s failed: %s: %s", what, type(error).__name__, message_of(error))
             self.errors.append(error)
-            self.missing.append(f"{what} failed: {message_of(error)}")
+            is_slow = isinstance(error, TooSlowError | WorkerTimeoutError)
+            self.missing.append(f"{what} {'took too long' if is_slow else 'failed'}")
