@@ -34,10 +34,23 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag.core import Chunk
-from streamrag.sources.embedder import DEFAULT_EMBEDDER, Embedder, find_embedder
-from streamrag.sources.index_folder import IVF, MANIFEST, PASSAGES, Manifest, describe_files, stored_line, with_title
-from streamrag.sources.passages import UnusableDocumentError, find_documents, read_document, split_document
-from streamrag.sources.search import diskann_search, ivf_search
+from streamrag.sources.index import diskann, inverted_lists
+from streamrag.sources.index.document_passages import (
+    UnusableDocumentError,
+    find_documents,
+    read_document,
+    split_document,
+)
+from streamrag.sources.index.embedder import DEFAULT_EMBEDDER, Embedder, find_embedder
+from streamrag.sources.index.index_folder import (
+    IVF,
+    MANIFEST,
+    PASSAGES,
+    Manifest,
+    describe_files,
+    stored_line,
+    with_title,
+)
 from streamrag.versions import installed_versions
 
 NUM_REAL, NUM_QUERIES, NUM_VECTORS, NUM_SLOW_QUERIES = 20_480, 200, 100_000, 30
@@ -122,9 +135,9 @@ def build(kind: str, work: Path) -> dict[str, Any]:
     started_s = time.perf_counter()
     made: dict[str, Any] = {}
     if kind == "ivf":
-        made["num_lists"] = ivf_search.build_lists(out, vectors, NUM_THREADS, None)
+        made["num_lists"] = inverted_lists.build_lists(out, vectors, NUM_THREADS, None)
     else:
-        diskann_search.build_graph(out, vectors, NUM_THREADS)
+        diskann.build_graph(out, vectors, NUM_THREADS)
     build_s = time.perf_counter() - started_s
     cpu_s = time.process_time()
     peak_bytes = _status("VmHWM") - before_bytes
@@ -160,11 +173,11 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
     stages: list[dict[str, Any]]
     if kind == "ivf":
         assert manifest.num_lists
-        searcher: Any = ivf_search._Searcher(num_lists=manifest.num_lists, **options)
+        searcher: Any = inverted_lists._Searcher(num_lists=manifest.num_lists, **options)
         ends = (*PROBES, manifest.num_lists)
         stages = [{"after": after, "until": until} for after, until in pairwise([0, *ends])]
     else:
-        searcher = diskann_search._Searcher(**options)
+        searcher = diskann._Searcher(**options)
         stages = [{"complexity": length, "beam_width": 8} for length in LENGTHS]
     searcher._index = searcher._open_index()
     num_queries = NUM_SLOW_QUERIES if is_slow else NUM_QUERIES

@@ -30,8 +30,8 @@ from streamrag import PgVectorSource, Update
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.files import write_whole
-from streamrag.sources.embedding import EmbeddingPool
-from streamrag.sources.passages import read_document, split_document
+from streamrag.sources.index.document_passages import read_document, split_document
+from streamrag.sources.index.embedder_pool import EmbeddingPool
 from streamrag.sources.postgres.query import Rows
 from streamrag.sources.postgres.source import _settings
 from streamrag.sources.workers.pool import Share

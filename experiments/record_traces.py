@@ -30,7 +30,7 @@ from streamrag import VectorSource, WebSource
 from streamrag.cli.record import make_counter, passage_counter
 from streamrag.core import Append, Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.sources.index.build import build_index
-from streamrag.sources.wrapped import WrappedSource
+from streamrag.sources.wrapper import WrappedSource
 from streamrag.testing import StretchedSource
 from streamrag.trace.recorder import TraceRecorder
 from streamrag.trace.session import record_queries

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from streamrag.pipeline import Pipeline as Pipeline
     from streamrag.sources.crawl.search_engine import search_engine as search_engine
     from streamrag.sources.crawl.web import WebSource as WebSource
-    from streamrag.sources.emission.calibrating import calibrate as calibrate
+    from streamrag.sources.emission.calibrate import calibrate as calibrate
     from streamrag.sources.emission.calibration import Calibration as Calibration
     from streamrag.sources.emission.near_end import NearEnd as NearEnd
     from streamrag.sources.emission.worth_sending import WorthSending as WorthSending
@@ -176,7 +176,7 @@ _HOMES = {
     "WorthSending": "streamrag.sources.emission.worth_sending",
     "add_documents": "streamrag.sources.index.changes",
     "build_index": "streamrag.sources.index.build",
-    "calibrate": "streamrag.sources.emission.calibrating",
+    "calibrate": "streamrag.sources.emission.calibrate",
     "build_table": "streamrag.sources.postgres.build",
     "from_passages": "streamrag.sources.generators",
     "from_rankings": "streamrag.sources.generators",

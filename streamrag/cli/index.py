@@ -158,7 +158,7 @@ def run_remove(arguments: argparse.Namespace) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Read all of the index."""
-    from streamrag.sources.index_folder import check_index
+    from streamrag.sources.index.index_folder import check_index
 
     progress, console = Output(stderr=True), Output()
     sizes: list[int] = []

@@ -13,10 +13,10 @@ from streamrag.core import Append, Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import kind_of
 from streamrag.retrieving import closing
-from streamrag.sources.callers import is_async, is_lazy, read_all, read_in_thread
-from streamrag.sources.passage_like import PassageReader
+from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.retriever import name_of
 from streamrag.sources.threads import Threads
+from streamrag.sources.user_functions import is_async, is_lazy, read_all, read_in_thread
 
 _BEGUN, _END = object(), object()
 

@@ -47,8 +47,8 @@ class Merged:
     `Update` with the passages of all, fused by reciprocal rank; `weights`, one for each source, say whose ranks count
     for more, and the larger `k` is, the less the first ranks differ from the others. Hints are of all together: what
     each source that still runs expected last, the chunks added, and the latest end; unknown where one has not said. A
-    source that fails is skipped and named in a `Skipped`, and the log says why; when all fail, so does this. The sources
-    are started and closed with it.
+    source that fails is named in a `Skipped`, and the log says why; when all fail, so does this. The sources are
+    started and closed with it.
 
     :raises ConfigurationError: there is no source, or `weights` are not as many positive numbers, or `k` is below 0.
     """

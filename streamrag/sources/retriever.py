@@ -7,9 +7,9 @@ from typing import Any
 from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.kinds import message_of
-from streamrag.sources.callers import call_for_list
-from streamrag.sources.passage_like import WANTED, PassageReader, described
+from streamrag.sources.passage_reader import WANTED, PassageReader, described
 from streamrag.sources.threads import Threads
+from streamrag.sources.user_functions import call_for_list
 
 MAX_CALLS = 32
 """Calls at the same time. Further queries wait: a retriever that hangs takes no threads but these."""

@@ -13,7 +13,7 @@ from toy_corpus import EMBEDDER
 from streamrag import Append, Calibration, Chunk, ConfigurationError, CutShort, Hint, SourceError, Update, VectorSource
 from streamrag.bench.calibration_picture import draw_calibration
 from streamrag.cli import main
-from streamrag.sources.emission.calibrating import calibrate
+from streamrag.sources.emission.calibrate import calibrate
 from streamrag.sources.emission.calibration import FORMAT, MAX_LENGTH, MAX_TIMES, VERSION, Count, Odds, Stage, Times
 from streamrag.sources.emission.calibration_queries import HeldOut, read_queries, sentences
 from streamrag.testing import ScriptedSource

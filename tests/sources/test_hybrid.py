@@ -27,7 +27,7 @@ from streamrag.errors import (
 )
 from streamrag.sources.index.build import build_index
 from streamrag.sources.index.changes import add_documents, remove_documents
-from streamrag.sources.index_folder import check_index, looks_like_index
+from streamrag.sources.index.index_folder import check_index, looks_like_index
 from streamrag.sources.search.hybrid import HybridSource
 from streamrag.sources.workers.pool import WorkerPool
 from streamrag.testing import ScriptedSource
@@ -235,7 +235,7 @@ async def test_a_missing_index_and_a_damaged_one_are_errors_of_start(index: Path
 
 
 async def test_a_missing_stemmer_is_named_with_its_install_line(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.search.keywords.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrag.sources.index.keywords.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'streamrag\[embed\]'"):
         await HybridSource(built, embedder=EMBEDDER).start(lambda line: None)
 

@@ -23,7 +23,7 @@ from streamrag.errors import (
 )
 from streamrag.sources.index.build import build_index
 from streamrag.sources.index.changes import add_documents, remove_documents
-from streamrag.sources.index_folder import check_index
+from streamrag.sources.index.index_folder import check_index
 from streamrag.sources.search.ivf import IvfSource, index_source
 
 KINDS = ["diskann", "ivf"]

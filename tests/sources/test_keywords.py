@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rank_bm25 import BM25Okapi  # type: ignore[import-untyped,unused-ignore]
 
+from streamrag.choice import terms
 from streamrag.core import Chunk
 from streamrag.errors import IndexCorruptError
-from streamrag.sources.index_folder import PASSAGES, stored_line
-from streamrag.sources.relevance import terms
-from streamrag.sources.search.keywords import KEYWORDS, KeywordIndex, new_stem, write_keywords
+from streamrag.sources.index.index_folder import PASSAGES, stored_line
+from streamrag.sources.index.keywords import KEYWORDS, KeywordIndex, new_stem, write_keywords
 
 TEXTS = [
     "Brake pads are worn out when the grooves are gone. Replace both brake pads at once.",
@@ -96,7 +96,7 @@ def test_scores_are_those_of_bm25_in_the_order_of_another_implementation(tmp_pat
 
 
 def relevant(query: str) -> list[str]:
-    from streamrag.sources.relevance import relevant_terms
+    from streamrag.choice import relevant_terms
 
     return relevant_terms(query, new_stem())
 

@@ -30,7 +30,7 @@ from streamrag.errors import (
     WorkerError,
 )
 from streamrag.pipeline import Pipeline
-from streamrag.sources.embedding import EmbeddingPool, Loaded
+from streamrag.sources.index.embedder_pool import EmbeddingPool, Loaded
 from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.query import Search
 from streamrag.sources.postgres.source import PgVectorSource

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.sources.embedder import EmbedderPlace, find_embedder
+from streamrag.sources.index.embedder import EmbedderPlace, find_embedder
 from streamrag.sources.search.rerank import RerankerPlace, find_reranker, make_reranker
 
 TOY = EmbedderPlace("toy_embedder:embed", "toy_embedder:embed", {})

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from streamrag.core import Append, Chunk, Skipped, SourceEvent, Update
 from streamrag.errors import SourceError
-from streamrag.sources.search.refining import Failures
+from streamrag.sources.search.refinement import Failures
 from streamrag.sources.search.sentences import MAX_SENTENCES, Narrowing, sentences
 
 DOGS = Chunk("Dogs bark. They eat meat!\n- Cats: see there.", "dogs.txt", "Dogs", 3)

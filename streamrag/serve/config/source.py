@@ -24,7 +24,7 @@ def make_source(told: SourceSettings) -> Source | None:
 
         return index_source(told.index, k=told.k, embedder=told.embedder)
     if told.postgres is not None:
-        from streamrag.sources.embedder import DEFAULT_EMBEDDER
+        from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
         from streamrag.sources.postgres.source import PgVectorSource
 
         dsn = dsn_of(told.postgres.get_secret_value())

@@ -10,8 +10,8 @@ from streamrag.core import Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError
 from streamrag.kinds import is_number, short
 from streamrag.retrieving import Retrieval
-from streamrag.sources.emission.silence import with_silences
-from streamrag.sources.wrapped import WrappedSource
+from streamrag.sources.emission.timeouts import with_silences
+from streamrag.sources.wrapper import WrappedSource
 
 
 class NearEnd(WrappedSource):

@@ -16,10 +16,10 @@ from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import UpdateMode
 from streamrag.retrieving import Retrieval
 from streamrag.sources.emission.best_length import EngineGuess, Held, best_length, futures
-from streamrag.sources.emission.calibrating import Place, place, stages_left
+from streamrag.sources.emission.calibrate import Place, place, stages_left
 from streamrag.sources.emission.calibration import Calibration, Odds, Stage, Times
-from streamrag.sources.emission.silence import with_silences
-from streamrag.sources.wrapped import WrappedSource
+from streamrag.sources.emission.timeouts import with_silences
+from streamrag.sources.wrapper import WrappedSource
 
 CHARACTERS_PER_TOKEN = 4
 """Of English, with the tokenizers of current models."""

@@ -10,19 +10,19 @@ from typing import Any
 from streamrag.clock import Clock, monotonic
 from streamrag.errors import ConfigurationError, IndexExistsError, VectorIndexError
 from streamrag.sources.building import OnProgress, check_caller, nothing_to_index
-from streamrag.sources.embedder import DEFAULT_EMBEDDER, find_embedder
-from streamrag.sources.index.generation import Corpus, building, publish, write_derived, write_passages
-from streamrag.sources.index_folder import IndexKind, Manifest, looks_like_index
-from streamrag.sources.passages import (
+from streamrag.sources.index.diskann import require_diskann
+from streamrag.sources.index.document_passages import (
     UnusableDocumentError,
     find_documents,
     read_document,
     relative_name,
     split_document,
 )
-from streamrag.sources.search.diskann_search import require_diskann
-from streamrag.sources.search.ivf_search import require_faiss
-from streamrag.sources.search.keywords import require_stemmer
+from streamrag.sources.index.embedder import DEFAULT_EMBEDDER, find_embedder
+from streamrag.sources.index.generation import Corpus, building, publish, write_derived, write_passages
+from streamrag.sources.index.index_folder import IndexKind, Manifest, looks_like_index
+from streamrag.sources.index.inverted_lists import require_faiss
+from streamrag.sources.index.keywords import require_stemmer
 
 
 @dataclass(frozen=True, slots=True)

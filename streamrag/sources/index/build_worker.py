@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import IndexMismatchError
-from streamrag.sources.embedder import Embedder, unlike
-from streamrag.sources.index.embedded import EmbeddingFile, are_units, key_of
-from streamrag.sources.index_folder import (
+from streamrag.sources.index import diskann, inverted_lists
+from streamrag.sources.index.embedder import Embedder, unlike
+from streamrag.sources.index.embedding_file import EmbeddingFile, are_units, key_of
+from streamrag.sources.index.index_folder import (
     PASSAGES,
     VECTORS,
     IndexKind,
@@ -16,11 +17,10 @@ from streamrag.sources.index_folder import (
     read_passages,
     with_title,
 )
-from streamrag.sources.search import diskann_search, ivf_search
-from streamrag.sources.search.search_worker import silence_stdout
+from streamrag.sources.index.index_searcher import silence_stdout
 
 if TYPE_CHECKING:
-    from streamrag.sources.embedder import Vectors
+    from streamrag.sources.index.embedder import Vectors
     from streamrag.sources.workers.worker_main import Handler
 
 
@@ -72,9 +72,9 @@ class _Builder:
         if manifest.kind == "ivf":
             assert manifest.num_lists is not None
             about = (manifest.num_passages, manifest.dimension, manifest.num_lists)
-            self._old_vectors, self._centroids = ivf_search.stored_vectors(old, *about)
+            self._old_vectors, self._centroids = inverted_lists.stored_vectors(old, *about)
         else:
-            self._old_vectors = diskann_search.stored_vectors(old, manifest.num_passages, manifest.dimension)
+            self._old_vectors = diskann.stored_vectors(old, manifest.num_passages, manifest.dimension)
         if self._old_vectors is not None:
             keys = [key_of(with_title(fields["title"], fields["text"])) for fields in read_passages(old, PASSAGES)]
             self._old_rows = {key: row for row, key in enumerate(keys)}
@@ -93,11 +93,11 @@ class _Builder:
     def _finish(self, num_passages: int) -> dict[str, Any]:
         vectors = self._arrange(num_passages)
         if self._kind == "ivf":
-            num_lists = ivf_search.build_lists(self._folder, vectors, self._num_threads, self._centroids)
+            num_lists = inverted_lists.build_lists(self._folder, vectors, self._num_threads, self._centroids)
             (self._folder / VECTORS).unlink()
             return {"num_lists": num_lists}
-        diskann_search.build_graph(self._folder, vectors, self._num_threads)
-        return {"graph_degree": diskann_search.GRAPH_DEGREE, "build_complexity": diskann_search.BUILD_COMPLEXITY}
+        diskann.build_graph(self._folder, vectors, self._num_threads)
+        return {"graph_degree": diskann.GRAPH_DEGREE, "build_complexity": diskann.BUILD_COMPLEXITY}
 
     def _arrange(self, num_passages: int) -> "Vectors":
         """The vectors in the order of the passages, in a file."""

@@ -14,16 +14,16 @@ from streamrag.clock import Clock, monotonic
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, VectorIndexError
 from streamrag.sources.building import OnProgress, nothing_to_index, refuse_event_loop
-from streamrag.sources.embedder import embedder_of_index, find_embedder
 from streamrag.sources.index.build import (
     IndexSummary,
     read_passages_of,
     require_library,
     summary_of,
 )
+from streamrag.sources.index.document_passages import find_documents, reason_to_skip, relative_name
+from streamrag.sources.index.embedder import embedder_of_index, find_embedder
 from streamrag.sources.index.generation import building, publish, write_derived, write_passages
-from streamrag.sources.index_folder import DUPLICATES, PASSAGES, check_index, read_passages, stored_line
-from streamrag.sources.passages import find_documents, reason_to_skip, relative_name
+from streamrag.sources.index.index_folder import DUPLICATES, PASSAGES, check_index, read_passages, stored_line
 
 ADDED = "added.jsonl"
 """The passages that come, in the building folder only."""

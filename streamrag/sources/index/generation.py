@@ -24,9 +24,9 @@ from streamrag.errors import VectorIndexError, WorkerError
 from streamrag.files import exchange_folders, sync
 from streamrag.scratch import held, locked_folder
 from streamrag.sources.building import OnProgress
-from streamrag.sources.embedder import EmbedderPlace
-from streamrag.sources.index.embedded import KEPT
-from streamrag.sources.index_folder import (
+from streamrag.sources.index.embedder import EmbedderPlace
+from streamrag.sources.index.embedding_file import KEPT
+from streamrag.sources.index.index_folder import (
     DUPLICATES,
     MANIFEST,
     PASSAGES,
@@ -38,7 +38,7 @@ from streamrag.sources.index_folder import (
     stored_line,
     with_title,
 )
-from streamrag.sources.search.keywords import write_keywords
+from streamrag.sources.index.keywords import write_keywords
 from streamrag.sources.workers.pool import WorkerJobError, WorkerPool
 from streamrag.versions import installed_versions
 

@@ -15,16 +15,15 @@ from pathlib import Path
 
 from streamrag.clock import Clock, monotonic
 from streamrag.sources.building import OnProgress, check_caller, nothing_to_index
-from streamrag.sources.embedder import DEFAULT_EMBEDDER
-from streamrag.sources.embedding import EmbeddingPool, building_threads
-from streamrag.sources.passages import (
+from streamrag.sources.index.document_passages import (
     UnusableDocumentError,
     find_documents,
     read_document,
     relative_name,
     split_document,
 )
-from streamrag.sources.postgres.fill import Document, Filling
+from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
+from streamrag.sources.index.embedder_pool import EmbeddingPool, building_threads
 from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.names import (
     TableName,
@@ -32,6 +31,7 @@ from streamrag.sources.postgres.names import (
 )
 from streamrag.sources.postgres.query import storable
 from streamrag.sources.postgres.table import at_start
+from streamrag.sources.postgres.table_writer import Document, Filling
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from streamrag.core import Chunk, Skipped
 from streamrag.errors import ConfigurationError
 from streamrag.kinds import short
 from streamrag.retrieving import MAX_COUNT
-from streamrag.sources.passage_like import PassageReader
+from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.postgres.names import identifier
 from streamrag.sources.postgres.table import OPERATORS, Table
 

@@ -10,8 +10,8 @@ from typing import Any
 from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
 from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
 from streamrag.kinds import is_number, short
-from streamrag.sources.embedder import DEFAULT_EMBEDDER
-from streamrag.sources.embedding import EmbeddingPool, Loaded
+from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
+from streamrag.sources.index.embedder_pool import EmbeddingPool, Loaded
 from streamrag.sources.options import check_whole
 from streamrag.sources.postgres.link import Address, Link, StatementTimeoutError
 from streamrag.sources.postgres.names import TableName, checked_columns, checked_ladder, table_parts

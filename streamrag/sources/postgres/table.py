@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import IndexMissingError, StreamRagError, VectorIndexError
 from streamrag.kinds import is_number, is_whole, short
-from streamrag.sources.embedding import Loaded
+from streamrag.sources.index.embedder_pool import Loaded
 from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.names import (
     DEFAULT_COLUMNS,

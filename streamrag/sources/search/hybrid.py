@@ -13,12 +13,12 @@ from streamrag.core import Chunk, CutShort, Hint, Progress, Skipped, Source, Sou
 from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
 from streamrag.kinds import is_number, short
 from streamrag.retrieving import Retrieval
-from streamrag.sources.embedder import embedder_of_index, find_embedder
-from streamrag.sources.index_folder import KEYWORDS, Manifest, check_index, explain, said_kind, with_title
+from streamrag.sources.index.embedder import embedder_of_index, find_embedder
+from streamrag.sources.index.index_folder import KEYWORDS, Manifest, check_index, explain, said_kind, with_title
+from streamrag.sources.index.keywords import require_stemmer
 from streamrag.sources.options import check_whole
 from streamrag.sources.search.ivf import NUM_STAGES, IvfSource
-from streamrag.sources.search.keywords import require_stemmer
-from streamrag.sources.search.refining import Failures, Pace, Refinement, TooSlowError
+from streamrag.sources.search.refinement import Failures, Pace, Refinement, TooSlowError
 from streamrag.sources.search.rerank import RerankerPlace, find_reranker
 from streamrag.sources.search.sentences import Narrowing
 from streamrag.sources.search.vector import VectorSource
@@ -195,7 +195,7 @@ class HybridSource:
             "manifest_sha256": manifest_sha256,
             "num_passages": manifest.num_passages,
         }
-        handler = "streamrag.sources.search.keywords:make_keyword_searcher"
+        handler = "streamrag.sources.index.keywords:make_keyword_searcher"
         return WorkerPool(handler, options, size=1, name="keyword search worker")
 
     def _rerank_pool(self, place: RerankerPlace) -> WorkerPool:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
 from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError, WorkerError
-from streamrag.sources.embedder import EmbedderPlace, embedder_of_index, find_embedder
-from streamrag.sources.index_folder import IndexKind, Manifest, check_index, corrupt, explain
+from streamrag.sources.index.embedder import EmbedderPlace, embedder_of_index, find_embedder
+from streamrag.sources.index.index_folder import IndexKind, Manifest, check_index, corrupt, explain
 from streamrag.sources.options import check_whole
 from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool, WorkerTimeoutError
 from streamrag.starting import started_once

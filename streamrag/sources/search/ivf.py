@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.errors import ConfigurationError
-from streamrag.sources.index_folder import Manifest, said_kind
+from streamrag.sources.index.index_folder import Manifest, said_kind
+from streamrag.sources.index.inverted_lists import MOST_LISTS, require_faiss
 from streamrag.sources.options import is_growing
 from streamrag.sources.search.index_source import Found, IndexSource
-from streamrag.sources.search.ivf_search import MOST_LISTS, require_faiss
 from streamrag.sources.search.vector import VectorSource
 
 FIRST_PROBES, NUM_STAGES = 4, 5
@@ -43,7 +43,7 @@ class IvfSource(IndexSource):
     """Its name for errors and schedulers; give two sources that behave differently two names."""
 
     _kind = "ivf"
-    _handler = "streamrag.sources.search.ivf_search:make_searcher"
+    _handler = "streamrag.sources.index.inverted_lists:make_searcher"
 
     def __init__(
         self,

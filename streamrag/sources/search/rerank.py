@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.kinds import message_of
 from streamrag.reading import without_lone_surrogates
-from streamrag.sources.embedder import FUNCTION, NUM_CACHED_QUERIES, EmbedderPlace
+from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, EmbedderPlace
 
 if TYPE_CHECKING:
     from streamrag.sources.workers.worker_main import Handler

@@ -6,8 +6,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from streamrag.core import Chunk, SourceEvent, Update
-from streamrag.sources.index_folder import with_title
-from streamrag.sources.search.refining import Failures
+from streamrag.sources.index.index_folder import with_title
+from streamrag.sources.search.refinement import Failures
 
 SENTENCE_END = re.compile(r"(?<=[.!?…])\s+(?=[^\W\d_a-z]|[a-z]\w*[_=(.]\w)|(?<=[。！？])")
 """Before a capital, a letter of a script that has none, or a name as code has them."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from streamrag.errors import ConfigurationError
-from streamrag.sources.index_folder import Manifest
+from streamrag.sources.index.diskann import MAX_BEAM_WIDTH, require_diskann
+from streamrag.sources.index.index_folder import Manifest
 from streamrag.sources.options import check_whole, is_growing
-from streamrag.sources.search.diskann_search import MAX_BEAM_WIDTH, require_diskann
 from streamrag.sources.search.index_source import Found, IndexSource
 
 NUM_STAGES = 5
@@ -38,7 +38,7 @@ class VectorSource(IndexSource):
     """Its name for errors and schedulers; give two sources that behave differently two names."""
 
     _kind = "diskann"
-    _handler = "streamrag.sources.search.diskann_search:make_searcher"
+    _handler = "streamrag.sources.index.diskann:make_searcher"
 
     def __init__(
         self,

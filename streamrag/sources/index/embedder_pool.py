@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import IndexMismatchError
-from streamrag.sources.embedder import Embedder, find_embedder, unlike
-from streamrag.sources.index_folder import explain
+from streamrag.sources.index.embedder import Embedder, find_embedder, unlike
+from streamrag.sources.index.index_folder import explain
 from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
 
 if TYPE_CHECKING:
-    from streamrag.sources.embedder import Vectors
+    from streamrag.sources.index.embedder import Vectors
     from streamrag.sources.workers.worker_main import Handler
 
 JOB_TIMEOUT_S = 300.0
@@ -50,7 +50,7 @@ class EmbeddingPool:
             "dimension": made_with.dimension if made_with else None,
             "probe": made_with.probe if made_with else None,
         }
-        handler = "streamrag.sources.embedding:make_embedding"
+        handler = "streamrag.sources.index.embedder_pool:make_embedding"
         self.workers = WorkerPool(handler, options, size=size, name="embedding worker", env=place.env)
 
     async def start(self) -> Loaded:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.errors import IndexMismatchError
-from streamrag.sources.embedder import Embedder, unlike
-from streamrag.sources.index_folder import MANIFEST, PassageStore, sha256
+from streamrag.sources.index.embedder import Embedder, unlike
+from streamrag.sources.index.index_folder import MANIFEST, PassageStore, sha256
 
 
 class IndexSearcher(ABC):

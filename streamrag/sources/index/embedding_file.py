@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from streamrag.reading import parse_json, read_bytes
 
 if TYPE_CHECKING:
-    from streamrag.sources.embedder import Embedder, Vectors
+    from streamrag.sources.index.embedder import Embedder, Vectors
 
 KEPT = ("embedded.json", "embedded.keys", "embedded.f32")
 """The files of a building folder that stay when a build is stopped: the embedder, a key of each text, its vector."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.sources.search.refining import Failures, Pace, Refinement, TooSlowError
+from streamrag.sources.search.refinement import Failures, Pace, Refinement, TooSlowError
 
 A, B, C, D, E = chunks = [Chunk(letter, f"{letter}.md") for letter in "abcde"]
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import IndexExistsError, IndexMismatchError, VectorIndexError
 from streamrag.sources.building import OnProgress
-from streamrag.sources.embedder import PROBE_TOLERANCE, unlike
-from streamrag.sources.embedding import EmbeddingPool, Loaded
-from streamrag.sources.index_folder import with_title
+from streamrag.sources.index.embedder import PROBE_TOLERANCE, unlike
+from streamrag.sources.index.embedder_pool import EmbeddingPool, Loaded
+from streamrag.sources.index.index_folder import with_title
 from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.names import (
     identifier,

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import MissingDependencyError
-from streamrag.sources.index_folder import VECTORS, corrupt
-from streamrag.sources.search.search_worker import IndexSearcher, silence_stdout
+from streamrag.sources.index.index_folder import VECTORS, corrupt
+from streamrag.sources.index.index_searcher import IndexSearcher, silence_stdout
 from streamrag.sources.workers.memory_limit import memory_limited
 
 if TYPE_CHECKING:
-    from streamrag.sources.embedder import Vectors
+    from streamrag.sources.index.embedder import Vectors
     from streamrag.sources.workers.worker_main import Handler
 
 

@@ -10,7 +10,7 @@ from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, CutShort, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError
 from streamrag.retrieving import Retrieval
-from streamrag.sources.wrapped import WrappedSource
+from streamrag.sources.wrapper import WrappedSource
 from streamrag.tasks import cancel_regardless
 
 MAX_WAITING = 1024

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from streamrag.choice import relevant_terms, terms
 from streamrag.errors import IndexMismatchError, MissingDependencyError
-from streamrag.sources.index_folder import KEYWORDS, MANIFEST, PASSAGES, PassageStore, corrupt, sha256, with_title
-from streamrag.sources.relevance import relevant_terms, terms
+from streamrag.sources.index.index_folder import KEYWORDS, MANIFEST, PASSAGES, PassageStore, corrupt, sha256, with_title
 
 if TYPE_CHECKING:
-    from streamrag.sources.relevance import Stem
+    from streamrag.choice import Stem
     from streamrag.sources.workers.worker_main import Handler
 
 SCHEMA = ("CREATE TABLE lengths(lengths BLOB)", "CREATE TABLE postings(term TEXT PRIMARY KEY, ids BLOB, counts BLOB)")
