@@ -33,7 +33,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag.core import Chunk
 from streamrag.sources.index import diskann, inverted_lists
 from streamrag.sources.index.document_passages import (
     UnusableDocumentError,
@@ -48,7 +47,7 @@ from streamrag.sources.index.index_folder import (
     PASSAGES,
     Manifest,
     describe_files,
-    stored_line,
+    passage_line,
     with_title,
 )
 from streamrag.versions import installed_versions
@@ -98,7 +97,7 @@ def _lines(documents: Path) -> Iterator[str]:
         except UnusableDocumentError:
             continue
         for number, text in enumerate(split_document(document, PASSAGE_WORDS)):
-            yield stored_line(Chunk(text, document.uri, document.title, number))
+            yield passage_line({"uri": document.uri, "title": document.title, "passage": number, "text": text})
 
 
 def prepare(lines: list[str], vectors: Any, work: Path) -> None:
@@ -173,13 +172,13 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
     stages: list[dict[str, Any]]
     if kind == "ivf":
         assert manifest.num_lists
-        searcher: Any = inverted_lists._Searcher(num_lists=manifest.num_lists, **options)
+        searcher: Any = inverted_lists.FaissSearcher(num_lists=manifest.num_lists, **options)
         ends = (*PROBES, manifest.num_lists)
         stages = [{"after": after, "until": until} for after, until in pairwise([0, *ends])]
     else:
-        searcher = diskann._Searcher(**options)
+        searcher = diskann.DiskAnnSearcher(**options)
         stages = [{"complexity": length, "beam_width": 8} for length in LENGTHS]
-    searcher._index = searcher._open_index()
+    opened = searcher._open_index()
     num_queries = NUM_SLOW_QUERIES if is_slow else NUM_QUERIES
     times = np.zeros((num_queries, len(stages)))
     right, is_final = np.zeros_like(times), np.zeros_like(times)
@@ -191,7 +190,7 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
         for place, stage in enumerate(stages):
             nearer_than = best[-1][0] if len(best) == K else None
             started_s = time.perf_counter()
-            ids, distances = searcher._search(queries[number], {"k": K, "nearer_than": nearer_than, **stage})
+            ids, distances = searcher._search(opened, queries[number], {"k": K, "nearer_than": nearer_than, **stage})
             times[number, place] = time.perf_counter() - started_s
             found = list(zip(distances, ids, strict=True))
             best = sorted([*best, *found])[:K] if kind == "ivf" else found

@@ -15,7 +15,7 @@ from streamrag.cli.steps import StepLines, bar
 from streamrag.serve.config.source import dsn_of
 
 if TYPE_CHECKING:
-    from streamrag.sources.index.build import IndexSummary
+    from streamrag.sources.index.generation import IndexSummary
 
 DESCRIPTION = """\
 Splits every text, Markdown and HTML file below FOLDER into passages, embeds

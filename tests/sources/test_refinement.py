@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.sources.search.refinement import Failures, Pace, Refinement, TooSlowError
+from streamrag.sources.search.refinement import Failures, MeanDuration, Refinement
+from streamrag.sources.search.reranker import TooSlowError
 
 A, B, C, D, E = chunks = [Chunk(letter, f"{letter}.md") for letter in "abcde"]
 
@@ -61,10 +62,10 @@ def test_a_batch_leaves_what_stands_above_its_best_passage(data: st.DataObject) 
 
 
 def test_a_pace_is_unknown_at_first_and_then_a_running_mean() -> None:
-    pace = Pace()
+    pace = MeanDuration()
     assert pace.mean_s == float("inf")
     for took_s in (1.0, 2.0):
-        pace.note(took_s)
+        pace.add(took_s)
     assert pace.mean_s == pytest.approx(1.2)
 
 

@@ -222,18 +222,18 @@ async def test_a_pipeline_starts_it_and_cites_what_it_found(small: Path) -> None
     [
         ({"k": 0}, "k=0"),
         ({"k": 2.0}, "k=2.0"),
-        ({"beam_width": 65}, "beam_width=65 must be a whole number from 1 to 64"),
+        ({"beam_width": 65}, "beam_width=65 must be less than or equal to 64"),
         ({"num_workers": True}, "num_workers=True"),
         ({"ladder": ()}, r"ladder=\(\)"),
         ({"ladder": 20}, "ladder=20"),
-        ({"ladder": ("10",)}, "whole numbers"),
+        ({"ladder": ("10",)}, r"ladder\[0\]='10' must be a valid integer"),
         ({"ladder": (10, 10)}, "growing"),
         ({"k": 6, "ladder": (10, 20)}, "at least 2 [*] k = 12"),
-        ({"ladder": (10, 20.5)}, "whole numbers"),
+        ({"ladder": (10, 20.5)}, r"ladder\[1\]=20.5 must be a valid integer"),
     ],
 )
 def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"VectorSource: .*{message}"):
+    with pytest.raises(ConfigurationError, match=message):
         VectorSource("index", **options)
 
 

@@ -1,4 +1,4 @@
-"""How soon a source's result is final: counts over many queries, their file, and the probabilities that they give.
+"""Counts over many queries of how soon a source's result is final, their file, and the probabilities they give.
 
     stage           num_chunks of the hint: 3 stages left ─▶ 2 left ─▶ 1 left ─▶ 0 left ─▶ end
     stable          stages before this one at which the same was there already
@@ -22,28 +22,28 @@ FORMAT = "streamrag-calibration"
 VERSION = 1
 MAX_STAGES = 64
 MAX_LENGTH = 64
-"""Leading passages that are looked at one by one; of more, it is known whether all are final, and in order."""
+"""Most leading passages that are counted one by one; beyond, only all passages and their order are."""
 MAX_STABLE = 8
-"""Stands for so many stages and more."""
+"""Stands for this many stages and more."""
 MAX_NUM = 1_000_000
-"""Queries, at most."""
+"""Most queries."""
 MAX_SECONDS = 1e6
 MAX_TIMES = 16
-"""Examples of how long a stage takes."""
+"""Most examples of how long a stage takes."""
 MAX_COUNTS = MAX_STAGES * (MAX_LENGTH + 2) * (MAX_STABLE + 1)
 MAX_VALUES = 8 * MAX_COUNTS + 6 * MAX_STAGES * MAX_TIMES
 
 What: TypeAlias = Literal["prefix", "order", "set"]
-"""Of what it is asked whether it is final: the first passages; all of them and their order; all of them, in any."""
+"""Parts of a result that may be final: the first passages; all and their order; all, in any order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Of the queries for which this was `stable` for so many stages when so many were `left`, how many had it final."""
+    """Number of queries for which a part was `stable` for some stages when `left` were left; how many had it final."""
 
     what: What
     length: int
-    """Passages of the prefix; 0 for what is not about one."""
+    """Number of passages of the prefix; 0 for other parts."""
     left: int
     stable: int
     num: int
@@ -60,7 +60,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How time went on after a stage, for one query or a few that are alike."""
+    """Times after a stage, for one query or a few that are alike."""
 
     next_s: float
     """Seconds until the next stage, or the end."""
@@ -79,9 +79,9 @@ class Stage:
     late_s: float
     """Seconds until the next stage: nine of ten queries took no longer."""
     when_final: tuple[Times, ...]
-    """Of queries whose result was final, all of it and in order; evenly spaced by `end_s`."""
+    """Times of queries whose result was final, all of it and in order; evenly spaced by `end_s`."""
     when_not: tuple[Times, ...]
-    """Of the others."""
+    """Times of the other queries."""
 
     def __post_init__(self) -> None:
         num_times = max(len(self.when_final), len(self.when_not))
@@ -91,16 +91,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """How soon the result of a source is final, as `calibrate` found it.
+    """A record of how soon a source's result is final, which `calibrate` makes.
 
-    It is of one source with one set of options: another index, `k` or ladder wants another.
+    A calibration is of one source with one set of options: another index, `k` or ladder wants another.
     """
 
     source: str
     """The source's name."""
     num_queries: int
     stages: tuple[Stage, ...]
-    """By how many stages are left: the last stage first."""
+    """Stages by how many are left: the last stage first."""
     counts: tuple[Count, ...]
     provenance: Mapping[str, str] = field(default_factory=dict)
 
@@ -113,7 +113,7 @@ class Calibration:
             raise ValueError("a count is of a stage, or of more queries, than there are")
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, whole or not at all.
+        """Write the calibration as JSON, whole or not at all.
 
         :raises ConfigurationError: the file cannot be written.
         """
@@ -121,7 +121,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Calibration":
-        """What `write` wrote. The file may be anybody's: what cannot be is refused, and its size is limited.
+        """Read a file that `write` wrote. It may be anybody's: what cannot be is refused, and its size is limited.
 
         :raises ConfigurationError: the file cannot be read, or is no calibration, or of another version.
         """
@@ -163,7 +163,7 @@ class Odds:
         self.num_stages = len(calibration.stages)
 
     def final(self, what: What, length: int, left: int, stable: int | None = None) -> float:
-        """The probability that this is final, when so many stages are left. Without `stable`, however long it was."""
+        """Return the probability that a part is final when `left` stages are; without `stable`, however long it was."""
         num, num_final = self._at_stage.get((what, length, left), (0, 0))
         at_stage = (num_final + 1) / (num + 2)
         if stable is None:
@@ -172,7 +172,7 @@ class Odds:
         return (num_final + 2 * at_stage) / (num + 2)
 
     def prefixes(self, left: int, stable: list[int]) -> list[float]:
-        """For each length of prefix, from 1, the probability that it is final; `stable` has one number for each.
+        """Return the probability that each prefix is final, by length from 1; `stable` has a number for each.
 
         A longer prefix is never the likelier one. Those that are too long to be known are as likely as the longest.
         """

@@ -7,14 +7,13 @@ from math import inf
 
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Skipped, Source, SourceEvent, Update
-from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, short
 from streamrag.retrieving import Retrieval
-from streamrag.sources.emission.timeouts import with_silences
-from streamrag.sources.wrapper import WrappedSource
+from streamrag.sources.emission.timeouts import with_timeouts
+from streamrag.sources.wrapper import SourceWrapper
+from streamrag.support.validation import SecondsOrZero, validated
 
 
-class NearEnd(WrappedSource):
+class NearEnd(SourceWrapper):
     """Holds back the updates of `source` until it expects to end in `lead_s` seconds, and then sends the newest.
 
     Prefilling needs no more time than that before the end. What is prefilled sooner gains nothing: a later update may
@@ -31,22 +30,21 @@ class NearEnd(WrappedSource):
     :raises ConfigurationError: a lead that is no number of seconds.
     """
 
-    def __init__(self, source: Source, lead_s: float, *, clock: Clock = monotonic) -> None:
+    @validated
+    def __init__(self, source: Source, lead_s: SecondsOrZero, *, clock: Clock = monotonic) -> None:
         super().__init__(source)
-        if not is_number(lead_s) or not 0 <= lead_s < inf:
-            raise ConfigurationError(f"NearEnd: lead_s={short(lead_s)} must be a number of seconds, at least 0")
         self._lead_s = lead_s
         self._clock = clock
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """The source's events, some of its updates later or never; close it if it is not read to its end."""
+        """Yield the source's events, some of its updates later or never; close it if it is not read to its end."""
         held: Update | None = None
         due_s = 0.0
 
-        def patience_s() -> float | None:
+        def timeout_s() -> float | None:
             return None if held is None else max(due_s - self._clock(), 0.0)
 
-        def released() -> Update:
+        def release() -> Update:
             nonlocal held
             update, held = held, None
             assert update is not None
@@ -56,7 +54,7 @@ class NearEnd(WrappedSource):
 
         async with aclosing(Retrieval(self._source, query).events()) as events:
             try:
-                async with aclosing(with_silences(events, patience_s)) as coming:
+                async with aclosing(with_timeouts(events, timeout_s)) as coming:
                     async for event in coming:
                         if isinstance(event, Update):
                             held = None
@@ -65,12 +63,12 @@ class NearEnd(WrappedSource):
                                 held, due_s = event, self._clock() + end_s - self._lead_s
                                 continue
                         elif held is not None and not isinstance(event, Skipped):
-                            yield released()
+                            yield release()
                         if event is not None:
                             yield event
-            except Exception:  # whatever a source of anybody's raises: what it had sent before counts
+            except Exception:  # any source may raise anything: what it had sent before counts
                 if held is not None:
-                    yield released()
+                    yield release()
                 raise
             if held is not None:
-                yield released()
+                yield release()

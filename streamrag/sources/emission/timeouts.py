@@ -1,4 +1,4 @@
-"""Events of a source, and its silences."""
+"""Events of a source, and timeouts between them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -9,18 +9,18 @@ from streamrag.tasks import cancel_regardless
 _END = object()
 
 
-async def with_silences(
-    events: AsyncGenerator[SourceEvent, None], patience_s: Callable[[], float | None]
+async def with_timeouts(
+    events: AsyncGenerator[SourceEvent, None], timeout_s: Callable[[], float | None]
 ) -> AsyncGenerator[SourceEvent | None, None]:
-    """Each event, and None whenever `patience_s()` seconds have passed without one; it is asked anew each time.
+    """Yield each event, and None whenever `timeout_s()` seconds have passed without one; it is called anew each time.
 
-    To be closed before `events`, which it leaves open.
+    Close it before `events`, which it leaves open.
     """
     pending: asyncio.Task[object] | None = None
     try:
         while True:
             pending = pending or asyncio.create_task(_next(events), name="streamrag held back")
-            await asyncio.wait([pending], timeout=patience_s())
+            await asyncio.wait([pending], timeout=timeout_s())
             if not pending.done():
                 yield None
                 continue

@@ -4,7 +4,7 @@ import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,18 +33,18 @@ FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True)
 class EmbedderPlace:
-    """Where a worker loads an embedder from."""
+    """The place that a worker loads an embedder from."""
 
     name: str
-    """As the index remembers it: a path is absolute."""
+    """The name that the index remembers; a path is absolute."""
     location: str
     """A path, a name on the Hugging Face hub, or `module:function`."""
     env: dict[str, str]
-    """For the worker's environment."""
+    """Variables for the worker's environment."""
 
 
 def find_embedder(embedder: str) -> EmbedderPlace:
-    """Where the embedder of this name is. The name is the caller's own word: it may import code, and download.
+    """Return where the embedder of this name is. The name is the caller's own: it may import code, and download.
 
     :raises ConfigurationError: a path at which there is nothing.
     :raises MissingDependencyError: it needs a package that is not installed.
@@ -70,14 +70,17 @@ def find_embedder(embedder: str) -> EmbedderPlace:
     return EmbedderPlace(embedder, embedder, {"TOKENIZERS_PARALLELISM": "false"})
 
 
-def embedder_of_index(folder: Path, name: str) -> EmbedderPlace:
-    """Where the embedder is that made an index, if it is the one that comes with streamrag.
+def embedder_of_index(folder: Path, name: str, named: str | None) -> EmbedderPlace:
+    """Return where the embedder is that the caller `named`, or else the one that made an index, if it comes with
+    streamrag.
 
-    A manifest is a stranger's word: what else it names is neither imported, nor opened, nor downloaded.
+    Anybody may have written the manifest: what else it names is neither imported, nor opened, nor downloaded.
 
     :raises IndexMismatchError: it is another one; the message says how the caller names it.
     :raises MissingDependencyError: its package is not installed.
     """
+    if named is not None:
+        return find_embedder(named)
     if name.removeprefix("sentence-transformers/") != DEFAULT_EMBEDDER:
         raise IndexMismatchError(
             f"{folder} was made with embedder={name!r}, and nothing is loaded because a file names it. "
@@ -88,23 +91,35 @@ def embedder_of_index(folder: Path, name: str) -> EmbedderPlace:
     return find_embedder(DEFAULT_EMBEDDER)
 
 
-def unlike(gives: int, dimension: int) -> str:
-    """How an embedder differs from that of vectors of so many dimensions."""
-    if gives != dimension:
-        return f"that one gives {gives} dimensions, and the vectors have {dimension}"
-    return f"that one gives other vectors for the same text, of {dimension} dimensions too"
+@dataclass(frozen=True, slots=True)
+class EmbedderIdentity:
+    """The vectors' dimension and a sample of them, which tell embedders apart whatever they are called."""
+
+    name: str
+    dimension: int
+    probe: tuple[float, ...]
+    """First numbers of the vector of `PROBE`; empty if they are not known."""
+
+    def difference(self, made_with: "EmbedderIdentity") -> str:
+        """Return how this embedder differs from the one that vectors were made with; empty if it does not."""
+        if self.dimension != made_with.dimension:
+            return f"that one gives {self.dimension} dimensions, and the vectors have {made_with.dimension}"
+        is_near = all(abs(a - b) < PROBE_TOLERANCE for a, b in zip(self.probe, made_with.probe, strict=False))
+        if is_near and (len(self.probe) == len(made_with.probe) or not self.probe or not made_with.probe):
+            return ""
+        return f"that one gives other vectors for the same text, of {self.dimension} dimensions too"
 
 
 class Embedder:
     """A model, or a caller's function, that has been loaded.
 
-    `embedder` is what the caller named it, for messages. `device` is torch's; None takes a GPU if there is one.
+    `name` is what the caller named it, for messages. `device` is torch's; None takes a GPU if there is one.
 
     :raises ConfigurationError: it cannot be loaded, or what it gives are no embeddings.
     """
 
-    def __init__(self, location: str, embedder: str, *, num_threads: int, device: str | None) -> None:
-        self._embedder = embedder
+    def __init__(self, location: str, name: str, *, num_threads: int, device: str | None) -> None:
+        self._name = name
         self.dimension = 0
         try:
             self._encode_passages, self._encode_query = _load(location, num_threads, device)
@@ -113,20 +128,24 @@ class Embedder:
         self.query = lru_cache(NUM_CACHED_QUERIES)(self._query)
         probe = self.query(PROBE)
         self.dimension = len(probe)
-        self.probe = [round(float(value), 4) for value in probe[:NUM_PROBE_VALUES]]
-        """Tells embedders apart, whatever they are called and wherever they come from."""
+        self.identity = EmbedderIdentity(
+            name, self.dimension, tuple(round(float(value), 4) for value in probe[:NUM_PROBE_VALUES])
+        )
 
-    def matches(self, dimension: int, probe: list[float]) -> bool:
-        """Whether this is the embedder that `dimension` and `probe` are from."""
-        near = (abs(a - b) < PROBE_TOLERANCE for a, b in zip(self.probe, probe, strict=False))
-        return self.dimension == dimension and len(self.probe) == len(probe) and all(near)
+    def require(self, made_with: EmbedderIdentity, vectors: str) -> None:
+        """:raises IndexMismatchError: `vectors`, as the message names them, were made with another embedder."""
+        if how := self.identity.difference(made_with):
+            raise IndexMismatchError(
+                f"{vectors} were not made with embedder={self._name!r}: {how}. Name the embedder that they were made "
+                "with, or make them again"
+            )
 
     def passages(self, texts: list[str]) -> "Vectors":
-        """(len(texts), dimension), each row of length 1."""
+        """Return the texts' vectors, (len(texts), dimension), each row of length 1."""
         return self._units(texts, self._encode_passages)
 
     def _query(self, text: str) -> "Vectors":
-        """(dimension,), of length 1. The last 256 are remembered: each stage of a search asks again."""
+        """Return (dimension,), of length 1. The last 256 are remembered: each stage of a search asks again."""
         vector: Vectors = self._units([text], self._encode_query)[0]
         return vector
 
@@ -149,11 +168,11 @@ class Embedder:
         return units
 
     def _error(self, what: str) -> ConfigurationError:
-        return ConfigurationError(f"embedder={self._embedder!r} {what}")
+        return ConfigurationError(f"embedder={self._name!r} {what}")
 
 
 def _load(location: str, num_threads: int, device: str | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What embeds passages, and what embeds queries; some models make a difference."""
+    """Return what embeds passages, and what embeds queries; some models make a difference."""
     if FUNCTION.fullmatch(location):
         module, _, name = location.partition(":")
         function = getattr(importlib.import_module(module), name)
@@ -164,10 +183,4 @@ def _load(location: str, num_threads: int, device: str | None) -> tuple[Callable
     torch.set_num_threads(num_threads)
     model = SentenceTransformer(location, device=device)
 
-    def encode_passages(texts: list[str]) -> Any:
-        return model.encode_document(texts, show_progress_bar=False)
-
-    def encode_query(texts: list[str]) -> Any:
-        return model.encode_query(texts, show_progress_bar=False)
-
-    return encode_passages, encode_query
+    return partial(model.encode_document, show_progress_bar=False), partial(model.encode_query, show_progress_bar=False)

@@ -1,21 +1,23 @@
-"""Rerankers: what scores passages for a query by reading both, slowly.
+"""Rerankers, which score passages for a query by reading both, slowly; in worker processes."""
 
-`find_reranker` runs in the caller's process and imports nothing heavy; the rest in workers only.
-"""
-
+import asyncio
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.core import Progress
+from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
 from streamrag.kinds import message_of
 from streamrag.reading import without_lone_surrogates
 from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, EmbedderPlace
+from streamrag.sources.index.worker_jobs import run_in_each, run_job
+from streamrag.sources.workers.pool import Share, WorkerPool
+from streamrag.tasks import cancel_regardless
 
 if TYPE_CHECKING:
     from streamrag.sources.workers.worker_main import Handler
@@ -23,23 +25,27 @@ if TYPE_CHECKING:
 LATE_INTERACTION = "late-interaction"
 
 Score: TypeAlias = Callable[[str, list[str]], Sequence[float]]
-"""A query and passages to one score for each; larger is better."""
+"""A function of a query and passages to one score for each; larger is better."""
+
+
+class TooSlowError(SourceError):
+    """Reranking took longer than it may for one query."""
 
 
 @dataclass(frozen=True, slots=True)
 class RerankerPlace:
-    """Where a worker loads a reranker from."""
+    """The place that a worker loads a reranker from."""
 
     name: str
-    """As the caller named it, for messages."""
+    """The caller's name of it, for messages."""
     kind: str
     location: str
     env: dict[str, str]
-    """For the worker's environment."""
+    """Variables for the worker's environment."""
 
 
 def find_reranker(reranker: str, embedder: EmbedderPlace) -> RerankerPlace:
-    """Where the reranker of this name is. The name is the caller's own word: it may import code, and download.
+    """Return where the reranker of this name is. The name is the caller's own: it may import code, and download.
 
     :raises ConfigurationError: a path at which there is nothing, or an embedder that has no token embeddings.
     :raises MissingDependencyError: it needs a package that is not installed.
@@ -68,6 +74,73 @@ def find_reranker(reranker: str, embedder: EmbedderPlace) -> RerankerPlace:
     return RerankerPlace(reranker, "cross-encoder", reranker, {"TOKENIZERS_PARALLELISM": "false"})
 
 
+class RerankerPool:
+    """Processes that rerank, each with a model of its own.
+
+    timeout_s: how long reranking may take for one query, waiting for a worker included.
+    """
+
+    def __init__(self, place: RerankerPlace, *, device: str, size: int, timeout_s: float) -> None:
+        options = {"kind": place.kind, "location": place.location, "name": place.name, "device": device}
+        handler = "streamrag.sources.search.reranker:make_handler"
+        self.workers = WorkerPool(handler, options, size=size, name="reranking worker", env=place.env)
+        self._name = place.name
+        self._timeout_s = timeout_s
+        self.loading: asyncio.Task[object] | None = None
+
+    async def start(self, progress: Progress) -> None:
+        """Load the reranker in each worker; a model may be downloaded.
+
+        :raises ConfigurationError: it cannot be loaded.
+        :raises WorkerError: a worker cannot start.
+        """
+        progress(f"loading the reranker {self._name}")
+        await self.workers.start()
+        await run_in_each(self.workers, {"do": "load"})
+
+    async def aclose(self) -> None:
+        """Stop the workers."""
+        if self.loading:
+            await cancel_regardless([self.loading])
+        await self.workers.aclose()
+
+    def scorer(self, query: str, *, is_one_deadline: bool = False) -> Callable[[list[str]], Awaitable[list[float]]]:
+        """Return an async function of texts to a number for each, larger for better.
+
+        It raises SourceError if reranking fails, and TooSlowError if a call takes too long; with `is_one_deadline`, if
+        all calls together do. A worker that was replaced loads its model again.
+        """
+        share, began_s = Share(), _now()
+
+        async def score(texts: list[str]) -> list[float]:
+            return await self._score(query, texts, share, (began_s if is_one_deadline else _now()) + self._timeout_s)
+
+        return score
+
+    async def _score(self, query: str, texts: list[str], share: Share, end_s: float) -> list[float]:
+        try:
+            async with asyncio.timeout_at(end_s):
+                job = {"do": "score", "query": query, "texts": texts}
+                scores: list[float] = (await run_job(self.workers, job, share, timeout_s=None))["scores"]
+                return scores
+        except TimeoutError:
+            self._load_again()
+            raise TooSlowError(f"it took longer than {self._timeout_s:g} s") from None
+        except SourceError:
+            self._load_again()
+            raise
+
+    def _load_again(self) -> None:
+        """Load a replaced worker's model in the background, which no query whose time runs out stops again."""
+        if self.loading is None or self.loading.done():
+            self.loading = asyncio.create_task(run_in_each(self.workers, {"do": "load"}), name="load a reranker")
+            self.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 # --------------------------------------------------------------------------------------------------- in the workers
 
 
@@ -93,7 +166,7 @@ def _cross_encoder(location: str, device: str) -> Score:
 
 
 def _late_interaction(location: str, device: str) -> Score:
-    """For each token of the query the most similar token of the passage; the mean of those similarities.
+    """Score by the most similar token of the passage for each token of the query: the mean of those similarities.
 
     Source: Khattab and Zaharia, "ColBERT", SIGIR 2020. Theirs are embeddings trained for it; these are whatever a model
     for whole texts has inside.
@@ -106,7 +179,7 @@ def _late_interaction(location: str, device: str) -> Score:
     special = torch.tensor(model.tokenizer.all_special_ids)
 
     def tokens(encode: Callable[..., Any], texts: list[str]) -> list[Any]:
-        """For each text (its number of tokens, dimension), rows of length 1, without [CLS] and the like."""
+        """Return (number of tokens, dimension) for each text, rows of length 1, without [CLS] and the like."""
         made = encode(texts, output_value=None, batch_size=len(texts), show_progress_bar=False)
         kept = [row["token_embeddings"][_is_text(row, special)] for row in made]
         return [torch.nn.functional.normalize(rows.float().cpu(), dim=-1) for rows in kept]
@@ -139,13 +212,15 @@ _KINDS: dict[str, Callable[[str, str], Score]] = {
 }
 
 
-class _Reranker:
-    def __init__(self, *, kind: str, location: str, name: str, device: str) -> None:
-        self._kind, self._location, self._name, self._device = kind, location, name, device
-        self._score: Score | None = None
+@dataclass
+class _Handler:
+    kind: str
+    location: str
+    name: str
+    device: str
 
     def handle(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """`load` may be left out: a worker that replaces another starts at `score`."""
+        """Answer `load`, which may be left out, and `score`."""
         match header:
             case {"do": "load"}:  # a model of another kind, as one with three classes, is found here
                 return self._scores("What is this?", ["This is a passage.", "And another one."])
@@ -154,7 +229,7 @@ class _Reranker:
         raise AssertionError(header)
 
     def _scores(self, query: str, texts: list[str]) -> dict[str, Any]:
-        score = self._score = self._score or self._load()
+        score = self._score
         try:
             found = score(without_lone_surrogates(query), [without_lone_surrogates(text) for text in texts])
             scores = [float(each) for each in found]
@@ -164,16 +239,17 @@ class _Reranker:
             raise self._error(f"gave {str(scores)[:100]} for {len(texts)} passages; it must give a finite number each")
         return {"scores": scores}
 
-    def _load(self) -> Score:
+    @cached_property
+    def _score(self) -> Score:
         try:
-            return _KINDS[self._kind](self._location, self._device)
+            return _KINDS[self.kind](self.location, self.device)
         except Exception as error:  # anybody's files or code: whatever it raises, it cannot be loaded
             raise self._error(f"cannot be loaded: {type(error).__name__}: {message_of(error)}") from error
 
     def _error(self, what: str) -> ConfigurationError:
-        return ConfigurationError(f"reranker={self._name!r} {what}")
+        return ConfigurationError(f"reranker={self.name!r} {what}")
 
 
-def make_reranker(**options: Any) -> "Handler":
-    """For `WorkerPool`. Nothing is loaded before the first job, so that its errors are errors of a job."""
-    return _Reranker(**options).handle
+def make_handler(**options: Any) -> "Handler":
+    """Return a handler for `WorkerPool`. Nothing is loaded before the first job, so that its errors are the job's."""
+    return _Handler(**options).handle
