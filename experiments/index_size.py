@@ -188,9 +188,9 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
         results = []
         best: list[tuple[float, int]] = []
         for place, stage in enumerate(stages):
-            nearer_than = best[-1][0] if len(best) == K else None
+            options = {"nearer_than": best[-1][0] if len(best) == K else None} if kind == "ivf" else {}
             started_s = time.perf_counter()
-            ids, distances = searcher._search(opened, queries[number], {"k": K, "nearer_than": nearer_than, **stage})
+            ids, distances = searcher._search(opened, queries[number], k=K, **stage, **options)
             times[number, place] = time.perf_counter() - started_s
             found = list(zip(distances, ids, strict=True))
             best = sorted([*best, *found])[:K] if kind == "ivf" else found

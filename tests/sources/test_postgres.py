@@ -470,9 +470,9 @@ async def test_a_configuration_of_words_that_is_not_there_is_an_error_of_the_sta
         ({"columns": {"text": None}}, r"columns\['text'\]=None"),
         ({"columns": {"title": ""}}, r"columns\['title'\]=''"),
         ({"ladder": (10, 10)}, "ladder="),
-        ({"ladder": (0,)}, "ladder="),
+        ({"ladder": (0,)}, r"ladder\[0\]=0"),
         ({"ladder": 10}, "ladder=10"),
-        ({"ladder": ("10",)}, "ladder="),
+        ({"ladder": ("10",)}, r"ladder\[0\]="),
     ],
 )
 def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:

@@ -1,7 +1,7 @@
 """A source whose updates are sent when they are worth it."""
 
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from math import inf
@@ -17,12 +17,10 @@ from streamrag.engine.profile_files import load_profile
 from streamrag.errors import ConfigurationError
 from streamrag.kinds import is_number, short
 from streamrag.modes import UpdateMode
-from streamrag.retrieving import Retrieval
 from streamrag.sources.emission.best_length import EngineGuess, Held, best_length, futures
 from streamrag.sources.emission.calibrate import Place, place, stages_left
 from streamrag.sources.emission.calibration import Calibration, Odds, Stage, Times
-from streamrag.sources.emission.timeouts import with_timeouts
-from streamrag.sources.wrapper import SourceWrapper
+from streamrag.sources.emission.held_updates import HoldingSource
 from streamrag.support.validation import Count, Number, validated
 
 NumberOrZero = Annotated[Number, Field(ge=0)]
@@ -43,7 +41,7 @@ def estimate_tokens(chunk: Chunk) -> int:
     return len(chunk.text) // CHARACTERS_PER_TOKEN + NUM_HEADING_TOKENS
 
 
-class WorthSending(SourceWrapper):
+class WorthSending(HoldingSource):
     """Passes on an update of `source` when that is worth it, and at the latest when retrieval ends.
 
     A search that refines its result changes it most while little is known. What is sent too early is computed in vain,
@@ -105,24 +103,14 @@ class WorthSending(SourceWrapper):
         """Yield the source's events, some of them later or never; close it if it is not read to its end."""
         self.num_streams += 1
         try:
-            async with aclosing(Retrieval(self._source, query).events()) as events:
-                state = _State(self)
-                try:
-                    async with aclosing(with_timeouts(events, state.timeout_s)) as coming:
-                        async for event in coming:
-                            if event is not None:
-                                for each in state.take(event):
-                                    yield each
-                            elif (update := state.reconsider()) is not None:
-                                yield update
-                except Exception:  # any source may raise anything: what it had sent before counts
-                    if (update := state.rest()) is not None:
-                        yield update
-                    raise
-                if (update := state.rest()) is not None:
-                    yield update
+            async with aclosing(super().stream(query)) as events:
+                async for event in events:
+                    yield event
         finally:
             self.num_streams -= 1
+
+    def _new_updates(self) -> "_WorthwhileUpdates":
+        return _WorthwhileUpdates(self)
 
     def num_others(self) -> float:
         """Return the number of other requests at the same time, as far as is known."""
@@ -144,8 +132,8 @@ class _Stage:
     began_s: float
 
 
-class _State:
-    """The state of one retrieval: the events that came, and the passages that were sent."""
+class _WorthwhileUpdates:
+    """The events of one retrieval, and the passages that were sent."""
 
     def __init__(self, owner: WorthSending) -> None:
         self._owner = owner
@@ -163,14 +151,13 @@ class _State:
 
     # ------------------------------------------------------------------------------------------------- the events
 
-    def take(self, event: SourceEvent) -> list[SourceEvent]:
-        """Take an event of the source, and return the events to pass on now."""
+    def take(self, event: SourceEvent) -> Sequence[SourceEvent]:
         if isinstance(event, Skipped):
             return [event]
         if isinstance(event, CutShort):
             rest = self.rest()
             self._stage = None
-            return [event] if rest is None else [rest, event]
+            return [*rest, event]
         was_held = self._is_held
         self._context = UpdateMode().fold(self._context, event)
         if isinstance(event, Update) and self._owes_update is None:
@@ -180,19 +167,17 @@ class _State:
         if self._stage is None or self._stage.left == 0 or (isinstance(event, Append) and not was_held):
             self._send(len(self._context), is_update=was_held or isinstance(event, Update))
             return [Update(self._context, event.hint) if was_held and isinstance(event, Append) else event]
-        update = self._worthwhile_update()
-        return [] if update is None else [update]
+        return self._worthwhile_update()
 
     def timeout_s(self) -> float | None:
-        """Return how long to wait for the source's next event; None if nothing is held back."""
         if self._stage is None or not self._is_held:
             return None
         late_s = self._owner._calibration.stages[self._stage.left].late_s
         until_late_s = self._stage.began_s + late_s - self._now_s()
         return max(min(until_late_s, late_s / NUM_LOOKS), MIN_WAIT_S)  # never so little that no time passes
 
-    def reconsider(self) -> Update | None:
-        """Return an update if one is worth it after `timeout_s` without an event: a stage may have changed nothing."""
+    def reconsider(self) -> Sequence[Update]:
+        """Take it that a stage that is late has changed nothing."""
         assert self._stage is not None
         left, began_s = self._stage.left, self._stage.began_s
         stage = self._owner._calibration.stages[left]
@@ -203,13 +188,12 @@ class _State:
             self._stage = _Stage(left - 1, began_s + min(_typical_s(stage), stage.late_s))
         return self._worthwhile_update()
 
-    def rest(self) -> Update | None:
-        """Return all that is held back; None if nothing is."""
+    def rest(self) -> Sequence[Update]:
         if not self._is_held:
-            return None
+            return ()
         hint = self._hint_now()
         self._send(len(self._context))
-        return Update(self._context, hint)
+        return [Update(self._context, hint)]
 
     # ---------------------------------------------------------------------------------------------------- the rule
 
@@ -231,7 +215,7 @@ class _State:
         num_same = _num_same(places, [known for known, _ in self._since])
         self._since = [*self._since[:num_same], *((each, left) for each in places[num_same:])]
 
-    def _worthwhile_update(self) -> Update | None:
+    def _worthwhile_update(self) -> Sequence[Update]:
         assert self._stage is not None
         owner, left, now_s = self._owner, self._stage.left, self._now_s()
         self._guess.pass_until(now_s)
@@ -245,10 +229,10 @@ class _State:
         )
         length = best_length(held, self._guess, whole_only=owner._whole_only)
         if length is None:
-            return None
+            return ()
         hint = self._hint_now()
         self._send(length)
-        return Update(self._context[:length], hint)
+        return [Update(self._context[:length], hint)]
 
     def _times(self, stage: Stage) -> "tuple[list[tuple[float, float]], list[tuple[float, float]]]":
         """Return seconds until the next stage and until the end, if the result is final and if it is not."""

@@ -17,11 +17,10 @@ from streamrag.sources.index.index_folder import (
     read_passages,
     with_title,
 )
-from streamrag.sources.index.index_searcher import silence_stdout
+from streamrag.sources.index.worker_jobs import JobHandler, silence_stdout
 
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors
-    from streamrag.sources.workers.worker_main import Handler
 
 
 class _OldVectors:
@@ -49,7 +48,9 @@ class _OldVectors:
 
 
 @dataclass
-class _Builder:
+class IndexBuilder(JobHandler):
+    """Answers `load` first, then `embed` for each batch of texts, then `finish`."""
+
     folder: str
     kind: IndexKind
     location: str
@@ -57,17 +58,11 @@ class _Builder:
     num_threads: int
     old: str | None
 
-    def handle(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Answer `load` first, then `embed` for each batch of texts, then `finish`."""
-        match header:
-            case {"do": "load"}:
-                identity, *_ = self._embedder.identity, self._old_vectors, self._embedded
-                return {"dimension": identity.dimension, "probe": identity.probe}
-            case {"do": "embed", "texts": texts}:
-                return {"num_embedded": self._embed(texts)}
-            case {"do": "finish", "num_passages": num_passages}:
-                return self._finish(Path(self.folder), num_passages)
-        raise AssertionError(header)
+    def load(self) -> dict[str, Any]:
+        """Load the embedder, and open the vectors that there are."""
+        silence_stdout()
+        identity, *_ = self._embedder.identity, self._old_vectors, self._embedded
+        return {"dimension": identity.dimension, "probe": identity.probe}
 
     @cached_property
     def _embedder(self) -> Embedder:
@@ -81,15 +76,17 @@ class _Builder:
     def _embedded(self) -> EmbeddingFile:
         return EmbeddingFile(Path(self.folder), self._embedder, self.location)
 
-    def _embed(self, texts: list[str]) -> int:
-        """Embed what has no vector yet, and return how many texts that are."""
+    def embed(self, texts: list[str]) -> dict[str, Any]:
+        """Embed what has no vector yet."""
         old = self._old_vectors.rows if self._old_vectors else {}
         unknown = {key: text for text in texts if (key := key_of(text)) not in old and key not in self._embedded}
         if unknown:
             self._embedded.add(list(unknown), self._embedder.passages(list(unknown.values())))
-        return len(unknown)
+        return {"num_embedded": len(unknown)}
 
-    def _finish(self, folder: Path, num_passages: int) -> dict[str, Any]:
+    def finish(self, num_passages: int) -> dict[str, Any]:
+        """Have the library write its files."""
+        folder = Path(self.folder)
         vectors = self._arrange(folder, num_passages)
         if self.kind == "ivf":
             centroids = self._old_vectors.centroids if self._old_vectors else None
@@ -110,9 +107,3 @@ class _Builder:
                 key = key_of(with_title(fields["title"], fields["text"]))
                 file.write(embedded[rows[key]] if key in rows or not old else old.vectors[old.rows[key]])
         return np.memmap(folder / VECTORS, np.float32, "r", shape=(num_passages, self._embedder.dimension))
-
-
-def make_handler(**options: Any) -> "Handler":
-    """Return a handler for `WorkerPool`."""
-    silence_stdout()
-    return _Builder(**options).handle

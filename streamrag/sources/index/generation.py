@@ -21,7 +21,7 @@ from streamrag.errors import VectorIndexError, WorkerError
 from streamrag.files import exchange_folders, sync
 from streamrag.scratch import held, locked_folder
 from streamrag.sources.index.document_passages import OnProgress, nothing_to_index
-from streamrag.sources.index.embedder import EmbedderPlace
+from streamrag.sources.index.embedder import ModelPlace
 from streamrag.sources.index.embedder_pool import num_build_threads
 from streamrag.sources.index.embedding_file import KEPT
 from streamrag.sources.index.index_folder import (
@@ -78,7 +78,7 @@ class Generation:
     def __init__(
         self,
         out: Path,
-        place: EmbedderPlace,
+        place: ModelPlace,
         kind: IndexKind,
         passage_words: int,
         on_progress: OnProgress | None,
@@ -160,7 +160,7 @@ class Generation:
             "num_threads": num_build_threads(),
             "old": str(old) if old else None,
         }
-        handler = "streamrag.sources.index.build_worker:make_handler"
+        handler = "streamrag.sources.index.build_worker:IndexBuilder"
         pool = WorkerPool(handler, options, size=1, name="index building worker", env=self._place.env)
         try:
             await pool.start()

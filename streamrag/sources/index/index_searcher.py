@@ -1,8 +1,6 @@
 """The inside of the worker processes that search an index, whatever its kind."""
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +8,11 @@ from typing import Any
 
 from streamrag.sources.index.embedder import Embedder, EmbedderIdentity
 from streamrag.sources.index.index_folder import PassageStore, check_unchanged
+from streamrag.sources.index.worker_jobs import JobHandler, silence_stdout
 
 
 @dataclass
-class IndexSearcher(ABC):
+class IndexSearcher(JobHandler, ABC):
     """Answers the jobs of a source. What is special to a kind of index is in `_open_index` and `_search`."""
 
     _: KW_ONLY
@@ -28,19 +27,20 @@ class IndexSearcher(ABC):
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
 
-    def handle(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Answer `load`, `open` and `search`, in any order: a worker that replaces another starts at `search`."""
-        match header:
-            case {"do": "load"}:
-                return {"dimension": self._embedder.dimension}
-            case {"do": "open"}:
-                return {"num_passages": len(self._opened[1])}
-            case {"do": "search", "query": query}:
-                vector = self._embedder.query(query)
-                index, passages = self._opened
-                ids, distances = self._search(index, vector, header)
-                return {"ids": ids, "distances": distances, "passages": passages.read(ids)}
-        raise AssertionError(header)
+    def load(self) -> dict[str, Any]:
+        """Load the embedder."""
+        return {"dimension": self._embedder.dimension}
+
+    def open(self) -> dict[str, Any]:
+        """Open the index."""
+        return {"num_passages": len(self._opened[1])}
+
+    def search(self, query: str, **options: Any) -> dict[str, Any]:
+        """Return the passages that one stage finds."""
+        vector = self._embedder.query(query)
+        index, passages = self._opened
+        ids, distances = self._search(index, vector, **options)
+        return {"ids": ids, "distances": distances, "passages": passages.read(ids)}
 
     @cached_property
     def _embedder(self) -> Embedder:
@@ -50,6 +50,7 @@ class IndexSearcher(ABC):
 
     @cached_property
     def _opened(self) -> tuple[Any, PassageStore]:
+        silence_stdout()
         check_unchanged(self.folder, self.manifest_sha256)  # before a worker that replaces another opens it
         passages = PassageStore(self.folder, self.num_passages)
         index = self._open_index()
@@ -61,12 +62,5 @@ class IndexSearcher(ABC):
         """Return what `_search` needs, from the files of the index."""
 
     @abstractmethod
-    def _search(self, index: Any, query: Any, job: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    def _search(self, index: Any, vector: Any, **options: Any) -> tuple[list[int], list[float]]:
         """Return the ids of passages and their squared distances, nearest first."""
-
-
-def silence_stdout() -> None:
-    """Discard what is printed. DiskANN's hundreds of lines would push out what a process says before it dies."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 1)
-    os.close(devnull)

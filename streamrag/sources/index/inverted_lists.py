@@ -10,7 +10,7 @@ The lists are mapped into memory, which all workers share, and which the system 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import MissingDependencyError
 from streamrag.sources.index.index_folder import IVF, corrupt
-from streamrag.sources.index.index_searcher import IndexSearcher, silence_stdout
+from streamrag.sources.index.index_searcher import IndexSearcher
 from streamrag.sources.workers.memory_limit import memory_limited
 
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors
-    from streamrag.sources.workers.worker_main import Handler
 
 
 NUM_CACHED_RANKINGS = 64
@@ -49,6 +48,8 @@ def num_lists_for(num_passages: int) -> int:
 
 @dataclass
 class FaissSearcher(IndexSearcher):
+    """Searches inverted lists of faiss's."""
+
     num_lists: int
 
     def _open_index(self) -> tuple[Any, Callable[[bytes], tuple[Any, Any, Any]]]:
@@ -59,26 +60,28 @@ class FaissSearcher(IndexSearcher):
         sizes = np.array([index.invlists.list_size(number) for number in range(self.num_lists)])
         return index, lru_cache(NUM_CACHED_RANKINGS)(partial(self._rank_lists, index, sizes))
 
-    def _search(self, index: Any, query: Any, job: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    def _search(  # type: ignore[override]
+        self, index: Any, vector: Any, *, k: int, after: int, until: int, nearer_than: float | None
+    ) -> tuple[list[int], list[float]]:
         """Find the `k` nearest passages in the lists from `after` to `until`, if nearer than `nearer_than`."""
         import numpy as np
 
         faiss_index, rank = index
-        lists, distances_of_lists, num_until = rank(query.tobytes())
+        lists, distances_of_lists, num_until = rank(vector.tobytes())
         # The first lists may hold fewer than k: then more are looked at, and fewer are left for the next job.
-        enough = int(np.searchsorted(num_until, min(job["k"], self.num_passages))) + 1
-        first, last = (max(place, enough) if place else 0 for place in (job["after"], job["until"]))
+        enough = int(np.searchsorted(num_until, min(k, self.num_passages))) + 1
+        first, last = (max(place, enough) if place else 0 for place in (after, until))
         if first >= last:
             return [], []
         faiss_index.nprobe = last - first
         distances, ids = faiss_index.search_preassigned(
-            query[None], job["k"], lists[None, first:last], distances_of_lists[None, first:last]
+            vector[None], k, lists[None, first:last], distances_of_lists[None, first:last]
         )
         is_found = ids[0] >= 0
-        if first == 0 and is_found.sum() < min(job["k"], self.num_passages):  # what is not a number is never found
+        if first == 0 and is_found.sum() < min(k, self.num_passages):  # what is not a number is never found
             raise corrupt(self.folder, f"{IVF} has vectors that are none")
-        if job["nearer_than"] is not None:
-            is_found &= distances[0] <= job["nearer_than"]
+        if nearer_than is not None:
+            is_found &= distances[0] <= nearer_than
         distances, ids = distances[0][is_found], ids[0][is_found]
         if len(np.unique(ids)) < len(ids) or (ids >= self.num_passages).any() or not np.isfinite(distances).all():
             raise corrupt(self.folder, f"{IVF} answers with passages {ids.tolist()[:100]} of {self.num_passages}")
@@ -129,12 +132,6 @@ def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) 
     if not is_ours:
         raise corrupt(folder, f"{IVF} holds no {num_lists} lists of {num_passages} vectors of {dimension} numbers")
     return index
-
-
-def make_handler(**options: Any) -> "Handler":
-    """Return a handler for `WorkerPool`. Nothing is loaded before the first job, so that its errors are the job's."""
-    silence_stdout()
-    return FaissSearcher(**options).handle
 
 
 # ------------------------------------------------------------------------------------------------------- building

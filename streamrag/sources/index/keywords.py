@@ -35,10 +35,10 @@ from streamrag.sources.index.index_folder import (
     read_passages,
     with_title,
 )
+from streamrag.sources.index.worker_jobs import JobHandler
 
 if TYPE_CHECKING:
     from streamrag.choice import Stem
-    from streamrag.sources.workers.worker_main import Handler
 
 SCHEMA = ("CREATE TABLE lengths(lengths BLOB)", "CREATE TABLE postings(term TEXT PRIMARY KEY, ids BLOB, counts BLOB)")
 MAX_LENGTH, MAX_COUNT = (1 << 16) - 1, (1 << 8) - 1
@@ -180,28 +180,24 @@ class KeywordIndex:
 
 
 @dataclass
-class _Handler:
+class KeywordSearcher(JobHandler):
+    """Answers the jobs of a keyword search."""
+
     folder: str
     manifest_sha256: str
     num_passages: int
 
-    def handle(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Answer `open`, which may be left out, and `search`."""
+    def open(self) -> dict[str, Any]:
+        """Open the index."""
+        return {"num_passages": len(self._opened[1])}
+
+    def search(self, query: str, k: int) -> dict[str, Any]:
+        """Return the passages that have the query's words."""
         index, passages = self._opened
-        match header:
-            case {"do": "open"}:
-                return {}
-            case {"do": "search", "query": query, "k": k}:
-                return {"passages": passages.read(index.search(query, k)[0])}
-        raise AssertionError(header)
+        return {"passages": passages.read(index.search(query, k)[0])}
 
     @cached_property
     def _opened(self) -> tuple[KeywordIndex, PassageStore]:
         folder = Path(self.folder)
         check_unchanged(folder, self.manifest_sha256)
         return KeywordIndex(folder, self.num_passages), PassageStore(folder, self.num_passages)
-
-
-def make_handler(**options: Any) -> "Handler":
-    """Return a handler for `WorkerPool`. Nothing is opened before the first job, so that its errors are the job's."""
-    return _Handler(**options).handle

@@ -1,6 +1,7 @@
 """Jobs for the worker processes that embed, search and rerank, and what their errors mean."""
 
 import asyncio
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
@@ -14,6 +15,26 @@ NumWorkers = Annotated[Count, Field(le=32)]
 
 JOB_TIMEOUT_S = 300.0
 """A query takes milliseconds; in a worker that replaced another, loading a model comes before it."""
+
+
+class JobHandler:
+    """A base of handlers for `WorkerPool`: a job names a method, `do`, and gives it the other values as arguments.
+
+    A worker that replaces another starts with any job. So a handler loads what it needs when a job needs it, and errors
+    of loading are errors of a job.
+    """
+
+    def __call__(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
+        arguments = dict(header)
+        answer: dict[str, Any] = getattr(self, arguments.pop("do"))(**arguments)
+        return answer
+
+
+def silence_stdout() -> None:
+    """Discard what is printed. DiskANN's hundreds of lines would push out what a process says before it dies."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
+    os.close(devnull)
 
 
 async def run_job(

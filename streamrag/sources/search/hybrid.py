@@ -157,7 +157,7 @@ class HybridSource:
         manifest, manifest_sha256, place = await asyncio.to_thread(self._check)
         num_passages = manifest.num_passages
         options = {"folder": str(self._folder), "manifest_sha256": manifest_sha256, "num_passages": num_passages}
-        handler = "streamrag.sources.index.keywords:make_handler"
+        handler = "streamrag.sources.index.keywords:KeywordSearcher"
         keywords = WorkerPool(handler, options, size=1, name="keyword search worker")
         reranker = self._new_reranker(place) if place else None
         opened = _Opened(num_passages, keywords, reranker, AsyncExitStack())

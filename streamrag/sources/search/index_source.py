@@ -13,7 +13,7 @@ from pydantic import Field
 from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
 from streamrag.errors import ConfigurationError, IndexMismatchError, WorkerError
 from streamrag.sources.index.build import require_library
-from streamrag.sources.index.embedder import EmbedderPlace, embedder_of_index
+from streamrag.sources.index.embedder import ModelPlace, embedder_of_index
 from streamrag.sources.index.index_folder import IndexKind, Manifest, StoredPassage, check_index, corrupt
 from streamrag.sources.index.worker_jobs import JOB_TIMEOUT_S, run_in_each, run_job
 from streamrag.sources.workers.pool import Share, WorkerPool, WorkerTimeoutError
@@ -95,7 +95,7 @@ class IndexSource(ABC):
         self._opened = _Opened(manifest, workers)
         progress("the index is ready")
 
-    def _check(self) -> tuple[Manifest, str, EmbedderPlace]:
+    def _check(self) -> tuple[Manifest, str, ModelPlace]:
         manifest, manifest_sha256 = check_index(self._folder)
         if manifest.kind != self._kind:
             other = {"diskann": "VectorSource", "ivf": "IvfSource"}[manifest.kind]
@@ -103,7 +103,7 @@ class IndexSource(ABC):
         require_library(self._kind)
         return manifest, manifest_sha256, embedder_of_index(self._folder, manifest.embedder, self._embedder)
 
-    def _new_pool(self, manifest: Manifest, manifest_sha256: str, place: EmbedderPlace) -> WorkerPool:
+    def _new_pool(self, manifest: Manifest, manifest_sha256: str, place: ModelPlace) -> WorkerPool:
         options = {
             "folder": str(self._folder),
             "manifest_sha256": manifest_sha256,

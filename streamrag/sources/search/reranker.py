@@ -6,21 +6,16 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from streamrag.core import Progress
-from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
+from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import message_of
 from streamrag.reading import without_lone_surrogates
-from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, EmbedderPlace
-from streamrag.sources.index.worker_jobs import run_in_each, run_job
+from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, ModelPlace, find_model
+from streamrag.sources.index.worker_jobs import JobHandler, run_in_each, run_job
 from streamrag.sources.workers.pool import Share, WorkerPool
 from streamrag.tasks import cancel_regardless
-
-if TYPE_CHECKING:
-    from streamrag.sources.workers.worker_main import Handler
 
 LATE_INTERACTION = "late-interaction"
 
@@ -32,46 +27,30 @@ class TooSlowError(SourceError):
     """Reranking took longer than it may for one query."""
 
 
-@dataclass(frozen=True, slots=True)
-class RerankerPlace:
+@dataclass(frozen=True)
+class RerankerPlace(ModelPlace):
     """The place that a worker loads a reranker from."""
 
-    name: str
-    """The caller's name of it, for messages."""
     kind: str
-    location: str
-    env: dict[str, str]
-    """Variables for the worker's environment."""
 
 
-def find_reranker(reranker: str, embedder: EmbedderPlace) -> RerankerPlace:
-    """Return where the reranker of this name is. The name is the caller's own: it may import code, and download.
+def find_reranker(reranker: str, embedder: ModelPlace) -> RerankerPlace:
+    """Return where the reranker of this name is; see `find_model`.
 
-    :raises ConfigurationError: a path at which there is nothing, or an embedder that has no token embeddings.
+    :raises ConfigurationError: there is none, or `embedder` has no token embeddings.
     :raises MissingDependencyError: it needs a package that is not installed.
     """
-    path = Path(reranker).expanduser()
-    if not reranker:
-        raise ConfigurationError(
-            f"reranker='' names nothing: name a cross-encoder, module:function, or {LATE_INTERACTION!r}"
-        )
-    if FUNCTION.fullmatch(reranker) and not path.exists():
-        return RerankerPlace(reranker, "function", reranker, {})
-    if not find_spec("sentence_transformers"):
-        raise MissingDependencyError("sentence-transformers", "pip install 'streamrag[embed]'")
+    place, kind = find_model("reranker", reranker), "cross-encoder"
     if reranker == LATE_INTERACTION:
         if FUNCTION.fullmatch(embedder.location):
             raise ConfigurationError(
                 f"reranker={reranker!r} compares token embeddings, and embedder={embedder.name!r} is a function, which "
                 "gives none: name a cross-encoder instead"
             )
-        return RerankerPlace(reranker, LATE_INTERACTION, embedder.location, embedder.env)
-    if path.is_dir():
-        env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return RerankerPlace(reranker, "cross-encoder", str(path.resolve()), env)
-    if reranker.startswith(("/", "./", "../", "~")):
-        raise ConfigurationError(f"reranker={reranker!r}: there is no such folder. Name a sentence-transformers model")
-    return RerankerPlace(reranker, "cross-encoder", reranker, {"TOKENIZERS_PARALLELISM": "false"})
+        place, kind = embedder, LATE_INTERACTION
+    elif FUNCTION.fullmatch(place.location):
+        kind = "function"
+    return RerankerPlace(reranker, place.location, place.env, kind)
 
 
 class RerankerPool:
@@ -82,7 +61,7 @@ class RerankerPool:
 
     def __init__(self, place: RerankerPlace, *, device: str, size: int, timeout_s: float) -> None:
         options = {"kind": place.kind, "location": place.location, "name": place.name, "device": device}
-        handler = "streamrag.sources.search.reranker:make_handler"
+        handler = "streamrag.sources.search.reranker:RerankerHandler"
         self.workers = WorkerPool(handler, options, size=size, name="reranking worker", env=place.env)
         self._name = place.name
         self._timeout_s = timeout_s
@@ -213,22 +192,20 @@ _KINDS: dict[str, Callable[[str, str], Score]] = {
 
 
 @dataclass
-class _Handler:
+class RerankerHandler(JobHandler):
+    """Answers the jobs of the pool."""
+
     kind: str
     location: str
     name: str
     device: str
 
-    def handle(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Answer `load`, which may be left out, and `score`."""
-        match header:
-            case {"do": "load"}:  # a model of another kind, as one with three classes, is found here
-                return self._scores("What is this?", ["This is a passage.", "And another one."])
-            case {"do": "score", "query": query, "texts": texts}:
-                return self._scores(query, texts)
-        raise AssertionError(header)
+    def load(self) -> dict[str, Any]:
+        """Load the model, and find out whether it is of another kind, as one with three classes."""
+        return self.score("What is this?", ["This is a passage.", "And another one."])
 
-    def _scores(self, query: str, texts: list[str]) -> dict[str, Any]:
+    def score(self, query: str, texts: list[str]) -> dict[str, Any]:
+        """Return a score for each text."""
         score = self._score
         try:
             found = score(without_lone_surrogates(query), [without_lone_surrogates(text) for text in texts])
@@ -248,8 +225,3 @@ class _Handler:
 
     def _error(self, what: str) -> ConfigurationError:
         return ConfigurationError(f"reranker={self.name!r} {what}")
-
-
-def make_handler(**options: Any) -> "Handler":
-    """Return a handler for `WorkerPool`. Nothing is loaded before the first job, so that its errors are the job's."""
-    return _Handler(**options).handle

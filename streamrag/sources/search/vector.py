@@ -46,7 +46,7 @@ class VectorSource(IndexSource):
     """Its name for errors and schedulers; give two sources that behave differently two names."""
 
     _kind = "diskann"
-    _handler = "streamrag.sources.index.diskann:make_handler"
+    _handler = "streamrag.sources.index.diskann:DiskAnnSearcher"
 
     @validated
     def __init__(
@@ -101,7 +101,7 @@ class IvfSource(IndexSource):
     """Its name for errors and schedulers; give two sources that behave differently two names."""
 
     _kind = "ivf"
-    _handler = "streamrag.sources.index.inverted_lists:make_handler"
+    _handler = "streamrag.sources.index.inverted_lists:FaissSearcher"
 
     @validated
     def __init__(
