@@ -67,7 +67,7 @@ class Passage:
     """Consecutive blocks (paragraphs, list items, code listings) under one heading."""
 
     headings: tuple[str, ...]
-    """From the page's to its own, as Markdown."""
+    """Headings from the page's to its own, as Markdown."""
     blocks: tuple[str, ...]
 
     @property
@@ -90,7 +90,7 @@ class _Block(NamedTuple):
 
 
 def split_markdown(markdown: str) -> list[Passage]:
-    """The passages of a page, in page order."""
+    """Split a page into passages, in page order."""
     passages: list[Passage] = []
     headings: list[str] = []
     blocks: list[_Block] = []
@@ -145,7 +145,7 @@ def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
 
 
 def _pieces(lines: list[str], is_term: bool = False) -> Iterator[_Block]:
-    """What the lines make together; several blocks if it is too long."""
+    """Yield the lines as a block; as several if it is too long."""
     piece: list[str] = []
     num_chars = 0
     for part in (part for line in lines for part in _fold(line)):
@@ -160,7 +160,7 @@ def _pieces(lines: list[str], is_term: bool = False) -> Iterator[_Block]:
 
 
 def _fold(line: str) -> Iterator[str]:
-    """A line in parts of at most MAX_BLOCK_CHARS, cut between words where there are any."""
+    """Cut a line into parts of at most MAX_BLOCK_CHARS, between words where there are any."""
     begin = 0
     while len(line) - begin > MAX_BLOCK_CHARS:
         end = begin + MAX_BLOCK_CHARS
@@ -174,7 +174,7 @@ def _fold(line: str) -> Iterator[str]:
 
 
 def terms(text: str, stem: Stem = str) -> list[str]:
-    """The words of `text`, and the parts of those in CamelCase. Chinese, Japanese and Korean go by character."""
+    """Return the words of `text`, and the parts of those in CamelCase. Chinese, Japanese and Korean go by character."""
     found: list[str] = []
     for word in (match[0][:MAX_WORD_CHARS] for match in WORD.finditer(text)):
         found.append(stem(word.casefold()))
@@ -184,7 +184,7 @@ def terms(text: str, stem: Stem = str) -> list[str]:
 
 
 def relevant_terms(query: str, stem: Stem = str) -> list[str]:
-    """The query's terms, each once, without those that every English text contains unless there are no others."""
+    """Return the query's terms, each once, without those that every English text has unless there are no others."""
     words = WORD.findall(query)
     telling = [word for word in words if word.casefold() not in STOP_WORDS]
     return list(dict.fromkeys(terms(" ".join(telling or words), stem)))
@@ -194,14 +194,14 @@ def relevant_terms(query: str, stem: Stem = str) -> list[str]:
 
 
 class Relevance:
-    """Judges texts by one question. Blocking, for a time in proportion to the text, or to what may be used of it."""
+    """A judge of texts by one question. It blocks for a time in proportion to the text that may be used."""
 
     def __init__(self, question: str) -> None:
         self._wanted = relevant_terms(question, _stem)
         self._split: tuple[str, list[Passage], list[int]] = ("", [], [])
 
     def shorten(self, text: str, max_chars: int) -> tuple[str, str]:
-        """The parts of `text` that have most of the question's words, at most `max_chars`, and the rest; both in order.
+        """Return the parts of `text` with most of the question's words, at most `max_chars`, and the rest, in order.
 
         Of parts that have as many, the earlier go first. A part that is too long is left to the rest; if all are, what
         comes first is cut off. What is behind the first MIN_READ_CHARS, or twice `max_chars`, is left to the rest too.
@@ -220,7 +220,7 @@ class Relevance:
         return _joined(first), "\n\n".join(filter(None, (_joined(rest), text[end:])))
 
     def _ranked(self, text: str) -> tuple[list[Passage], list[int]]:
-        """The parts of a text, and their numbers, the best first. The last ones are kept, for another `max_chars`."""
+        """Return the parts of a text, and their numbers, the best first. Keeps the last, for another `max_chars`."""
         if self._split[0] != text:
             passages = split_markdown(text)
             scores = self._bm25([" ".join((*passage.headings, *passage.blocks)) for passage in passages])
@@ -228,7 +228,7 @@ class Relevance:
         return self._split[1:]
 
     def scores(self, chunks: Sequence[Chunk]) -> list[float]:
-        """One for each chunk; larger is better. The retriever's own, if it gave them to all."""
+        """Return a score for each chunk, larger for better: the retriever's own, if it gave them to all."""
         own = [chunk.score for chunk in chunks if chunk.score is not None]
         if len(own) == len(chunks):
             return own
@@ -240,7 +240,10 @@ class Relevance:
         return best
 
     def _bm25(self, texts: Sequence[str]) -> list[float]:
-        """Source: https://en.wikipedia.org/wiki/Okapi_BM25, with Lucene's weights of words, which are positive."""
+        """Score texts by BM25, with Lucene's weights of words, which are positive.
+
+        Source: https://en.wikipedia.org/wiki/Okapi_BM25
+        """
         documents = [Counter(terms(text, _stem)) for text in texts]
         lengths = [document.total() for document in documents]
         mean = sum(lengths) / max(len(lengths), 1) or 1.0
@@ -257,7 +260,7 @@ class Relevance:
 
 
 def _end_of(text: str, max_chars: int) -> int:
-    """How much of a text is read: at most so many characters, and if there are any, whole lines."""
+    """Return how much of a text is read: at most `max_chars`, and if there are any, whole lines."""
     return len(text) if len(text) <= max_chars else text.rfind("\n", 0, max_chars) + 1 or max_chars
 
 

@@ -61,7 +61,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """One way in which retrieval may go on."""
+    """A way in which retrieval may go on."""
 
     weight: float
     """Probability of this future; those of all are 1 together."""

@@ -69,8 +69,7 @@ async def calibrate(
     """
     if not 1 <= len(queries) <= MAX_NUM:
         raise ConfigurationError(f"calibrate: {len(queries):,} queries; give 1 to {MAX_NUM:,}")
-    counts = _Counts()
-    num_queries, failure = 0, None
+    counts, num_queries, failure = _Counts(), 0, None
     for number, query in enumerate(queries, 1):
         try:
             results, end_s = await _ask(source, query, clock)

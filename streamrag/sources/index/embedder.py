@@ -180,11 +180,17 @@ class Embedder:
         return ConfigurationError(f"embedder={self._name!r} {what}")
 
 
+def load_function(location: str) -> Callable[..., Any]:
+    """Import the function `module:name`."""
+    module, _, name = location.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
 def _load(location: str, num_threads: int, device: str | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return what embeds passages, and what embeds queries; some models make a difference."""
     if FUNCTION.fullmatch(location):
-        module, _, name = location.partition(":")
-        function = getattr(importlib.import_module(module), name)
+        function = load_function(location)
         return function, function
     import torch
     from sentence_transformers import SentenceTransformer

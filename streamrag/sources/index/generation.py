@@ -47,7 +47,7 @@ NUM_TEXTS_AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True)
 class IndexSummary:
-    """What was built, and what was left out."""
+    """A summary of what was built, and of what was left out."""
 
     num_documents: int
     num_passages: int

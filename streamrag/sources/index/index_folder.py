@@ -61,7 +61,7 @@ _Count: TypeAlias = Annotated[int, Field(gt=0, lt=1 << 31)]
 
 
 class FileEntry(BaseModel):
-    """One file of an index."""
+    """The entry of a file in the manifest."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -100,7 +100,7 @@ class Manifest(BaseModel):
 
 @with_config(ConfigDict(strict=True))
 class StoredPassage(TypedDict):
-    """One line of `passages.jsonl`."""
+    """The fields of a line of `passages.jsonl`."""
 
     uri: str
     title: str

@@ -47,7 +47,7 @@ K1, B = 1.2, 0.75
 """Lucene's: how soon further occurrences of a term stop to count, and how much long passages are held back."""
 
 SQLITE_MOST_BYTES = 1_000_000_000
-"""Of one value; more cannot be asked for."""
+"""Most bytes of a value; SQLite takes no higher limit."""
 
 MAX_QUERY_TERMS = 256
 """Terms of a query that are looked up, the first ones: it may be a whole book."""

@@ -31,7 +31,7 @@ Score: TypeAlias = Callable[[Sequence[Sequence[str]], Sequence[str]], Sequence[f
 
 
 def relevant_stems(query: str, stem: Stem) -> Stem:
-    """`stem` for the words that may have a stem in common with `query`; others are what they are, and match nothing.
+    """Return `stem` for words that may have a stem in common with `query`; others stay as they are, and match nothing.
 
     Stemming costs much more than all else that is done with a word, and a page may have 100,000 different ones. A stem
     begins as its word does, but for a "y" that becomes "i" (dying, die).
@@ -62,7 +62,7 @@ def select(
     score: Score,
     stem: Stem = str,
 ) -> list[Passage]:
-    """The passages that are relevant to `query`, at most `max_chars` together, in page order.
+    """Return the passages that are relevant to `query`, at most `max_chars` together, in page order.
 
     None if no passage has, with its headings and the page's title, half of the query's terms (three of many). A query
     without words, such as an emoji, makes no choice: the page's beginning is as good as any part.
@@ -97,7 +97,7 @@ def _fitting(passages: Sequence[Passage], ranked: Iterable[int], max_chars: int)
 def assemble(
     passages: Iterable[Passage], seen: set[bytes], is_known: Callable[[str], bool] = lambda block: False
 ) -> str:
-    """The text of `passages` without the blocks that are in `seen`, which is added to; empty if nothing is new.
+    """Join `passages` without the blocks that are in `seen`, which is added to; return "" if nothing is new.
 
     Blocks are the same if their words are; what is between words, and the case, does not count. `is_known` says of
     others whether they say nothing new either.

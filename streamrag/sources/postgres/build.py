@@ -29,20 +29,19 @@ from streamrag.sources.postgres.arguments import TableName, require_psycopg, sto
 from streamrag.support.validation import Count, validated
 
 if TYPE_CHECKING:
-    from streamrag.sources.postgres.link import Address
     from streamrag.sources.postgres.table_writer import TableWriter
 
 
 @dataclass(frozen=True, slots=True)
 class TableSummary:
-    """What was filled, and what was left out."""
+    """A summary of what was filled, and of what was left out."""
 
     num_documents: int
-    """In the folder."""
+    """Documents in the folder."""
     num_passages: int
-    """In the folder."""
+    """Passages in the folder."""
     num_embedded: int
-    """Of these, new or changed since the last build."""
+    """Passages that are new or changed since the last build."""
     num_duplicates: int
     """Passages left out because the same text had come before."""
     num_removed: int
@@ -87,24 +86,11 @@ def build_table(
     started_s = clock()
     refuse_event_loop("build_table")
     require_psycopg()
-    from streamrag.sources.postgres.link import Address
-
     tell = on_progress or (lambda done, total, step: None)
     build = _Build(Path(folder).resolve(), passage_words, max_file_bytes, tell)
     pool = EmbedderPool(embedder, size=1, num_threads=num_build_threads())
-    writer = asyncio.run(build.run(Address(dsn), table_parts(table), words, pool, prune))
-    if not build.seen:
-        raise nothing_to_index(build.folder, build.skipped)
-    return TableSummary(
-        num_documents=len(build.uris),
-        num_passages=len(build.seen),
-        num_embedded=writer.num_embedded,
-        num_duplicates=build.num_duplicates,
-        num_removed=writer.num_removed,
-        dimension=writer.dimension,
-        skipped=tuple(sorted(build.skipped)),
-        duration_s=clock() - started_s,
-    )
+    writer = asyncio.run(build.run(dsn, table_parts(table), words, pool, prune))
+    return build.summary(writer, clock() - started_s)
 
 
 class _Build:
@@ -117,14 +103,15 @@ class _Build:
         self.num_duplicates = 0
         self.seen: set[bytes] = set()
 
-    async def run(
-        self, address: "Address", parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool
-    ) -> "TableWriter":
+    async def run(self, dsn: str, parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool) -> "TableWriter":
         """Fill the table, and return what has written to it."""
         import psycopg
 
+        from streamrag.sources.postgres.link import Address
         from streamrag.sources.postgres.table import at_start
         from streamrag.sources.postgres.table_writer import TableWriter
+
+        address = Address(dsn)
 
         def tell(done: int) -> None:
             self._tell(done, len(self._paths), "filling")
@@ -163,3 +150,21 @@ class _Build:
                 self.seen.add(digest)
                 passages[number] = text
         return passages
+
+    def summary(self, writer: "TableWriter", duration_s: float) -> TableSummary:
+        """Return what was filled.
+
+        :raises ConfigurationError: the folder gives no passages.
+        """
+        if not self.seen:
+            raise nothing_to_index(self.folder, self.skipped)
+        return TableSummary(
+            num_documents=len(self.uris),
+            num_passages=len(self.seen),
+            num_embedded=writer.num_embedded,
+            num_duplicates=self.num_duplicates,
+            num_removed=writer.num_removed,
+            dimension=writer.dimension,
+            skipped=tuple(sorted(self.skipped)),
+            duration_s=duration_s,
+        )

@@ -100,7 +100,7 @@ class PgVectorSource:
     """
 
     name = "PgVectorSource"
-    """Its name for errors and schedulers; give two sources that behave differently two names."""
+    """Name for errors and schedulers; give two sources that behave differently two names."""
 
     @validated
     def __init__(

@@ -47,7 +47,7 @@ class _Opened:
     keywords: WorkerPool
     reranker: RerankerPool | None
     vectors: AsyncExitStack
-    """What closes the vector search, once it is started."""
+    """The stack that closes the vector search, once it is started."""
 
     async def aclose(self) -> None:
         closing = [part.aclose() for part in (self.keywords, self.reranker, self.vectors) if part]
@@ -97,7 +97,7 @@ class HybridSource:
     """
 
     name = "HybridSource"
-    """Its name for errors and schedulers; give two sources that behave differently two names."""
+    """Name for errors and schedulers; give two sources that behave differently two names."""
 
     @validated
     def __init__(

@@ -1,7 +1,6 @@
 """Rerankers, which score passages for a query by reading both, slowly; in worker processes."""
 
 import asyncio
-import importlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from streamrag.core import Progress
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import message_of
 from streamrag.reading import without_lone_surrogates
-from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, ModelPlace, find_model
+from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, ModelPlace, find_model, load_function
 from streamrag.sources.index.worker_jobs import JobHandler, run_in_each, run_job
 from streamrag.sources.workers.pool import Share, WorkerPool
 from streamrag.tasks import cancel_regardless
@@ -123,12 +122,6 @@ def _now() -> float:
 # --------------------------------------------------------------------------------------------------- in the workers
 
 
-def _function(location: str, device: str) -> Score:
-    module, _, name = location.partition(":")
-    function: Score = getattr(importlib.import_module(module), name)
-    return function
-
-
 def _cross_encoder(location: str, device: str) -> Score:
     import torch
     from sentence_transformers import CrossEncoder
@@ -185,7 +178,7 @@ def _is_text(row: dict[str, Any], special: Any) -> Any:
 
 
 _KINDS: dict[str, Callable[[str, str], Score]] = {
-    "function": _function,
+    "function": lambda location, device: load_function(location),
     "cross-encoder": _cross_encoder,
     LATE_INTERACTION: _late_interaction,
 }

@@ -43,7 +43,7 @@ class VectorSource(IndexSource):
     """
 
     name = "VectorSource"
-    """Its name for errors and schedulers; give two sources that behave differently two names."""
+    """Name for errors and schedulers; give two sources that behave differently two names."""
 
     _kind = "diskann"
     _handler = "streamrag.sources.index.diskann:DiskAnnSearcher"
@@ -98,7 +98,7 @@ class IvfSource(IndexSource):
     """
 
     name = "IvfSource"
-    """Its name for errors and schedulers; give two sources that behave differently two names."""
+    """Name for errors and schedulers; give two sources that behave differently two names."""
 
     _kind = "ivf"
     _handler = "streamrag.sources.index.inverted_lists:FaissSearcher"
