@@ -19,7 +19,7 @@ from streamrag.tasks import cancel_regardless
 MAX_WAITING = 1024
 """Events held back at most; with more, the source waits."""
 
-_Arrived: TypeAlias = "tuple[float, SourceEvent | Exception | None]"
+_Arrival: TypeAlias = "tuple[float, SourceEvent | Exception | None]"
 """A time, and the event, error or end (None) that arrived then."""
 
 
@@ -58,7 +58,7 @@ class StretchedSource(SourceWrapper):
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield the source's events and its error, later. Closing it before its end stops the source."""
-        arrivals: asyncio.Queue[_Arrived] = asyncio.Queue(MAX_WAITING)
+        arrivals: asyncio.Queue[_Arrival] = asyncio.Queue(MAX_WAITING)
         reading = asyncio.create_task(self._read(query, arrivals), name="stretched source")
         try:
             first_s, due_s, num_events = None, 0.0, 0
@@ -82,7 +82,7 @@ class StretchedSource(SourceWrapper):
         finally:
             await cancel_regardless([reading])
 
-    async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrived]") -> None:
+    async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrival]") -> None:
         end: Exception | None = None
         events = Retrieval(self._source, query).events()
         try:

@@ -74,12 +74,12 @@ def test_failed_retrieval_is_noted_and_mistakes_are_raised(caplog: pytest.LogCap
     failures = Failures(lambda: is_open)
     secret = "/srv/inside is gone"
     for error in (SourceError(secret), ValueError("of somebody's source"), TooSlowError(secret)):
-        with failures.noted("the search"):
+        with failures.record("the search"):
             raise error
     assert failures.missing == ["the search failed", "the search failed", "the search took too long"]
     assert caplog.messages[0] == f"the search failed: SourceError: {secret}"
-    with pytest.raises(ConfigurationError), failures.noted("the search"):
+    with pytest.raises(ConfigurationError), failures.record("the search"):
         raise ConfigurationError("not started")
     is_open = False
-    with pytest.raises(SourceError), failures.noted("the search"):
+    with pytest.raises(SourceError), failures.record("the search"):
         raise SourceError("closed")

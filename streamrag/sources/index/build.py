@@ -96,7 +96,7 @@ def read_passages_of(folder: Path, paths: list[Path], generation: Generation) ->
     def tell(done: int) -> None:
         generation.tell(done, len(paths), "reading")
 
-    for document in read_documents(folder, paths, generation.skipped, generation.passage_words, tell):
-        for number, text in enumerate(document.passages):
+    for document, passages in read_documents(folder, paths, generation.skipped, generation.passage_words, tell):
+        for number, text in enumerate(passages):
             yield {"uri": document.uri, "title": document.title, "passage": number, "text": text}
     tell(len(paths))

@@ -63,15 +63,6 @@ class Document:
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SplitDocument:
-    """A document as passages."""
-
-    uri: str
-    title: str
-    passages: tuple[str, ...]
-
-
 # ------------------------------------------------------------------------------------------------------ the folder
 
 
@@ -139,8 +130,8 @@ def read_documents(
     skipped: list[tuple[str, str]],
     passage_words: int,
     tell: Callable[[int], None],
-) -> Iterator[SplitDocument]:
-    """Yield the documents at `paths`; files that give no text are added to `skipped`.
+) -> Iterator[tuple[Document, list[str]]]:
+    """Yield the documents at `paths`, each with its passages; files that give no text are added to `skipped`.
 
     tell: called before each file with the number of those before it.
     """
@@ -151,7 +142,7 @@ def read_documents(
         except UnusableDocumentError as error:
             skipped.append((relative_name(path, folder), str(error)))
         else:
-            yield SplitDocument(document.uri, document.title, tuple(split_document(document, passage_words)))
+            yield document, list(split_document(document, passage_words))
 
 
 def read_document(path: Path, folder: Path) -> Document:

@@ -18,7 +18,6 @@ from streamrag.clock import Clock, monotonic
 from streamrag.sources.index.build import PassageWords, refuse_event_loop
 from streamrag.sources.index.document_passages import (
     OnProgress,
-    SplitDocument,
     find_documents,
     nothing_to_index,
     read_documents,
@@ -124,9 +123,10 @@ class _Build:
                 await writer.lock()
                 stack.push_async_callback(pool.aclose)
                 await writer.make_table(await pool.start(), words)
-                while document := await asyncio.to_thread(next, documents, None):
+                while item := await asyncio.to_thread(next, documents, None):
+                    document, passages = item
                     self.uris.append(storable(document.uri))
-                    await writer.add(pool, self.uris[-1], storable(document.title), self._new_passages(document))
+                    await writer.add(pool, self.uris[-1], storable(document.title), self._new_passages(passages))
                 await writer.flush(pool)
                 tell(len(self._paths))
                 if prune and self.uris:
@@ -136,13 +136,13 @@ class _Build:
             raise at_start(address, error) from None
         return writer
 
-    def _new_passages(self, document: SplitDocument) -> dict[int, str]:
+    def _new_passages(self, texts: list[str]) -> dict[int, str]:
         """Return the passages that no document had before.
 
         Navigation and licences that every page repeats would fill the k nearest with one text.
         """
         passages = {}
-        for number, text in enumerate(map(storable, document.passages)):
+        for number, text in enumerate(map(storable, texts)):
             digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
             if digest in self.seen:
                 self.num_duplicates += 1

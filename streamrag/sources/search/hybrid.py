@@ -229,7 +229,7 @@ class HybridSource:
         began_s = _now()
         pulling = asyncio.create_task(self._pull(query, queue), name="hybrid source vectors")
         try:
-            with failures.noted("the keyword search"):
+            with failures.record("the keyword search"):
                 refinement.rank("keywords", await self._by_keywords(opened.keywords, query))
             if refinement.best:
                 yield Update(refinement.best, self._hint(self._num_stages, began_s, num_batches))
@@ -272,7 +272,7 @@ class HybridSource:
         for number, batch in enumerate(batches):
             began_s = _now()
             scores = None
-            with failures.noted(f"reranking, after {number} of {len(batches)} batches,"):
+            with failures.record(f"reranking, after {number} of {len(batches)} batches,"):
                 texts = [with_title(chunk.title, chunk.text) for chunk in batch]
                 scores = await score(texts)
             if scores is None:
@@ -295,7 +295,7 @@ def _use(event: SourceEvent | Exception, refinement: Refinement, failures: Failu
         failures.missing.append(event.reason)
         return None
     if isinstance(event, Exception):
-        with failures.noted("the vector search"):
+        with failures.record("the vector search"):
             raise event
         return None
     assert not isinstance(event, Skipped)

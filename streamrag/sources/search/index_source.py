@@ -24,7 +24,7 @@ NumPassages = Annotated[Count, Field(le=1 << 16)]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Hit:
     """A passage that a stage found."""
 
     distance: float
@@ -61,11 +61,11 @@ class IndexSource(ABC):
     def _stages(self, manifest: Manifest) -> Sequence[Mapping[str, Any]]:
         """Return what is special to the job of each stage."""
 
-    def _job(self, stage: Mapping[str, Any], best: Sequence[Found], k: int) -> Mapping[str, Any]:
+    def _job(self, stage: Mapping[str, Any], best: Sequence[Hit], k: int) -> Mapping[str, Any]:
         return stage
 
     @abstractmethod
-    def _merge(self, best: Sequence[Found], found: Sequence[Found], k: int) -> list[Found]:
+    def _merge(self, best: Sequence[Hit], found: Sequence[Hit], k: int) -> list[Hit]:
         """Return the best passages after a stage."""
 
     @started_once
@@ -142,7 +142,7 @@ class IndexSource(ABC):
         manifest, workers = self._opened.manifest, self._opened.workers
         stages = self._stages(manifest)
         k = min(self._k, manifest.num_passages)
-        best: list[Found] = []
+        best: list[Hit] = []
         share = Share()
         for num_done, stage in enumerate(stages):  # one job each: the stages of other queries come in between
             job = {"do": "search", "query": query, "k": k, **self._job(stage, best, k)}
@@ -156,7 +156,7 @@ class IndexSource(ABC):
                 return
             before = [each.number for each in best]
             fields = zip(answer["distances"], answer["ids"], answer["passages"], strict=True)
-            best = self._merge(best, [Found(*each) for each in fields], k)
+            best = self._merge(best, [Hit(*each) for each in fields], k)
             if [each.number for each in best] != before:
                 chunks = (Chunk(**each.fields, score=1 - each.distance / 2) for each in best)
                 yield Update(tuple(chunks), Hint(num_chunks=len(stages) - num_done - 1))

@@ -76,8 +76,8 @@ class Failures:
         self.missing: list[str] = []
 
     @contextmanager
-    def noted(self, what: str) -> Iterator[None]:
-        """Note a failure in the block; mistakes of the program are raised."""
+    def record(self, what: str) -> Iterator[None]:
+        """Record a failure of the block; mistakes of the program are raised."""
         try:
             yield
         except Exception as error:

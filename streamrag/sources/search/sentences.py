@@ -78,7 +78,7 @@ class BestSentences:
                     chunks = event.chunks
                     if is_able:
                         is_able = False
-                        with failures.noted("finding the best sentences"):
+                        with failures.record("finding the best sentences"):
                             chunks = await self.narrow(event.chunks)
                             is_able = True
                     if chunks == sent:

@@ -14,7 +14,7 @@ from streamrag.sources.index.diskann import MAX_BEAM_WIDTH
 from streamrag.sources.index.index_folder import Manifest, kind_in_manifest
 from streamrag.sources.index.inverted_lists import MOST_LISTS
 from streamrag.sources.index.worker_jobs import NumWorkers
-from streamrag.sources.search.index_source import Found, IndexSource, NumPassages
+from streamrag.sources.search.index_source import Hit, IndexSource, NumPassages
 from streamrag.support.validation import Count, GrowingCounts, validated
 
 NUM_STAGES = 5
@@ -70,7 +70,7 @@ class VectorSource(IndexSource):
         lengths = dict.fromkeys(min(length, manifest.num_passages) for length in self._ladder)
         return [{"complexity": length, "beam_width": self._beam_width} for length in lengths]
 
-    def _merge(self, best: Sequence[Found], found: Sequence[Found], k: int) -> list[Found]:
+    def _merge(self, best: Sequence[Hit], found: Sequence[Hit], k: int) -> list[Hit]:
         """Return what was found: each search repeats those before it, and finds what they found or better."""
         return list(found)
 
@@ -130,10 +130,10 @@ class IvfSource(IndexSource):
             ends.append(manifest.num_lists)
         return [{"after": after, "until": until} for after, until in pairwise([0, *ends])]
 
-    def _job(self, stage: Mapping[str, Any], best: Sequence[Found], k: int) -> Mapping[str, Any]:
+    def _job(self, stage: Mapping[str, Any], best: Sequence[Hit], k: int) -> Mapping[str, Any]:
         return {**stage, "nearer_than": best[-1].distance if len(best) == k else None}
 
-    def _merge(self, best: Sequence[Found], found: Sequence[Found], k: int) -> list[Found]:
+    def _merge(self, best: Sequence[Hit], found: Sequence[Hit], k: int) -> list[Hit]:
         return heapq.nsmallest(k, [*best, *found], key=lambda each: (each.distance, each.number))
 
 
