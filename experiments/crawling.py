@@ -29,10 +29,11 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag import Append, WebSource
+from streamrag.choice import Passage, split_markdown
 from streamrag.files import write_whole
 from streamrag.sources.http.robots import parse
 from streamrag.sources.pages.near_duplicates import NearDuplicates
-from streamrag.sources.relevance import Passage, assemble, relevant_stems, select, split_markdown
+from streamrag.sources.pages.relevant_passages import assemble, relevant_stems, select
 
 ROOT = Path(__file__).resolve().parent.parent
 QUERY = "How does a pipeline stream retrieved chunks into the engine?"

@@ -39,10 +39,10 @@ from rich.table import Table
 from streamrag import Chunk, HybridSource, Source, Update, VectorSource, build_index
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
+from streamrag.choice import relevant_terms, terms
 from streamrag.files import write_whole
-from streamrag.sources.index_folder import KEYWORDS, PASSAGES, stored_line
-from streamrag.sources.relevance import relevant_terms, terms
-from streamrag.sources.search.keywords import KeywordIndex, new_stem, write_keywords
+from streamrag.sources.index.index_folder import KEYWORDS, PASSAGES, passage_line
+from streamrag.sources.index.keywords import KeywordIndex, new_stem, write_keywords
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 K, CANDIDATES, BATCH_SIZE = 5, 20, 4
@@ -248,7 +248,7 @@ def keyword_rows(folder: Path) -> Iterator[KeywordRow]:
     sentences = [sentence for _, _, text in docstrings() for sentence in SENTENCE.split(text)]
     texts = [" ".join(rng.sample(sentences, NUM_SENTENCES_EACH)) for _ in range(NUM_MADE)]
     queries = [sentence for sentence in rng.sample(sentences, 1000) if 8 <= len(sentence.split()) <= 30][:100]
-    (folder / PASSAGES).write_text("".join(stored_line(Chunk(text, "made.md")) for text in texts))
+    (folder / PASSAGES).write_text("".join(passage_line(asdict(Chunk(text, "made.md"))) for text in texts))
     yield timed("ours", lambda: write_keywords(folder), lambda: KeywordIndex(folder, NUM_MADE).search, queries, folder)
     yield timed("SQLite FTS5", lambda: write_fts(folder, texts), lambda: open_fts(folder), queries, folder)
     stem = new_stem()

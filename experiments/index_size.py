@@ -33,11 +33,23 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag.core import Chunk
-from streamrag.sources.embedder import DEFAULT_EMBEDDER, Embedder, find_embedder
-from streamrag.sources.index_folder import IVF, MANIFEST, PASSAGES, Manifest, describe_files, stored_line, with_title
-from streamrag.sources.passages import UnusableDocumentError, find_documents, read_document, split_document
-from streamrag.sources.search import diskann_search, ivf_search
+from streamrag.sources.index import diskann, inverted_lists
+from streamrag.sources.index.document_passages import (
+    UnusableDocumentError,
+    find_documents,
+    read_document,
+    split_document,
+)
+from streamrag.sources.index.embedder import DEFAULT_EMBEDDER, Embedder, find_embedder
+from streamrag.sources.index.index_folder import (
+    IVF,
+    MANIFEST,
+    PASSAGES,
+    Manifest,
+    describe_files,
+    passage_line,
+    with_title,
+)
 from streamrag.versions import installed_versions
 
 NUM_REAL, NUM_QUERIES, NUM_VECTORS, NUM_SLOW_QUERIES = 20_480, 200, 100_000, 30
@@ -85,7 +97,7 @@ def _lines(documents: Path) -> Iterator[str]:
         except UnusableDocumentError:
             continue
         for number, text in enumerate(split_document(document, PASSAGE_WORDS)):
-            yield stored_line(Chunk(text, document.uri, document.title, number))
+            yield passage_line({"uri": document.uri, "title": document.title, "passage": number, "text": text})
 
 
 def prepare(lines: list[str], vectors: Any, work: Path) -> None:
@@ -122,9 +134,9 @@ def build(kind: str, work: Path) -> dict[str, Any]:
     started_s = time.perf_counter()
     made: dict[str, Any] = {}
     if kind == "ivf":
-        made["num_lists"] = ivf_search.build_lists(out, vectors, NUM_THREADS, None)
+        made["num_lists"] = inverted_lists.build_lists(out, vectors, NUM_THREADS, None)
     else:
-        diskann_search.build_graph(out, vectors, NUM_THREADS)
+        diskann.build_graph(out, vectors, NUM_THREADS)
     build_s = time.perf_counter() - started_s
     cpu_s = time.process_time()
     peak_bytes = _status("VmHWM") - before_bytes
@@ -160,13 +172,13 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
     stages: list[dict[str, Any]]
     if kind == "ivf":
         assert manifest.num_lists
-        searcher: Any = ivf_search._Searcher(num_lists=manifest.num_lists, **options)
+        searcher: Any = inverted_lists.FaissSearcher(num_lists=manifest.num_lists, **options)
         ends = (*PROBES, manifest.num_lists)
         stages = [{"after": after, "until": until} for after, until in pairwise([0, *ends])]
     else:
-        searcher = diskann_search._Searcher(**options)
+        searcher = diskann.DiskAnnSearcher(**options)
         stages = [{"complexity": length, "beam_width": 8} for length in LENGTHS]
-    searcher._index = searcher._open_index()
+    opened = searcher._open_index()
     num_queries = NUM_SLOW_QUERIES if is_slow else NUM_QUERIES
     times = np.zeros((num_queries, len(stages)))
     right, is_final = np.zeros_like(times), np.zeros_like(times)
@@ -176,9 +188,9 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
         results = []
         best: list[tuple[float, int]] = []
         for place, stage in enumerate(stages):
-            nearer_than = best[-1][0] if len(best) == K else None
+            options = {"nearer_than": best[-1][0] if len(best) == K else None} if kind == "ivf" else {}
             started_s = time.perf_counter()
-            ids, distances = searcher._search(queries[number], {"k": K, "nearer_than": nearer_than, **stage})
+            ids, distances = searcher._search(opened, queries[number], k=K, **stage, **options)
             times[number, place] = time.perf_counter() - started_s
             found = list(zip(distances, ids, strict=True))
             best = sorted([*best, *found])[:K] if kind == "ivf" else found

@@ -30,10 +30,9 @@ from streamrag import PgVectorSource, Update
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.files import write_whole
-from streamrag.sources.embedding import EmbeddingPool
-from streamrag.sources.passages import read_document, split_document
+from streamrag.sources.index.document_passages import read_document, split_document
+from streamrag.sources.index.embedder_pool import EmbedderPool
 from streamrag.sources.postgres.query import Rows
-from streamrag.sources.postgres.source import _settings
 from streamrag.sources.workers.pool import Share
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,7 +87,7 @@ def read_passages() -> list[tuple[str, str]]:
 
 async def embed(texts: list[str]) -> tuple[list[list[float]], float]:
     """Their vectors, and seconds for each."""
-    pool = EmbeddingPool("all-MiniLM-L6-v2", size=1, num_threads=2)
+    pool = EmbedderPool("all-MiniLM-L6-v2", size=1, num_threads=2)
     vectors: list[list[float]] = []
     try:
         await pool.start()
@@ -146,7 +145,7 @@ async def rungs(source: PgVectorSource, queries: list[str], values: tuple[int, .
     opened = source._opened
     assert opened
     assert opened.table.ladder
-    stages = [(f"{opened.table.ladder.setting} = {value}", _settings(opened.table.ladder, value)) for value in values]
+    stages = [(f"{opened.table.ladder.setting} = {value}", opened.table.ladder.settings(value)) for value in values]
     stages.append(("exact", {"enable_indexscan": "off"}))
     vectors = [await opened.embedding.query(query, Share()) for query in queries]
     found: dict[str, list[Places]] = {name: [] for name, _ in stages}

@@ -30,7 +30,7 @@ from streamrag import VectorSource, WebSource
 from streamrag.cli.record import make_counter, passage_counter
 from streamrag.core import Append, Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.sources.index.build import build_index
-from streamrag.sources.wrapped import WrappedSource
+from streamrag.sources.wrapper import SourceWrapper
 from streamrag.testing import StretchedSource
 from streamrag.trace.recorder import TraceRecorder
 from streamrag.trace.session import record_queries
@@ -163,7 +163,7 @@ def long_words(text: str) -> set[str]:
     return set(re.findall(r"\w{4,}", text.lower()))
 
 
-class Renamed(WrappedSource):
+class Renamed(SourceWrapper):
     """A source with one address in place of another in its events."""
 
     def __init__(self, source: Source, old: str, new: str) -> None:

@@ -18,10 +18,15 @@ from pathlib import Path
 
 from teaching_questions import is_unclear, make_question
 
+from streamrag.choice import relevant_terms, terms
 from streamrag.core import Chunk
-from streamrag.sources.passages import UnusableDocumentError, find_documents, read_document, split_document
-from streamrag.sources.relevance import relevant_terms, terms
-from streamrag.sources.search.keywords import new_stem
+from streamrag.sources.index.document_passages import (
+    UnusableDocumentError,
+    find_documents,
+    read_document,
+    split_document,
+)
+from streamrag.sources.index.keywords import new_stem
 from streamrag.sources.search.sentences import sentences
 
 NO_ANSWER = "The documents do not say."

@@ -76,16 +76,16 @@ if TYPE_CHECKING:
     from streamrag.pipeline import Pipeline as Pipeline
     from streamrag.sources.crawl.search_engine import search_engine as search_engine
     from streamrag.sources.crawl.web import WebSource as WebSource
-    from streamrag.sources.emission.calibrating import calibrate as calibrate
+    from streamrag.sources.emission.calibrate import calibrate as calibrate
     from streamrag.sources.emission.calibration import Calibration as Calibration
     from streamrag.sources.emission.near_end import NearEnd as NearEnd
     from streamrag.sources.emission.worth_sending import WorthSending as WorthSending
     from streamrag.sources.generators import from_passages as from_passages
     from streamrag.sources.generators import from_rankings as from_rankings
-    from streamrag.sources.index.build import IndexSummary as IndexSummary
     from streamrag.sources.index.build import build_index as build_index
     from streamrag.sources.index.changes import add_documents as add_documents
     from streamrag.sources.index.changes import remove_documents as remove_documents
+    from streamrag.sources.index.generation import IndexSummary as IndexSummary
     from streamrag.sources.merged import Merged as Merged
     from streamrag.sources.postgres.build import TableSummary as TableSummary
     from streamrag.sources.postgres.build import build_table as build_table
@@ -93,9 +93,9 @@ if TYPE_CHECKING:
     from streamrag.sources.replay import ReplaySource as ReplaySource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
     from streamrag.sources.search.hybrid import HybridSource as HybridSource
-    from streamrag.sources.search.ivf import IvfSource as IvfSource
-    from streamrag.sources.search.ivf import index_source as index_source
+    from streamrag.sources.search.vector import IvfSource as IvfSource
     from streamrag.sources.search.vector import VectorSource as VectorSource
+    from streamrag.sources.search.vector import index_source as index_source
     from streamrag.telemetry import Answer as Answer
     from streamrag.trace.recorder import TraceRecorder as TraceRecorder
 
@@ -122,8 +122,8 @@ _HOMES = {
     "IndexExistsError": "streamrag.errors",
     "IndexMismatchError": "streamrag.errors",
     "IndexMissingError": "streamrag.errors",
-    "IndexSummary": "streamrag.sources.index.build",
-    "IvfSource": "streamrag.sources.search.ivf",
+    "IndexSummary": "streamrag.sources.index.generation",
+    "IvfSource": "streamrag.sources.search.vector",
     "Merged": "streamrag.sources.merged",
     "NearEnd": "streamrag.sources.emission.near_end",
     "MissingDependencyError": "streamrag.errors",
@@ -176,11 +176,11 @@ _HOMES = {
     "WorthSending": "streamrag.sources.emission.worth_sending",
     "add_documents": "streamrag.sources.index.changes",
     "build_index": "streamrag.sources.index.build",
-    "calibrate": "streamrag.sources.emission.calibrating",
+    "calibrate": "streamrag.sources.emission.calibrate",
     "build_table": "streamrag.sources.postgres.build",
     "from_passages": "streamrag.sources.generators",
     "from_rankings": "streamrag.sources.generators",
-    "index_source": "streamrag.sources.search.ivf",
+    "index_source": "streamrag.sources.search.vector",
     "plain_chat": "streamrag.core",
     "search_engine": "streamrag.sources.crawl.search_engine",
     "remove_documents": "streamrag.sources.index.changes",

@@ -14,7 +14,7 @@ another source, slowed down.
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.demo_model import make_demo_model
 from streamrag.scripted import ScriptedBackend, ScriptedSource, Step
-from streamrag.sources.stretch import StretchedSource
+from streamrag.sources.delays import StretchedSource
 from streamrag.tiny_llama import make_tiny_llama
 
 __all__ = [

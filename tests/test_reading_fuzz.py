@@ -23,7 +23,7 @@ from streamrag.engine.costs.profile_files import load_profile
 from streamrag.errors import StreamRagError
 from streamrag.reading import as_dataclass
 from streamrag.records import read_records
-from streamrag.sources.index_folder import check_index
+from streamrag.sources.index.index_folder import check_index
 from streamrag.trace.arrivals import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import describe

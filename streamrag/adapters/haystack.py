@@ -25,7 +25,7 @@ from streamrag.errors import ConfigurationError, MissingDependencyError, SourceE
 from streamrag.kinds import kind_of
 from streamrag.pipeline import Pipeline
 from streamrag.sources.fusion import reciprocal_rank_fusion
-from streamrag.sources.passage_like import PassageReader
+from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
 from streamrag.starting import started_once

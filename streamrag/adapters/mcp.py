@@ -20,7 +20,7 @@ from streamrag.core import Chunk, CutShort, Progress, Skipped, SourceEvent, Upda
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
 from streamrag.kinds import is_number, is_whole, short
 from streamrag.showing import one_line
-from streamrag.sources.passage_like import TEXTS, PassageReader
+from streamrag.sources.passage_reader import TEXTS, PassageReader
 from streamrag.starting import started_once
 
 if TYPE_CHECKING:

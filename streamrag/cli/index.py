@@ -15,7 +15,7 @@ from streamrag.cli.steps import StepLines, bar
 from streamrag.serve.config.source import dsn_of
 
 if TYPE_CHECKING:
-    from streamrag.sources.index.build import IndexSummary
+    from streamrag.sources.index.generation import IndexSummary
 
 DESCRIPTION = """\
 Splits every text, Markdown and HTML file below FOLDER into passages, embeds
@@ -158,7 +158,7 @@ def run_remove(arguments: argparse.Namespace) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Read all of the index."""
-    from streamrag.sources.index_folder import check_index
+    from streamrag.sources.index.index_folder import check_index
 
     progress, console = Output(stderr=True), Output()
     sizes: list[int] = []

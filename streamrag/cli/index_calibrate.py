@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _calibrate(arguments: argparse.Namespace, console: Output) -> Calibration:
-    from streamrag.sources.emission.calibrating import calibrate
+    from streamrag.sources.emission.calibrate import calibrate
     from streamrag.sources.emission.calibration_queries import HeldOut, read_queries, sentences
 
     if arguments.queries:

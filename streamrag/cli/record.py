@@ -78,7 +78,7 @@ def make_counter(tokenizer: str | None) -> tuple[str, Callable[[str], int]]:
     :raises MissingDependencyError: transformers is not installed.
     """
     if tokenizer is None:
-        from streamrag.sources.passages import count_words
+        from streamrag.sources.index.document_passages import count_words
 
         return WORDS, count_words
     from streamrag.backends.tokenizer import HuggingFaceTokenizer

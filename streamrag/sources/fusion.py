@@ -10,9 +10,9 @@ RRF_K = 60
 
 
 def reciprocal_rank_fusion(
-    rankings: Sequence[Sequence[Chunk]], weights: Sequence[float] | None = None, *, k: int = RRF_K
+    rankings: Sequence[Sequence[Chunk]], weights: Sequence[float] | None = None, *, k: float = RRF_K
 ) -> tuple[Chunk, ...]:
-    """The chunks of all `rankings`, each of them best first, by the sum of weight / (k + rank), ranks from 1.
+    """Rank the chunks of all `rankings`, each best first, by the sum of weight / (k + rank), ranks from 1.
 
     The same text of the same document is one chunk, as the first ranking has it. Of equals the one that is earlier in
     an earlier ranking goes first. Scores are dropped: those of different retrievers cannot be compared.
@@ -31,5 +31,5 @@ def reciprocal_rank_fusion(
 
 
 def without_score(chunk: Chunk) -> Chunk:
-    """The chunk, but for a score that says nothing beside those of other retrievers."""
+    """Return the chunk without its score, which says nothing beside those of other retrievers."""
     return chunk if chunk.score is None else replace(chunk, score=None)

@@ -1,11 +1,13 @@
 """Several sources at once, as one."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+import logging
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from math import inf
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
 
 from streamrag.core import (
     Append,
@@ -20,21 +22,21 @@ from streamrag.core import (
     part_name,
 )
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.kinds import is_number, message_of, short
+from streamrag.kinds import message_of, short
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import Retrieval
 from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion, without_score
 from streamrag.starting import start_all, started_once
+from streamrag.support.validation import Number, Positive, validated
 from streamrag.tasks import cancel_regardless
 
-_Came: TypeAlias = tuple[int, SourceEvent | BaseException | None, asyncio.Event]
-"""The number of a source, what came from it, or None at its end, and what is set when that has been used."""
+log = logging.getLogger("streamrag.sources")
 
-_Expected: TypeAlias = tuple[float, Hint | None]
-"""When a source's last event came, and what it said of those to come."""
+_Queue: TypeAlias = "asyncio.Queue[tuple[int, SourceEvent | BaseException | None, asyncio.Event]]"
+"""The number of a source, its event, error, or None at its end, and what is set when that has been used."""
 
-PACE = 4
-"""Times as long as a fusion took, what comes is collected before the next: thousands of chunks take time to sort."""
+FUSION_INTERVAL = 4
+"""Events are collected for this many times the duration of a fusion: thousands of chunks take time to sort."""
 
 
 class Merged:
@@ -44,13 +46,19 @@ class Merged:
     `Update` with the passages of all, fused by reciprocal rank; `weights`, one for each source, say whose ranks count
     for more, and the larger `k` is, the less the first ranks differ from the others. Hints are of all together: what
     each source that still runs expected last, the chunks added, and the latest end; unknown where one has not said. A
-    source that fails is skipped and reported; when all fail, so does this. The sources are started and closed with it.
+    source that fails is named in a `Skipped`, and the log says why; when all fail, so does this. The sources are
+    started and closed with it.
 
     :raises ConfigurationError: there is no source, or `weights` are not as many positive numbers, or `k` is below 0.
     """
 
+    @validated
     def __init__(
-        self, *sources: Source, weights: Sequence[float] | None = None, k: int = RRF_K, name: str = ""
+        self,
+        *sources: Source,
+        weights: Sequence[Positive] | None = None,
+        k: Annotated[Number, Field(ge=0)] = RRF_K,
+        name: str = "",
     ) -> None:
         if not sources:
             raise ConfigurationError("Merged needs at least one source")
@@ -59,12 +67,8 @@ class Merged:
                 raise ConfigurationError(
                     f"Merged: {short(source)} is no source: it is no object with a method 'stream'"
                 )
-        if weights is not None:
-            weights = tuple(weights) if isinstance(weights, Iterable) else ()
-            if len(weights) != len(sources) or not all(is_number(each) and 0 < each < inf for each in weights):
-                raise ConfigurationError(f"Merged: weights={short(weights)} must be a positive number for each source")
-        if not is_number(k) or not 0 <= k < float("inf"):
-            raise ConfigurationError(f"Merged: k={short(k)} must be a number, at least 0")
+        if weights is not None and len(weights) != len(sources):
+            raise ConfigurationError(f"weights={short(weights)} must be a positive number for each source")
         self._sources = sources
         self._weights = weights
         self._k = k
@@ -82,51 +86,34 @@ class Merged:
         await self._started.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """The events of all sources.
+        """Yield the events of all sources.
 
         :raises SourceError: all of them failed.
         """
-        came: asyncio.Queue[_Came] = asyncio.Queue()
-        pulls = [asyncio.create_task(_pull(i, each, query, came)) for i, each in enumerate(self._sources)]
-        rankings = [Context() for _ in pulls]
-        known: dict[tuple[str, str], Chunk] = {}  # so that a passage stays the same chunk, whoever finds it again
-        is_appended: set[Chunk] = set()
-        fused: tuple[Chunk, ...] | None = None
+        queue: _Queue = asyncio.Queue()
+        pulls = [asyncio.create_task(_pull(i, each, query, queue)) for i, each in enumerate(self._sources)]
+        context = _MergedContext(len(pulls), self._weights, self._k)
         errors: list[BaseException] = []
-        next_s, is_changed = 0.0, False
-        now = asyncio.get_running_loop().time
-        expected: dict[int, _Expected] = dict.fromkeys(range(len(pulls)), (0.0, None))  # of each source that runs
         try:
-            while expected or is_changed:
-                if is_changed and (not expected or now() >= next_s):
-                    began_s, is_changed = now(), False
-                    before, fused = fused, reciprocal_rank_fusion(rankings, self._weights, k=self._k)
-                    next_s = now() + PACE * (now() - began_s)  # whoever reads it may take as long as they like
-                    if fused != before:
-                        yield Update(fused, _together(expected.values(), now()))
+            while context.running or context.is_changed:
+                if (wait_s := context.wait_s()) is not None and wait_s <= 0:
+                    if (update := context.fuse()) is not None:
+                        yield update
                     continue
                 try:
-                    number, event, is_used = await asyncio.wait_for(came.get(), next_s - now() if is_changed else None)
+                    number, event, is_used = await asyncio.wait_for(queue.get(), wait_s)
                 except TimeoutError:
                     continue
                 if isinstance(event, Append | Update):
-                    event = _renamed(event, known)
-                    expected[number] = now(), event.hint
-                    rankings[number] = rankings[number].become(UpdateMode().fold(rankings[number], event))
-                    if isinstance(event, Update) or fused is not None:
-                        fused, is_changed = fused or (), True
-                    elif event.chunk not in is_appended:
-                        is_appended.add(event.chunk)
-                        yield replace(event, hint=_together(expected.values(), now()))
+                    if (passed_on := context.add(number, event)) is not None:
+                        yield passed_on
                 elif isinstance(event, Skipped | CutShort):
                     yield event
-                elif isinstance(event, StreamRagError) and not isinstance(event, SourceError):
-                    raise event  # the program's mistake, not a failed retrieval
                 else:
-                    del expected[number]
+                    del context.running[number]
                     if event is not None:
                         errors.append(event)
-                        yield Skipped(part_name(self._sources[number]), message_of(event))
+                        yield _failed(self._sources[number], event)
                 is_used.set()
         finally:
             await cancel_regardless(pulls)
@@ -134,38 +121,86 @@ class Merged:
             raise SourceError(f"{self.name} failed: {'; '.join(map(message_of, errors))}") from errors[0]
 
 
-def _together(running: Iterable[_Expected], now_s: float) -> Hint | None:
-    """What sources that run expect together; those that have ended expect nothing."""
-    hints = [(at_s, hint or Hint()) for at_s, hint in running]
-    chunks = [hint.num_chunks for _, hint in hints if hint.num_chunks is not None]
-    ends = [max(hint.end_s - (now_s - at_s), 0.0) for at_s, hint in hints if hint.end_s is not None]
-    num_chunks = sum(chunks) if len(chunks) == len(hints) else None
-    end_s = max(ends, default=0.0) if len(ends) == len(hints) else None
-    return None if num_chunks is None and end_s is None else Hint(num_chunks, end_s)
+class _MergedContext:
+    """The passages of all sources for one query, and what the sources expect."""
+
+    def __init__(self, num_sources: int, weights: Sequence[float] | None, k: float) -> None:
+        self._weights, self._k = weights, k
+        self._rankings = [Context() for _ in range(num_sources)]
+        self._known: dict[tuple[str, str], Chunk] = {}
+        self._appended: set[Chunk] = set()
+        self._fused: tuple[Chunk, ...] | None = None
+        """The passages that were sent last; None while all sources only append."""
+        self._next_fusion_s = 0.0
+        self._now = asyncio.get_running_loop().time
+        self.is_changed = False
+        """Whether there are events that the last fusion does not have."""
+        self.running: dict[int, tuple[float, Hint | None]] = dict.fromkeys(range(num_sources), (0.0, None))
+        """When each source that runs sent its last event, and the hint of that."""
+
+    def wait_s(self) -> float | None:
+        """Return the seconds until the next fusion; None if there is nothing to fuse."""
+        if not self.is_changed:
+            return None
+        return self._next_fusion_s - self._now() if self.running else 0.0
+
+    def add(self, number: int, event: Append | Update) -> Append | None:
+        """Take an event of a source, and return what to pass on at once: an append while all only append."""
+        if isinstance(event, Append):
+            event = replace(event, chunk=self._same(event.chunk))
+        else:
+            event = replace(event, chunks=tuple(map(self._same, event.chunks)))
+        self.running[number] = self._now(), event.hint
+        ranking = self._rankings[number]
+        self._rankings[number] = ranking.become(UpdateMode().fold(ranking, event))
+        if isinstance(event, Update) or self._fused is not None:
+            self._fused, self.is_changed = self._fused or (), True
+            return None
+        if event.chunk in self._appended:
+            return None
+        self._appended.add(event.chunk)
+        return replace(event, hint=self._hint())
+
+    def _same(self, chunk: Chunk) -> Chunk:
+        """Return the chunk that is known already for the same text of the same document, whoever found it."""
+        return self._known.setdefault((chunk.uri, chunk.text), without_score(chunk))
+
+    def fuse(self) -> Update | None:
+        """Fuse the rankings of all sources; None if that changes nothing."""
+        began_s, self.is_changed = self._now(), False
+        before, self._fused = self._fused, reciprocal_rank_fusion(self._rankings, self._weights, k=self._k)
+        self._next_fusion_s = self._now() + FUSION_INTERVAL * (self._now() - began_s)  # readers may take long
+        return Update(self._fused, self._hint()) if self._fused != before else None
+
+    def _hint(self) -> Hint | None:
+        """Return what the sources that run expect together; those that have ended expect nothing."""
+        hints = [(at_s, hint or Hint()) for at_s, hint in self.running.values()]
+        chunks = [hint.num_chunks for _, hint in hints if hint.num_chunks is not None]
+        ends = [max(hint.end_s - (self._now() - at_s), 0.0) for at_s, hint in hints if hint.end_s is not None]
+        num_chunks = sum(chunks) if len(chunks) == len(hints) else None
+        end_s = max(ends, default=0.0) if len(ends) == len(hints) else None
+        return None if num_chunks is None and end_s is None else Hint(num_chunks, end_s)
 
 
-def _renamed(event: Append | Update, known: dict[tuple[str, str], Chunk]) -> Append | Update:
-    """The event with the chunks that are known already for the same texts of the same documents."""
-
-    def same(chunk: Chunk) -> Chunk:
-        return known.setdefault((chunk.uri, chunk.text), without_score(chunk))
-
-    if isinstance(event, Append):
-        return replace(event, chunk=same(event.chunk))
-    return replace(event, chunks=tuple(map(same, event.chunks)))
+def _failed(source: Source, error: BaseException) -> Skipped:
+    """Return the event for a source that failed. What its error says may name hosts and files, and is for the log."""
+    if isinstance(error, StreamRagError) and not isinstance(error, SourceError):
+        raise error  # the program's mistake, not a failed retrieval
+    log.warning("%s failed: %s: %s", part_name(source), type(error).__name__, message_of(error))
+    return Skipped(part_name(source), "the source failed")
 
 
-async def _pull(number: int, source: Source, query: str, came: "asyncio.Queue[_Came]") -> None:
-    """Each event, once the one before has been used; then its error, or None for its end."""
+async def _pull(number: int, source: Source, query: str, queue: _Queue) -> None:
+    """Put each event into the queue, once the one before has been used; then the error, or None for the end."""
     end: BaseException | None = None
     retrieval = Retrieval(source, query)
     try:
         async for event in retrieval.events():
             is_used = asyncio.Event()
-            came.put_nowait((number, event, is_used))
+            queue.put_nowait((number, event, is_used))
             await is_used.wait()
     except Exception as error:
         end = error
     finally:
         await retrieval.aclose()
-    came.put_nowait((number, end, asyncio.Event()))
+    queue.put_nowait((number, end, asyncio.Event()))

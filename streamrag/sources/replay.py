@@ -10,6 +10,7 @@ from typing import Literal
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
+from streamrag.support.validation import validated
 from streamrag.trace.read import read_trace
 from streamrag.trace.stretch import stretched
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedSkip
@@ -30,6 +31,7 @@ class ReplaySource:
     :raises ConfigurationError: values that cannot work, or a trace without texts.
     """
 
+    @validated
     def __init__(
         self,
         trace: Trace | str | os.PathLike[str],
@@ -38,8 +40,6 @@ class ReplaySource:
         on_missing: Literal["error", "next"] = "error",
         clock: Clock = monotonic,
     ) -> None:
-        if on_missing not in ("error", "next"):
-            raise ConfigurationError(f"ReplaySource: on_missing={on_missing!r} must be 'error' or 'next'")
         self.name = type(self).__name__ if isinstance(trace, Trace) else f"{type(self).__name__}({Path(trace).name})"
         self._queries = stretched(trace if isinstance(trace, Trace) else read_trace(trace), delay).queries
         if not self._queries:
@@ -54,7 +54,7 @@ class ReplaySource:
         self._clock = clock
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """The recorded events of `query`.
+        """Yield the recorded events of `query`.
 
         :raises SourceError: the trace does not have this query, or its retrieval failed.
         """

@@ -1,18 +1,17 @@
-"""Any function that finds passages, as a source."""
+"""A function that finds passages, as a source."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.kinds import message_of
-from streamrag.sources.callers import call_for_list
-from streamrag.sources.passage_like import WANTED, PassageReader, described
+from streamrag.sources.passage_reader import WANTED, PassageReader, describe_result
 from streamrag.sources.threads import Threads
+from streamrag.sources.user_functions import call_for_list, name_of
 
 MAX_CALLS = 32
-"""Calls at the same time. Further queries wait: a retriever that hangs takes no threads but these."""
+"""Concurrent calls. Further queries wait: a retriever that hangs takes no threads but these."""
 
 
 class RetrieverSource:
@@ -41,7 +40,7 @@ class RetrieverSource:
         self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """One `Update`.
+        """Yield one `Update`.
 
         :raises SourceError: `retrieve` raised, or returned something other than passages.
         """
@@ -60,11 +59,5 @@ class RetrieverSource:
                 f"{self.name} returned an async iterator: streamrag.from_passages makes a source of such a function"
             )
         if isinstance(found, str | bytes | Mapping | Chunk) or not isinstance(found, Iterable):
-            raise SourceError(f"{self.name} returned {described(found)}, not a list of {WANTED}")
+            raise SourceError(f"{self.name} returned {describe_result(found)}, not a list of {WANTED}")
         return found
-
-
-def name_of(retrieve: Callable[..., Any]) -> str:
-    if isinstance(retrieve, partial):
-        return name_of(retrieve.func)
-    return str(getattr(retrieve, "__qualname__", type(retrieve).__qualname__))

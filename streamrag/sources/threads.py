@@ -1,7 +1,7 @@
-"""Threads for calls that may block for as long as a stranger likes, such as looking up a name.
+"""Threads for calls that may never return, such as looking up a name.
 
-The event loop's own executor is the program's: calls that do not end would take all of its threads, and a program that
-ends waits for it. These are a bounded number of threads of our own, which nobody waits for.
+Calls that do not end would take all threads of the event loop's own executor, for which a program that ends waits.
+These are a bounded number of daemon threads, for which nothing waits.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Runs at most `size` calls of an event loop at a time, each in a daemon thread; further ones wait.
+    """Runs at most `size` calls of an event loop concurrently, each in a daemon thread; further ones wait.
 
-    With `within`, each call takes a place there too: so many crawls share a number of threads, and none takes all. A
-    call that was cancelled goes on, and keeps its places until it returns.
+    With `within`, each call takes a place there too: many crawls share a number of threads, and none takes all. A call
+    that was cancelled goes on, and keeps its places until it returns.
     """
 
     def __init__(self, size: int, name: str, *, within: "Threads | None" = None) -> None:
@@ -29,35 +29,30 @@ class Threads:
         self._within = within
 
     async def run(self, call: Callable[[], T]) -> T:
-        """What `call` returns or raises."""
+        """Return or raise what `call` does."""
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[T] = loop.create_future()
+        result_of_call: asyncio.Future[T] = loop.create_future()
         taken = await self._take_places()
 
         def done(result: T | None, error: BaseException | None) -> None:
             for places in taken:
                 places.release()
-            if not answered.done():
+            if not result_of_call.done():
                 if error is None:
-                    answered.set_result(result)  # type: ignore[arg-type]
+                    result_of_call.set_result(result)  # type: ignore[arg-type]
                 else:
-                    answered.set_exception(error)
+                    result_of_call.set_exception(error)
 
         def work() -> None:
             result: T | None = None
             error: BaseException | None = None
             try:
                 result = context.run(call)
-            except (
-                StopIteration,
-                GeneratorExit,
-                SystemExit,
-                KeyboardInterrupt,
-            ) as raised:  # which end more than the call
+            except (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt) as raised:  # end more than the call
                 error = RuntimeError(repr(raised))
             except BaseException as raised:  # raised again where it is awaited
                 error = raised
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: nothing waits any more
                 loop.call_soon_threadsafe(done, result, error)
 
         context = contextvars.copy_context()
@@ -65,10 +60,10 @@ class Threads:
             threading.Thread(target=work, name=self._name, daemon=True).start()
         except BaseException as error:  # there are too many threads
             done(None, error)
-        return await answered
+        return await result_of_call
 
     async def _take_places(self) -> list[asyncio.Semaphore]:
-        """Those of this event loop: places of one that ended with calls under way are gone with it."""
+        """Take places of this event loop: those of one that ended with calls under way are gone with it."""
         loop = asyncio.get_running_loop()
         taken: list[asyncio.Semaphore] = []
         async with AsyncExitStack() as undo:

@@ -9,12 +9,13 @@ class CrawlLimits:
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
 from streamrag.errors import ConfigurationError
 from streamrag.kinds import plain_text, short
@@ -47,6 +48,15 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 PositiveFraction = Annotated[Number, Field(gt=0, le=1)]
 Flag = Annotated[bool, Field()]
 NonEmptyText = Annotated[Text, Field(min_length=1)]
+
+
+def _growing(values: Sequence[int]) -> Sequence[int]:
+    if any(a >= b for a, b in pairwise(values)):
+        raise ValueError("must be growing")
+    return values
+
+
+GrowingCounts = Annotated[Sequence[Count], AfterValidator(_growing)]
 
 
 def validated(checked: T) -> T:

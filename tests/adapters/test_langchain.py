@@ -632,7 +632,7 @@ async def test_a_member_that_fails_is_skipped_unless_all_fail() -> None:
     broken = finder(error=OSError("no route"))
     found = await events(ensemble_retriever(retrievers=[broken, finder(A)], weights=[0.5, 0.5]))
     assert plain(A) in found
-    assert Skipped("Finder", "no route") in found
+    assert Skipped("Finder", "the source failed") in found
     with pytest.raises(SourceError, match="EnsembleRetriever failed: no route; no route"):
         await events(ensemble_retriever(retrievers=[broken, broken], weights=[0.5, 0.5]))
 

@@ -249,7 +249,7 @@ WAYS = ["ranking", "iterable ranking", "async ranking", "retriever", "async retr
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_what_never_ends_is_refused_and_closed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.callers.MAX_LAZY", 10)
+    monkeypatch.setattr("streamrag.sources.user_functions.MAX_LAZY", 10)
     endless = Endless()
     with pytest.raises(SourceError, match="more than 10 items"):
         await events(lazily(way, endless))
@@ -258,7 +258,7 @@ async def test_what_never_ends_is_refused_and_closed(way: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_what_is_read_lazily_is_read_no_further_than_its_query(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.callers.MAX_LAZY", 1 << 40)
+    monkeypatch.setattr("streamrag.sources.user_functions.MAX_LAZY", 1 << 40)
     endless = Endless()
     query = asyncio.create_task(events(lazily(way, endless)))
     await asyncio.to_thread(endless.has_begun.wait)

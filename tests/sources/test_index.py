@@ -28,10 +28,10 @@ from streamrag.errors import (
     WorkerError,
 )
 from streamrag.scratch import locked_folder
-from streamrag.sources import index_folder
-from streamrag.sources.embedder import find_embedder
+from streamrag.sources.index import index_folder
 from streamrag.sources.index.build import build_index
-from streamrag.sources.index_folder import check_index, looks_like_index
+from streamrag.sources.index.embedder import find_embedder
+from streamrag.sources.index.index_folder import check_index, looks_like_index
 
 
 @pytest.fixture
@@ -158,8 +158,8 @@ def test_a_missing_package_is_named_with_its_install_line(
     def find_spec(name: str) -> object:
         return None if name == package else object()
 
-    monkeypatch.setattr("streamrag.sources.embedder.find_spec", find_spec)
-    monkeypatch.setattr("streamrag.sources.search.diskann_search.find_spec", find_spec)
+    monkeypatch.setattr("streamrag.sources.index.embedder.find_spec", find_spec)
+    monkeypatch.setattr("streamrag.sources.index.diskann.find_spec", find_spec)
     with pytest.raises(MissingDependencyError, match="pip install"):
         build_index(tmp_path, tmp_path / "index")
 

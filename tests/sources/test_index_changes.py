@@ -23,8 +23,8 @@ from streamrag.errors import (
 )
 from streamrag.sources.index.build import build_index
 from streamrag.sources.index.changes import add_documents, remove_documents
-from streamrag.sources.index_folder import check_index
-from streamrag.sources.search.ivf import IvfSource, index_source
+from streamrag.sources.index.index_folder import check_index
+from streamrag.sources.search.vector import IvfSource, index_source
 
 KINDS = ["diskann", "ivf"]
 QUERY = "w1 w2 w3 w4 w5"
@@ -258,7 +258,7 @@ def at(number, total, name):
         die()
 
 if step == "passages":
-    generation.write_derived = changes.write_derived = die
+    generation.write_keywords = die
 elif step == "exchange":
     generation.exchange_folders = die
 elif step == "removing the old":

@@ -4,17 +4,18 @@ import json
 import shutil
 import sqlite3
 from collections import Counter
+from dataclasses import asdict
 from math import log1p
 from pathlib import Path
 
 import pytest
 from rank_bm25 import BM25Okapi  # type: ignore[import-untyped,unused-ignore]
 
+from streamrag.choice import terms
 from streamrag.core import Chunk
 from streamrag.errors import IndexCorruptError
-from streamrag.sources.index_folder import PASSAGES, stored_line
-from streamrag.sources.relevance import terms
-from streamrag.sources.search.keywords import KEYWORDS, KeywordIndex, new_stem, write_keywords
+from streamrag.sources.index.index_folder import PASSAGES, passage_line
+from streamrag.sources.index.keywords import KEYWORDS, KeywordIndex, new_stem, write_keywords
 
 TEXTS = [
     "Brake pads are worn out when the grooves are gone. Replace both brake pads at once.",
@@ -29,7 +30,7 @@ TEXTS = [
 
 def write(folder: Path, texts: list[str] = TEXTS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [stored_line(Chunk(text, f"{number}.md", f"Title{number}")) for number, text in enumerate(texts)]
+    lines = [passage_line(asdict(Chunk(text, f"{number}.md", f"Title{number}"))) for number, text in enumerate(texts)]
     (folder / PASSAGES).write_text("".join(lines), encoding="utf-8")
     write_keywords(folder)
     return folder
@@ -96,13 +97,13 @@ def test_scores_are_those_of_bm25_in_the_order_of_another_implementation(tmp_pat
 
 
 def relevant(query: str) -> list[str]:
-    from streamrag.sources.relevance import relevant_terms
+    from streamrag.choice import relevant_terms
 
     return relevant_terms(query, new_stem())
 
 
 def test_equal_passages_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    lines = [stored_line(Chunk("brake", "a.md", "", number)) for number in range(50)]
+    lines = [passage_line(asdict(Chunk("brake", "a.md", "", number))) for number in range(50)]
     (tmp_path / PASSAGES).write_text("".join(lines))
     write_keywords(tmp_path)
     index = KeywordIndex(tmp_path, 50)

@@ -113,10 +113,11 @@ async def test_what_is_skipped_and_cut_short_is_told() -> None:
     assert await events(ScriptedSource([told[0]]), ScriptedSource([0.05, told[1]])) == told
 
 
-async def test_one_that_fails_is_skipped_and_all_that_fail_are_an_error() -> None:
+async def test_one_that_fails_is_skipped_and_all_that_fail_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
     fails = ScriptedSource([Append(A), SourceError("no route")])
     found = await events(fails, ScriptedSource([0.05, Append(B)]))
-    assert found == [appended(A), Skipped("ScriptedSource", "no route"), appended(B)]
+    assert found == [appended(A), Skipped("ScriptedSource", "the source failed"), appended(B)]
+    assert caplog.messages == ["ScriptedSource failed: SourceError: no route"]
     with pytest.raises(SourceError, match=r"Merged\(ScriptedSource, ScriptedSource\) failed: no route; no rope"):
         await events(
             ScriptedSource([SourceError("no route")]), ScriptedSource([Append(A), 0.05, SourceError("no rope")])
@@ -130,7 +131,7 @@ class UnsayableError(Exception):
 
 async def test_one_whose_error_cannot_be_written_takes_no_other_with_it() -> None:
     failing = ScriptedSource([UnsayableError()])
-    skipped = Skipped("ScriptedSource", "UnsayableError")
+    skipped = Skipped("ScriptedSource", "the source failed")
     assert await events(failing, ScriptedSource([0.05, Append(A)])) == [skipped, appended(A)]
     with pytest.raises(SourceError, match="failed: UnsayableError"):
         await events(failing)
@@ -189,13 +190,13 @@ async def test_where_one_cannot_be_started_the_others_are_closed() -> None:
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, "2"], []])
 def test_what_cannot_be_merged_is_named(weights: Any) -> None:
     sources = [ScriptedSource([]), ScriptedSource([])]
-    with pytest.raises(ConfigurationError, match=r"weights=.* must be a positive number for each source"):
+    with pytest.raises(ConfigurationError, match=r"weights.* must be (a positive|greater than 0|a finite|a valid) ?"):
         Merged(*sources, weights=weights)
     with pytest.raises(ConfigurationError, match="at least one source"):
         Merged()
     with pytest.raises(ConfigurationError, match="5 is no source"):
         Merged(ScriptedSource([]), 5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="k=-1 must be a number, at least 0"):
+    with pytest.raises(ConfigurationError, match="k=-1 must be greater than or equal to 0"):
         Merged(ScriptedSource([]), k=-1)
 
 
@@ -203,12 +204,10 @@ class Panic(BaseException):
     """As of a library that is not Python's."""
 
 
-async def test_what_is_no_exception_fails_its_source_alone() -> None:
+async def test_what_is_no_exception_fails_its_source_alone(caplog: pytest.LogCaptureFixture) -> None:
     found = await events(ScriptedSource([Panic("oh")]), ScriptedSource([0.05, Append(B)]))  # type: ignore[list-item]
-    assert found[0] == Skipped(
-        "ScriptedSource", "ScriptedSource failed: Panic('oh'), though nobody has stopped the query"
-    )
-    assert found[1:] == [appended(B)]
+    assert found == [Skipped("ScriptedSource", "the source failed"), appended(B)]
+    assert "Panic('oh'), though nobody has stopped the query" in caplog.text
 
 
 async def test_a_passage_stays_the_same_chunk_whoever_finds_it_again() -> None:

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from streamrag.choice import Passage
 from streamrag.sources.pages import near_duplicates
 from streamrag.sources.pages.near_duplicates import NearDuplicates
-from streamrag.sources.relevance import Passage, assemble
+from streamrag.sources.pages.relevant_passages import assemble
 
 pytest.importorskip("rensa")
 

@@ -26,8 +26,8 @@ from streamrag.errors import (
     WorkerError,
 )
 from streamrag.sources.postgres.build import TableSummary, build_table
-from streamrag.sources.postgres.fill import LOCK_SPACE
 from streamrag.sources.postgres.source import PgVectorSource
+from streamrag.sources.postgres.table_writer import LOCK_SPACE
 
 SECRET = "s3cr3t-w0rd"
 

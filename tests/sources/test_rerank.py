@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.sources.embedder import EmbedderPlace, find_embedder
-from streamrag.sources.search.rerank import RerankerPlace, find_reranker, make_reranker
+from streamrag.sources.index.embedder import ModelPlace, find_embedder
+from streamrag.sources.search.reranker import RerankerHandler, RerankerPlace, find_reranker
 
-TOY = EmbedderPlace("toy_embedder:embed", "toy_embedder:embed", {})
+TOY = ModelPlace("toy_embedder:embed", "toy_embedder:embed", {})
 TEXTS = ["Brake pads are worn out when the grooves are gone.", "A starter is flour and water.", ""]
 QUERY = "When do I have to change the brake pads of my bike?"
 
 
 def made(place: RerankerPlace) -> Any:
-    handle = make_reranker(kind=place.kind, location=place.location, name=place.name, device="cpu")
+    handle = RerankerHandler(kind=place.kind, location=place.location, name=place.name, device="cpu")
 
     def do(what: str, **fields: Any) -> Any:
         return handle({"do": what, **fields}, b"")
@@ -107,7 +107,7 @@ def test_a_name_is_one_of_the_hub() -> None:
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.search.rerank.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrag.sources.index.embedder.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
         find_reranker("late-interaction", TOY)
     assert find_reranker("toy_reranker:backwards", TOY).kind == "function"

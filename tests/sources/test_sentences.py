@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from streamrag.core import Append, Chunk, Skipped, SourceEvent, Update
 from streamrag.errors import SourceError
-from streamrag.sources.search.refining import Failures
-from streamrag.sources.search.sentences import MAX_SENTENCES, Narrowing, sentences
+from streamrag.sources.search.refinement import Failures
+from streamrag.sources.search.sentences import MAX_SENTENCES, BestSentences, sentences
 
 DOGS = Chunk("Dogs bark. They eat meat!\n- Cats: see there.", "dogs.txt", "Dogs", 3)
 CATS = Chunk("Cats purr. Dogs bark.", "cats.txt", "Cats")
@@ -37,8 +37,8 @@ async def played(*events: SourceEvent) -> AsyncGenerator[SourceEvent, None]:
         yield event
 
 
-async def narrowed(narrowing: Narrowing, failures: Failures, *events: SourceEvent) -> list[SourceEvent]:
-    return [event async for event in narrowing.narrowed(played(*events), failures)]
+async def narrowed(narrowing: BestSentences, failures: Failures, *events: SourceEvent) -> list[SourceEvent]:
+    return [event async for event in narrowing.narrow_events(played(*events), failures)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_strangers_text_takes_time_in_proportion_and_gives_few(text: str) -> N
 
 async def test_the_best_sentences_of_all_passages_come_best_first_with_their_places() -> None:
     scorer = Scorer()
-    best = await Narrowing(3, scorer).narrow([DOGS, CATS])
+    best = await BestSentences(3, scorer).narrow([DOGS, CATS])
     assert [chunk.text for chunk in best] == ["Cats: see there.", "They eat meat!", "Dogs bark."]
     assert [(chunk.uri, chunk.title, chunk.passage) for chunk in best[:2]] == [("dogs.txt", "Dogs", 3)] * 2
     assert scorer.asked == [
@@ -89,9 +89,8 @@ async def test_the_best_sentences_of_all_passages_come_best_first_with_their_pla
 async def test_a_passage_is_scored_once_and_what_did_not_change_is_not_sent_again() -> None:
     scorer, failures = Scorer(), noted()
     skipped = Skipped("a", "too large")
-    events = await narrowed(
-        Narrowing(1, scorer), failures, Update((DOGS,)), skipped, Update((CATS, DOGS)), Update((CATS,)), Append(CATS)
-    )
+    sent = Update((DOGS,)), skipped, Update((CATS, DOGS)), Update((CATS,)), Append(CATS)
+    events = await narrowed(BestSentences(1, scorer), failures, *sent)
     updates = [event for event in events if isinstance(event, Update)]
     assert [[chunk.text for chunk in update.chunks] for update in updates] == [["Cats: see there."], ["Dogs bark."]]
     assert events[1] == skipped
@@ -101,17 +100,17 @@ async def test_a_passage_is_scored_once_and_what_did_not_change_is_not_sent_agai
 
 async def test_what_cannot_be_scored_is_given_whole_from_then_on() -> None:
     failures = noted()
-    narrowing = Narrowing(1, Scorer(fails_at=1))
+    narrowing = BestSentences(1, Scorer(fails_at=1))
     events = await narrowed(narrowing, failures, Update((DOGS,)), Update((CATS,)), Update((DOGS, CATS)))
     assert [event.chunks[0].text for event in events if isinstance(event, Update)] == [
         "Cats: see there.",
         CATS.text,
         DOGS.text,
     ]
-    assert failures.missing == ["finding the best sentences failed: no scores today"]
+    assert failures.missing == ["finding the best sentences failed"]
 
 
 async def test_a_passage_without_words_has_no_sentences() -> None:
     scorer = Scorer()
-    assert await Narrowing(2, scorer).narrow([Chunk(" ", "a"), Chunk("|<------- a drawing ------->|", "b")]) == ()
+    assert await BestSentences(2, scorer).narrow([Chunk(" ", "a"), Chunk("|<------- a drawing ------->|", "b")]) == ()
     assert not scorer.asked

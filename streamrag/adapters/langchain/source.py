@@ -13,7 +13,7 @@ from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import closing
 from streamrag.sources.fusion import RRF_K
 from streamrag.sources.merged import Merged
-from streamrag.sources.passage_like import PassageReader
+from streamrag.sources.passage_reader import PassageReader
 
 
 def from_langchain(found_by: Any, *, name: str = "") -> "LangchainSource":

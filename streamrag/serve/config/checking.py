@@ -26,7 +26,7 @@ from streamrag.serve.config.settings import (
 )
 from streamrag.serve.config.source import make_source
 from streamrag.serve.server import listen
-from streamrag.sources.index_folder import check_index
+from streamrag.sources.index.index_folder import check_index
 from streamrag.versions import installed_versions
 
 CRAWL_ONLY = (

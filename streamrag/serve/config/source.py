@@ -20,11 +20,11 @@ def make_source(told: SourceSettings) -> Source | None:
             return HybridSource(
                 told.index, k=told.k, reranker=told.rerank, sentences=told.sentences, embedder=told.embedder
             )
-        from streamrag.sources.search.ivf import index_source
+        from streamrag.sources.search.vector import index_source
 
         return index_source(told.index, k=told.k, embedder=told.embedder)
     if told.postgres is not None:
-        from streamrag.sources.embedder import DEFAULT_EMBEDDER
+        from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
         from streamrag.sources.postgres.source import PgVectorSource
 
         dsn = dsn_of(told.postgres.get_secret_value())

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from streamrag.choice import Passage
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
 from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
 from streamrag.sources.crawl.options import CrawlOptions
@@ -25,7 +26,7 @@ from streamrag.sources.http.fetched import CostlyPageError, NoConnectionError, U
 from streamrag.sources.http.politeness import PutOffError, is_busy
 from streamrag.sources.http.robots import DisallowedError
 from streamrag.sources.pages.near_duplicates import NearDuplicates
-from streamrag.sources.relevance import Passage, assemble
+from streamrag.sources.pages.relevant_passages import assemble
 from streamrag.tasks import wait_regardless
 
 MAX_COSTLY_PAGES = 2

@@ -22,7 +22,6 @@ from streamrag.errors import (
 )
 from streamrag.kinds import short
 from streamrag.scratch import ScratchFolder, remove_left_behind
-from streamrag.sources.callers import call_for_list
 from streamrag.sources.crawl.crawl import Crawl
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader, Shared
@@ -33,6 +32,7 @@ from streamrag.sources.http.page_cache import PageCache
 from streamrag.sources.http.politeness import Hosts
 from streamrag.sources.http.robots import Robots
 from streamrag.sources.threads import Threads
+from streamrag.sources.user_functions import call_for_list
 from streamrag.sources.workers.pool import WorkerPool, WorkerStartError
 from streamrag.starting import started_once
 from streamrag.tasks import wait_regardless

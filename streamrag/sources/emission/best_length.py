@@ -1,4 +1,4 @@
-"""When an update is worth sending: what it saves, what it may lose, and what it may waste of the engine's time.
+"""The value of sending an update now: what it saves, what it may lose, and what it may waste of the engine's time.
 
 A context with passages 1..n replaces what was sent, of which it keeps the first tokens. Times are counted from now: d
 is when the next stage comes, D when retrieval ends. The work of prefilling the context is laid out in time:
@@ -32,16 +32,16 @@ from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
 
 TIE_S = 1e-9
 MIN_GAIN_S = 0.002
-"""An update takes time of its own, to be tokenised and planned: for less it is not sent."""
+"""Least gain for which an update is sent: it takes time of its own, to be tokenised and planned."""
 
 MAX_STEPS = 32
-"""Where there would be more, they are taken to be larger: an event loop waits for what is worked out here."""
+"""Most steps that are considered; they are taken to be larger where there would be more. The event loop waits."""
 MAX_LENGTHS = 48
-"""Lengths that are looked at, and the whole; so that an event loop is not kept."""
+"""Most lengths that are considered, the whole included. The event loop waits."""
 UNKNOWN_S = 3600.0
 
 MAX_TOKENS = 1 << 17
-"""Longer contexts cost what these do."""
+"""Tokens from which on contexts are taken to cost no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +49,30 @@ class Held:
     """A context that might be sent."""
 
     num_kept: int
-    """Passages that it begins with, and that what was sent begins with too."""
+    """Number of leading passages that what was sent begins with too."""
     tokens: tuple[int, ...]
-    """Of each of its passages."""
+    """Number of tokens of each passage."""
     futures: tuple["Future", ...]
     others: float
-    """Requests of others at the same time."""
+    """Number of other requests at the same time."""
     price: float
-    """What a second of the engine's time is worth, in seconds of waiting."""
+    """Seconds of waiting that a second of the engine's time is worth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """How it may go on."""
+    """A way in which retrieval may go on."""
 
     weight: float
-    """How likely it is; they are 1 together."""
+    """Probability of this future; those of all are 1 together."""
     next_s: float
     end_s: float
     p_final: tuple[float, ...]
-    """For each length of prefix, from 1, the probability that it is final."""
+    """Probability that each prefix is final, by its length from 1."""
 
 
 class EngineGuess:
-    """What an engine may have computed of a context that was sent, if it had nothing else to do."""
+    """An estimate of what an engine has computed of a context that was sent, if it had nothing else to do."""
 
     def __init__(self, profile: StepProfile, budget: int) -> None:
         self._profile = profile
@@ -82,7 +82,7 @@ class EngineGuess:
         self.num_sent = 0
 
     def work_s(self, start: int, end: int) -> float:
-        """Seconds to compute tokens [start, end)."""
+        """Return the seconds to compute tokens [start, end)."""
         start, end = min(start, MAX_TOKENS), min(end, MAX_TOKENS)
         return recompute_s(self._profile, start, end, self._step_tokens(end - start)) if start < end else 0.0
 
@@ -90,13 +90,13 @@ class EngineGuess:
         return max(self._budget, num_tokens // MAX_STEPS + 1)
 
     def sent(self, num_kept: int, num_tokens: int, now_s: float) -> None:
-        """A context of so many tokens was sent, which keeps so many of the one before."""
+        """Note that a context of `num_tokens` was sent, which keeps `num_kept` tokens of the one before."""
         self.pass_until(now_s)
         self.num_computed = min(self.num_computed, num_kept)
         self.num_sent = num_tokens
 
     def pass_until(self, now_s: float) -> None:
-        """Time passes, in which tokens are computed."""
+        """Let time pass, in which tokens are computed."""
         passed_s, self._now_s = now_s - self._now_s, now_s
         low, high = self.num_computed, min(self.num_sent, MAX_TOKENS)
         if low >= high or passed_s <= 0:
@@ -110,7 +110,7 @@ class EngineGuess:
         self.num_computed = low
 
     def step_ends_s(self, start: int, end: int) -> list[float]:
-        """When the steps end that compute tokens [start, end) from now on."""
+        """Return when the steps end that compute tokens [start, end) from now on."""
         size = self._step_tokens(min(end, MAX_TOKENS) - start)
         ends = [*range(start + size, min(end, MAX_TOKENS), size), end]
         return [self.work_s(start, each) for each in ends]
@@ -119,7 +119,7 @@ class EngineGuess:
 def futures(
     when_final: Sequence[tuple[float, float]], when_not: Sequence[tuple[float, float]], p_final: Sequence[float]
 ) -> tuple[Future, ...]:
-    """One for each example of (d, D). Without examples of a kind, those of the other stand for both."""
+    """Return a future for each example of (d, D). Without examples of a kind, those of the other stand for both."""
     p_all = p_final[-1] if p_final else 1.0
     if not when_final and not when_not:  # later than ever: waiting for more promises nothing
         return (Future(1.0, UNKNOWN_S, 0.0, (1.0,) * len(p_final)),)
@@ -134,7 +134,7 @@ def futures(
 
 
 def best_length(held: Held, guess: EngineGuess, *, whole_only: bool = False) -> int | None:
-    """How many passages of `held` to send now; None to send nothing yet. With `whole_only`, all or none.
+    """Return how many passages of `held` to send now; None to send nothing yet. With `whole_only`, all or none.
 
     It may be `num_kept`: then nothing new is worth sending, but what is being computed is not worth it either.
     """
@@ -178,7 +178,7 @@ def _costs(
     future: Future,
     held: Held,
 ) -> list[float]:
-    """Seconds of waiting that sending adds, for what is kept alone and for each length; below zero if it saves some.
+    """Return the waiting that sending adds, for what is kept alone and for each length; below zero if it saves.
 
     `done_s` is when the work on what is kept is done, and then on each passage; `steps`, when steps of the engine are.
     """

@@ -1,4 +1,4 @@
-"""How soon a source's result is final: counts over many queries, their file, and the probabilities that they give.
+"""Counts over many queries of how soon a source's result is final, their file, and the probabilities they give.
 
     stage           num_chunks of the hint: 3 stages left ─▶ 2 left ─▶ 1 left ─▶ 0 left ─▶ end
     stable          stages before this one at which the same was there already
@@ -10,110 +10,107 @@ at such a stage is what it said last.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from streamrag.errors import ConfigurationError
 from streamrag.files import write_whole
-from streamrag.reading import as_dataclass, parse_json, read_bytes
+from streamrag.reading import parse_json, read_bytes
+from streamrag.support.validation import describe
 
 FORMAT = "streamrag-calibration"
 VERSION = 1
 MAX_STAGES = 64
 MAX_LENGTH = 64
-"""Leading passages that are looked at one by one; of more, it is known whether all are final, and in order."""
+"""Most leading passages that are counted one by one; beyond, only all passages and their order are."""
 MAX_STABLE = 8
-"""Stands for so many stages and more."""
+"""Stands for this many stages and more."""
 MAX_NUM = 1_000_000
-"""Queries, at most."""
-MAX_SECONDS = 1e6
+"""Most queries."""
 MAX_TIMES = 16
-"""Examples of how long a stage takes."""
+"""Most examples of how long a stage takes."""
 MAX_COUNTS = MAX_STAGES * (MAX_LENGTH + 2) * (MAX_STABLE + 1)
 MAX_VALUES = 8 * MAX_COUNTS + 6 * MAX_STAGES * MAX_TIMES
 
 What: TypeAlias = Literal["prefix", "order", "set"]
-"""Of what it is asked whether it is final: the first passages; all of them and their order; all of them, in any."""
+"""Parts of a result that may be final: the first passages; all and their order; all, in any order."""
+
+_CONFIG = ConfigDict(extra="forbid")
+
+_Seconds = Annotated[float, Field(strict=True, ge=0, le=1e6)]
+_Int = Annotated[int, Field(strict=True, ge=0, le=MAX_NUM)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class Count:
-    """Of the queries for which this was `stable` for so many stages when so many were `left`, how many had it final."""
+    """Number of queries for which a part was `stable` for some stages when `left` were left; how many had it final."""
 
     what: What
-    length: int
-    """Passages of the prefix; 0 for what is not about one."""
-    left: int
-    stable: int
-    num: int
-    num_final: int
+    length: Annotated[_Int, Field(le=MAX_LENGTH)]
+    """Number of passages of the prefix; 0 for other parts."""
+    left: Annotated[_Int, Field(lt=MAX_STAGES)]
+    stable: Annotated[_Int, Field(le=MAX_STABLE)]
+    num: _Int
+    num_final: _Int
 
     def __post_init__(self) -> None:
-        most = {"length": MAX_LENGTH, "left": MAX_STAGES - 1, "stable": MAX_STABLE, "num": MAX_NUM}
-        for name, limit in most.items():
-            if not 0 <= getattr(self, name) <= limit:
-                raise ValueError(f"{name}={getattr(self, name)} must be from 0 to {limit:,}")
-        if not 0 <= self.num_final <= self.num or (self.what == "prefix") != (self.length > 0):
+        if self.num_final > self.num or (self.what == "prefix") != (self.length > 0):
             raise ValueError(f"a count of {self.what} {self.length} has {self.num_final} final of {self.num}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class Times:
-    """How time went on after a stage, for one query or a few that are alike."""
+    """Times after a stage, for one query or a few that are alike."""
 
-    next_s: float
+    next_s: _Seconds
     """Seconds until the next stage, or the end."""
-    end_s: float
+    end_s: _Seconds
     """Seconds until the end."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.next_s <= self.end_s <= MAX_SECONDS:
-            raise ValueError(f"next_s={self.next_s:g}, end_s={self.end_s:g} must be seconds, the first no more")
+        if self.next_s > self.end_s:
+            raise ValueError(f"next_s={self.next_s:g} must be at most end_s={self.end_s:g}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class Stage:
     """Times from a stage on. A search that stops when it is sure has others when its result is final."""
 
-    late_s: float
+    late_s: _Seconds
     """Seconds until the next stage: nine of ten queries took no longer."""
-    when_final: tuple[Times, ...]
-    """Of queries whose result was final, all of it and in order; evenly spaced by `end_s`."""
-    when_not: tuple[Times, ...]
-    """Of the others."""
-
-    def __post_init__(self) -> None:
-        num_times = max(len(self.when_final), len(self.when_not))
-        if not 0 <= self.late_s <= MAX_SECONDS or num_times > MAX_TIMES:
-            raise ValueError(f"late_s={self.late_s:g} must be seconds, and {num_times} times at most {MAX_TIMES}")
+    when_final: Annotated[tuple[Times, ...], Field(max_length=MAX_TIMES)]
+    """Times of queries whose result was final, all of it and in order; evenly spaced by `end_s`."""
+    when_not: Annotated[tuple[Times, ...], Field(max_length=MAX_TIMES)]
+    """Times of the other queries."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class Calibration:
-    """How soon the result of a source is final, as `calibrate` found it.
+    """A record of how soon a source's result is final, which `calibrate` makes.
 
-    It is of one source with one set of options: another index, `k` or ladder wants another.
+    A calibration is of one source with one set of options: another index, `k` or ladder wants another.
     """
 
     source: str
     """The source's name."""
-    num_queries: int
-    stages: tuple[Stage, ...]
-    """By how many stages are left: the last stage first."""
-    counts: tuple[Count, ...]
+    num_queries: Annotated[_Int, Field(ge=1)]
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=MAX_STAGES)]
+    """Stages by how many are left: the last stage first."""
+    counts: Annotated[tuple[Count, ...], Field(max_length=MAX_COUNTS)]
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.stages) <= MAX_STAGES or not 1 <= self.num_queries <= MAX_NUM:
-            raise ValueError(f"{len(self.stages)} stages and {self.num_queries} queries cannot be")
-        if len(self.counts) > MAX_COUNTS or len({_key(count) for count in self.counts}) < len(self.counts):
+        if len({_key(count) for count in self.counts}) < len(self.counts):
             raise ValueError("it counts something twice")
         if any(count.left >= len(self.stages) or count.num > self.num_queries for count in self.counts):
             raise ValueError("a count is of a stage, or of more queries, than there are")
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, whole or not at all.
+        """Write the calibration as JSON, whole or not at all.
 
         :raises ConfigurationError: the file cannot be written.
         """
@@ -121,7 +118,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Calibration":
-        """What `write` wrote. The file may be anybody's: what cannot be is refused, and its size is limited.
+        """Read a file that `write` wrote. It may be anybody's: what cannot be is refused, and its size is limited.
 
         :raises ConfigurationError: the file cannot be read, or is no calibration, or of another version.
         """
@@ -131,10 +128,11 @@ class Calibration:
                 raise ValueError(f'it does not say "format": "{FORMAT}"')
             if (version := values.pop("version", None)) != VERSION:
                 raise ValueError(f"its version is {str(version)[:40]}, and {VERSION} is what this streamrag reads")
-            return as_dataclass(cls, values)
+            return TypeAdapter(cls).validate_python(values)
         except (OSError, ValueError) as error:
+            what = describe("calibration", error) if isinstance(error, ValidationError) else error
             raise ConfigurationError(
-                f"{path} is no calibration: {error}; make one with:  streamrag index calibrate INDEX --out FILE"
+                f"{path} is no calibration: {what}; make one with:  streamrag index calibrate INDEX --out FILE"
             ) from error
 
 
@@ -163,7 +161,7 @@ class Odds:
         self.num_stages = len(calibration.stages)
 
     def final(self, what: What, length: int, left: int, stable: int | None = None) -> float:
-        """The probability that this is final, when so many stages are left. Without `stable`, however long it was."""
+        """Return the probability that a part is final when `left` stages are; without `stable`, however long it was."""
         num, num_final = self._at_stage.get((what, length, left), (0, 0))
         at_stage = (num_final + 1) / (num + 2)
         if stable is None:
@@ -172,7 +170,7 @@ class Odds:
         return (num_final + 2 * at_stage) / (num + 2)
 
     def prefixes(self, left: int, stable: list[int]) -> list[float]:
-        """For each length of prefix, from 1, the probability that it is final; `stable` has one number for each.
+        """Return the probability that each prefix is final, by length from 1; `stable` has a number for each.
 
         A longer prefix is never the likelier one. Those that are too long to be known are as likely as the longest.
         """

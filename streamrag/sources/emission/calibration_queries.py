@@ -1,4 +1,4 @@
-"""Queries to calibrate a search by: those that a user gives, or sentences of what is searched."""
+"""Queries to calibrate a search by: a user's, or sentences of what is searched."""
 
 import os
 import random
@@ -11,16 +11,16 @@ from typing import TypeAlias
 
 from streamrag.core import Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError
-from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
+from streamrag.reading import read_bytes
 from streamrag.retrieving import Retrieval
-from streamrag.sources.index_folder import PASSAGES, corrupt
-from streamrag.sources.wrapped import WrappedSource
+from streamrag.sources.index.index_folder import PASSAGES, read_passages
+from streamrag.sources.wrapper import SourceWrapper
 
 MIN_WORDS, MAX_WORDS = 5, 30
-"""Of a sentence that is taken for a query."""
+"""Words of a sentence that is taken for a query."""
 MAX_QUERY_CHARS = 2_000
 MAX_PASSAGE_CHARS = 20_000
-"""Of a passage in which a sentence is looked for."""
+"""The beginning of a passage in which a sentence is looked for."""
 
 From: TypeAlias = tuple[str, int]
 """The document and the number of the passage."""
@@ -29,7 +29,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 
 
 def read_queries(path: str | os.PathLike[str], most: int) -> list[str]:
-    """The lines of a text file that are not empty, at most so many, each once.
+    """Return the lines of a text file that are not empty, at most `most`, each once.
 
     :raises ConfigurationError: it cannot be read, is no text, or has no query.
     """
@@ -48,33 +48,26 @@ def read_queries(path: str | os.PathLike[str], most: int) -> list[str]:
 
 
 def sentences(index: str | os.PathLike[str], most: int, seed: int) -> dict[str, From]:
-    """A sentence each of at most so many passages of an index, drawn at random, and where each is from.
+    """Draw a sentence each of at most `most` passages of an index, and return where each is from.
 
     Reads all passages, holds few.
 
     :raises ConfigurationError: there is no such index, it is damaged, or no passage has a sentence.
     """
     folder = Path(index)
+    if not (folder / PASSAGES).is_file():
+        raise ConfigurationError(f"the passages of {folder} cannot be read: it is no index")
     chance = random.Random(f"sentences {seed}")
-    drawn: list[tuple[float, str, From]] = []  # as each would be, had all been shuffled
+    drawn: dict[int, tuple[float, str, From]] = {}  # a reservoir: as each would be, had all been shuffled
     try:
-        with open_regular(folder / PASSAGES, follow_links=False) as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b"")):
-                place = number if number < most else chance.randrange(number + 1)
-                if place >= most:
-                    continue
-                fields = parse_json(line)
+        for number, fields in enumerate(read_passages(folder, PASSAGES)):
+            place = number if number < most else chance.randrange(number + 1)
+            if place < most:
                 sentence = _sentence(fields["text"][:MAX_PASSAGE_CHARS], chance)
-                where = fields["uri"], fields["passage"]
-                if place < len(drawn):
-                    drawn[place] = (chance.random(), sentence, where)
-                else:
-                    drawn.append((chance.random(), sentence, where))
-    except (KeyError, TypeError, ValueError) as error:
-        raise corrupt(folder, f"{PASSAGES} has a line that is no passage") from error
+                drawn[place] = (chance.random(), sentence, (fields["uri"], fields["passage"]))
     except OSError as error:
         raise ConfigurationError(f"the passages of {folder} cannot be read: {error}") from error
-    found = {sentence: where for _, sentence, where in sorted(drawn) if sentence}
+    found = {sentence: where for _, sentence, where in sorted(drawn.values()) if sentence}
     if not found:
         raise ConfigurationError(
             f"no passage of {folder} has a sentence of {MIN_WORDS} words; give queries of your own"
@@ -82,8 +75,8 @@ def sentences(index: str | os.PathLike[str], most: int, seed: int) -> dict[str, 
     return found
 
 
-class HeldOut(WrappedSource):
-    """The search of an index without the passage that the query is a sentence of: that one is found at once.
+class HeldOut(SourceWrapper):
+    """The search of an index without the passage that the query is a sentence of, which is found at once.
 
     `source` searches for more than the `num` that stay.
     """
@@ -95,11 +88,11 @@ class HeldOut(WrappedSource):
 
     @property
     def name(self) -> str:
-        """The source's own: what is found out is about that."""
+        """Name of the source, which the calibration is about."""
         return part_name(self._source)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """The source's events, updates without the query's own passage."""
+        """Yield the source's events, updates without the query's own passage."""
         own = self._places.get(query)
         async with aclosing(Retrieval(self._source, query).events()) as events:
             async for event in events:
@@ -110,7 +103,7 @@ class HeldOut(WrappedSource):
 
 
 def _sentence(text: str, chance: random.Random) -> str:
-    """One that is neither very short nor very long; an empty text if there is none."""
+    """Return one that is neither very short nor very long; an empty text if there is none."""
     candidates = [" ".join(each.split()) for each in _SENTENCE_END.split(text)]
     usable = [
         each for each in candidates if MIN_WORDS <= len(each.split()) <= MAX_WORDS and len(each) < MAX_QUERY_CHARS

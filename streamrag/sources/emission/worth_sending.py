@@ -1,43 +1,47 @@
 """A source whose updates are sent when they are worth it."""
 
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
+from typing import Annotated
+
+from pydantic import Field
 
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import DEFAULT_BUDGET, StepProfile
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, is_whole, short
+from streamrag.kinds import is_number, short
 from streamrag.modes import UpdateMode
-from streamrag.retrieving import Retrieval
 from streamrag.sources.emission.best_length import EngineGuess, Held, best_length, futures
-from streamrag.sources.emission.calibrating import Place, place, stages_left
+from streamrag.sources.emission.calibrate import Place, place, stages_left
 from streamrag.sources.emission.calibration import Calibration, Odds, Stage, Times
-from streamrag.sources.emission.silence import with_silences
-from streamrag.sources.wrapped import WrappedSource
+from streamrag.sources.emission.held_updates import HoldingSource
+from streamrag.support.validation import Count, Number, validated
+
+NumberOrZero = Annotated[Number, Field(ge=0)]
 
 CHARACTERS_PER_TOKEN = 4
-"""Of English, with the tokenizers of current models."""
+"""Average of English, with the tokenizers of current models."""
 NUM_HEADING_TOKENS = 20
-"""What stands around a passage: its number, title and address."""
+"""Tokens around a passage: its number, title and address."""
 NUM_LOOKS, MIN_WAIT_S = 8, 0.002
-"""While a stage lasts, it is looked so often whether what is held back is worth sending now."""
+"""Times in each stage that held passages are reconsidered, and the least seconds between."""
 ROUNDING_S = 1e-6
 PRICE = 0.1
 """Higher ones made requests wait longer in experiments/emission.py, and saved little more on a busy engine."""
 
 
 def estimate_tokens(chunk: Chunk) -> int:
-    """About how many tokens a passage has in a prompt."""
+    """Return about how many tokens a passage has in a prompt."""
     return len(chunk.text) // CHARACTERS_PER_TOKEN + NUM_HEADING_TOKENS
 
 
-class WorthSending(WrappedSource):
+class WorthSending(HoldingSource):
     """Passes on an update of `source` when that is worth it, and at the latest when retrieval ends.
 
     A search that refines its result changes it most while little is known. What is sent too early is computed in vain,
@@ -68,32 +72,27 @@ class WorthSending(WrappedSource):
     :raises ConfigurationError: a calibration or a profile that cannot be read, or values that cannot work.
     """
 
+    @validated
     def __init__(
         self,
         source: Source,
         calibration: "Calibration | str | os.PathLike[str]",
         profile: StepProfile | str,
         *,
-        max_num_batched_tokens: int = DEFAULT_BUDGET,
-        others: float | Callable[[], float] | None = None,
-        price: float = PRICE,
+        max_num_batched_tokens: Count = DEFAULT_BUDGET,
+        others: NumberOrZero | Callable[[], float] | None = None,
+        price: NumberOrZero = PRICE,
         whole_only: bool = False,
         count_tokens: Callable[[Chunk], int] = estimate_tokens,
         clock: Clock = monotonic,
     ) -> None:
         super().__init__(source)
-        if not is_whole(max_num_batched_tokens) or max_num_batched_tokens < 1:
-            raise ConfigurationError(
-                f"WorthSending: max_num_batched_tokens={short(max_num_batched_tokens)} must be a number of tokens"
-            )
-        if others is not None and not callable(others):
-            _checked("others", others)
         self._calibration = calibration if isinstance(calibration, Calibration) else Calibration.read(calibration)
         self._odds = Odds(self._calibration)
         self._profile = load_profile(profile) if isinstance(profile, str) else profile
-        self._budget = int(max_num_batched_tokens)
+        self._budget = max_num_batched_tokens
         self._others = others
-        self._price = _checked("price", price)
+        self._price = price
         self._whole_only = whole_only
         self._count_tokens = count_tokens
         self._clock = clock
@@ -101,51 +100,40 @@ class WorthSending(WrappedSource):
         """Retrievals that run now."""
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """The source's events, some of them later or never; close it if it is not read to its end."""
+        """Yield the source's events, some of them later or never; close it if it is not read to its end."""
         self.num_streams += 1
         try:
-            async with aclosing(Retrieval(self._source, query).events()) as events:
-                state = _State(self)
-                try:
-                    async with aclosing(with_silences(events, state.patience_s)) as coming:
-                        async for event in coming:
-                            if event is not None:
-                                for each in state.arrived(event):
-                                    yield each
-                            elif (update := state.waited()) is not None:
-                                yield update
-                except Exception:  # whatever a source of anybody's raises: what it had sent before counts
-                    if (update := state.rest()) is not None:
-                        yield update
-                    raise
-                if (update := state.rest()) is not None:
-                    yield update
+            async with aclosing(super().stream(query)) as events:
+                async for event in events:
+                    yield event
         finally:
             self.num_streams -= 1
 
+    def _new_updates(self) -> "_WorthwhileUpdates":
+        return _WorthwhileUpdates(self)
+
     def num_others(self) -> float:
-        """Requests of others at the same time, as far as is known."""
+        """Return the number of other requests at the same time, as far as is known."""
         if self._others is None:
             return self.num_streams - 1
-        return _checked("others", self._others() if callable(self._others) else self._others)
-
-
-def _checked(name: str, value: object) -> float:
-    if not is_number(value) or not 0 <= value < inf:  # type: ignore[operator]
-        raise ConfigurationError(f"WorthSending: {name}={short(value)} must be a number, at least 0")
-    return float(value)  # type: ignore[arg-type]
+        if not callable(self._others):
+            return self._others
+        others = self._others()
+        if not is_number(others) or not 0 <= others < inf:
+            raise ConfigurationError(f"WorthSending: others={short(others)} must be a number, at least 0")
+        return float(others)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Where the source is, as its last event said, or as its silence lets presume."""
+    """The stage of the source that its last event named, or that its silence lets presume."""
 
     left: int
     began_s: float
 
 
-class _State:
-    """One retrieval: what came, what was sent."""
+class _WorthwhileUpdates:
+    """The events of one retrieval, and the passages that were sent."""
 
     def __init__(self, owner: WorthSending) -> None:
         self._owner = owner
@@ -154,23 +142,22 @@ class _State:
         self._context: tuple[Chunk, ...] = ()
         self._sent: tuple[Chunk, ...] = ()
         self._owes_update: bool | None = None
-        """Whether an update came and none was sent: one that says nothing new still ranks. None before any came."""
+        """Whether an update came and none was sent: one with nothing new still ranks. None before any came."""
         self._hint: Hint | None = None
         self._hint_s = 0.0
         self._stage: _Stage | None = None  # None: not known, and nothing is held back
         self._since: list[tuple[Place, int]] = []
-        """For each passage in order, since which stage it and all before it have been the same."""
+        """The passages in order, each with the stage since which it and all before it have been the same."""
 
-    # ----------------------------------------------------------------------------------------------- what is asked
+    # ------------------------------------------------------------------------------------------------- the events
 
-    def arrived(self, event: SourceEvent) -> list[SourceEvent]:
-        """What to pass on when this has come from the source."""
+    def take(self, event: SourceEvent) -> Sequence[SourceEvent]:
         if isinstance(event, Skipped):
             return [event]
         if isinstance(event, CutShort):
             rest = self.rest()
             self._stage = None
-            return [event] if rest is None else [rest, event]
+            return [*rest, event]
         was_held = self._is_held
         self._context = UpdateMode().fold(self._context, event)
         if isinstance(event, Update) and self._owes_update is None:
@@ -180,19 +167,17 @@ class _State:
         if self._stage is None or self._stage.left == 0 or (isinstance(event, Append) and not was_held):
             self._send(len(self._context), is_update=was_held or isinstance(event, Update))
             return [Update(self._context, event.hint) if was_held and isinstance(event, Append) else event]
-        update = self._what_is_worth_it()
-        return [] if update is None else [update]
+        return self._worthwhile_update()
 
-    def patience_s(self) -> float | None:
-        """How long to wait for the source's next event; None if nothing is held back."""
+    def timeout_s(self) -> float | None:
         if self._stage is None or not self._is_held:
             return None
         late_s = self._owner._calibration.stages[self._stage.left].late_s
         until_late_s = self._stage.began_s + late_s - self._now_s()
         return max(min(until_late_s, late_s / NUM_LOOKS), MIN_WAIT_S)  # never so little that no time passes
 
-    def waited(self) -> Update | None:
-        """What to send when the source has been silent for so long. Later, a stage must have changed nothing."""
+    def reconsider(self) -> Sequence[Update]:
+        """Take it that a stage that is late has changed nothing."""
         assert self._stage is not None
         left, began_s = self._stage.left, self._stage.began_s
         stage = self._owner._calibration.stages[left]
@@ -201,15 +186,14 @@ class _State:
                 self._stage = _Stage(0, self._now_s())
                 return self.rest()
             self._stage = _Stage(left - 1, began_s + min(_typical_s(stage), stage.late_s))
-        return self._what_is_worth_it()
+        return self._worthwhile_update()
 
-    def rest(self) -> Update | None:
-        """All that is held back."""
+    def rest(self) -> Sequence[Update]:
         if not self._is_held:
-            return None
+            return ()
         hint = self._hint_now()
         self._send(len(self._context))
-        return Update(self._context, hint)
+        return [Update(self._context, hint)]
 
     # ---------------------------------------------------------------------------------------------------- the rule
 
@@ -221,7 +205,7 @@ class _State:
         return self._owner._clock() - self._began_s
 
     def _note_stage(self, hint: Hint | None) -> None:
-        """The stage that this hint tells, and since when passages have been the same."""
+        """Note the stage that this hint names, and since when passages have been the same."""
         left = stages_left(hint)
         if left is None or left >= self._owner._odds.num_stages:
             self._stage, self._since = None, []
@@ -231,7 +215,7 @@ class _State:
         num_same = _num_same(places, [known for known, _ in self._since])
         self._since = [*self._since[:num_same], *((each, left) for each in places[num_same:])]
 
-    def _what_is_worth_it(self) -> Update | None:
+    def _worthwhile_update(self) -> Sequence[Update]:
         assert self._stage is not None
         owner, left, now_s = self._owner, self._stage.left, self._now_s()
         self._guess.pass_until(now_s)
@@ -245,13 +229,13 @@ class _State:
         )
         length = best_length(held, self._guess, whole_only=owner._whole_only)
         if length is None:
-            return None
+            return ()
         hint = self._hint_now()
         self._send(length)
-        return Update(self._context[:length], hint)
+        return [Update(self._context[:length], hint)]
 
     def _times(self, stage: Stage) -> "tuple[list[tuple[float, float]], list[tuple[float, float]]]":
-        """Until the next stage and until the end, when the result is final and when it is not."""
+        """Return seconds until the next stage and until the end, if the result is final and if it is not."""
         assert self._stage is not None
         passed_s = self._now_s() - self._stage.began_s
         final, others = (
@@ -269,7 +253,7 @@ class _State:
         return final, others
 
     def _hint_now(self) -> Hint | None:
-        """The last hint, as it reads now."""
+        """Return the last hint, as it reads now."""
         if self._hint is None or self._stage is None:
             return self._hint
         end_s = self._hint.end_s
@@ -278,7 +262,7 @@ class _State:
         return replace(self._hint, num_chunks=self._stage.left, end_s=end_s)
 
     def _send(self, length: int, *, is_update: bool = True) -> None:
-        """The first passages of the context are what the engine has from now on."""
+        """Note that the engine has the first `length` passages of the context from now on."""
         if is_update:
             self._owes_update = False
         new = self._context[:length]
@@ -297,14 +281,14 @@ def _typical_s(stage: Stage) -> float:
 
 
 def _after(times: Times, passed_s: float) -> tuple[float, float]:
-    """The same when so many seconds have passed in silence. Where the next stage has passed, another may come."""
+    """Return the times that are left after `passed_s` seconds. Where the next stage has passed, another may come."""
     next_s = times.next_s - passed_s if passed_s < times.next_s else times.next_s
     end_s = max(times.end_s - passed_s, 0.0)
     return min(next_s, end_s), end_s
 
 
 def _num_same(places: list[Place], others: list[Place]) -> int:
-    """Leading ones that are the same."""
+    """Return the number of leading places that are the same."""
     for number, (a, b) in enumerate(zip(places, others, strict=False)):
         if a != b:
             return number

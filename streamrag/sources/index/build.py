@@ -1,48 +1,30 @@
 """Building an index from a folder of documents."""
 
+import asyncio
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from streamrag.clock import Clock, monotonic
-from streamrag.errors import ConfigurationError, IndexExistsError, VectorIndexError
-from streamrag.sources.building import OnProgress, check_caller, nothing_to_index
-from streamrag.sources.embedder import DEFAULT_EMBEDDER, find_embedder
-from streamrag.sources.index.generation import Corpus, building, publish, write_derived, write_passages
-from streamrag.sources.index_folder import IndexKind, Manifest, looks_like_index
-from streamrag.sources.passages import (
-    UnusableDocumentError,
-    find_documents,
-    read_document,
-    relative_name,
-    split_document,
-)
-from streamrag.sources.search.diskann_search import require_diskann
-from streamrag.sources.search.ivf_search import require_faiss
-from streamrag.sources.search.keywords import require_stemmer
+from streamrag.errors import ConfigurationError, IndexExistsError
+from streamrag.sources.index.diskann import require_diskann
+from streamrag.sources.index.document_passages import OnProgress, find_documents, read_documents
+from streamrag.sources.index.embedder import DEFAULT_EMBEDDER, find_embedder
+from streamrag.sources.index.generation import Generation, IndexSummary
+from streamrag.sources.index.index_folder import IndexKind, StoredPassage, looks_like_index
+from streamrag.sources.index.inverted_lists import require_faiss
+from streamrag.sources.index.keywords import require_stemmer
+from streamrag.support.validation import Count, validated
+
+PassageWords = Annotated[Count, Field(ge=10)]
 
 
-@dataclass(frozen=True, slots=True)
-class IndexSummary:
-    """What was built, and what was left out."""
-
-    num_documents: int
-    num_passages: int
-    num_duplicates: int
-    """Passages left out because the same text had come before."""
-    dimension: int
-    skipped: tuple[tuple[str, str], ...]
-    """Files and folders that were not read: path within the folder, and the reason."""
-    duration_s: float
-    size_bytes: int
-    kind: IndexKind
-    num_embedded: int
-    """Passages that had to be embedded: neither the index nor a build that was stopped had their vectors."""
-
-
+@validated
 def build_index(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -50,8 +32,8 @@ def build_index(
     embedder: str = DEFAULT_EMBEDDER,
     kind: IndexKind | None = None,
     force: bool = False,
-    passage_words: int = 180,
-    max_file_bytes: int = 10 << 20,
+    passage_words: PassageWords = 180,
+    max_file_bytes: Count = 10 << 20,
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> IndexSummary:
@@ -72,37 +54,26 @@ def build_index(
     :raises WorkerError: the process that embeds died.
     :raises VectorIndexError: a file cannot be written.
     """
-    started_s = clock()
-    check_caller("build_index", passage_words, max_file_bytes)
+    refuse_event_loop("build_index")
     require_stemmer()
-    kind = _installed_kind(kind)
-    place = find_embedder(embedder)
-    folder, out = Path(folder).resolve(), Path(out).resolve()
-    _check_out(out, force)
-    tell = on_progress or (lambda done, total, step: None)
-    try:
-        paths, skipped = find_documents(folder, max_file_bytes=max_file_bytes, leave_out=out)
-        with building(out) as unfinished:
-            passages = read_passages_of(folder, paths, skipped, passage_words, tell)
-            corpus = write_passages(passages, unfinished)
-            if not corpus.num_passages:
-                raise nothing_to_index(folder, skipped)
-            manifest, num_embedded = write_derived(
-                unfinished, corpus, place, kind=kind, passage_words=passage_words, old=None, tell=tell
-            )
-            publish(unfinished, out, lambda: _check_out(out, force))  # it may have come while we were building
-    except OSError as error:
-        raise VectorIndexError(f"building {out} failed: {error}") from error
-    return summary_of(manifest, corpus, skipped, num_embedded, clock() - started_s)
-
-
-def _installed_kind(kind: IndexKind | None) -> IndexKind:
-    if kind is None:
-        kind = "ivf" if find_spec("faiss") and not find_spec("diskannpy") else "diskann"
-    if kind not in ("diskann", "ivf"):
-        raise ConfigurationError(f'kind={kind!r} must be "diskann" or "ivf"')
+    kind = kind or ("ivf" if find_spec("faiss") and not find_spec("diskannpy") else "diskann")
     require_library(kind)
-    return kind
+    folder, out = Path(folder).resolve(), Path(out).resolve()
+    generation = Generation(out, find_embedder(embedder), kind, passage_words, on_progress, clock)
+    _check_out(out, force)
+    paths, generation.skipped = find_documents(folder, max_file_bytes=max_file_bytes, leave_out=out)
+    # Another index may have come to be there while this one is built.
+    passages = partial(read_passages_of, folder, paths, generation)
+    return generation.write(lambda _: passages(), lambda: _check_out(out, force), documents=folder)
+
+
+def refuse_event_loop(function: str) -> None:
+    """:raises ConfigurationError: the caller is a coroutine; it would block everything else."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ConfigurationError(f"{function} would block the event loop: use `await asyncio.to_thread({function}, ...)`")
 
 
 def require_library(kind: IndexKind) -> None:
@@ -119,34 +90,13 @@ def _check_out(out: Path, force: bool) -> None:
         raise IndexExistsError(f"{out} exists: use force=True (--force) to replace it, or name another place")
 
 
-def read_passages_of(
-    folder: Path, paths: list[Path], skipped: list[tuple[str, str]], passage_words: int, tell: OnProgress
-) -> Iterator[dict[str, Any]]:
-    """The passages of these files, named by their paths within `folder`. Adds to `skipped` those that give none."""
-    for number, path in enumerate(paths):
-        tell(number, len(paths), "reading")
-        try:
-            document = read_document(path, folder)
-        except UnusableDocumentError as error:
-            skipped.append((relative_name(path, folder), str(error)))
-            continue
-        for passage, text in enumerate(split_document(document, passage_words)):
-            yield {"uri": document.uri, "title": document.title, "passage": passage, "text": text}
-    tell(len(paths), len(paths), "reading")
+def read_passages_of(folder: Path, paths: list[Path], generation: Generation) -> Iterator[StoredPassage]:
+    """Yield the passages of these files, named by their paths within `folder`; note the files that give none."""
 
+    def tell(done: int) -> None:
+        generation.tell(done, len(paths), "reading")
 
-def summary_of(
-    manifest: Manifest, corpus: Corpus, skipped: list[tuple[str, str]], num_embedded: int, duration_s: float
-) -> IndexSummary:
-    """What the caller is told."""
-    return IndexSummary(
-        num_documents=corpus.num_documents,
-        num_passages=corpus.num_passages,
-        num_duplicates=corpus.num_duplicates,
-        dimension=manifest.dimension,
-        skipped=tuple(sorted(skipped)),
-        duration_s=duration_s,
-        size_bytes=sum(entry.size_bytes for entry in manifest.files.values()),
-        kind=manifest.kind,
-        num_embedded=num_embedded,
-    )
+    for document, passages in read_documents(folder, paths, generation.skipped, generation.passage_words, tell):
+        for number, text in enumerate(passages):
+            yield {"uri": document.uri, "title": document.title, "passage": number, "text": text}
+    tell(len(paths))

@@ -1,118 +1,109 @@
-"""The inside of the worker process that builds an index: it embeds what is not known yet, and has the library build."""
+"""The inside of the worker process that builds an index: it embeds new texts, and has the library build."""
 
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrag.errors import IndexMismatchError
-from streamrag.sources.embedder import Embedder, unlike
-from streamrag.sources.index.embedded import EmbeddingFile, are_units, key_of
-from streamrag.sources.index_folder import (
+from streamrag.sources.index import diskann, inverted_lists
+from streamrag.sources.index.embedder import Embedder, EmbedderIdentity
+from streamrag.sources.index.embedding_file import EmbeddingFile, are_units, key_of
+from streamrag.sources.index.index_folder import (
     PASSAGES,
     VECTORS,
     IndexKind,
-    Manifest,
     check_index,
     corrupt,
     read_passages,
     with_title,
 )
-from streamrag.sources.search import diskann_search, ivf_search
-from streamrag.sources.search.search_worker import silence_stdout
+from streamrag.sources.index.worker_jobs import JobHandler, silence_stdout
 
 if TYPE_CHECKING:
-    from streamrag.sources.embedder import Vectors
-    from streamrag.sources.workers.worker_main import Handler
+    from streamrag.sources.index.embedder import Vectors
 
 
-class _Builder:
-    def __init__(
-        self,
-        *,
-        folder: str,
-        kind: IndexKind,
-        location: str,
-        embedder: str,
-        num_threads: int,
-        old: str | None,
-    ) -> None:
-        self._folder = Path(folder)
-        self._kind = kind
-        self._location, self._name = location, embedder
-        self._num_threads = num_threads
-        self._old = Path(old) if old else None
-        self._old_rows: dict[bytes, int] = {}
-        self._old_vectors: Any = None
-        self._centroids: Any = None
+class _OldVectors:
+    """The vectors of the index that is changed, by the keys of their texts."""
 
-    def handle(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """First `load`, then `embed` for each batch of texts, then `finish`."""
-        match header:
-            case {"do": "load"}:
-                return self._load()
-            case {"do": "embed", "texts": texts}:
-                return {"num_embedded": self._embed(texts)}
-            case {"do": "finish", "num_passages": num_passages}:
-                return self._finish(num_passages)
-        raise AssertionError(header)
-
-    def _load(self) -> dict[str, Any]:
-        self._embedder = Embedder(self._location, self._name, num_threads=self._num_threads, device=None)
-        if self._old:
-            self._read_old(self._old, check_index(self._old)[0])
-        self._embedded = EmbeddingFile(self._folder, self._embedder, self._location)
-        return {"dimension": self._embedder.dimension, "probe": self._embedder.probe}
-
-    def _read_old(self, old: Path, manifest: Manifest) -> None:
-        if not self._embedder.matches(manifest.dimension, list(manifest.probe)):
-            raise IndexMismatchError(
-                f"the vectors of {old} were not made with embedder={self._name!r}: "
-                f"{unlike(self._embedder.dimension, manifest.dimension)}. Name the embedder that they were made with, "
-                "or build the index again"
-            )
+    def __init__(self, folder: Path, embedder: Embedder) -> None:
+        manifest, _ = check_index(folder)
+        made_with = EmbedderIdentity(manifest.embedder, manifest.dimension, manifest.probe)
+        embedder.require(made_with, f"the vectors of {folder}")
+        self.vectors: Any
+        self.centroids: Vectors | None = None
+        num_passages, dimension = manifest.num_passages, manifest.dimension
         if manifest.kind == "ivf":
             assert manifest.num_lists is not None
-            about = (manifest.num_passages, manifest.dimension, manifest.num_lists)
-            self._old_vectors, self._centroids = ivf_search.stored_vectors(old, *about)
+            about = num_passages, dimension, manifest.num_lists
+            self.vectors, self.centroids = inverted_lists.stored_vectors(folder, *about)
         else:
-            self._old_vectors = diskann_search.stored_vectors(old, manifest.num_passages, manifest.dimension)
-        if self._old_vectors is not None:
-            keys = [key_of(with_title(fields["title"], fields["text"])) for fields in read_passages(old, PASSAGES)]
-            self._old_rows = {key: row for row, key in enumerate(keys)}
-            if len(keys) != manifest.num_passages or not are_units(self._old_vectors).all():
-                raise corrupt(old, "its vectors are not those of its passages")
+            self.vectors = diskann.stored_vectors(folder, num_passages, dimension)
+        self.rows: dict[bytes, int] = {}
+        if self.vectors is not None:
+            keys = [key_of(with_title(fields["title"], fields["text"])) for fields in read_passages(folder, PASSAGES)]
+            if len(keys) != num_passages or not are_units(self.vectors).all():
+                raise corrupt(folder, "its vectors are not those of its passages")
+            self.rows = {key: row for row, key in enumerate(keys)}
 
-    def _embed(self, texts: list[str]) -> int:
-        """How many of them had to be embedded."""
-        unknown = {
-            key: text for text in texts if (key := key_of(text)) not in self._old_rows and key not in self._embedded
-        }
+
+@dataclass
+class IndexBuilder(JobHandler):
+    """Answers `load` first, then `embed` for each batch of texts, then `finish`."""
+
+    folder: str
+    kind: IndexKind
+    location: str
+    embedder: str
+    num_threads: int
+    old: str | None
+
+    def load(self) -> dict[str, Any]:
+        """Load the embedder, and open the vectors that there are."""
+        silence_stdout()
+        identity, *_ = self._embedder.identity, self._old_vectors, self._embedded
+        return {"dimension": identity.dimension, "probe": identity.probe}
+
+    @cached_property
+    def _embedder(self) -> Embedder:
+        return Embedder(self.location, self.embedder, num_threads=self.num_threads, device=None)
+
+    @cached_property
+    def _old_vectors(self) -> _OldVectors | None:
+        return _OldVectors(Path(self.old), self._embedder) if self.old else None
+
+    @cached_property
+    def _embedded(self) -> EmbeddingFile:
+        return EmbeddingFile(Path(self.folder), self._embedder, self.location)
+
+    def embed(self, texts: list[str]) -> dict[str, Any]:
+        """Embed what has no vector yet."""
+        old = self._old_vectors.rows if self._old_vectors else {}
+        unknown = {key: text for text in texts if (key := key_of(text)) not in old and key not in self._embedded}
         if unknown:
             self._embedded.add(list(unknown), self._embedder.passages(list(unknown.values())))
-        return len(unknown)
+        return {"num_embedded": len(unknown)}
 
-    def _finish(self, num_passages: int) -> dict[str, Any]:
-        vectors = self._arrange(num_passages)
-        if self._kind == "ivf":
-            num_lists = ivf_search.build_lists(self._folder, vectors, self._num_threads, self._centroids)
-            (self._folder / VECTORS).unlink()
+    def finish(self, num_passages: int) -> dict[str, Any]:
+        """Have the library write its files."""
+        folder = Path(self.folder)
+        vectors = self._arrange(folder, num_passages)
+        if self.kind == "ivf":
+            centroids = self._old_vectors.centroids if self._old_vectors else None
+            num_lists = inverted_lists.build_lists(folder, vectors, self.num_threads, centroids)
+            (folder / VECTORS).unlink()
             return {"num_lists": num_lists}
-        diskann_search.build_graph(self._folder, vectors, self._num_threads)
-        return {"graph_degree": diskann_search.GRAPH_DEGREE, "build_complexity": diskann_search.BUILD_COMPLEXITY}
+        diskann.build_graph(folder, vectors, self.num_threads)
+        return {"graph_degree": diskann.GRAPH_DEGREE, "build_complexity": diskann.BUILD_COMPLEXITY}
 
-    def _arrange(self, num_passages: int) -> "Vectors":
-        """The vectors in the order of the passages, in a file."""
+    def _arrange(self, folder: Path, num_passages: int) -> "Vectors":
+        """Write the vectors in the order of the passages, and map the file into memory."""
         import numpy as np
 
         rows, embedded = self._embedded.rows()
-        path = self._folder / VECTORS
-        with path.open("wb") as file:  # a disk that is full would end a process that writes to a map
-            for fields in read_passages(self._folder, PASSAGES):
+        old = self._old_vectors
+        with (folder / VECTORS).open("wb") as file:  # a disk that is full would end a process that writes to a map
+            for fields in read_passages(folder, PASSAGES):
                 key = key_of(with_title(fields["title"], fields["text"]))
-                file.write(embedded[rows[key]] if key in rows else self._old_vectors[self._old_rows[key]])
-        return np.memmap(path, np.float32, "r", shape=(num_passages, self._embedder.dimension))
-
-
-def make_builder(**options: Any) -> "Handler":
-    """For `WorkerPool`."""
-    silence_stdout()
-    return _Builder(**options).handle
+                file.write(embedded[rows[key]] if key in rows or not old else old.vectors[old.rows[key]])
+        return np.memmap(folder / VECTORS, np.float32, "r", shape=(num_passages, self._embedder.dimension))

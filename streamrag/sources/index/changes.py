@@ -1,41 +1,48 @@
 """Adding documents to an index, replacing them and removing them, without embedding the others again.
 
 The index is written anew from the passages and vectors that stay and those that come, and then takes the place of the
-old one: what that costs is the time to build DiskANN's graph, or to sort the vectors into faiss's lists.
+old one: the cost is the time to build DiskANN's graph, or to sort the vectors into faiss's lists.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from streamrag.clock import Clock, monotonic
-from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, VectorIndexError
-from streamrag.sources.building import OnProgress, nothing_to_index, refuse_event_loop
-from streamrag.sources.embedder import embedder_of_index, find_embedder
-from streamrag.sources.index.build import (
-    IndexSummary,
-    read_passages_of,
-    require_library,
-    summary_of,
+from streamrag.sources.index.build import read_passages_of, refuse_event_loop, require_library
+from streamrag.sources.index.document_passages import (
+    OnProgress,
+    find_documents,
+    nothing_to_index,
+    reason_to_skip,
+    relative_name,
 )
-from streamrag.sources.index.generation import building, publish, write_derived, write_passages
-from streamrag.sources.index_folder import DUPLICATES, PASSAGES, check_index, read_passages, stored_line
-from streamrag.sources.passages import find_documents, reason_to_skip, relative_name
+from streamrag.sources.index.embedder import embedder_of_index
+from streamrag.sources.index.generation import Generation, IndexSummary
+from streamrag.sources.index.index_folder import (
+    DUPLICATES,
+    PASSAGES,
+    StoredPassage,
+    check_index,
+    passage_line,
+    read_passages,
+)
+from streamrag.support.validation import Count, validated
 
 ADDED = "added.jsonl"
 """The passages that come, in the building folder only."""
 
 
+@validated
 def add_documents(
     index: str | os.PathLike[str],
     paths: Iterable[str | os.PathLike[str]],
     *,
     folder: str | os.PathLike[str] | None = None,
     embedder: str | None = None,
-    max_file_bytes: int = 10 << 20,
+    max_file_bytes: Count = 10 << 20,
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> IndexSummary:
@@ -56,28 +63,13 @@ def add_documents(
     refuse_event_loop("add_documents")
     change = _Change(index, embedder, on_progress, clock)
     root = Path(folder).resolve() if folder is not None else None
-    skipped: list[tuple[str, str]] = []
-    found: dict[Path, list[Path]] = {}
     named = [Path(path) for path in paths]
+    found: dict[Path, list[Path]] = {}
     for path in named:
-        for name, documents in _documents(path, root, change.out, max_file_bytes, skipped):
-            found.setdefault(name, []).extend(documents)
-
-    def passages(unfinished: Path) -> Iterator[dict[str, Any]]:
-        uris: set[str] = set()
-        with (unfinished / ADDED).open("w", encoding="utf-8") as file:
-            for name, documents in found.items():
-                words = change.manifest.passage_words
-                for fields in read_passages_of(name, documents, skipped, words, change.tell):
-                    uris.add(fields["uri"])
-                    file.write(stored_line(Chunk(**fields)))
-        if not uris:
-            raise nothing_to_index(", ".join(map(str, named)), skipped)
-        yield from (fields for fields in change.old_passages() if fields["uri"] not in uris)
-        yield from read_passages(unfinished, ADDED)
-        (unfinished / ADDED).unlink()
-
-    return change.write(passages, skipped)
+        within, documents, skipped = _documents(path, root, change.out, max_file_bytes)
+        found.setdefault(within, []).extend(documents)
+        change.generation.skipped += skipped
+    return change.write(lambda unfinished: change.passages_with(found, named, unfinished))
 
 
 def remove_documents(
@@ -110,48 +102,44 @@ def remove_documents(
         gone |= matching
     if gone == uris:
         raise ConfigurationError(f"{change.out} would be empty: remove the folder instead")
-    return change.write(lambda unfinished: (each for each in change.old_passages() if each["uri"] not in gone), [])
+    return change.write(lambda _: (each for each in change.old_passages() if each["uri"] not in gone))
 
 
 class _Change:
-    """An index, and how the next one is made of it."""
+    """An index, and the next generation that is made of it."""
 
     def __init__(
         self, index: str | os.PathLike[str], embedder: str | None, on_progress: OnProgress | None, clock: Clock
     ) -> None:
-        self._clock, self._started_s = clock, clock()
         self.out = Path(index).resolve()
-        self.manifest, self._manifest_sha256 = check_index(self.out)
-        require_library(self.manifest.kind)
-        self._place = (
-            find_embedder(embedder) if embedder is not None else embedder_of_index(self.out, self.manifest.embedder)
-        )
-        self.tell: OnProgress = on_progress or (lambda done, total, step: None)
+        manifest, self._manifest_sha256 = check_index(self.out)
+        require_library(manifest.kind)
+        place = embedder_of_index(self.out, manifest.embedder, embedder)
+        self.generation = Generation(self.out, place, manifest.kind, manifest.passage_words, on_progress, clock)
 
-    def old_passages(self) -> Iterator[dict[str, Any]]:
-        """Those that the index has, then those left out of it as duplicates: one may take the place of its twin."""
+    def old_passages(self) -> Iterator[StoredPassage]:
+        """Yield the index's passages, then those left out as duplicates: one may take the place of its twin."""
         return chain(read_passages(self.out, PASSAGES), read_passages(self.out, DUPLICATES))
 
-    def write(
-        self, passages: Callable[[Path], Iterator[dict[str, Any]]], skipped: list[tuple[str, str]]
-    ) -> IndexSummary:
-        """The next index, of these passages, in the place of this one."""
-        try:
-            with building(self.out) as unfinished:
-                corpus = write_passages(passages(unfinished), unfinished)
-                manifest, num_embedded = write_derived(
-                    unfinished,
-                    corpus,
-                    self._place,
-                    kind=self.manifest.kind,
-                    passage_words=self.manifest.passage_words,
-                    old=self.out,
-                    tell=self.tell,
-                )
-                publish(unfinished, self.out, self._check_unchanged)
-        except OSError as error:
-            raise VectorIndexError(f"changing {self.out} failed: {error}") from error
-        return summary_of(manifest, corpus, skipped, num_embedded, self._clock() - self._started_s)
+    def passages_with(
+        self, found: dict[Path, list[Path]], named: list[Path], unfinished: Path
+    ) -> Iterator[StoredPassage]:
+        """Yield the passages that stay, then those of the documents `found`, by the folders that they are named in."""
+        uris: set[str] = set()
+        with (unfinished / ADDED).open("w", encoding="utf-8") as file:
+            for within, documents in found.items():
+                for fields in read_passages_of(within, documents, self.generation):
+                    uris.add(fields["uri"])
+                    file.write(passage_line(fields))
+        if not uris:
+            raise nothing_to_index(", ".join(map(str, named)), self.generation.skipped)
+        yield from (fields for fields in self.old_passages() if fields["uri"] not in uris)
+        yield from read_passages(unfinished, ADDED)
+        (unfinished / ADDED).unlink()
+
+    def write(self, passages: Callable[[Path], Iterator[StoredPassage]]) -> IndexSummary:
+        """Write the next index, of these passages, in the place of this one."""
+        return self.generation.write(passages, self._check_unchanged, documents=self.out, old=self.out)
 
     def _check_unchanged(self) -> None:
         if check_index(self.out)[1] != self._manifest_sha256:
@@ -159,9 +147,9 @@ class _Change:
 
 
 def _documents(
-    path: Path, root: Path | None, out: Path, max_file_bytes: int, skipped: list[tuple[str, str]]
-) -> Iterator[tuple[Path, list[Path]]]:
-    """The documents at `path`, with the folder within which they are named."""
+    path: Path, root: Path | None, out: Path, max_file_bytes: int
+) -> tuple[Path, list[Path], list[tuple[str, str]]]:
+    """Return the folder within which the documents at `path` are named, the documents, and what is skipped."""
     if not path.exists():
         raise ConfigurationError(f"{path} is not there")
     whole = path.absolute() if path.is_symlink() else path.resolve()
@@ -169,10 +157,7 @@ def _documents(
     if not whole.is_relative_to(within):
         raise ConfigurationError(f"{path} is not within {within}, so it has no name there")
     if whole.is_dir():
-        documents, left_out = find_documents(whole, max_file_bytes=max_file_bytes, leave_out=out)
-        skipped.extend(left_out)
-        yield within, documents
-    elif reason := reason_to_skip(whole, max_file_bytes, out):
-        skipped.append((relative_name(whole, within), reason))
-    else:
-        yield within, [whole]
+        return within, *find_documents(whole, max_file_bytes=max_file_bytes, leave_out=out)
+    if reason := reason_to_skip(whole, max_file_bytes, out):
+        return within, [], [(relative_name(whole, within), reason)]
+    return within, [whole], []

@@ -40,6 +40,7 @@ from crawl4ai.async_crawler_strategy import AsyncCrawlerStrategy
 from crawl4ai.models import AsyncCrawlResponse
 from rank_bm25 import BM25Okapi
 
+from streamrag.choice import split_markdown
 from streamrag.errors import UnreachableError
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.http.fetched import UnusablePageError
@@ -47,8 +48,8 @@ from streamrag.sources.pages.cleaned import Cleaned, cleaned_by
 from streamrag.sources.pages.documents import read_pdf
 from streamrag.sources.pages.links import most_promising
 from streamrag.sources.pages.prune import MAX_CONTENT_CHARS, Pruned, prune
+from streamrag.sources.pages.relevant_passages import relevant_stems, select
 from streamrag.sources.pages.sitemap import find_pages
-from streamrag.sources.relevance import relevant_stems, select, split_markdown
 from streamrag.sources.workers.memory_limit import data_bytes, limit_memory
 from streamrag.sources.workers.worker_main import OUT_OF_MEMORY
 

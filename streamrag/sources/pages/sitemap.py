@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 from lxml import etree
 
+from streamrag.choice import Stem
 from streamrag.sources.http.addresses import normalize_url
 from streamrag.sources.pages.links import most_promising
 from streamrag.sources.pages.prune import NO_PAGE
-from streamrag.sources.relevance import Stem, relevant_stems
+from streamrag.sources.pages.relevant_passages import relevant_stems
 
 MAX_SITEMAP_BYTES = 16 << 20
 """Of a sitemap that was compressed; what comes after them is not read."""

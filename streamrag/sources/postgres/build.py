@@ -12,38 +12,35 @@ import os
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamrag.clock import Clock, monotonic
-from streamrag.sources.building import OnProgress, check_caller, nothing_to_index
-from streamrag.sources.embedder import DEFAULT_EMBEDDER
-from streamrag.sources.embedding import EmbeddingPool, building_threads
-from streamrag.sources.passages import (
-    UnusableDocumentError,
+from streamrag.sources.index.build import PassageWords, refuse_event_loop
+from streamrag.sources.index.document_passages import (
+    OnProgress,
     find_documents,
-    read_document,
-    relative_name,
-    split_document,
+    nothing_to_index,
+    read_documents,
 )
-from streamrag.sources.postgres.fill import Document, Filling
-from streamrag.sources.postgres.link import Address
-from streamrag.sources.postgres.names import (
-    TableName,
-    table_parts,
-)
-from streamrag.sources.postgres.query import storable
-from streamrag.sources.postgres.table import at_start
+from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
+from streamrag.sources.index.embedder_pool import EmbedderPool, num_build_threads
+from streamrag.sources.postgres.arguments import TableName, require_psycopg, storable, table_parts
+from streamrag.support.validation import Count, validated
+
+if TYPE_CHECKING:
+    from streamrag.sources.postgres.table_writer import TableWriter
 
 
 @dataclass(frozen=True, slots=True)
 class TableSummary:
-    """What was filled, and what was left out."""
+    """A summary of what was filled, and of what was left out."""
 
     num_documents: int
-    """In the folder."""
+    """Documents in the folder."""
     num_passages: int
-    """In the folder."""
+    """Passages in the folder."""
     num_embedded: int
-    """Of these, new or changed since the last build."""
+    """Passages that are new or changed since the last build."""
     num_duplicates: int
     """Passages left out because the same text had come before."""
     num_removed: int
@@ -54,6 +51,7 @@ class TableSummary:
     duration_s: float
 
 
+@validated
 def build_table(
     folder: str | os.PathLike[str],
     dsn: str,
@@ -62,8 +60,8 @@ def build_table(
     embedder: str = DEFAULT_EMBEDDER,
     words: str = "english",
     prune: bool = False,
-    passage_words: int = 180,
-    max_file_bytes: int = 10 << 20,
+    passage_words: PassageWords = 180,
+    max_file_bytes: Count = 10 << 20,
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> TableSummary:
@@ -85,75 +83,88 @@ def build_table(
     :raises WorkerError: the process that embeds died.
     """
     started_s = clock()
-    check_caller("build_table", passage_words, max_file_bytes)
-    address = Address(dsn)
-    filling = Filling(address, table_parts(table), words, on_progress or (lambda done, total, step: None))
-    reading = _Reading(Path(folder).resolve(), passage_words, max_file_bytes)
-    asyncio.run(_build(filling, reading, EmbeddingPool(embedder, size=1, num_threads=building_threads()), prune))
-    if not reading.seen:
-        raise nothing_to_index(reading.folder, reading.skipped)
-    return TableSummary(
-        num_documents=reading.num_documents,
-        num_passages=len(reading.seen),
-        num_embedded=filling.num_embedded,
-        num_duplicates=reading.num_duplicates,
-        num_removed=filling.num_removed,
-        dimension=filling.dimension,
-        skipped=tuple(sorted(reading.skipped)),
-        duration_s=clock() - started_s,
-    )
+    refuse_event_loop("build_table")
+    require_psycopg()
+    tell = on_progress or (lambda done, total, step: None)
+    build = _Build(Path(folder).resolve(), passage_words, max_file_bytes, tell)
+    pool = EmbedderPool(embedder, size=1, num_threads=num_build_threads())
+    writer = asyncio.run(build.run(dsn, table_parts(table), words, pool, prune))
+    return build.summary(writer, clock() - started_s)
 
 
-async def _build(filling: Filling, reading: "_Reading", pool: EmbeddingPool, prune: bool) -> None:
-    import psycopg
+class _Build:
+    """The documents of a folder, on their way into a table."""
 
-    try:
-        async with AsyncExitStack() as stack:
-            connection = await stack.enter_async_context(await filling.address.connect(autocommit=True))
-            await filling.lock(connection)
-            stack.push_async_callback(pool.aclose)
-            await filling.make_table(connection, await pool.start())
-            uris = []
-            for number, path in enumerate(reading.paths):
-                filling.tell(number, len(reading.paths), "filling")
-                if (document := await asyncio.to_thread(reading.document, path)) is None:
-                    continue
-                uris.append(document.uri)
-                await filling.add(connection, pool, document)
-            await filling.flush(connection, pool)
-            filling.tell(len(reading.paths), len(reading.paths), "filling")
-            if prune and uris:
-                await filling.remove_others(connection, uris)
-            await filling.make_indexes(connection)
-    except (psycopg.Error, UnicodeError) as error:
-        raise at_start(filling.address, error) from None
-
-
-# ---------------------------------------------------------------------------------------------------- the documents
-
-
-class _Reading:
-    def __init__(self, folder: Path, passage_words: int, max_file_bytes: int) -> None:
-        self.folder, self._passage_words = folder, passage_words
-        self.paths, self.skipped = find_documents(folder, max_file_bytes=max_file_bytes, leave_out=folder / ".none")
-        self.num_documents = self.num_duplicates = 0
+    def __init__(self, folder: Path, passage_words: int, max_file_bytes: int, tell: OnProgress) -> None:
+        self.folder, self._passage_words, self._tell = folder, passage_words, tell
+        self._paths, self.skipped = find_documents(folder, max_file_bytes=max_file_bytes, leave_out=folder / ".none")
+        self.uris: list[str] = []
+        self.num_duplicates = 0
         self.seen: set[bytes] = set()
 
-    def document(self, path: Path) -> Document | None:
-        """The document at `path`, without passages that others have had; None if it cannot be used."""
+    async def run(self, dsn: str, parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool) -> "TableWriter":
+        """Fill the table, and return what has written to it."""
+        import psycopg
+
+        from streamrag.sources.postgres.link import Address
+        from streamrag.sources.postgres.table import at_start
+        from streamrag.sources.postgres.table_writer import TableWriter
+
+        address = Address(dsn)
+
+        def tell(done: int) -> None:
+            self._tell(done, len(self._paths), "filling")
+
+        documents = read_documents(self.folder, self._paths, self.skipped, self._passage_words, tell)
         try:
-            document = read_document(path, self.folder)
-        except UnusableDocumentError as error:
-            self.skipped.append((relative_name(path, self.folder), str(error)))
-            return None
-        self.num_documents += 1
+            async with AsyncExitStack() as stack:
+                connection = await stack.enter_async_context(await address.connect(autocommit=True))
+                writer = TableWriter(connection, address, parts, self._tell)
+                await writer.lock()
+                stack.push_async_callback(pool.aclose)
+                await writer.make_table(await pool.start(), words)
+                while item := await asyncio.to_thread(next, documents, None):
+                    document, passages = item
+                    self.uris.append(storable(document.uri))
+                    await writer.add(pool, self.uris[-1], storable(document.title), self._new_passages(passages))
+                await writer.flush(pool)
+                tell(len(self._paths))
+                if prune and self.uris:
+                    await writer.remove_others(self.uris)
+                await writer.make_indexes()
+        except (psycopg.Error, UnicodeError) as error:
+            raise at_start(address, error) from None
+        return writer
+
+    def _new_passages(self, texts: list[str]) -> dict[int, str]:
+        """Return the passages that no document had before.
+
+        Navigation and licences that every page repeats would fill the k nearest with one text.
+        """
         passages = {}
-        for passage, text in enumerate(split_document(document, self._passage_words)):
-            text = storable(text)
-            # Navigation and licences that every page repeats would fill the k nearest with one text.
-            if (digest := hashlib.blake2b(text.encode(), digest_size=16).digest()) in self.seen:
+        for number, text in enumerate(map(storable, texts)):
+            digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+            if digest in self.seen:
                 self.num_duplicates += 1
-                continue
-            self.seen.add(digest)
-            passages[passage] = text
-        return Document(storable(document.uri), storable(document.title), passages)
+            else:
+                self.seen.add(digest)
+                passages[number] = text
+        return passages
+
+    def summary(self, writer: "TableWriter", duration_s: float) -> TableSummary:
+        """Return what was filled.
+
+        :raises ConfigurationError: the folder gives no passages.
+        """
+        if not self.seen:
+            raise nothing_to_index(self.folder, self.skipped)
+        return TableSummary(
+            num_documents=len(self.uris),
+            num_passages=len(self.seen),
+            num_embedded=writer.num_embedded,
+            num_duplicates=self.num_duplicates,
+            num_removed=writer.num_removed,
+            dimension=writer.dimension,
+            skipped=tuple(sorted(self.skipped)),
+            duration_s=duration_s,
+        )

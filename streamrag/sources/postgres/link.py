@@ -1,24 +1,22 @@
-"""Connections to a PostgreSQL server: a pool, transactions that only read, and errors that do not tell the password."""
+"""Connections to a PostgreSQL server: a pool, transactions that only read, errors that never show the password."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
+import psycopg
+import psycopg_pool
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from streamrag.errors import ConfigurationError, SourceError
 from streamrag.kinds import message_of
+from streamrag.sources.postgres.arguments import EncodingError, StatementTimeoutError
 from streamrag.tasks import cancel_regardless, is_cancelled
 
-if TYPE_CHECKING:
-    import psycopg
-    import psycopg_pool
-
-    Connection: TypeAlias = psycopg.AsyncConnection[tuple[Any, ...]]
-
-INSTALL = "pip install 'streamrag[postgres]'"
+Connection: TypeAlias = psycopg.AsyncConnection[tuple[Any, ...]]
 
 SECRETS = {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
-"""What of a DSN is in no message."""
+"""Parts of a DSN that no message shows."""
 
 MAX_WAITING = 1_000
 """Searches that wait for a connection; further ones are refused."""
@@ -31,40 +29,15 @@ MAX_MESSAGE_CHARS = 500
 T = TypeVar("T")
 
 
-class StatementTimeoutError(SourceError):
-    """The server stopped a statement: its time was up, or somebody there stopped it."""
-
-
-def require_psycopg() -> None:
-    """:raises MissingDependencyError: the driver or its pool is not installed. Imports nothing."""
-    for module in ("psycopg", "psycopg_pool"):
-        if not find_spec(module):
-            raise MissingDependencyError(module.replace("_", "-"), INSTALL)
-    try:
-        import psycopg  # noqa: F401 - which needs libpq too
-    except ImportError as error:
-        raise MissingDependencyError("psycopg with libpq", INSTALL) from error
-
-
-class EncodingError(SourceError):
-    """A text cannot be translated between UTF-8 and the database's encoding."""
-
-
 class Address:
-    """Where a server is. Its text, which messages and logs may have, has no password.
+    """The address of a server. Its text, which messages and logs may have, has no password.
 
-    dsn: what libpq takes: `postgresql://user@host/database` or `host=... dbname=...`.
+    dsn: libpq's: `postgresql://user@host/database` or `host=... dbname=...`.
 
     :raises ConfigurationError: it is no such text.
     """
 
     def __init__(self, dsn: str) -> None:
-        require_psycopg()
-        import psycopg
-        from psycopg.conninfo import conninfo_to_dict, make_conninfo
-
-        if not isinstance(dsn, str):
-            raise ConfigurationError("PostgreSQL: dsn must be a str, as in postgresql://user@host/database")
         try:
             parts = conninfo_to_dict(dsn)
         except psycopg.Error:  # whose message has the text, and so the password
@@ -93,27 +66,23 @@ class Address:
         return f"<{self._text}>"
 
     def without_password(self, text: str) -> str:
-        """What a server or the driver says, for a message."""
+        """Return the text of a server or the driver for a message."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return " ".join(text.split())[:MAX_MESSAGE_CHARS]
 
-    async def connect(self, *, autocommit: bool = False) -> "Connection":
-        """A connection of its own.
+    async def connect(self, *, autocommit: bool = False) -> Connection:
+        """Open a connection outside the pool.
 
-        :raises SourceError: there is none to be had.
+        :raises SourceError: the server cannot be reached, or refuses.
         """
-        import psycopg
-
         try:
             return await psycopg.AsyncConnection.connect(self._conninfo, autocommit=autocommit, prepare_threshold=None)
         except (psycopg.Error, OSError) as error:
             raise self.explained(error) from None
 
-    def new_pool(self, num_connections: int, timeout_s: float) -> "psycopg_pool.AsyncConnectionPool[Connection]":
-        """A pool, not yet open. It connects when a connection is asked for, and checks one that was idle."""
-        import psycopg_pool
-
+    def new_pool(self, num_connections: int, timeout_s: float) -> psycopg_pool.AsyncConnectionPool[Connection]:
+        """Return a pool, not yet open. It connects when a connection is needed, and checks one that was idle."""
         return psycopg_pool.AsyncConnectionPool(
             self._conninfo,
             # Statements that are not prepared are planned for their values, and work behind PgBouncer.
@@ -130,11 +99,8 @@ class Address:
         )
 
     def explained(self, error: BaseException) -> SourceError:
-        """What the driver raised, as an error of ours."""
-        import psycopg
-        import psycopg_pool
-
-        said = self.without_password(message_of(error))
+        """Return an error of the driver as an error of ours."""
+        message = self.without_password(message_of(error))
         match error:
             case SourceError():
                 return error
@@ -143,26 +109,27 @@ class Address:
             case psycopg_pool.PoolClosed():
                 return SourceError(f"{self}: the source is closed")
             case psycopg_pool.PoolTimeout():
-                return SourceError(
-                    f"{self}: {said}. All of them are in use (then allow more num_connections), or the server is down"
-                )
+                remedy = "All of them are in use (then allow more num_connections), or the server is down"
+                return SourceError(f"{self}: {message}. {remedy}")
             case psycopg.errors.QueryCanceled():
-                return StatementTimeoutError(f"{self} stopped the search: {said}")
+                return StatementTimeoutError(f"{self} stopped the search: {message}")
             case psycopg.errors.InsufficientPrivilege():
-                return SourceError(f"{self}: {said}. Ask its owner:  GRANT SELECT ON TABLE ... TO ...")
+                return SourceError(f"{self}: {message}. Ask its owner:  GRANT SELECT ON TABLE ... TO ...")
             case TimeoutError():
                 return SourceError(f"{self} does not answer")
             case UnicodeError() | psycopg.errors.CharacterNotInRepertoire() | psycopg.errors.UntranslatableCharacter():
-                return EncodingError(f"{self}: a text does not fit the database's encoding, which is not UTF-8: {said}")
-        return SourceError(f"{self}: {type(error).__name__}: {said}")
+                return EncodingError(
+                    f"{self}: a text does not fit the database's encoding, which is not UTF-8: {message}"
+                )
+        return SourceError(f"{self}: {type(error).__name__}: {message}")
 
 
-async def _read_only(connection: "Connection") -> None:
+async def _read_only(connection: Connection) -> None:
     await connection.set_read_only(True)
 
 
 class Link:
-    """Runs what reads a database, each in a transaction and a task of its own.
+    """Runs functions that read a database, each in a transaction and a task of its own.
 
     Settings hold for their transaction only, so that a connection comes back to the pool as it was.
     """
@@ -179,10 +146,8 @@ class Link:
         self._pool = self._address.new_pool(self._num_connections, self._pool_timeout_s)
         await self._pool.open()
 
-    async def run(
-        self, work: "Callable[[Connection], Awaitable[T]]", settings: dict[str, str], *, timeout_s: float
-    ) -> T:
-        """What `work` returns; `settings` are the server's, for it only. Cancelling this cancels it in the server.
+    async def run(self, work: Callable[[Connection], Awaitable[T]], settings: dict[str, str], *, timeout_s: float) -> T:
+        """Return what `work` returns. The server's `settings` hold for it only. Cancelling this cancels it there.
 
         :raises StatementTimeoutError: it takes longer than `timeout_s`, waiting for a connection not counted.
         :raises SourceError: it fails otherwise, or this is closed.
@@ -203,13 +168,11 @@ class Link:
 
     async def _run(
         self,
-        pool: "psycopg_pool.AsyncConnectionPool[Connection]",
-        work: "Callable[[Connection], Awaitable[T]]",
+        pool: psycopg_pool.AsyncConnectionPool[Connection],
+        work: Callable[[Connection], Awaitable[T]],
         settings: dict[str, str],
         timeout_s: float,
     ) -> T:
-        import psycopg
-
         try:
             async with asyncio.timeout(self._pool_timeout_s + timeout_s + GRACE_S), pool.connection() as connection:
                 names = ", ".join(["set_config(%s, %s, true)"] * len(settings))

@@ -1,24 +1,39 @@
 """A table of PostgreSQL with pgvector as a source: words first, then its index further and further, then all rows."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
 from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
-from streamrag.kinds import is_number, short
-from streamrag.sources.embedder import DEFAULT_EMBEDDER
-from streamrag.sources.embedding import EmbeddingPool, Loaded
-from streamrag.sources.options import check_whole
-from streamrag.sources.postgres.link import Address, Link, StatementTimeoutError
-from streamrag.sources.postgres.names import TableName, checked_columns, checked_ladder, table_parts
-from streamrag.sources.postgres.query import Row, Rows, Search, storable
-from streamrag.sources.postgres.table import Ladder, Table, at_start, inspect_table
+from streamrag.sources.index.embedder import DEFAULT_EMBEDDER, EmbedderIdentity
+from streamrag.sources.index.embedder_pool import EmbedderPool
+from streamrag.sources.index.worker_jobs import NumWorkers
+from streamrag.sources.postgres.arguments import (
+    StatementTimeoutError,
+    TableName,
+    checked_columns,
+    require_psycopg,
+    storable,
+    table_parts,
+)
 from streamrag.sources.workers.pool import Share
 from streamrag.starting import started_once
+from streamrag.support.validation import Count, CountOrZero, GrowingCounts, Number, validated
 from streamrag.tasks import cancel_regardless
+
+if TYPE_CHECKING:
+    from streamrag.sources.postgres.link import Link
+    from streamrag.sources.postgres.query import Row, Rows, Search
+    from streamrag.sources.postgres.table import Table
+
+log = logging.getLogger("streamrag.sources")
 
 NUM_STAGES = 5
 
@@ -26,21 +41,24 @@ WORDS_TIMEOUT_S = 2.0
 """Most seconds for the words: they are there to be first. Their stage is left out where they take longer."""
 
 FEW_ROWS = 1_000
-"""So many are compared one by one as quickly as an index finds the way to them."""
+"""Rows that are compared one by one as quickly as an index finds the way to them."""
+
+_AtMost1000 = Annotated[Count, Field(le=1_000)]
+_Timeout = Annotated[Number, Field(ge=0.001, le=3_600)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    table: Table
-    search: Search
-    link: Link
-    embedding: EmbeddingPool
+    table: "Table"
+    search: "Search"
+    link: "Link"
+    embedder: EmbedderPool
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
     what: str
-    settings: dict[str, str]
+    settings: dict[str, str] = field(default_factory=dict)
     is_exact: bool = False
 
 
@@ -48,11 +66,11 @@ class PgVectorSource:
     """Searches a table of PostgreSQL with pgvector: one that `streamrag index build --to` filled, or one of your own.
 
     A search runs in stages: the query's words, if the table has an index of words, for as long as the query is being
-    embedded; then its vector, looking further
-    with each rung of a ladder, if the table has an HNSW or IVFFlat index; then exactly, if it has few enough rows. A
-    stage that changes the `k` best passages, or their order, yields an `Update` with all of them, best first;
-    `Hint.num_chunks` counts the stages still to come. A chunk's `score` is the cosine similarity to the query, or
-    another index's distance with its sign changed; in an update by words it is PostgreSQL's rank.
+    embedded; then its vector, looking further with each rung of a ladder, if the table has an HNSW or IVFFlat index;
+    then exactly, if it has few enough rows. A stage that changes the `k` best passages, or their order, yields an
+    `Update` with all of them, best first; `Hint.num_chunks` counts the stages still to come. A chunk's `score` is the
+    cosine similarity to the query, or another index's distance with its sign changed; in an update by words it is
+    PostgreSQL's rank.
 
     Transactions only read, and each setting holds for one of them. A query that is stopped is stopped in the server.
 
@@ -82,46 +100,41 @@ class PgVectorSource:
     """
 
     name = "PgVectorSource"
-    """Its name for errors and schedulers; give two sources that behave differently two names."""
+    """Name for errors and schedulers; give two sources that behave differently two names."""
 
+    @validated
     def __init__(
         self,
         dsn: str,
         *,
         table: TableName = "passages",
-        k: int = 5,
+        k: _AtMost1000 = 5,
         columns: Mapping[str, str | None] | None = None,
         where: Mapping[str, Any] | None = None,
         words: str | None = None,
-        ladder: Sequence[int] | None = None,
-        exact_rows: int = 50_000,
-        timeout_s: float = 10.0,
-        num_connections: int = 4,
-        pool_timeout_s: float = 10.0,
+        ladder: GrowingCounts | None = None,
+        exact_rows: Annotated[CountOrZero, Field(le=1 << 40)] = 50_000,
+        timeout_s: _Timeout = 10.0,
+        num_connections: _AtMost1000 = 4,
+        pool_timeout_s: _Timeout = 10.0,
         embedder: str = DEFAULT_EMBEDDER,
-        num_workers: int = 1,
+        num_workers: NumWorkers = 1,
     ) -> None:
-        check_whole(self.name, "k", k, 1, 1_000)
-        check_whole(self.name, "exact_rows", exact_rows, 0, 1 << 40)
-        check_whole(self.name, "num_connections", num_connections, 1, 1_000)
-        check_whole(self.name, "num_workers", num_workers, 1, 32)
-        for option, seconds in {"timeout_s": timeout_s, "pool_timeout_s": pool_timeout_s}.items():
-            if not is_number(seconds) or not 0.001 <= seconds <= 3_600:
-                raise ConfigurationError(f"PgVectorSource: {option}={short(seconds)} must be from 0.001 to 3600")
-        if words is not None and not isinstance(words, str):
-            raise ConfigurationError(f'PgVectorSource: words={short(words)} must be a configuration, as in "english"')
+        require_psycopg()
+        from streamrag.sources.postgres.link import Address, Link
+
         table_parts(table)
         self._address = Address(dsn)
+        self._new_link = partial(Link, self._address, num_connections=num_connections, pool_timeout_s=pool_timeout_s)
         self._table = table
         self._k = k
         self._columns = checked_columns(columns)
         self._where = dict(where or {})
         self._words = words
-        self._ladder = checked_ladder(ladder)
+        self._ladder = ladder
         self._exact_rows = exact_rows
         self._timeout_s = timeout_s
-        self._num_connections = num_connections
-        self._pool_timeout_s = pool_timeout_s
+        self._start_timeout_s = pool_timeout_s + timeout_s
         self._embedder = embedder
         self._num_workers = num_workers
         self._opened: _Opened | None = None
@@ -144,50 +157,56 @@ class PgVectorSource:
         progress(f"looking at {self._address}")
         table, search, num_rows, dimensions = await self._inspect()
         progress(f"table {table.name} has about {num_rows:,} passages; loading the embedder {self._embedder}")
-        embedding = EmbeddingPool(self._embedder, size=self._num_workers, made_with=table.made_with)
-        link = Link(self._address, num_connections=self._num_connections, pool_timeout_s=self._pool_timeout_s)
+        embedder = EmbedderPool(self._embedder, size=self._num_workers, made_with=table.made_with)
+        link = self._new_link()
         try:
-            loaded = await embedding.start()
+            loaded = await embedder.start()
             self._check_dimensions(table, dimensions or {table.dimension or loaded.dimension: 0}, loaded, progress)
             await link.start()
         except BaseException:
             await link.aclose()
-            await embedding.aclose()
+            await embedder.aclose()
             raise
-        self._opened = _Opened(table, search, link, embedding)
+        self._opened = _Opened(table, search, link, embedder)
         progress("the table is ready")
 
-    def _check_dimensions(self, table: Table, found: Mapping[int, int], loaded: Loaded, progress: Progress) -> None:
-        """`found`: rows by their dimension."""
+    def _check_dimensions(
+        self, table: "Table", found: Mapping[int, int], loaded: EmbedderIdentity, progress: Progress
+    ) -> None:
+        """Compare the embedder's dimension with those `found`, which say how many rows have them."""
         others = [str(dimension) for dimension in found if dimension != loaded.dimension]
-        column = f"column {table.columns['embedding']!r} of table {table.name}"
+        if not others:
+            return
+        have = f"column {table.columns['embedding']!r} of table {table.name} has"
+        dimensions = f"{' and '.join(others)} dimensions"
+        ours = f"embedder={self._embedder!r} has {loaded.dimension}"
         if loaded.dimension not in found:
             raise IndexMismatchError(
-                f"{self._address}: {column} has {' and '.join(others)} dimensions, and embedder={self._embedder!r} has "
-                f"{loaded.dimension}: name the embedder that the table was filled with"
+                f"{self._address}: {have} {dimensions}, and {ours}: name the embedder that the table was filled with"
             )
-        if others:
-            num_others = sum(found.values()) - found[loaded.dimension]
-            progress(
-                f"{column} has vectors of {' and '.join(others)} dimensions too, and embedder={self._embedder!r} has "
-                f"{loaded.dimension}: {num_others:,} of {sum(found.values()):,} passages are left out. Embed them again"
-            )
+        num_rows = sum(found.values())
+        progress(
+            f"{have} vectors of {dimensions} too, and {ours}: {num_rows - found[loaded.dimension]:,} of {num_rows:,} "
+            "passages are left out. Embed them again"
+        )
 
-    async def _inspect(self) -> tuple[Table, Search, int, Mapping[int, int]]:
+    async def _inspect(self) -> "tuple[Table, Search, int, Mapping[int, int]]":
         import psycopg
 
+        from streamrag.sources.postgres.query import Search
+        from streamrag.sources.postgres.table import at_start, inspect_table
+
         try:
-            async with asyncio.timeout(self._pool_timeout_s + self._timeout_s):
-                async with AsyncExitStack() as stack:
-                    connection = await self._address.connect()
-                    stack.push_async_callback(connection.close)  # leaving it commits; cancelled in that, it stays open
-                    await stack.enter_async_context(connection)
-                    await connection.set_read_only(True)
-                    table = await inspect_table(connection, self._address, self._table, self._columns)
-                    if self._words:
-                        await connection.execute("SELECT %s::regconfig", [self._words])
-                    search = Search(table, self._where, self._k)
-                    return table, search, await search.estimate(connection), await search.dimensions(connection)
+            async with asyncio.timeout(self._start_timeout_s), AsyncExitStack() as stack:
+                connection = await self._address.connect()
+                stack.push_async_callback(connection.close)  # leaving it commits; cancelled in that, it stays open
+                await stack.enter_async_context(connection)
+                await connection.set_read_only(True)
+                table = await inspect_table(connection, self._address, self._table, self._columns)
+                if self._words:
+                    await connection.execute("SELECT %s::regconfig", [self._words])
+                search = Search(table, self._where, self._k)
+                return table, search, await search.estimate(connection), await search.dimensions(connection)
         except (psycopg.Error, OSError, UnicodeError) as error:
             raise at_start(self._address, error) from None
 
@@ -198,10 +217,10 @@ class PgVectorSource:
             try:
                 await opened.link.aclose()
             finally:
-                await opened.embedding.aclose()
+                await opened.embedder.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """An `Update` for each stage that changes what is best; a `CutShort` if a later stage takes too long.
+        """Yield an `Update` for each stage that changes what is best; a `CutShort` if a later stage takes too long.
 
         A `Skipped` for a passage of which only the beginning was taken, since it is longer than 20,000 characters.
 
@@ -209,79 +228,70 @@ class PgVectorSource:
         :raises SourceError: the server, the connection or the search failed, or no connection was free in time.
         :raises WorkerError: a worker died; the next query has another.
         """
+        from streamrag.sources.postgres.query import Rows
+
         opened = self._opened
         if not opened:
             raise ConfigurationError("PgVectorSource is not started: use it in a Pipeline, or await its start() first")
         rows = Rows(self.name, opened.table.metric)
-        embedding = asyncio.create_task(
-            opened.embedding.query(storable(query), Share()), name="streamrag embed a query"
-        )
+        embedding = asyncio.create_task(opened.embedder.query(storable(query), Share()), name="streamrag embed a query")
         words = asyncio.create_task(self._find_words(opened, query), name="streamrag words of a query")
         try:
             best = rows.by_words(await _unless_first(words, embedding))
             stages = await self._stages(opened)
-            for skipped in rows.newly_cut():
-                yield skipped
-            if best:
-                yield Update(best, Hint(num_chunks=len(stages)))
-            for number, stage in enumerate(stages):
+            for event in _changes(rows, best, (), len(stages)):
+                yield event
+            for number, stage in enumerate(stages, 1):
                 try:
                     found = rows.nearest(await self._find_nearest(opened, stage, embedding))
                 except StatementTimeoutError as error:
                     if not best:
                         raise
-                    yield CutShort(f"{error}, at stage {number + 1} of {len(stages)}: {stage.what}")
+                    log.warning("%s, at stage %d of %d: %s", error, number, len(stages), stage.what)
+                    yield CutShort(f"the database stopped the search at stage {number} of {len(stages)}")
                     return
-                for skipped in rows.newly_cut():
-                    yield skipped
-                if [_place(chunk) for chunk in found] != [_place(chunk) for chunk in best]:
-                    best = found
-                    yield Update(best, Hint(num_chunks=len(stages) - number - 1))
+                before, best = best, found
+                for event in _changes(rows, best, before, len(stages) - number):
+                    yield event
         finally:
             await cancel_regardless([words, embedding])
 
     async def _stages(self, opened: _Opened) -> list[_Stage]:
-        """What to do for one query: the table may have grown since the one before."""
+        """Return the stages of one query: the table may have grown since the one before."""
         num_rows = await opened.link.run(opened.search.estimate, {}, timeout_s=self._timeout_s)
         stages = []
         is_exact = num_rows <= self._exact_rows
         if (ladder := opened.table.ladder) and not (is_exact and num_rows <= FEW_ROWS and self._ladder is None):
-            stages += [_Stage(f"{ladder.setting} = {rung}", _settings(ladder, rung)) for rung in self._rungs(ladder)]
+            first = 2 * self._k if ladder.setting == "hnsw.ef_search" else max(1, ladder.most // 64)
+            default = [first << stage for stage in range(NUM_STAGES)]
+            rungs = ladder.rungs(default if self._ladder is None else self._ladder)
+            stages += [_Stage(f"{ladder.setting} = {rung}", ladder.settings(rung)) for rung in rungs]
         if is_exact:
             stages.append(_Stage("exact", {"enable_indexscan": "off"}, is_exact=True))
         if not stages:
+            table = opened.table
             raise SourceError(
-                f"{self._address}: table {opened.table.name} has no HNSW or IVFFlat index to look in, and about "
-                f"{num_rows:,} rows, more than exact_rows={self._exact_rows:,}:  CREATE INDEX ON {opened.table.name} "
-                f"USING hnsw ({opened.table.columns['embedding']} {opened.table.vector_type[1]}_cosine_ops)"
+                f"{self._address}: table {table.name} has no HNSW or IVFFlat index to look in, and about "
+                f"{num_rows:,} rows, more than exact_rows={self._exact_rows:,}:  CREATE INDEX ON {table.name} "
+                f"USING hnsw ({table.columns['embedding']} {table.vector_type[1]}_cosine_ops)"
             )
         return stages
 
-    def _rungs(self, ladder: Ladder) -> list[int]:
-        if self._ladder is not None:
-            return sorted({min(rung, ladder.most) for rung in self._ladder})
-        first = 2 * self._k if ladder.setting == "hnsw.ef_search" else max(1, ladder.most // 64)
-        return sorted({min(first << stage, ladder.most) for stage in range(NUM_STAGES)})
-
-    async def _find_words(self, opened: _Opened, query: str) -> list[Row]:
-        """What has the query's words; nothing if that takes too long or fails: the vectors find what is there."""
+    async def _find_words(self, opened: _Opened, query: str) -> "list[Row]":
+        """Find the query's words; nothing if that takes too long or fails: the vectors find what is there."""
         configuration = self._words if self._words is not None else opened.table.words
         if configuration is None or self._words == "":
             return []
+        timeout_s = min(self._timeout_s, WORDS_TIMEOUT_S)
         try:
             return await opened.link.run(
-                lambda connection: opened.search.words(connection, query, configuration),
-                {},
-                timeout_s=min(self._timeout_s, WORDS_TIMEOUT_S),
+                lambda connection: opened.search.words(connection, query, configuration), {}, timeout_s=timeout_s
             )
         except SourceError:  # a text is too long for a tsvector, the database has no such characters, ...
             return []
 
-    async def _find_nearest(self, opened: _Opened, stage: _Stage, embedding: "asyncio.Task[str]") -> list[Row]:
-        try:
-            vector = await embedding
-        except ConfigurationError as error:  # what was found to be wrong with the embedder
-            raise SourceError(str(error)) from error
+    async def _find_nearest(self, opened: _Opened, stage: _Stage, embedding: "asyncio.Task[str]") -> "list[Row]":
+        vector = await embedding
         return await opened.link.run(
             lambda connection: opened.search.nearest(connection, vector, is_exact=stage.is_exact),
             stage.settings,
@@ -289,10 +299,10 @@ class PgVectorSource:
         )
 
 
-async def _unless_first(words: "asyncio.Task[list[Row]]", embedding: "asyncio.Task[str]") -> list[Row]:
-    """What the words found; nothing, and they are stopped, if the query is embedded first: its vector finds better.
+async def _unless_first(words: "asyncio.Task[list[Row]]", embedding: "asyncio.Task[str]") -> "list[Row]":
+    """Return what the words found; nothing if the query is embedded first, since its vector finds better.
 
-    Stopping them in the server takes a connection of its own, and is not waited for.
+    The words are stopped then. In the server that takes a connection of its own, and is not waited for.
     """
     await asyncio.wait([words, embedding], return_when=asyncio.FIRST_COMPLETED)
     if not words.done():
@@ -301,12 +311,11 @@ async def _unless_first(words: "asyncio.Task[list[Row]]", embedding: "asyncio.Ta
     return words.result()
 
 
-def _settings(ladder: Ladder, rung: int) -> dict[str, str]:
-    settings = {ladder.setting: str(rung)}
-    if ladder.iterative:
-        settings[f"{ladder.setting.partition('.')[0]}.iterative_scan"] = ladder.iterative
-    return settings
-
-
-def _place(chunk: Chunk) -> tuple[str, int, str]:
-    return chunk.uri, chunk.passage, chunk.text
+def _changes(rows: "Rows", best: tuple[Chunk, ...], before: tuple[Chunk, ...], num_left: int) -> list[SourceEvent]:
+    """Return the events of a stage: an update if the passages are others than before, or in another order."""
+    events: list[SourceEvent] = [*rows.newly_cut()]
+    if [(chunk.uri, chunk.passage, chunk.text) for chunk in best] != [
+        (chunk.uri, chunk.passage, chunk.text) for chunk in before
+    ]:
+        events.append(Update(best, Hint(num_chunks=num_left)))
+    return events

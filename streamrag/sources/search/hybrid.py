@@ -2,50 +2,58 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
-from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
-from streamrag.kinds import is_number, short
+from streamrag.errors import ConfigurationError, IndexMismatchError
+from streamrag.kinds import short
 from streamrag.retrieving import Retrieval
-from streamrag.sources.embedder import embedder_of_index, find_embedder
-from streamrag.sources.index_folder import KEYWORDS, Manifest, check_index, explain, said_kind, with_title
-from streamrag.sources.options import check_whole
-from streamrag.sources.search.ivf import NUM_STAGES, IvfSource
-from streamrag.sources.search.keywords import require_stemmer
-from streamrag.sources.search.refining import Failures, Pace, Refinement
-from streamrag.sources.search.rerank import RerankerPlace, find_reranker
-from streamrag.sources.search.sentences import Narrowing
-from streamrag.sources.search.vector import VectorSource
-from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
+from streamrag.sources.index.embedder import embedder_of_index
+from streamrag.sources.index.index_folder import KEYWORDS, Manifest, check_index, kind_in_manifest, with_title
+from streamrag.sources.index.keywords import require_stemmer
+from streamrag.sources.index.worker_jobs import NumWorkers, run_job
+from streamrag.sources.search.refinement import Failures, MeanDuration, Refinement
+from streamrag.sources.search.reranker import RerankerPlace, RerankerPool, find_reranker
+from streamrag.sources.search.sentences import BestSentences
+from streamrag.sources.search.vector import NUM_STAGES, IvfSource, VectorSource
+from streamrag.sources.workers.pool import Share, WorkerPool
 from streamrag.starting import start_all, started_once
+from streamrag.support.validation import Count, Seconds, validated
 from streamrag.tasks import cancel_regardless
-
-START_TIMEOUT_S = 300.0
-"""Loading a reranker; a model may be downloaded."""
 
 KEYWORD_TIMEOUT_S = 10.0
 """A keyword search takes about a millisecond, and in a worker that replaced another, a second."""
 
-MAX_COMING = 16
-"""Stages of the vector search that may be ahead of whoever reads."""
+MAX_WAITING_EVENTS = 16
+"""Events of the vector search that may wait until they are used."""
 
-_Coming: TypeAlias = "asyncio.Queue[SourceEvent | Exception | None]"
+_Events: TypeAlias = "asyncio.Queue[SourceEvent | Exception | None]"
 """Events of the vector search, its error if it has one, and None at its end."""
+
+_AtMost4096 = Annotated[Count, Field(le=1 << 12)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
     num_passages: int
     keywords: WorkerPool
-    reranker: WorkerPool | None
+    reranker: RerankerPool | None
     vectors: AsyncExitStack
-    """What closes the vector search, once it is started."""
+    """The stack that closes the vector search, once it is started."""
+
+    async def aclose(self) -> None:
+        closing = [part.aclose() for part in (self.keywords, self.reranker, self.vectors) if part]
+        for error in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(error, BaseException):
+                raise error
 
 
 class HybridSource:
@@ -89,60 +97,48 @@ class HybridSource:
     """
 
     name = "HybridSource"
-    """Its name for errors and schedulers; give two sources that behave differently two names."""
+    """Name for errors and schedulers; give two sources that behave differently two names."""
 
+    @validated
     def __init__(
         self,
         index: str | os.PathLike[str],
         *,
-        k: int = 5,
+        k: _AtMost4096 = 5,
         reranker: str | None = None,
-        sentences: int | None = None,
-        candidates: int | None = None,
-        batch_size: int = 4,
-        rerank_timeout_s: float = 60.0,
+        sentences: _AtMost4096 | None = None,
+        candidates: _AtMost4096 | None = None,
+        batch_size: _AtMost4096 = 4,
+        rerank_timeout_s: Seconds = 60.0,
         rerank_device: str = "cpu",
-        num_workers: int = 1,
+        num_workers: NumWorkers = 1,
         vectors: Source | None = None,
         embedder: str | None = None,
     ) -> None:
-        check_whole(self.name, "k", k, 1, 1 << 12)
-        candidates = max(20, 4 * k) if candidates is None else candidates
-        check_whole(self.name, "candidates", candidates, k, 1 << 12)
-        check_whole(self.name, "batch_size", batch_size, 1, 1 << 12)
-        check_whole(self.name, "num_workers", num_workers, 1, 32)
-        if not is_number(rerank_timeout_s) or not 0 < rerank_timeout_s < inf:
-            raise ConfigurationError(f"HybridSource: rerank_timeout_s={short(rerank_timeout_s)} must be over 0 seconds")
-        if not isinstance(reranker, str | None) or not isinstance(rerank_device, str):
-            raise ConfigurationError("HybridSource: reranker and rerank_device are names")
-        if sentences is not None:
-            check_whole(self.name, "sentences", sentences, 1, 1 << 12)
-            if reranker is None:
-                raise ConfigurationError("HybridSource: sentences are scored by a reranker: name one")
-        if vectors is not None and (isinstance(vectors, type) or not callable(getattr(vectors, "stream", None))):
-            raise ConfigurationError(f"HybridSource: vectors={short(vectors)} is no source")
         self._folder = Path(index).absolute()
         self._k = k
-        self._candidates = candidates
+        self._candidates = max(20, 4 * k) if candidates is None else candidates
+        if self._candidates < k:
+            raise ConfigurationError(f"candidates={candidates} must be at least k={k}")
+        if sentences is not None and reranker is None:
+            raise ConfigurationError("sentences are scored by a reranker: name one")
+        if vectors is not None and (isinstance(vectors, type) or not callable(getattr(vectors, "stream", None))):
+            raise ConfigurationError(f"vectors={short(vectors)} is no source")
         self._reranker = reranker
         self._sentences = sentences
         self._batch_size = batch_size
-        self._rerank_timeout_s = rerank_timeout_s
-        self._device = rerank_device
-        self._num_workers = num_workers
+        self._new_reranker = partial(RerankerPool, device=rerank_device, size=num_workers, timeout_s=rerank_timeout_s)
         self._embedder = embedder
-        self._num_stages: int | None = None
-        """Of the vector search, at most; None where nobody knows."""
-        if vectors is None:
-            if said_kind(Path(index).absolute()) == "ivf":
-                vectors, self._num_stages = IvfSource(index, k=candidates, embedder=embedder), NUM_STAGES
-            else:
-                self._num_stages = 1
-                vectors = VectorSource(index, k=candidates, ladder=(4 * candidates,), embedder=embedder)
-        self._vectors = vectors
+        self._vectors, self._num_stages = self._own_vectors() if vectors is None else (vectors, None)
         self._opened: _Opened | None = None
-        self._loading: asyncio.Task[None] | None = None
-        self._search_pace, self._batch_pace = Pace(), Pace()
+        self._search_duration, self._batch_duration = MeanDuration(), MeanDuration()
+
+    def _own_vectors(self) -> tuple[Source, int | None]:
+        """Return the source that searches the index by vectors, and its stages, at most."""
+        most = self._candidates
+        if kind_in_manifest(self._folder) == "ivf":
+            return IvfSource(self._folder, k=most, embedder=self._embedder), NUM_STAGES
+        return VectorSource(self._folder, k=most, ladder=(4 * most,), embedder=self._embedder), 1
 
     # ---------------------------------------------------------------------------------------------------- starting
 
@@ -159,19 +155,19 @@ class HybridSource:
         :raises WorkerError: a worker cannot start.
         """
         manifest, manifest_sha256, place = await asyncio.to_thread(self._check)
-        opened = _Opened(
-            manifest.num_passages,
-            self._keyword_pool(manifest, manifest_sha256),
-            self._rerank_pool(place) if place else None,
-            AsyncExitStack(),
-        )
+        num_passages = manifest.num_passages
+        options = {"folder": str(self._folder), "manifest_sha256": manifest_sha256, "num_passages": num_passages}
+        handler = "streamrag.sources.index.keywords:KeywordSearcher"
+        keywords = WorkerPool(handler, options, size=1, name="keyword search worker")
+        reranker = self._new_reranker(place) if place else None
+        opened = _Opened(num_passages, keywords, reranker, AsyncExitStack())
         starting = (self._start_pools(opened, progress), self._start_vectors(opened, progress))
         starts = [asyncio.create_task(each, name="hybrid source start") for each in starting]
         try:
             await asyncio.gather(*starts)
         except BaseException:
             await cancel_regardless(starts)
-            await self._close(opened)
+            await opened.aclose()
             raise
         self._opened = opened
 
@@ -185,67 +181,29 @@ class HybridSource:
             )
         if self._reranker is None:
             return manifest, manifest_sha256, None
-        named = self._embedder
-        embedder = find_embedder(named) if named is not None else embedder_of_index(self._folder, manifest.embedder)
+        embedder = embedder_of_index(self._folder, manifest.embedder, self._embedder)
         return manifest, manifest_sha256, find_reranker(self._reranker, embedder)
-
-    def _keyword_pool(self, manifest: Manifest, manifest_sha256: str) -> WorkerPool:
-        options = {
-            "folder": str(self._folder),
-            "manifest_sha256": manifest_sha256,
-            "num_passages": manifest.num_passages,
-        }
-        handler = "streamrag.sources.search.keywords:make_keyword_searcher"
-        return WorkerPool(handler, options, size=1, name="keyword search worker")
-
-    def _rerank_pool(self, place: RerankerPlace) -> WorkerPool:
-        options = {"kind": place.kind, "location": place.location, "name": place.name, "device": self._device}
-        handler = "streamrag.sources.search.rerank:make_reranker"
-        return WorkerPool(handler, options, size=self._num_workers, name="reranking worker", env=place.env)
 
     async def _start_pools(self, opened: _Opened, progress: Progress) -> None:
         progress("opening the keyword index")
         await opened.keywords.start()
-        await _run(opened.keywords, {"do": "open"}, timeout_s=START_TIMEOUT_S)
+        await run_job(opened.keywords, {"do": "open"})
         if opened.reranker:
-            progress(f"loading the reranker {self._reranker}")
-            await opened.reranker.start()
-            await self._load(opened.reranker)
+            await opened.reranker.start(progress)
 
     async def _start_vectors(self, opened: _Opened, progress: Progress) -> None:
         opened.vectors.push_async_callback((await start_all([self._vectors], progress)).aclose)
-
-    async def _load(self, workers: WorkerPool) -> None:
-        """One job for each worker: those that have loaded the model answer at once."""
-        loads = (_run(workers, {"do": "load"}, timeout_s=START_TIMEOUT_S) for _ in range(self._num_workers))
-        for result in await asyncio.gather(*loads, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-
-    def _load_again(self, workers: WorkerPool) -> None:
-        """For a worker that was replaced: no query whose time runs out while the model is loaded stops that again."""
-        if self._loading is None or self._loading.done():
-            self._loading = asyncio.create_task(self._load(workers), name="hybrid source load")
-            self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def aclose(self) -> None:
         """Stop the workers. Searches that are under way end with an error. Does nothing when not started."""
         opened, self._opened, self.is_started = self._opened, None, False
         if opened:
-            await self._close(opened)
-
-    async def _close(self, opened: _Opened) -> None:
-        if self._loading:
-            await cancel_regardless([self._loading])
-        closing = [part.aclose() for part in (opened.keywords, opened.reranker, opened.vectors) if part]
-        for error in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(error, BaseException):
-                raise error
+            await opened.aclose()
 
     # --------------------------------------------------------------------------------------------------- searching
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """An `Update` whenever the best passages or their order change; a `CutShort` if a part fails or is too slow.
+        """Yield an `Update` whenever the best passages or their order change; a `CutShort` if a part fails.
 
         :raises ConfigurationError: the source is not started.
         :raises SourceError: a part failed, and no other found anything.
@@ -256,52 +214,31 @@ class HybridSource:
         failures = Failures(lambda: self._opened is opened)
         async with aclosing(self._passages(opened, query, failures)) as events:
             if self._sentences and opened.reranker:
-                events = self._narrowing(opened.reranker, self._sentences, query).narrowed(events, failures)
+                narrowed = BestSentences(self._sentences, opened.reranker.scorer(query))
+                events = narrowed.narrow_events(events, failures)
             async with aclosing(events):
                 async for event in events:
                     yield event
         if failures.missing:
             yield CutShort("; ".join(failures.missing))
 
-    def _narrowing(self, workers: WorkerPool, num_sentences: int, query: str) -> Narrowing:
-        share = Share()
-
-        async def score(texts: list[str]) -> list[float]:
-            try:
-                return await self._score(workers, query, texts, share, _now() + self._rerank_timeout_s)
-            except SourceError:
-                self._load_again(workers)
-                raise
-
-        return Narrowing(num_sentences, score)
-
     async def _passages(self, opened: _Opened, query: str, failures: Failures) -> AsyncGenerator[SourceEvent, None]:
         refinement = Refinement(self._k)
         num_batches = ceil(min(self._candidates, opened.num_passages) / self._batch_size) if opened.reranker else 0
-        coming: _Coming = asyncio.Queue(MAX_COMING)
+        queue: _Events = asyncio.Queue(MAX_WAITING_EVENTS)
         began_s = _now()
-        pulling = asyncio.create_task(self._pull(query, coming), name="hybrid source vectors")
+        pulling = asyncio.create_task(self._pull(query, queue), name="hybrid source vectors")
         try:
-            with failures.noted("the keyword search"):
-                found = await self._by_keywords(opened.keywords, query)
-                refinement.rank("keywords", found)
+            with failures.record("the keyword search"):
+                refinement.rank("keywords", await self._by_keywords(opened.keywords, query))
             if refinement.best:
                 yield Update(refinement.best, self._hint(self._num_stages, began_s, num_batches))
-            while (came := await coming.get()) is not None:
-                if isinstance(came, Skipped):
-                    yield came
-                elif isinstance(came, CutShort):
-                    failures.missing.append(came.reason)
-                elif isinstance(came, Exception):
-                    with failures.noted("the vector search"):
-                        raise came
-                else:
-                    before = () if isinstance(came, Update) else refinement.rankings.get("vectors", ())
-                    after = came.chunks if isinstance(came, Update) else (came.chunk,)
-                    num_stages = (came.hint and came.hint.num_chunks) or 0
-                    if refinement.rank("vectors", (*before, *after)):
-                        yield Update(refinement.best, self._hint(num_stages, began_s, num_batches))
-            self._search_pace.note(_now() - began_s)
+            while (event := await queue.get()) is not None:
+                if isinstance(event, Skipped):
+                    yield event
+                elif (num_stages := _use(event, refinement, failures)) is not None:
+                    yield Update(refinement.best, self._hint(num_stages, began_s, num_batches))
+            self._search_duration.add(_now() - began_s)
             if opened.reranker and refinement.best:
                 async with aclosing(self._rerank(opened.reranker, refinement, query, failures)) as updates:
                     async for update in updates:
@@ -313,69 +250,60 @@ class HybridSource:
 
     async def _by_keywords(self, workers: WorkerPool, query: str) -> tuple[Chunk, ...]:
         job = {"do": "search", "query": query, "k": self._candidates}
-        found = await _run(workers, job, timeout_s=KEYWORD_TIMEOUT_S, share=Share())
+        found = await run_job(workers, job, Share(), timeout_s=KEYWORD_TIMEOUT_S)
         return tuple(Chunk(**fields) for fields in found["passages"])
 
-    async def _pull(self, query: str, coming: _Coming) -> None:
-        end: Exception | None = None
+    async def _pull(self, query: str, queue: _Events) -> None:
         try:
             async with aclosing(Retrieval(self._vectors, query).events()) as events:
                 async for event in events:
-                    await coming.put(event)
+                    await queue.put(event)
         except Exception as error:  # raised again, or told, where the events are read
-            end = error
-        if end:
-            await coming.put(end)
-        await coming.put(None)
+            await queue.put(error)
+        await queue.put(None)
 
     async def _rerank(
-        self, workers: WorkerPool, refinement: Refinement, query: str, failures: Failures
+        self, reranker: RerankerPool, refinement: Refinement, query: str, failures: Failures
     ) -> AsyncGenerator[Update, None]:
-        """An update for each batch that changes what is best. One job a batch: those of other queries come between."""
+        """Yield an update for each batch that changes what is best. A batch is a job: other queries' come between."""
         candidates = refinement.fused[: self._candidates]
         batches = [candidates[i : i + self._batch_size] for i in range(0, len(candidates), self._batch_size)]
-        share, end_s = Share(), _now() + self._rerank_timeout_s
+        score = reranker.scorer(query, is_one_deadline=True)
         for number, batch in enumerate(batches):
             began_s = _now()
-            texts = [with_title(chunk.title, chunk.text) for chunk in batch]
             scores = None
-            with failures.noted(f"reranking, after {number} of {len(batches)} batches,"):
-                scores = await self._score(workers, query, texts, share, end_s)
+            with failures.record(f"reranking, after {number} of {len(batches)} batches,"):
+                texts = [with_title(chunk.title, chunk.text) for chunk in batch]
+                scores = await score(texts)
             if scores is None:
-                self._load_again(workers)
                 return
-            self._batch_pace.note(_now() - began_s)
+            self._batch_duration.add(_now() - began_s)
             if refinement.score(batch, scores):
                 yield Update(refinement.best, self._hint(0, began_s, len(batches) - number - 1))
 
-    async def _score(
-        self, workers: WorkerPool, query: str, texts: list[str], share: Share, end_s: float
-    ) -> list[float]:
-        try:
-            async with asyncio.timeout_at(end_s):
-                result = await _run(workers, {"do": "score", "query": query, "texts": texts}, share=share)
-        except TimeoutError:
-            raise SourceError(f"it took longer than {self._rerank_timeout_s:g} s") from None
-        scores: list[float] = result["scores"]
-        return scores
-
     def _hint(self, num_stages: int | None, began_s: float, num_batches: int) -> Hint:
         num_chunks = None if num_stages is None else num_stages + num_batches
-        search_s = max(0.0, self._search_pace.mean_s - (_now() - began_s)) if num_stages != 0 else 0.0
-        batches_s = num_batches * self._batch_pace.mean_s if num_batches else 0.0
+        search_s = max(0.0, self._search_duration.mean_s - (_now() - began_s)) if num_stages != 0 else 0.0
+        batches_s = num_batches * self._batch_duration.mean_s if num_batches else 0.0
         end_s = search_s + batches_s
         return Hint(num_chunks=num_chunks, end_s=end_s if end_s < inf else None)
 
 
-async def _run(
-    workers: WorkerPool, job: Mapping[str, Any], *, timeout_s: float | None = None, share: Share | None = None
-) -> dict[str, Any]:
-    """A worker's answer. For a query, which has a share, whatever is wrong is a failed retrieval."""
-    try:
-        return await workers.run(job, timeout_s=timeout_s, share=share)
-    except WorkerJobError as error:
-        explained = explain(error, f"{workers.name} failed")
-        raise SourceError(str(explained)) if share else explained from error
+def _use(event: SourceEvent | Exception, refinement: Refinement, failures: Failures) -> int | None:
+    """Return how many stages the vector search has left if its event changes what is best; None if it does not."""
+    if isinstance(event, CutShort):
+        failures.missing.append(event.reason)
+        return None
+    if isinstance(event, Exception):
+        with failures.record("the vector search"):
+            raise event
+        return None
+    assert not isinstance(event, Skipped)
+    before = () if isinstance(event, Update) else refinement.rankings.get("vectors", ())
+    after = event.chunks if isinstance(event, Update) else (event.chunk,)
+    if not refinement.rank("vectors", (*before, *after)):
+        return None
+    return (event.hint and event.hint.num_chunks) or 0
 
 
 def _now() -> float:

@@ -1,4 +1,4 @@
-"""What the sources that search an index share: starting, the stages of a search, and closing."""
+"""A source that searches an index in stages, whatever its kind."""
 
 import asyncio
 import os
@@ -6,30 +6,31 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
-from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError, WorkerError
-from streamrag.sources.embedder import EmbedderPlace, embedder_of_index, find_embedder
-from streamrag.sources.index_folder import IndexKind, Manifest, check_index, corrupt, explain
-from streamrag.sources.options import check_whole
-from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool, WorkerTimeoutError
+from streamrag.errors import ConfigurationError, IndexMismatchError, WorkerError
+from streamrag.sources.index.build import require_library
+from streamrag.sources.index.embedder import ModelPlace, embedder_of_index
+from streamrag.sources.index.index_folder import IndexKind, Manifest, StoredPassage, check_index, corrupt
+from streamrag.sources.index.worker_jobs import JOB_TIMEOUT_S, run_in_each, run_job
+from streamrag.sources.workers.pool import Share, WorkerPool, WorkerTimeoutError
 from streamrag.starting import started_once
+from streamrag.support.validation import Count
 
-JOB_TIMEOUT_S = 300.0
-"""A search takes milliseconds; in a worker that replaced another, loading the embedder comes before it."""
-
-MOST_PASSAGES = 1 << 16
+NumPassages = Annotated[Count, Field(le=1 << 16)]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Hit:
     """A passage that a stage found."""
 
     distance: float
     """Squared."""
     number: int
-    fields: Mapping[str, Any]
+    fields: StoredPassage
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +51,22 @@ class IndexSource(ABC):
         self._k = k
         self._num_workers = num_workers
         self._embedder = embedder
-        check_whole(self.name, "k", k, 1, MOST_PASSAGES)
-        check_whole(self.name, "num_workers", num_workers, 1, 32)
         self._opened: _Opened | None = None
 
-    @abstractmethod
-    def _require_library(self) -> None:
-        """:raises MissingDependencyError: what searches this kind of index is not installed."""
-
     def _options(self, manifest: Manifest) -> Mapping[str, Any]:
-        """For the worker, beside what all kinds have."""
+        """Return what the worker is told beside what all kinds have."""
         return {}
 
     @abstractmethod
     def _stages(self, manifest: Manifest) -> Sequence[Mapping[str, Any]]:
-        """What is special to the job of each stage."""
+        """Return what is special to the job of each stage."""
 
-    def _job(self, stage: Mapping[str, Any], best: Sequence[Found], k: int) -> Mapping[str, Any]:
+    def _job(self, stage: Mapping[str, Any], best: Sequence[Hit], k: int) -> Mapping[str, Any]:
         return stage
 
     @abstractmethod
-    def _merge(self, best: Sequence[Found], found: Sequence[Found], k: int) -> list[Found]:
-        """The best passages after a stage."""
+    def _merge(self, best: Sequence[Hit], found: Sequence[Hit], k: int) -> list[Hit]:
+        """Return the best passages after a stage."""
 
     @started_once
     async def start(self, progress: Progress) -> None:
@@ -91,7 +86,7 @@ class IndexSource(ABC):
         try:
             progress(f"loading the embedder {place.name}")
             await workers.start()
-            await self._load(workers)
+            await run_in_each(workers, {"do": "load"})
             progress(f"opening the index of {manifest.num_passages} passages")
             await self._open(workers)
         except BaseException:
@@ -100,17 +95,15 @@ class IndexSource(ABC):
         self._opened = _Opened(manifest, workers)
         progress("the index is ready")
 
-    def _check(self) -> tuple[Manifest, str, EmbedderPlace]:
+    def _check(self) -> tuple[Manifest, str, ModelPlace]:
         manifest, manifest_sha256 = check_index(self._folder)
         if manifest.kind != self._kind:
             other = {"diskann": "VectorSource", "ivf": "IvfSource"}[manifest.kind]
             raise IndexMismatchError(f"{self._folder} is an index of kind {manifest.kind!r}: use {other}")
-        self._require_library()
-        named = self._embedder
-        place = find_embedder(named) if named is not None else embedder_of_index(self._folder, manifest.embedder)
-        return manifest, manifest_sha256, place
+        require_library(self._kind)
+        return manifest, manifest_sha256, embedder_of_index(self._folder, manifest.embedder, self._embedder)
 
-    def _new_pool(self, manifest: Manifest, manifest_sha256: str, place: EmbedderPlace) -> WorkerPool:
+    def _new_pool(self, manifest: Manifest, manifest_sha256: str, place: ModelPlace) -> WorkerPool:
         options = {
             "folder": str(self._folder),
             "manifest_sha256": manifest_sha256,
@@ -123,16 +116,9 @@ class IndexSource(ABC):
         }
         return WorkerPool(self._handler, options, size=self._num_workers, name="index search worker", env=place.env)
 
-    async def _load(self, workers: WorkerPool) -> None:
-        """One job for each worker; none is done before all have begun."""
-        loads = [self._run(workers, {"do": "load"}) for _ in range(workers.size)]
-        for result in await asyncio.gather(*loads, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-
     async def _open(self, workers: WorkerPool) -> None:
         try:
-            await self._run(workers, {"do": "open"})
+            await run_job(workers, {"do": "open"})
         except WorkerTimeoutError:
             raise
         except WorkerError as error:  # the libraries trust their files; what they do with bad ones may end the process
@@ -145,7 +131,7 @@ class IndexSource(ABC):
             await opened.workers.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """An `Update` for each stage that changes what is best; a `CutShort` if a later stage takes too long.
+        """Yield an `Update` for each stage that changes what is best; a `CutShort` if a later stage takes too long.
 
         :raises ConfigurationError: the source is not started.
         :raises WorkerError: a worker died; the next query has another.
@@ -156,35 +142,21 @@ class IndexSource(ABC):
         manifest, workers = self._opened.manifest, self._opened.workers
         stages = self._stages(manifest)
         k = min(self._k, manifest.num_passages)
-        best: list[Found] = []
+        best: list[Hit] = []
         share = Share()
-        # One job a stage: the stages of other queries come in between.
-        for num_left, stage in zip(reversed(range(len(stages))), stages, strict=True):
+        for num_done, stage in enumerate(stages):  # one job each: the stages of other queries come in between
             job = {"do": "search", "query": query, "k": k, **self._job(stage, best, k)}
             try:
-                answer = await self._run(workers, job, share)
+                answer = await run_job(workers, job, share)
             except WorkerTimeoutError:
                 if not best:
                     raise
-                num_done = len(stages) - num_left - 1
-                yield CutShort(
-                    f"the search took longer than {JOB_TIMEOUT_S:g} s after {num_done} of {len(stages)} stages"
-                )
+                progress = f"after {num_done} of {len(stages)} stages"
+                yield CutShort(f"the search took longer than {JOB_TIMEOUT_S:g} s {progress}")
                 return
-            except ConfigurationError as error:  # what was found to be wrong with the index, or with the embedder
-                raise SourceError(str(error)) from error
             before = [each.number for each in best]
-            best = self._merge(best, _found(answer), k)
+            fields = zip(answer["distances"], answer["ids"], answer["passages"], strict=True)
+            best = self._merge(best, [Hit(*each) for each in fields], k)
             if [each.number for each in best] != before:
                 chunks = (Chunk(**each.fields, score=1 - each.distance / 2) for each in best)
-                yield Update(tuple(chunks), Hint(num_chunks=num_left))
-
-    async def _run(self, workers: WorkerPool, job: Mapping[str, Any], share: Share | None = None) -> dict[str, Any]:
-        try:
-            return await workers.run(job, timeout_s=JOB_TIMEOUT_S, share=share)
-        except WorkerJobError as error:
-            raise explain(error, f"searching the index {self._folder} failed") from error
-
-
-def _found(answer: Mapping[str, Any]) -> list[Found]:
-    return [Found(*each) for each in zip(answer["distances"], answer["ids"], answer["passages"], strict=True)]
+                yield Update(tuple(chunks), Hint(num_chunks=len(stages) - num_done - 1))

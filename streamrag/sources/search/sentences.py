@@ -6,27 +6,24 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from streamrag.core import Chunk, SourceEvent, Update
-from streamrag.sources.index_folder import with_title
-from streamrag.sources.search.refining import Failures
+from streamrag.sources.index.index_folder import with_title
+from streamrag.sources.search.refinement import Failures
 
 SENTENCE_END = re.compile(r"(?<=[.!?…])\s+(?=[^\W\d_a-z]|[a-z]\w*[_=(.]\w)|(?<=[。！？])")
 """Before a capital, a letter of a script that has none, or a name as code has them."""
 
 ITEMS = ("- ", "* ", "• ")
-"""What an item of a list begins with."""
+"""Beginnings of items of lists."""
 
 MAX_SENTENCES = 64
-"""Of one passage; what comes behind them stays one."""
+"""Sentences of one passage; what comes behind them stays one."""
 
 MIN_WORDS_SHARE = 0.5
 """Letters, digits and spaces among a sentence's characters; a line with fewer is a drawing."""
 
-Score = Callable[[list[str]], Awaitable[Sequence[float]]]
-"""One number for each text, larger for better."""
-
 
 def sentences(text: str) -> list[str]:
-    """The sentences, items of lists and other lines of a text, in order.
+    """Return the sentences, items of lists and other lines of a text, in order.
 
     >>> sentences("It ends. So does this, e.g. here.\\n- Item: one.")
     ['It ends.', 'So does this, e.g. here.', 'Item: one.']
@@ -39,7 +36,7 @@ def sentences(text: str) -> list[str]:
     return found
 
 
-class Narrowing:
+class BestSentences:
     """The best sentences of some passages, for one query. Each passage is scored once, when it first comes up.
 
         a passage's chunk  ──sentences──▶  chunks of the same place, each with one sentence as its text
@@ -47,20 +44,20 @@ class Narrowing:
     A sentence is scored behind its document's title, as passages are: alone it may not say what it is about.
     """
 
-    def __init__(self, num_sentences: int, score: Score) -> None:
+    def __init__(self, num_sentences: int, score: Callable[[list[str]], Awaitable[Sequence[float]]]) -> None:
         self._num = num_sentences
         self._score = score
         self._scored: dict[Chunk, list[tuple[float, Chunk]]] = {}
 
     async def narrow(self, passages: Sequence[Chunk]) -> tuple[Chunk, ...]:
-        """The best sentences of all `passages`, best first; what a document says twice is there once.
+        """Return the best sentences of all `passages`, best first; what a document says twice is there once.
 
         Of equals the one of the earlier passage goes first.
         """
         for passage in passages:
             if passage not in self._scored:
                 texts = [text for text in sentences(passage.text) if _has_words(text)]
-                scores = await self._score([with_title(passage.title, text) for text in texts]) if texts else ()
+                scores = await self._score([with_title(passage.title, text) for text in texts]) if texts else []
                 chunks = (replace(passage, text=text) for text in texts)
                 self._scored[passage] = list(zip(scores, chunks, strict=True))
         every = [scored for passage in passages for scored in self._scored[passage]]
@@ -69,10 +66,10 @@ class Narrowing:
             best.setdefault((chunk.uri, chunk.text), chunk)
         return tuple(best.values())[: self._num]
 
-    async def narrowed(
+    async def narrow_events(
         self, events: AsyncGenerator[SourceEvent, None], failures: Failures
     ) -> AsyncGenerator[SourceEvent, None]:
-        """The same events, updates with sentences; with whole passages from the first that cannot be scored."""
+        """Yield the events, updates with sentences; with whole passages from the first that cannot be scored."""
         is_able = True
         sent: tuple[Chunk, ...] = ()
         async with aclosing(events):
@@ -81,7 +78,7 @@ class Narrowing:
                     chunks = event.chunks
                     if is_able:
                         is_able = False
-                        with failures.noted("finding the best sentences"):
+                        with failures.record("finding the best sentences"):
                             chunks = await self.narrow(event.chunks)
                             is_able = True
                     if chunks == sent:

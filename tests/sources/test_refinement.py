@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.sources.search.refining import Failures, Pace, Refinement
+from streamrag.sources.search.refinement import Failures, MeanDuration, Refinement
+from streamrag.sources.search.reranker import TooSlowError
 
 A, B, C, D, E = chunks = [Chunk(letter, f"{letter}.md") for letter in "abcde"]
 
@@ -61,22 +62,24 @@ def test_a_batch_leaves_what_stands_above_its_best_passage(data: st.DataObject) 
 
 
 def test_a_pace_is_unknown_at_first_and_then_a_running_mean() -> None:
-    pace = Pace()
+    pace = MeanDuration()
     assert pace.mean_s == float("inf")
     for took_s in (1.0, 2.0):
-        pace.note(took_s)
+        pace.add(took_s)
     assert pace.mean_s == pytest.approx(1.2)
 
 
-def test_failed_retrieval_is_noted_and_mistakes_are_raised() -> None:
+def test_failed_retrieval_is_noted_and_mistakes_are_raised(caplog: pytest.LogCaptureFixture) -> None:
     is_open = True
     failures = Failures(lambda: is_open)
-    for error in (SourceError("the disk is gone"), ValueError("of somebody's source")):
-        with failures.noted("the search"):
+    secret = "/srv/inside is gone"
+    for error in (SourceError(secret), ValueError("of somebody's source"), TooSlowError(secret)):
+        with failures.record("the search"):
             raise error
-    assert failures.missing == ["the search failed: the disk is gone", "the search failed: of somebody's source"]
-    with pytest.raises(ConfigurationError), failures.noted("the search"):
+    assert failures.missing == ["the search failed", "the search failed", "the search took too long"]
+    assert caplog.messages[0] == f"the search failed: SourceError: {secret}"
+    with pytest.raises(ConfigurationError), failures.record("the search"):
         raise ConfigurationError("not started")
     is_open = False
-    with pytest.raises(SourceError), failures.noted("the search"):
+    with pytest.raises(SourceError), failures.record("the search"):
         raise SourceError("closed")

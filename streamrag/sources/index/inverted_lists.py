@@ -1,4 +1,4 @@
-"""The inside of the worker processes of an IVF index: faiss, which is never loaded anywhere else.
+"""faiss's inverted lists in the worker processes that build and search an index; never loaded anywhere else.
 
 The vectors lie in lists, one around each centroid. A search ranks the centroids by their distance to the query, and
 looks at the lists in that order; each job at those which the jobs before it have not looked at.
@@ -10,20 +10,20 @@ The lists are mapped into memory, which all workers share, and which the system 
 """
 
 import math
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import MissingDependencyError
-from streamrag.sources.index_folder import IVF, corrupt
-from streamrag.sources.search.search_worker import IndexSearcher, silence_stdout
+from streamrag.sources.index.index_folder import IVF, corrupt
+from streamrag.sources.index.index_searcher import IndexSearcher
 from streamrag.sources.workers.memory_limit import memory_limited
 
 if TYPE_CHECKING:
-    from streamrag.sources.embedder import Vectors
-    from streamrag.sources.workers.worker_main import Handler
+    from streamrag.sources.index.embedder import Vectors
 
 
 NUM_CACHED_RANKINGS = 64
@@ -38,7 +38,7 @@ def require_faiss() -> None:
 
 
 def num_lists_for(num_passages: int) -> int:
-    """About the square root: ranking the centroids then costs as much as looking at one list.
+    """Return about the square root: ranking the centroids then costs as much as looking at one list.
 
     >>> num_lists_for(20), num_lists_for(100_000)
     (4, 316)
@@ -46,63 +46,66 @@ def num_lists_for(num_passages: int) -> int:
     return min(round(math.sqrt(num_passages)), MOST_LISTS)
 
 
-class _Searcher(IndexSearcher):
-    def __init__(self, *, num_lists: int, **options: Any) -> None:
-        super().__init__(**options)
-        self._num_lists = num_lists
-        self._sizes: Any = None
-        self._rank = lru_cache(NUM_CACHED_RANKINGS)(self._rank_lists)
+@dataclass
+class FaissSearcher(IndexSearcher):
+    """Searches inverted lists of faiss's."""
 
-    def _open_index(self) -> Any:
+    num_lists: int
+
+    def _open_index(self) -> tuple[Any, Callable[[bytes], tuple[Any, Any, Any]]]:
+        """Return faiss's index, and what ranks its lists, which remembers the last queries."""
         import numpy as np
 
-        index = open_lists(self._folder, self._num_passages, self._dimension, self._num_lists)
-        self._sizes = np.array([index.invlists.list_size(number) for number in range(self._num_lists)])
-        return index
+        index = open_lists(self.folder, self.num_passages, self.dimension, self.num_lists)
+        sizes = np.array([index.invlists.list_size(number) for number in range(self.num_lists)])
+        return index, lru_cache(NUM_CACHED_RANKINGS)(partial(self._rank_lists, index, sizes))
 
-    def _search(self, query: Any, job: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-        """The `k` nearest of the passages in the lists from `after` to `until`, if nearer than `nearer_than`."""
+    def _search(  # type: ignore[override]
+        self, index: Any, vector: Any, *, k: int, after: int, until: int, nearer_than: float | None
+    ) -> tuple[list[int], list[float]]:
+        """Find the `k` nearest passages in the lists from `after` to `until`, if nearer than `nearer_than`."""
         import numpy as np
 
-        lists, distances_of_lists, num_until = self._rank(query.tobytes())
+        faiss_index, rank = index
+        lists, distances_of_lists, num_until = rank(vector.tobytes())
         # The first lists may hold fewer than k: then more are looked at, and fewer are left for the next job.
-        enough = int(np.searchsorted(num_until, min(job["k"], self._num_passages))) + 1
-        first, last = (max(place, enough) if place else 0 for place in (job["after"], job["until"]))
+        enough = int(np.searchsorted(num_until, min(k, self.num_passages))) + 1
+        first, last = (max(place, enough) if place else 0 for place in (after, until))
         if first >= last:
             return [], []
-        self._index.nprobe = last - first
-        distances, ids = self._index.search_preassigned(
-            query[None], job["k"], lists[None, first:last], distances_of_lists[None, first:last]
+        faiss_index.nprobe = last - first
+        distances, ids = faiss_index.search_preassigned(
+            vector[None], k, lists[None, first:last], distances_of_lists[None, first:last]
         )
         is_found = ids[0] >= 0
-        if first == 0 and is_found.sum() < min(job["k"], self._num_passages):  # what is not a number is never found
-            raise corrupt(self._folder, f"{IVF} has vectors that are none")
-        if job["nearer_than"] is not None:
-            is_found &= distances[0] <= job["nearer_than"]
+        if first == 0 and is_found.sum() < min(k, self.num_passages):  # what is not a number is never found
+            raise corrupt(self.folder, f"{IVF} has vectors that are none")
+        if nearer_than is not None:
+            is_found &= distances[0] <= nearer_than
         distances, ids = distances[0][is_found], ids[0][is_found]
-        if len(np.unique(ids)) < len(ids) or (ids >= self._num_passages).any() or not np.isfinite(distances).all():
-            raise corrupt(self._folder, f"{IVF} answers with passages {ids.tolist()[:100]} of {self._num_passages}")
+        if len(np.unique(ids)) < len(ids) or (ids >= self.num_passages).any() or not np.isfinite(distances).all():
+            raise corrupt(self.folder, f"{IVF} answers with passages {ids.tolist()[:100]} of {self.num_passages}")
         order = np.lexsort((ids, distances))
         return ids[order].tolist(), distances[order].tolist()
 
-    def _rank_lists(self, query: bytes) -> tuple[Any, Any, Any]:
-        """All lists, nearest first, the distances of their centroids, and how many vectors are in each and before."""
+    def _rank_lists(self, index: Any, sizes: Any, query: bytes) -> tuple[Any, Any, Any]:
+        """Return all lists, nearest first; their centroids' distances; the number of vectors up to each list's end."""
         import numpy as np
 
         vector = np.frombuffer(query, np.float32)
-        distances, lists = self._index.quantizer.search(vector[None], self._num_lists)
+        distances, lists = index.quantizer.search(vector[None], self.num_lists)
         lists = lists[0]
-        if not np.array_equal(np.sort(lists), np.arange(self._num_lists)):
-            raise corrupt(self._folder, f"{IVF} has centroids that are no vectors")
-        return lists, distances[0], np.cumsum(self._sizes[lists])
+        if not np.array_equal(np.sort(lists), np.arange(self.num_lists)):
+            raise corrupt(self.folder, f"{IVF} has centroids that are no vectors")
+        return lists, distances[0], np.cumsum(sizes[lists])
 
 
 BYTES_PER_LIST, SPARE_BYTES = 256, 64 << 20
-"""What opening an index takes beside its centroids, generously."""
+"""Memory for opening an index beside its centroids, generously."""
 
 
 def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) -> Any:
-    """faiss's index, its lists mapped into memory.
+    """Open faiss's index, its lists mapped into memory.
 
     :raises IndexCorruptError: the file is not what the manifest says.
     """
@@ -131,20 +134,14 @@ def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) 
     return index
 
 
-def make_searcher(**options: Any) -> "Handler":
-    """For `WorkerPool`. Nothing is loaded before the first job, so that its errors are errors of a job."""
-    silence_stdout()
-    return _Searcher(**options).handle
-
-
 # ------------------------------------------------------------------------------------------------------- building
 
 
 def build_lists(folder: Path, vectors: "Vectors", num_threads: int, centroids: "Vectors | None") -> int:
-    """Write faiss's file into `folder`; the number of lists. `centroids` are an older index's, to be used again.
+    """Write faiss's file into `folder`, and return the number of lists.
 
-    They are, while about as many as there would be anew: each list still is around its centroid, and what is searched
-    is exact. With other numbers of passages the lists would become too long or too short.
+    centroids: an older index's, which are used again while they are about as many as there would be anew: each list
+        still is around its centroid, and what is searched is exact.
     """
     import faiss
 
@@ -173,7 +170,7 @@ def build_lists(folder: Path, vectors: "Vectors", num_threads: int, centroids: "
 
 
 def stored_vectors(folder: Path, num_passages: int, dimension: int, num_lists: int) -> "tuple[Vectors, Vectors]":
-    """The vectors of an index, in the order of its passages; and the centroids.
+    """Return the vectors of an index, in the order of its passages, and the centroids.
 
     :raises IndexCorruptError: the file is not what the manifest says.
     """

@@ -4,17 +4,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from streamrag.sources.relevance import (
-    MAX_BLOCK_CHARS,
-    MAX_STEMS,
-    Passage,
-    assemble,
-    relevant_stems,
-    relevant_terms,
-    select,
-    split_markdown,
-    terms,
-)
+from streamrag.choice import MAX_BLOCK_CHARS, Passage, relevant_terms, split_markdown, terms
+from streamrag.sources.pages.relevant_passages import MAX_STEMS, assemble, relevant_stems, select
 
 
 def count(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[float]:

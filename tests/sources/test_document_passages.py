@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from streamrag.errors import ConfigurationError
-from streamrag.sources.passages import (
+from streamrag.sources.index.document_passages import (
     Block,
     Document,
     UnusableDocumentError,

@@ -1,26 +1,29 @@
-"""A source slowed down, to be looked at or replayed."""
+"""A source slowed down, for demonstrations and replays."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
 
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, CutShort, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError
 from streamrag.retrieving import Retrieval
-from streamrag.sources.wrapped import WrappedSource
+from streamrag.sources.wrapper import SourceWrapper
+from streamrag.support.validation import Number, SecondsOrZero, validated
 from streamrag.tasks import cancel_regardless
 
 MAX_WAITING = 1024
-"""Events held back at once; with more, the source waits."""
+"""Events held back at most; with more, the source waits."""
 
-_Arrived: TypeAlias = "tuple[float, SourceEvent | Exception | None]"
-"""When, and what: an event, an error, or the end."""
+_Arrival: TypeAlias = "tuple[float, SourceEvent | Exception | None]"
+"""A time, and the event, error or end (None) that arrived then."""
 
 
-class StretchedSource(WrappedSource):
+class StretchedSource(SourceWrapper):
     """Holds back the events of `source`, which works at its own speed, until they are due.
 
     The first event is due at once. With `gaps_s`, each further one is due so many seconds after the one before was (the
@@ -33,23 +36,20 @@ class StretchedSource(WrappedSource):
     :raises ConfigurationError: not one of `gaps_s` and `factor`, or values that cannot work.
     """
 
+    @validated
     def __init__(
         self,
         source: Source,
-        gaps_s: Sequence[float] | None = None,
+        gaps_s: Annotated[Sequence[SecondsOrZero], Field(min_length=1)] | None = None,
         *,
-        end_gap_s: float = 0.0,
-        factor: float | None = None,
+        end_gap_s: SecondsOrZero = 0.0,
+        factor: Annotated[Number, Field(ge=1)] | None = None,
         clock: Clock = monotonic,
     ) -> None:
         if (gaps_s is None) == (factor is None):
             raise ConfigurationError("StretchedSource: give either gaps_s or factor")
-        if gaps_s is not None and not (gaps_s and all(0 <= gap_s < float("inf") for gap_s in gaps_s)):
-            raise ConfigurationError(f"StretchedSource: gaps_s={gaps_s!r} must be seconds, at least one of them")
-        if not 0 <= end_gap_s < float("inf") or (end_gap_s and factor is not None):
-            raise ConfigurationError(f"StretchedSource: end_gap_s={end_gap_s!r} must be seconds, and goes with gaps_s")
-        if factor is not None and not 1 <= factor < float("inf"):
-            raise ConfigurationError(f"StretchedSource: factor={factor!r} must be at least 1: nothing comes sooner")
+        if end_gap_s and factor is not None:
+            raise ConfigurationError(f"StretchedSource: end_gap_s={end_gap_s!r} goes with gaps_s")
         super().__init__(source)
         self._gaps_s = tuple(gaps_s or ())
         self._end_gap_s = end_gap_s
@@ -57,32 +57,32 @@ class StretchedSource(WrappedSource):
         self._clock = clock
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """The source's events and its error, later. Close it if it is not read to its end: that stops the source."""
-        arrivals: asyncio.Queue[_Arrived] = asyncio.Queue(MAX_WAITING)
+        """Yield the source's events and its error, later. Closing it before its end stops the source."""
+        arrivals: asyncio.Queue[_Arrival] = asyncio.Queue(MAX_WAITING)
         reading = asyncio.create_task(self._read(query, arrivals), name="stretched source")
         try:
             first_s, due_s, num_events = None, 0.0, 0
             while True:
-                arrived_s, what = await arrivals.get()
+                arrived_s, arrival = await arrivals.get()
                 if first_s is None:
                     first_s = due_s = arrived_s
                 elif self._factor is not None:
                     due_s = first_s + (arrived_s - first_s) * self._factor
-                elif isinstance(what, Append | Update | Skipped | CutShort):
+                elif isinstance(arrival, Append | Update | Skipped | CutShort):
                     due_s += self._gaps_s[min(num_events, len(self._gaps_s)) - 1]
                 else:
                     due_s += self._end_gap_s
                 await asyncio.sleep(due_s - self._clock())
-                if what is None:
+                if arrival is None:
                     return
-                if isinstance(what, Exception):
-                    raise what
+                if isinstance(arrival, Exception):
+                    raise arrival
                 num_events += 1
-                yield self._with_hint(what)
+                yield self._with_hint(arrival)
         finally:
             await cancel_regardless([reading])
 
-    async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrived]") -> None:
+    async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrival]") -> None:
         end: Exception | None = None
         events = Retrieval(self._source, query).events()
         try:

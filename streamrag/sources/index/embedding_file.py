@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from streamrag.reading import parse_json, read_bytes
 
 if TYPE_CHECKING:
-    from streamrag.sources.embedder import Embedder, Vectors
+    from streamrag.sources.index.embedder import Embedder, Vectors
 
 KEPT = ("embedded.json", "embedded.keys", "embedded.f32")
 """The files of a building folder that stay when a build is stopped: the embedder, a key of each text, its vector."""
@@ -26,7 +26,7 @@ LENGTH_TOLERANCE = 1e-3
 
 
 def key_of(text: str) -> bytes:
-    """What a text is known by."""
+    """Return the digest by which a text is known."""
     return blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
 
@@ -45,7 +45,7 @@ class EmbeddingFile:
         self._keys_file, self._vectors_file = keys.open("ab"), vectors.open("ab")
         with suppress(OSError):  # there are no locks here
             fcntl.flock(self._keys_file, fcntl.LOCK_EX)  # until the worker of a program that was killed has ended too
-        made_by = {"embedder": name, "dimension": embedder.dimension, "probe": embedder.probe}
+        made_by = {"embedder": name, "dimension": embedder.dimension, "probe": [*embedder.identity.probe]}
         num_rows = 0
         if _read_json(about) == made_by:
             num_rows = min(keys.stat().st_size // KEY_BYTES, vectors.stat().st_size // self._row_bytes)
@@ -83,7 +83,7 @@ class EmbeddingFile:
         self._num_rows += len(keys)
 
     def rows(self) -> tuple[dict[bytes, int], Any]:
-        """The row of each key, and the array of the vectors."""
+        """Return the row of each key, and the array of the vectors."""
         import numpy as np
 
         if not self._num_rows:
@@ -92,7 +92,7 @@ class EmbeddingFile:
 
 
 def are_units(vectors: "Vectors") -> Any:
-    """Which rows have length 1: those of an embedder do, zeros and what a broken disk gives do not."""
+    """Return which rows have length 1: those of an embedder do, zeros and what a broken disk gives do not."""
     import numpy as np
 
     with np.errstate(all="ignore"):

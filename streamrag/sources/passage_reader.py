@@ -1,4 +1,4 @@
-"""Passages as other people's functions give them, as chunks."""
+"""Chunks of the passages that users' functions return."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from streamrag.kinds import is_number, is_whole, short
 WANTED = "passages: str, Chunk, (text, uri), a mapping with text, or an object with page_content and metadata"
 TEXTS = ("text", "page_content", "content")
 URIS = ("uri", "url", "source")
-"""In mappings and metadata, what a text and a document's address may be called; the first that is there counts."""
+"""Names of a text and a document's address in mappings and metadata; the first that is there counts."""
 
 
 class PassageReader:
@@ -25,7 +25,7 @@ class PassageReader:
         self._numbers: dict[str, dict[str, int]] = {}
 
     def chunk(self, passage: Any) -> Chunk:
-        """The passage as a chunk.
+        """Return the passage as a chunk.
 
         :raises SourceError: it is none.
         """
@@ -59,9 +59,9 @@ class PassageReader:
         return replace(chunk, passage=numbers.setdefault(chunk.text, len(numbers)))
 
     def _error(self, found: Any) -> SourceError:
-        return SourceError(f"{self.name} returned {described(found)} among its {WANTED}")
+        return SourceError(f"{self.name} returned {describe_result(found)} among its {WANTED}")
 
 
-def described(value: object) -> str:
-    """What a function returned, for its author."""
+def describe_result(value: object) -> str:
+    """Return a description of what a function returned, for its author."""
     return "None" if value is None else f"{type(value).__name__} {short(value)[:80]}"

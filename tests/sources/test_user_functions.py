@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamrag.sources.callers import is_async
+from streamrag.sources.user_functions import is_async
 
 
 async def coroutine(query: str) -> list[str]:

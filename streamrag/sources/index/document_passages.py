@@ -6,24 +6,28 @@ folder ──find_documents──▶ paths ──read_document──▶ Document
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.reading import open_regular
+
+OnProgress: TypeAlias = Callable[[int, int, str], None]
+"""A function of how many are done, of how many, and the step."""
 
 TEXT, MARKDOWN, HTML = {".txt", ".text"}, {".md", ".markdown"}, {".html", ".htm", ".xhtml"}
 INSTALL = "pip install 'streamrag[embed]'"
 
 CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")
-"""What a wordpiece tokenizer begins a new piece at: a run of letters and digits, a CJK character, a sign."""
+"""A run of letters and digits, a CJK character, or a sign, at which a wordpiece tokenizer begins a new piece."""
 
 BREAKS = (re.compile(r"(?<=\n)"), re.compile(r"(?<=[.!?…])(?=\s)|(?<=[。！？])"), re.compile(r"(?<=\s)"))
-"""Where a paragraph that is too long is broken, best first: after lines, after sentences, after words."""
+"""Places to break a paragraph that is too long, best first: after lines, after sentences, after words."""
 
 NOT_CONTENT = (
     "nav, script, style, footer, aside, noscript, template, iframe, svg, button, select, form, "
@@ -38,7 +42,7 @@ PARAGRAPHS = HEADINGS | {
 
 
 class UnusableDocumentError(Exception):
-    """Why a file gives no passages. Never leaves `sources`: it becomes a line of the summary."""
+    """A file gives no passages. Never leaves `sources`: it becomes a line of the summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a file says."""
+    """The text of a file."""
 
     uri: str
     """Path within the folder, with slashes."""
@@ -63,7 +67,7 @@ class Document:
 
 
 def find_documents(folder: Path, *, max_file_bytes: int, leave_out: Path) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Files to read, below `folder`, sorted by path; and what was skipped, each with the reason.
+    """Return the files to read below `folder`, sorted by path, and what was skipped, each with the reason.
 
     Nothing below a hidden folder, a symbolic link or the folder `leave_out` is looked at.
 
@@ -89,7 +93,7 @@ def find_documents(folder: Path, *, max_file_bytes: int, leave_out: Path) -> tup
 
 
 def reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path) -> str | None:
-    """Why this file or folder is not looked at; None if it is."""
+    """Return why this file or folder is not looked at; None if it is."""
     if path.name.startswith("."):
         return "hidden"
     if path.is_symlink():  # what it points to is read itself, if it is in the folder; so there are no loops
@@ -105,15 +109,44 @@ def reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path) -> str | No
 
 
 def relative_name(path: Path, folder: Path) -> str:
-    """The path within the folder, with slashes. Names need not be text; what is stored and sent to a model must be."""
+    """Return the path within the folder, with slashes, as text: a file's name need not be."""
     return os.fsencode(path.relative_to(folder).as_posix()).decode("utf-8", "replace")
+
+
+def nothing_to_index(folder: Path | str, skipped: Iterable[tuple[str, str]]) -> ConfigurationError:
+    """Return the error for a folder, or a file, that gives no passages."""
+    reasons = ", ".join(
+        f"{count} {reason}" for reason, count in Counter(reason for _, reason in sorted(skipped)).items()
+    )
+    return ConfigurationError(f"{folder} holds no text, Markdown or HTML to index (skipped: {reasons or 'nothing'})")
 
 
 # -------------------------------------------------------------------------------------------------- one document
 
 
+def read_documents(
+    folder: Path,
+    paths: list[Path],
+    skipped: list[tuple[str, str]],
+    passage_words: int,
+    tell: Callable[[int], None],
+) -> Iterator[tuple[Document, list[str]]]:
+    """Yield the documents at `paths`, each with its passages; files that give no text are added to `skipped`.
+
+    tell: called before each file with the number of those before it.
+    """
+    for number, path in enumerate(paths):
+        tell(number)
+        try:
+            document = read_document(path, folder)
+        except UnusableDocumentError as error:
+            skipped.append((relative_name(path, folder), str(error)))
+        else:
+            yield document, list(split_document(document, passage_words))
+
+
 def read_document(path: Path, folder: Path) -> Document:
-    """What the file at `path` says, without markup that only steers its looks.
+    """Return the text of the file at `path`, without markup that only steers its looks.
 
     :raises UnusableDocumentError: with the reason; the file gives no text.
     """
@@ -149,7 +182,7 @@ def _read_text(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_markdown(text: str) -> tuple[str, list[Block]]:
-    """Blocks keep their Markdown, which models read well; headings become plain text."""
+    """Return the title and blocks. They keep their Markdown, which models read well; headings become plain text."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
@@ -177,7 +210,7 @@ def _read_markdown(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_html(body: bytes) -> tuple[str, list[Block]]:
-    """The text of the main part, paragraph by paragraph."""
+    """Return the title, and the text of the main part, paragraph by paragraph."""
     try:
         import lxml  # noqa: F401 - BeautifulSoup loads it by name
         from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning
@@ -204,7 +237,7 @@ def _read_html(body: bytes) -> tuple[str, list[Block]]:
 
 
 def _html_blocks(root: Any) -> Iterator[Block]:
-    """One block for each run of text that has the same innermost paragraph-like element around it."""
+    """Yield a block for each run of text that has the same innermost paragraph-like element around it."""
     from bs4.element import NavigableString, PreformattedString
 
     def around(text: Any) -> Any:
@@ -225,7 +258,7 @@ def _html_blocks(root: Any) -> Iterator[Block]:
 
 
 def count_words(text: str) -> int:
-    """Number of words, signs and CJK characters: close to the number of word pieces.
+    """Return the number of words, signs and CJK characters: close to the number of word pieces.
 
     >>> count_words("asyncio.run() は 2 つ")
     8
@@ -234,7 +267,7 @@ def count_words(text: str) -> int:
 
 
 def split_document(document: Document, passage_words: int) -> Iterator[str]:
-    """Passages of at most about `passage_words` words, each beginning with the heading that it stands under.
+    """Yield passages of at most about `passage_words` words, each beginning with the heading that it stands under.
 
     They break at headings and between paragraphs, inside a paragraph only if it is too long by itself; a section under
     a third of that is joined to the next. They do not overlap: none begins in the middle of a thought, and overlapping
@@ -263,13 +296,13 @@ def split_document(document: Document, passage_words: int) -> Iterator[str]:
 
 
 def _join(blocks: list[Block]) -> str:
-    """The text of a passage. Headings at its end belong to what follows; a document may be nothing but headings."""
+    """Join the text of a passage. Headings at its end belong to what follows, unless there is nothing else."""
     end = max((number for number, block in enumerate(blocks, 1) if not block.is_heading), default=len(blocks))
     return "\n\n".join(block.text for block in blocks[:end])
 
 
 def _pieces(text: str, max_words: int, level: int = 0) -> list[str]:
-    """`text` in as few pieces as its best breaks allow, none longer than `max_words`."""
+    """Split `text` into as few pieces as its best breaks allow, none longer than `max_words`."""
     if count_words(text) <= max_words:
         return [text]
     if level == len(BREAKS):

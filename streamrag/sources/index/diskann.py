@@ -1,4 +1,4 @@
-"""The inside of the worker processes of a vector index: DiskANN, which is never loaded anywhere else.
+"""DiskANN in the worker processes that build and search an index; it is never loaded anywhere else.
 
 diskannpy holds the GIL while it searches and prints to C stdout, which is why it lives here. Further faults of
 diskannpy 0.7.0, and what is done about them:
@@ -11,19 +11,17 @@ diskannpy 0.7.0, and what is done about them:
 """
 
 import struct
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import MissingDependencyError
-from streamrag.sources.index_folder import VECTORS, corrupt
-from streamrag.sources.search.search_worker import IndexSearcher, silence_stdout
+from streamrag.sources.index.index_folder import VECTORS, corrupt
+from streamrag.sources.index.index_searcher import IndexSearcher
 from streamrag.sources.workers.memory_limit import memory_limited
 
 if TYPE_CHECKING:
-    from streamrag.sources.embedder import Vectors
-    from streamrag.sources.workers.worker_main import Handler
+    from streamrag.sources.index.embedder import Vectors
 
 
 GRAPH_DEGREE = 48
@@ -63,48 +61,39 @@ def require_diskann() -> None:
         )
 
 
-class _Searcher(IndexSearcher):
+class DiskAnnSearcher(IndexSearcher):
+    """Searches a graph of DiskANN's."""
+
     def _open_index(self) -> Any:
         import diskannpy
 
-        with (self._folder / METADATA).open("rb") as file:
+        with (self.folder / METADATA).open("rb") as file:
             metadata = file.read(METADATA_FIELDS.size)
-        if metadata != METADATA_FIELDS.pack(0, 0, self._num_passages, self._dimension):
-            raise corrupt(self._folder, f"{METADATA} does not describe {self._num_passages} passages")
+        if metadata != METADATA_FIELDS.pack(0, 0, self.num_passages, self.dimension):
+            raise corrupt(self.folder, f"{METADATA} does not describe {self.num_passages} passages")
         try:
-            with memory_limited(self._num_passages * self._dimension + SPARE_BYTES):
+            with memory_limited(self.num_passages * self.dimension + SPARE_BYTES):
                 return diskannpy.StaticDiskIndex(
-                    str(self._folder), num_threads=NUM_DISKANN_THREADS, index_prefix="ann", **NO_CACHE
+                    str(self.folder), num_threads=NUM_DISKANN_THREADS, index_prefix="ann", **NO_CACHE
                 )
         except Exception as error:  # RuntimeError, MemoryError, IndexError and others have been seen
             reason = f"DiskANN cannot open it, {type(error).__name__}: {error}"
-            raise corrupt(self._folder, reason) from error
+            raise corrupt(self.folder, reason) from error
 
-    def _search(self, query: Any, job: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-        """The `k` nearest passages."""
-        k = job["k"]
-        found = self._index.batch_search(
-            query[None],
-            k_neighbors=k,
-            complexity=job["complexity"],
-            num_threads=NUM_DISKANN_THREADS,
-            beam_width=job["beam_width"],
-        )
+    def _search(  # type: ignore[override]
+        self, index: Any, vector: Any, *, k: int, complexity: int, beam_width: int
+    ) -> tuple[list[int], list[float]]:
+        options = {"k_neighbors": k, "complexity": complexity, "beam_width": beam_width}
+        found = index.batch_search(vector[None], **options, num_threads=NUM_DISKANN_THREADS)
         ids, distances = found.identifiers[0].tolist(), found.distances[0].tolist()
         num_found = 0
-        while num_found < k and ids[num_found] < self._num_passages and ids[num_found] not in ids[:num_found]:
+        while num_found < k and ids[num_found] < self.num_passages and ids[num_found] not in ids[:num_found]:
             if num_found and distances[num_found] < distances[num_found - 1]:
                 break
             num_found += 1
         if num_found < min(k, 2):
-            raise corrupt(self._folder, f"it answers with passages {ids} of {self._num_passages}")
+            raise corrupt(self.folder, f"it answers with passages {ids} of {self.num_passages}")
         return ids[:num_found], distances[:num_found]
-
-
-def make_searcher(**options: Any) -> "Handler":
-    """For `WorkerPool`. Nothing is loaded before the first job, so that its errors are errors of a job."""
-    silence_stdout()
-    return _Searcher(**options).handle
 
 
 # ------------------------------------------------------------------------------------------------------- building
@@ -147,7 +136,7 @@ def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
 
 
 def stored_vectors(folder: Path, num_passages: int, dimension: int) -> "Vectors | None":
-    """The vectors of an index, in the order of its passages; None if it is of format 1, which kept none."""
+    """Return the vectors of an index, in the order of its passages; None if it is of format 1, which kept none."""
     import numpy as np
 
     path = folder / VECTORS

@@ -1,4 +1,4 @@
-"""The folder of a vector index: what is in it, and the checks before it is used.
+"""The folder of a vector index: its files, and the checks before they are used.
 
 manifest.json           what the index was made with, and the size and SHA-256 of the other files
 passages.jsonl          one passage a line, in the order of its vectors
@@ -23,25 +23,16 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import datetime
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
-from streamrag.core import Chunk
-from streamrag.errors import (
-    ConfigurationError,
-    IndexCorruptError,
-    IndexMismatchError,
-    IndexMissingError,
-    SourceError,
-    StreamRagError,
-)
+from streamrag.errors import IndexCorruptError, IndexMismatchError, IndexMissingError
 from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
-from streamrag.sources.workers.pool import WorkerJobError
 
 IndexKind: TypeAlias = Literal["diskann", "ivf"]
 
@@ -56,7 +47,7 @@ NEEDED: dict[str, set[str]] = {"diskann": {PASSAGES} | DISKANN, "ivf": {PASSAGES
 MAYBE = {DUPLICATES, KEYWORDS, VECTORS} | {
     f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")
 }
-"""Files that are there too: what adding and removing needs, and DiskANN's for large indexes and other metrics."""
+"""Files that may be there too: for adding and removing, and DiskANN's for large indexes and other metrics."""
 
 MAX_HASHED_BYTES = 64 << 20
 """Files up to this size are read and compared with their SHA-256 when an index is opened; of larger ones only the size
@@ -64,13 +55,13 @@ is, unless every byte is asked for."""
 
 
 OnFile: TypeAlias = Callable[[str, int], None]
-"""Called with the name of a file and its bytes."""
+"""A function of a file's name and its bytes."""
 
 _Count: TypeAlias = Annotated[int, Field(gt=0, lt=1 << 31)]
 
 
 class FileEntry(BaseModel):
-    """One file of an index."""
+    """The entry of a file in the manifest."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -79,7 +70,7 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What an index was made with."""
+    """The record of what an index was made with."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -87,10 +78,10 @@ class Manifest(BaseModel):
     kind: IndexKind = "diskann"
     created: datetime
     embedder: Annotated[str, Field(max_length=1000)]
-    """For people; only the default one is found by this name. See `embedder_of_index`."""
+    """Name for people; only the default one is found by it. See `embedder_of_index`."""
     dimension: _Count
     probe: tuple[float, ...]
-    """The first numbers of what the embedder makes of one sentence; tells embedders apart whatever they are called."""
+    """See `EmbedderIdentity`."""
     is_normalized: Literal[True] = True
     metric: Literal["l2"] = "l2"
     """The metric of the distances, which are squared: between unit vectors they are 2 - 2 * cosine similarity."""
@@ -98,17 +89,30 @@ class Manifest(BaseModel):
     num_passages: _Count
     passage_words: _Count
     graph_degree: _Count | None = None
-    """DiskANN's, as is the next."""
+    """Degree of DiskANN's graph; `build_complexity` is DiskANN's too."""
     build_complexity: _Count | None = None
     num_lists: Annotated[int, Field(gt=0, lt=1 << 15)] | None = None
-    """The inverted lists of an IVF index; what opening it may take in memory grows with them."""
+    """Number of an IVF index's inverted lists; the memory for opening it grows with them."""
     packages: dict[str, str]
-    """Versions."""
+    """Versions of packages."""
     files: dict[str, FileEntry]
 
 
+@with_config(ConfigDict(strict=True))
+class StoredPassage(TypedDict):
+    """The fields of a line of `passages.jsonl`."""
+
+    uri: str
+    title: str
+    passage: int
+    text: str
+
+
+_STORED = TypeAdapter(StoredPassage)
+
+
 def looks_like_index(folder: Path) -> bool:
-    """Whether this folder holds files of an index, damaged or not, and no others: nobody's work is lost with it."""
+    """Whether this folder holds files of an index, damaged or not, and no others: no other work is lost with it."""
     with os.scandir(folder) as entries:
         names = {entry.name if entry.is_file(follow_symlinks=False) else "" for entry in entries}
     if not names <= set().union(MAYBE, {MANIFEST}, *NEEDED.values()):
@@ -119,21 +123,21 @@ def looks_like_index(folder: Path) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with open_regular(path, follow_links=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_files(folder: Path) -> dict[str, FileEntry]:
-    """An entry for each file of a folder that is to become an index."""
+    """Return an entry for each file of a folder that is to become an index."""
     paths = sorted(folder.iterdir())
     return {path.name: FileEntry(size_bytes=path.stat().st_size, sha256=sha256(path)) for path in paths}
 
 
 def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifest, str]:
-    """The manifest of a whole index, and the manifest's own SHA-256. Reads files of up to 64 MiB.
+    """Return the manifest of a whole index, and the manifest's own SHA-256. Reads files of up to 64 MiB.
 
-    on_file: reads all files, and is called before each with its name and size.
+    on_file: called before each file with its name and size; with it, files of any size are read.
 
     :raises IndexMissingError: there is none.
     :raises IndexMismatchError: it is in a format of another version of streamrag.
@@ -162,8 +166,15 @@ def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifes
     return manifest, hashlib.sha256(text).hexdigest()
 
 
-def said_kind(folder: Path) -> IndexKind:
-    """What the manifest says of the kind; nothing is checked. "diskann" if it says nothing."""
+def check_unchanged(folder: Path, manifest_sha256: str) -> None:
+    """:raises IndexMismatchError: the index is not the one any more that had this manifest."""
+    manifest = folder / MANIFEST
+    if not manifest.exists() or sha256(manifest) != manifest_sha256:
+        raise IndexMismatchError(f"{folder} was replaced while it was in use: start the source again")
+
+
+def kind_in_manifest(folder: Path) -> IndexKind:
+    """Return the kind that the manifest names; "diskann" if it names none. Nothing is checked."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         if parse_json(read_bytes(folder / MANIFEST, follow_links=False))["kind"] == "ivf":
             return "ivf"
@@ -189,7 +200,7 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
 
 
 def _check_file(folder: Path, name: str, entry: FileEntry, *, most_bytes: float) -> None:
-    """Its size; and its SHA-256, if it has no more bytes than that."""
+    """Check the file's size, and its SHA-256 if it has at most `most_bytes`."""
     path = folder / name
     if "\0" in name or name != Path(name).name:
         raise corrupt(folder, f"its {MANIFEST} names a file elsewhere, {name!r}")
@@ -205,7 +216,7 @@ def _check_file(folder: Path, name: str, entry: FileEntry, *, most_bytes: float)
 
 
 def corrupt(folder: Path, what: str) -> IndexCorruptError:
-    """The error for a damaged index, with the remedy."""
+    """Return the error for a damaged index, with the remedy."""
     return IndexCorruptError(
         f"the vector index {folder} is damaged: {what}. Build it again:  "
         f"streamrag index build FOLDER --out {folder} --force"
@@ -213,32 +224,25 @@ def corrupt(folder: Path, what: str) -> IndexCorruptError:
 
 
 def with_title(title: str, text: str) -> str:
-    """What a passage is searched by. In the middle of a document it may not say what it is about; the title does."""
+    """Return the text by which a passage is searched: behind the title, which says what the document is about."""
     return text if text.startswith(title) else f"{title}\n{text}"
 
 
-def read_passages(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The fields of each passage in `name`, PASSAGES or DUPLICATES; none if there is no such file.
+def read_passages(folder: Path, name: str) -> Iterator[StoredPassage]:
+    """Yield the fields of each passage in `name`, PASSAGES or DUPLICATES; nothing if there is no such file.
 
-    :raises IndexCorruptError: what stands there is no passage.
+    :raises IndexCorruptError: a line is no passage.
     """
     if not (folder / name).exists():
         return
     with open_regular(folder / name, follow_links=False) as file:
-        try:
-            for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
-                yield _passage(parse_json(line))
-        except (ValueError, KeyError, TypeError) as error:
-            raise corrupt(folder, f"{name} has a line that is no passage") from error
+        for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
+            yield _parse_passage(folder, name, line)
 
 
-def stored_line(chunk: Chunk) -> str:
-    """How `chunk` stands in `passages.jsonl`."""
-    return json.dumps(_stored_fields(asdict(chunk)), ensure_ascii=False) + "\n"
-
-
-def _stored_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: fields[name] for name in ("uri", "title", "passage", "text")}
+def passage_line(fields: Mapping[str, Any]) -> str:
+    """Return the line of `passages.jsonl` for a passage."""
+    return json.dumps({name: fields[name] for name in StoredPassage.__annotations__}, ensure_ascii=False) + "\n"
 
 
 class PassageStore:
@@ -255,34 +259,25 @@ class PassageStore:
         self._ends = array("Q", [0])
         for line in iter(lambda: self._file.readline(MAX_LINE_BYTES), b""):
             self._ends.append(self._ends[-1] + len(line))
-            if len(self._ends) - 1 > num_passages or not line.endswith(b"\n"):
+            if len(self) > num_passages or not line.endswith(b"\n"):
                 raise corrupt(folder, f"{PASSAGES} has more than {num_passages} passages, or one that is too long")
-        if len(self._ends) - 1 != num_passages:
-            raise corrupt(folder, f"{PASSAGES} has {len(self._ends) - 1} passages, not {num_passages}")
+        if len(self) != num_passages:
+            raise corrupt(folder, f"{PASSAGES} has {len(self)} passages, not {num_passages}")
 
-    def read(self, ids: Iterable[int]) -> list[dict[str, Any]]:
-        """The fields of the passages with these numbers.
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def read(self, ids: Iterable[int]) -> list[StoredPassage]:
+        """Return the fields of the passages with these numbers.
 
         :raises IndexCorruptError: what stands there is no passage.
         """
         lines = (os.pread(self._file.fileno(), self._ends[i + 1] - self._ends[i], self._ends[i]) for i in ids)
-        try:
-            return [_passage(parse_json(line)) for line in lines]
-        except (ValueError, KeyError, TypeError) as error:
-            raise corrupt(self._folder, f"{PASSAGES} has a line that is no passage") from error
+        return [_parse_passage(self._folder, PASSAGES, line) for line in lines]
 
 
-def _passage(values: Any) -> dict[str, Any]:
-    fields = _stored_fields(values)
-    types = {name: type(value) for name, value in fields.items()}
-    if types != {"uri": str, "title": str, "passage": int, "text": str}:
-        raise TypeError(types)
-    return fields
-
-
-def explain(error: WorkerJobError, otherwise: str) -> StreamRagError:
-    """The error that a worker meant; with `otherwise` before it, if it is none of ours."""
-    ours = {kind.__name__: kind for kind in (ConfigurationError, IndexCorruptError, IndexMismatchError)}
-    if kind := ours.get(error.kind):
-        return kind(error.message)
-    return SourceError(f"{otherwise}: {error.kind}: {error.message}")
+def _parse_passage(folder: Path, name: str, line: bytes) -> StoredPassage:
+    try:
+        return _STORED.validate_json(line)
+    except ValidationError as error:
+        raise corrupt(folder, f"{name} has a line that is no passage") from error

@@ -1,5 +1,6 @@
-"""What a search knows of one query while its parts answer, and what of that is news."""
+"""The state of one query's search while its parts answer, and how long the parts take."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
@@ -8,13 +9,17 @@ from streamrag.core import Chunk
 from streamrag.errors import SourceError, StreamRagError
 from streamrag.kinds import message_of
 from streamrag.sources.fusion import reciprocal_rank_fusion
+from streamrag.sources.search.reranker import TooSlowError
+from streamrag.sources.workers.pool import WorkerTimeoutError
 
-PACE_WEIGHT = 0.2
-"""Weight of the newest time in a running mean."""
+log = logging.getLogger("streamrag.sources")
+
+NEWEST_WEIGHT = 0.2
+"""Weight of the newest duration in a running mean."""
 
 
 class Refinement:
-    """The `k` best passages, by whatever is known so far.
+    """The `k` best passages, by the rankings and scores that are known so far.
 
         fused     a b c d e f g     by reciprocal rank, of all rankings
         scored    c a | b d         the first of those, batch by batch; sorted by score, and put in front
@@ -31,13 +36,13 @@ class Refinement:
         self._scored: list[tuple[float, Chunk]] = []
 
     def rank(self, name: str, ranking: Sequence[Chunk]) -> bool:
-        """Whether this ranking changes what is best. It takes the place of the one that had that name."""
+        """Put a ranking in the place of the one of that name; return whether that changes what is best."""
         self.rankings[name] = tuple(ranking)
         self.fused = reciprocal_rank_fusion(tuple(self.rankings.values()))
         return self._become(self.fused)
 
     def score(self, batch: Sequence[Chunk], scores: Sequence[float]) -> bool:
-        """Whether the scores of these passages, the next ones of `fused`, change what is best."""
+        """Take the scores of the next passages of `fused`; return whether that changes what is best."""
         self._scored += zip(scores, batch, strict=True)
         self._scored.sort(key=lambda scored: -scored[0])  # of equals, the one that was fused higher stays first
         return self._become((*(chunk for _, chunk in self._scored), *self.fused[len(self._scored) :]))
@@ -47,19 +52,23 @@ class Refinement:
         return self.best != before
 
 
-class Pace:
-    """How long something took lately, as a running mean; infinity until it is known."""
+class MeanDuration:
+    """A running mean of durations; infinity until one is known."""
 
     def __init__(self) -> None:
         self.mean_s = inf
 
-    def note(self, took_s: float) -> None:
-        """It took so long just now."""
-        self.mean_s = took_s if self.mean_s == inf else self.mean_s + PACE_WEIGHT * (took_s - self.mean_s)
+    def add(self, took_s: float) -> None:
+        """Add the newest duration."""
+        self.mean_s = took_s if self.mean_s == inf else self.mean_s + NEWEST_WEIGHT * (took_s - self.mean_s)
 
 
 class Failures:
-    """The parts that failed for one query. Those of a source that was closed are raised: nothing is to be kept then."""
+    """The parts that failed for one query. Failures of a source that was closed are raised.
+
+    `missing` says which parts failed, for clients of a service too. Their errors may name hosts, files and processes of
+    the inside, and are for the log.
+    """
 
     def __init__(self, is_open: Callable[[], bool]) -> None:
         self._is_open = is_open
@@ -67,12 +76,14 @@ class Failures:
         self.missing: list[str] = []
 
     @contextmanager
-    def noted(self, what: str) -> Iterator[None]:
-        """What fails in the block is noted, but for mistakes of the program, which are raised."""
+    def record(self, what: str) -> Iterator[None]:
+        """Record a failure of the block; mistakes of the program are raised."""
         try:
             yield
         except Exception as error:
             if not self._is_open() or (isinstance(error, StreamRagError) and not isinstance(error, SourceError)):
                 raise
+            log.warning("%s failed: %s: %s", what, type(error).__name__, message_of(error))
             self.errors.append(error)
-            self.missing.append(f"{what} failed: {message_of(error)}")
+            is_slow = isinstance(error, TooSlowError | WorkerTimeoutError)
+            self.missing.append(f"{what} {'took too long' if is_slow else 'failed'}")

@@ -7,8 +7,8 @@ import pytest
 
 from streamrag.core import Append, Chunk, Hint, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
+from streamrag.sources.delays import StretchedSource
 from streamrag.sources.retriever import RetrieverSource
-from streamrag.sources.stretch import StretchedSource
 from streamrag.testing import ScriptedSource
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -118,10 +118,10 @@ async def test_a_source_that_needs_no_start_is_stretched_too() -> None:
     [
         ({}, "either gaps_s or factor"),
         ({"gaps_s": (1,), "factor": 2}, "either gaps_s or factor"),
-        ({"gaps_s": ()}, r"gaps_s=\(\) must be"),
-        ({"gaps_s": (1, -1)}, "must be seconds"),
-        ({"gaps_s": (float("nan"),)}, "must be seconds"),
-        ({"factor": 0.5}, "factor=0.5 must be at least 1"),
+        ({"gaps_s": ()}, r"gaps_s=\(\) .* at least 1 item"),
+        ({"gaps_s": (1, -1)}, r"gaps_s\[1\]=-1 must be greater than or equal to 0"),
+        ({"gaps_s": (float("nan"),)}, r"gaps_s\[0\]=nan must be"),
+        ({"factor": 0.5}, "factor=0.5 must be greater than or equal to 1"),
     ],
 )
 def test_values_that_cannot_work_are_refused(options: dict[str, float], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Functions of the caller's, async or not, called without blocking the event loop."""
+"""Functions of the library's users, async or not, called without blocking the event loop."""
 
 import inspect
 import threading
@@ -10,7 +10,14 @@ from streamrag.errors import SourceError
 from streamrag.sources.threads import Threads
 
 MAX_LAZY = 100_000
-"""Items that are read of what makes them one by one: an iterator need not have an end."""
+"""Items that are read of an iterable that makes them one by one: it need not have an end."""
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the function's name, or that of an object's class."""
+    if isinstance(function, partial):
+        return name_of(function.func)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -28,53 +35,53 @@ def is_async(function: Callable[..., Any]) -> bool:
 async def call_for_list(
     function: Callable[[str], Any], query: str, checked: Callable[[Any], Iterable[Any]], threads: Threads
 ) -> list[Any]:
-    """The list of what `function(query)` returns, awaited if need be and `checked`.
+    """Return the list that `function(query)` returns, awaited if need be and `checked`.
 
-    What may block is done by one of the `threads`: the call, unless it is async, and reading what is lazy.
+    One of the `threads` does what may block: the call, unless it is async, and reading what is lazy.
 
     :raises SourceError: it has no end. What the function raises, and `checked`, is raised.
     """
     is_stopped = threading.Event()
 
     def call() -> Any:
-        found = function(query)
-        return found if inspect.isawaitable(found) else read_all(checked(found), is_stopped)
+        result = function(query)
+        return result if inspect.isawaitable(result) else read_all(checked(result), is_stopped)
 
     try:
-        found = function(query) if is_async(function) else await threads.run(call)
-        if inspect.isawaitable(found):
-            found = await found
-        return await read_in_thread(checked(found), threads) if is_lazy(found) else list(checked(found))
+        result = function(query) if is_async(function) else await threads.run(call)
+        if inspect.isawaitable(result):
+            result = await result
+        return await read_in_thread(checked(result), threads) if is_lazy(result) else list(checked(result))
     finally:
         is_stopped.set()
 
 
-def is_lazy(found: object) -> bool:
-    """Whether what it has may be made only when it is read: that may block, and never end."""
-    return isinstance(found, Iterable) and not isinstance(found, Sized)
+def is_lazy(value: object) -> bool:
+    """Whether its items may be made only when they are read: that may block, and never end."""
+    return isinstance(value, Iterable) and not isinstance(value, Sized)
 
 
-async def read_in_thread(found: Iterable[Any], threads: Threads) -> list[Any]:
-    """The items of `found`, read by one of the `threads`, which stops when this is cancelled.
+async def read_in_thread(iterable: Iterable[Any], threads: Threads) -> list[Any]:
+    """Return the items, read by one of the `threads`, which stops when this is cancelled.
 
     :raises SourceError: there are more than `MAX_LAZY`.
     """
     is_stopped = threading.Event()
     try:
-        return await threads.run(partial(read_all, found, is_stopped))
+        return await threads.run(partial(read_all, iterable, is_stopped))
     finally:
         is_stopped.set()
 
 
-def read_all(found: Iterable[Any], is_stopped: threading.Event) -> list[Any]:
-    """The items of `found`, but no further ones once `is_stopped`: nobody wants them then.
+def read_all(iterable: Iterable[Any], is_stopped: threading.Event) -> list[Any]:
+    """Return the items, but no further ones once `is_stopped`.
 
     :raises SourceError: it is lazy, and has more than `MAX_LAZY`.
     """
-    if not is_lazy(found):
-        return list(found)
+    if not is_lazy(iterable):
+        return list(iterable)
     items: list[Any] = []
-    iterator = iter(found)
+    iterator = iter(iterable)
     for item in iterator:
         if is_stopped.is_set() or len(items) == MAX_LAZY:
             if close := getattr(iterator, "close", None):

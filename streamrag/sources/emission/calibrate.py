@@ -1,7 +1,7 @@
-"""Running a source to see how soon its results are final."""
+"""Calibration of a source: how soon its results are final, over many queries."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,19 +32,19 @@ Place: TypeAlias = "tuple[str, int, str]"
 
 
 def place(chunk: Chunk) -> Place:
-    """What is the same passage, whatever its score."""
+    """Return what tells passages apart, whatever their scores."""
     return chunk.uri, chunk.passage, chunk.text
 
 
 def stages_left(hint: Hint | None) -> int | None:
-    """How many stages a hint says are left; None if it does not, or says what cannot be."""
+    """Return how many stages are left by a hint; None if it does not say, or says what cannot be."""
     num = None if hint is None else hint.num_chunks
     return int(num) if num is not None and is_whole(num) and 0 <= num < MAX_STAGES else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What was there after a stage."""
+class _Result:
+    """The result after a stage."""
 
     at_s: float
     left: int
@@ -69,22 +69,17 @@ async def calibrate(
     """
     if not 1 <= len(queries) <= MAX_NUM:
         raise ConfigurationError(f"calibrate: {len(queries):,} queries; give 1 to {MAX_NUM:,}")
-    counted: Counter[tuple[What, int, int, int]] = Counter()
-    final: Counter[tuple[What, int, int, int]] = Counter()
-    times: dict[int, list[tuple[bool, Times]]] = {}
-    num_queries, failure = 0, None
-    for number, query in enumerate(queries):
+    counts, num_queries, failure = _Counts(), 0, None
+    for number, query in enumerate(queries, 1):
         try:
-            seen, end_s = await _ask(source, query, clock)
+            results, end_s = await _ask(source, query, clock)
         except SourceError as error:
             failure = error
         else:
-            num_queries += bool(seen)
-            _count(seen, counted, final)
-            for left, is_final, then in _stage_times(seen, end_s):
-                times.setdefault(left, []).append((is_final, then))
+            num_queries += bool(results)
+            counts.add(results, end_s)
         if on_progress:
-            on_progress(number + 1, len(queries))
+            on_progress(number, len(queries))
     if not num_queries:
         name = part_name(source)
         why = f"; the last time: {message_of(failure)}" if failure else ""
@@ -92,15 +87,15 @@ async def calibrate(
     return Calibration(
         source=part_name(source),
         num_queries=num_queries,
-        stages=tuple(_stage(times.get(left, [])) for left in range(max(times) + 1)),
-        counts=tuple(Count(*key, num, final[key]) for key, num in sorted(counted.items())),
+        stages=tuple(_stage(counts.times[left]) for left in range(max(counts.times) + 1)),
+        counts=tuple(Count(*key, num, counts.final[key]) for key, num in sorted(counts.counted.items())),
         provenance={"streamrag": __version__},
     )
 
 
-async def _ask(source: Source, query: str, clock: Clock) -> tuple[list[_Seen], float]:
-    """What was there after each stage that changed something, and when retrieval ended."""
-    seen: list[_Seen] = []
+async def _ask(source: Source, query: str, clock: Clock) -> tuple[list[_Result], float]:
+    """Return the result of each stage that changed something, and when retrieval ended."""
+    results: list[_Result] = []
     context: tuple[Chunk, ...] = ()
     began_s = clock()
     async with aclosing(Retrieval(source, query).events()) as events:
@@ -111,39 +106,45 @@ async def _ask(source: Source, query: str, clock: Clock) -> tuple[list[_Seen], f
                 continue
             context = UpdateMode().fold(context, event)
             left = stages_left(event.hint)
-            if left is None or (seen and left >= seen[-1].left):
-                said = "nothing" if left is None else f"{left} after {seen[-1].left}"
+            if left is None or (results and left >= results[-1].left):
+                value = "nothing" if left is None else f"{left} after {results[-1].left}"
                 raise ConfigurationError(
                     f"{part_name(source)} cannot be calibrated: Hint.num_chunks must say how many stages are left, "
-                    f"fewer than {MAX_STAGES} and fewer with each event, and it says {said}"
+                    f"fewer than {MAX_STAGES} and fewer with each event, and it says {value}"
                 )
-            seen.append(_Seen(clock() - began_s, left, tuple(map(place, context))))
-    return seen, clock() - began_s
+            results.append(_Result(clock() - began_s, left, tuple(map(place, context))))
+    return results, clock() - began_s
 
 
-def _count(
-    seen: Sequence[_Seen],
-    counted: "Counter[tuple[What, int, int, int]]",
-    final: "Counter[tuple[What, int, int, int]]",
-) -> None:
-    """Stage by stage, those that changed nothing included."""
-    if not seen:
-        return
-    last = seen[-1].places
-    by_stage = {each.left: each.places for each in seen}
-    before: tuple[Place, ...] | None = None
-    stable: dict[tuple[What, int], int] = {}
-    for left in range(seen[0].left, -1, -1):
-        places = by_stage.get(left, before or ())
-        asked: list[tuple[What, int]] = [("order", 0), ("set", 0)]
-        asked += [("prefix", length) for length in range(1, min(len(places), MAX_LENGTH) + 1)]
-        for what, length in asked:
-            is_same = before is not None and _is_same(what, length, places, before)
-            stable[what, length] = stable.get((what, length), 0) + 1 if is_same else 0
-            key = what, length, left, min(stable[what, length], MAX_STABLE)
-            counted[key] += 1
-            final[key] += _is_same(what, length, places, last)
-        before = places
+class _Counts:
+    """The numbers of queries, and their times, stage by stage."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[tuple[What, int, int, int]] = Counter()
+        self.final: Counter[tuple[What, int, int, int]] = Counter()
+        self.times: defaultdict[int, list[tuple[bool, Times]]] = defaultdict(list)
+        """Times of each stage, by how many are left, and whether its result was final."""
+
+    def add(self, results: Sequence[_Result], end_s: float) -> None:
+        """Add a query: stage by stage, those that changed nothing included."""
+        if not results:
+            return
+        for left, is_final, times in _stage_times(results, end_s):
+            self.times[left].append((is_final, times))
+        by_stage = {each.left: each.places for each in results}
+        before: tuple[Place, ...] | None = None
+        stable: Counter[tuple[What, int]] = Counter()
+        for left in range(results[0].left, -1, -1):
+            places = by_stage.get(left, before or ())
+            parts: list[tuple[What, int]] = [("order", 0), ("set", 0)]
+            parts += [("prefix", length) for length in range(1, min(len(places), MAX_LENGTH) + 1)]
+            for what, length in parts:
+                is_same = before is not None and _is_same(what, length, places, before)
+                stable[what, length] = stable[what, length] + 1 if is_same else 0
+                key = what, length, left, min(stable[what, length], MAX_STABLE)
+                self.counted[key] += 1
+                self.final[key] += _is_same(what, length, places, results[-1].places)
+            before = places
 
 
 def _is_same(what: What, length: int, places: tuple[Place, ...], others: tuple[Place, ...]) -> bool:
@@ -152,14 +153,12 @@ def _is_same(what: What, length: int, places: tuple[Place, ...], others: tuple[P
     return places == others if what == "order" else set(places) == set(others)
 
 
-def _stage_times(seen: Sequence[_Seen], end_s: float) -> list[tuple[int, bool, Times]]:
-    """For each stage: how many are left, whether its result was final, and how time went on.
+def _stage_times(results: Sequence[_Result], end_s: float) -> Iterator[tuple[int, bool, Times]]:
+    """Yield for each stage how many are left, whether its result was final, and the times from it on.
 
     A stage that changed nothing is taken to end as far between its neighbours as its number.
     """
-    if not seen:
-        return []
-    known = [(each.left, each.at_s) for each in seen]
+    known = [(each.left, each.at_s) for each in results]
     if known[-1][0] > 0:
         known.append((0, end_s))
     at_s = {
@@ -168,13 +167,11 @@ def _stage_times(seen: Sequence[_Seen], end_s: float) -> list[tuple[int, bool, T
         for left in range(a, b, -1)
     }
     at_s[0] = known[-1][1]
-    first_final = next(each.left for each in seen if each.places == seen[-1].places)
-    found = []
+    first_final = next(each.left for each in results if each.places == results[-1].places)
     for left, stage_s in at_s.items():
         until_end_s = max(end_s - stage_s, 0.0)
         until_next_s = max(at_s.get(left - 1, end_s) - stage_s, 0.0)
-        found.append((left, left <= first_final, Times(min(until_next_s, until_end_s), until_end_s)))
-    return found
+        yield left, left <= first_final, Times(min(until_next_s, until_end_s), until_end_s)
 
 
 def _stage(times: Sequence[tuple[bool, Times]]) -> Stage:
@@ -185,7 +182,7 @@ def _stage(times: Sequence[tuple[bool, Times]]) -> Stage:
 
 
 def _examples(times: Sequence[Times]) -> tuple[Times, ...]:
-    """A few that stand for all: those in the middle of as many equal groups."""
+    """Return a few that stand for all: those in the middle of as many equal groups."""
     ascending = sorted(times, key=lambda each: (each.end_s, each.next_s))
     num = min(len(ascending), MAX_TIMES)
     return tuple(ascending[(2 * i + 1) * len(ascending) // (2 * num)] for i in range(num))

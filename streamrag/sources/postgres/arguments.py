@@ -1,0 +1,75 @@
+"""The names that a caller gives: of a table and of its columns. Needs no driver."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TypeAlias
+
+from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
+from streamrag.kinds import short
+
+INSTALL = "pip install 'streamrag[postgres]'"
+
+DEFAULT_COLUMNS = {name: name for name in ("text", "uri", "title", "passage", "embedding", "words")}
+"""Columns for the fields of a chunk. `words` holds the lexemes of the text, a tsvector."""
+
+NEEDED = ("text", "uri", "embedding")
+
+TableName: TypeAlias = str | tuple[str, str]
+
+
+class StatementTimeoutError(SourceError):
+    """The server stopped a statement: its time was up, or somebody there stopped it."""
+
+
+class EncodingError(SourceError):
+    """A text cannot be translated between UTF-8 and the database's encoding."""
+
+
+def require_psycopg() -> None:
+    """:raises MissingDependencyError: the driver or its pool is not installed."""
+    for module in ("psycopg", "psycopg_pool"):
+        if not find_spec(module):
+            raise MissingDependencyError(module.replace("_", "-"), INSTALL)
+    try:
+        import psycopg  # noqa: F401 - which needs libpq too
+    except ImportError as error:
+        raise MissingDependencyError("psycopg with libpq", INSTALL) from error
+
+
+def table_parts(table: TableName) -> tuple[str, ...]:
+    """Return schema and name, or the name only.
+
+    :raises ConfigurationError: it names none.
+
+    >>> table_parts("docs.passages"), table_parts(("my.schema", "my.table"))
+    (('docs', 'passages'), ('my.schema', 'my.table'))
+    """
+    parts = tuple(table.split(".")) if isinstance(table, str) else table
+    if not isinstance(parts, tuple) or not 1 <= len(parts) <= 2 or not all(map(_is_name, parts)):
+        raise ConfigurationError(
+            f"table={short(table)} must be a name, schema.name, or a tuple of both if they have dots"
+        )
+    return parts
+
+
+def storable(text: str) -> str:
+    """Return the text as PostgreSQL can hold it: without NUL, and without halves of a character."""
+    return text.replace("\0", "").encode("utf-8", "replace").decode()
+
+
+def checked_columns(columns: Mapping[str, str | None] | None) -> dict[str, str | None]:
+    """Return the caller's columns.
+
+    :raises ConfigurationError: a field that no chunk has, or no name.
+    """
+    named = dict(columns or {})
+    for field, column in named.items():
+        if field not in DEFAULT_COLUMNS:
+            raise ConfigurationError(f"columns has {short(field)}, and a chunk has {', '.join(DEFAULT_COLUMNS)}")
+        if not _is_name(column) and (column is not None or field in NEEDED):
+            raise ConfigurationError(f"columns[{field!r}]={short(column)} must be a column's name")
+    return named
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and "\0" not in value

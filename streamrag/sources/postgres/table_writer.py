@@ -1,0 +1,181 @@
+"""The table that a build fills: made, compared with a folder's documents, written to, indexed."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from psycopg import sql
+
+from streamrag.errors import IndexExistsError, IndexMismatchError, VectorIndexError
+from streamrag.sources.index.document_passages import OnProgress
+from streamrag.sources.index.embedder import EmbedderIdentity
+from streamrag.sources.index.embedder_pool import EmbedderPool
+from streamrag.sources.index.index_folder import with_title
+from streamrag.sources.postgres.link import Address, Connection
+from streamrag.sources.postgres.table import fetch, identifier, read_record, record_of
+
+NUM_TEXTS_AT_ONCE = 128
+"""Texts in one job of the embedding worker and in one transaction, after which progress is reported."""
+
+MAX_INDEXED_DIMENSIONS = 2_000
+"""pgvector's limit for an index of vectors."""
+
+MAX_PLAIN_DIMENSIONS = 1_000
+"""Vectors of up to 4 KB stay in their row, whose texts leave it first: exact search reads a page rather than two."""
+
+LOCK_SPACE = 0x5247
+"""The first number of our advisory locks; the second is the table's."""
+
+_TABLE = """
+    CREATE TABLE {name} (
+        uri text NOT NULL,
+        passage integer NOT NULL,
+        title text NOT NULL,
+        text text NOT NULL,
+        digest text NOT NULL,
+        embedding {vector}({dimension}) STORAGE {storage} NOT NULL,
+        words tsvector GENERATED ALWAYS AS (to_tsvector({words}::regconfig, left(title || ' ' || text, 100000))) STORED,
+        PRIMARY KEY (uri, passage)
+    )"""
+
+_UPSERT = """
+    INSERT INTO {name} (uri, passage, title, text, digest, embedding) VALUES (%s, %s, %s, %s, %s, %s::{vector})
+    ON CONFLICT (uri, passage) DO UPDATE SET title = excluded.title, text = excluded.text, digest = excluded.digest,
+        embedding = excluded.embedding"""
+
+# However the table is spelt: "passages" may be "public.passages", and be there or not yet.
+_LOCK = (
+    "SELECT pg_try_advisory_lock(%s, hashtext(concat_ws('.', coalesce(%s, (SELECT nspname::text FROM pg_class c "
+    "JOIN pg_namespace n ON n.oid = relnamespace WHERE c.oid = to_regclass(%s)), current_schema()::text), %s::text)))"
+)
+
+_SCHEMA = "SELECT n.nspname FROM pg_extension e JOIN pg_namespace n ON n.oid = extnamespace WHERE extname = 'vector'"
+
+_HAS_INDEXES = """
+    SELECT coalesce(bool_or(m.amname IN ('hnsw', 'ivfflat')), false), coalesce(bool_or(m.amname = 'gin'), false)
+    FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid JOIN pg_am m ON m.oid = c.relam
+    WHERE i.indrelid = to_regclass(%s) AND i.indisvalid"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    uri: str
+    passage: int
+    title: str
+    text: str
+    digest: str
+
+
+class TableWriter:
+    """Writes to the table of a build, by one connection that holds its lock."""
+
+    def __init__(self, connection: Connection, address: Address, parts: tuple[str, ...], tell: OnProgress) -> None:
+        self._connection, self._address, self._parts, self._tell = connection, address, parts, tell
+        self._table = f"{address}: table {'.'.join(parts)}"  # for messages
+        self._name, self._name_beside_values = sql.Identifier(*parts), identifier(*parts)
+        self._quoted = self._name.as_string(connection)
+        self._schema = ""  # pgvector's
+        self._changed: list[_Row] = []
+        self._surplus: list[tuple[str, list[int]]] = []
+        self.num_embedded = self.num_removed = self.dimension = 0
+
+    async def lock(self) -> None:
+        """Keep other builds from this table as long as the connection lives.
+
+        :raises VectorIndexError: another build fills it.
+        """
+        schema = self._parts[0] if len(self._parts) > 1 else None
+        ((is_ours,),) = await fetch(self._connection, _LOCK, LOCK_SPACE, schema, self._quoted, self._parts[-1])
+        if not is_ours:
+            raise VectorIndexError(f"{self._address}: another build fills table {'.'.join(self._parts)}: wait for it")
+
+    async def make_table(self, embedder: EmbedderIdentity, words: str) -> None:
+        """Make the table, with a comment that says what fills it; both or neither. One that is there must be like it.
+
+        words: the text search configuration of its index of words.
+        """
+        self.dimension = embedder.dimension
+        query = "SELECT to_regclass(%s)::oid, obj_description(to_regclass(%s), 'pg_class')"
+        ((oid, comment),) = await fetch(self._connection, query, self._quoted, self._quoted)
+        if oid is not None:
+            self._check(read_record(comment), embedder)
+        else:
+            await self._connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
+        ((self._schema,),) = await fetch(self._connection, _SCHEMA)
+        if oid is None:
+            storage = sql.SQL("PLAIN" if embedder.dimension <= MAX_PLAIN_DIMENSIONS else "EXTERNAL")
+            statement = sql.SQL(_TABLE).format(
+                name=self._name,
+                vector=sql.Identifier(self._schema, "vector"),
+                dimension=sql.Literal(embedder.dimension),
+                words=sql.Literal(words),
+                storage=storage,
+            )
+            about = sql.SQL("COMMENT ON TABLE {} IS {}").format(self._name, sql.Literal(record_of(embedder)))
+            async with self._connection.transaction():
+                await self._connection.execute(statement)
+                await self._connection.execute(about)
+
+    def _check(self, made_with: EmbedderIdentity | None, embedder: EmbedderIdentity) -> None:
+        if made_with is None:
+            raise IndexExistsError(
+                f"{self._address}: there is a table {'.'.join(self._parts)} that streamrag did not make: name another "
+                "one, or drop it"
+            )
+        if how := embedder.difference(made_with):
+            raise IndexMismatchError(
+                f"{self._table} was filled with embedder={made_with.name!r}, not {embedder.name!r}: {how}. Name that "
+                "one, or another table"
+            )
+
+    async def add(self, pool: EmbedderPool, uri: str, title: str, passages: Mapping[int, str]) -> None:
+        """Write what the table does not have of a document yet, and remove what it has too much; some of it later."""
+        query = sql.SQL("SELECT passage, digest FROM {} WHERE uri = %s").format(self._name_beside_values)
+        there: dict[int, str] = dict(await (await self._connection.execute(query, [uri])).fetchall())
+        for passage, text in passages.items():
+            digest = hashlib.blake2b(f"{title}\0{text}".encode(), digest_size=16).hexdigest()
+            if there.get(passage) != digest:
+                self._changed.append(_Row(uri, passage, title, text, digest))
+        if there.keys() - passages.keys():
+            self._surplus.append((uri, [*passages]))
+        if len(self._changed) >= NUM_TEXTS_AT_ONCE:
+            await self.flush(pool)
+
+    async def flush(self, pool: EmbedderPool) -> None:
+        """Embed what has changed, and write it; a transaction for each batch."""
+        vector = identifier(self._schema, "vector")
+        upsert = sql.SQL(_UPSERT).format(name=self._name_beside_values, vector=vector)
+        delete = sql.SQL("DELETE FROM {} WHERE uri = %s AND passage <> ALL(%s)").format(self._name_beside_values)
+        changed, self._changed, surplus, self._surplus = self._changed, [], self._surplus, []
+        for start in range(0, len(changed), NUM_TEXTS_AT_ONCE):
+            batch = changed[start : start + NUM_TEXTS_AT_ONCE]
+            vectors = await pool.passages([with_title(row.title, row.text) for row in batch])
+            rows = [
+                (row.uri, row.passage, row.title, row.text, row.digest, vector)
+                for row, vector in zip(batch, vectors, strict=True)
+            ]
+            async with self._connection.transaction(), self._connection.cursor() as cursor:
+                await cursor.executemany(upsert, rows)
+            self.num_embedded += len(batch)
+        async with self._connection.transaction():
+            for uri, kept in surplus:
+                self.num_removed += (await self._connection.execute(delete, [uri, kept])).rowcount
+
+    async def remove_others(self, uris: list[str]) -> None:
+        """Remove the documents that are not among these."""
+        query = sql.SQL("DELETE FROM {} WHERE uri <> ALL(%s)").format(self._name_beside_values)
+        self.num_removed += (await self._connection.execute(query, [uris])).rowcount
+
+    async def make_indexes(self) -> None:
+        """Make the indexes that are missing: after filling, since an index is made in less time than it grows."""
+        ((has_vectors, has_words),) = await fetch(self._connection, _HAS_INDEXES, self._quoted)
+        self._tell(0, 2, "indexing")
+        if not has_words:
+            await self._connection.execute(sql.SQL("CREATE INDEX ON {} USING gin (words)").format(self._name))
+        self._tell(1, 2, "indexing")
+        if not has_vectors and self.dimension <= MAX_INDEXED_DIMENSIONS:
+            cosine = sql.Identifier(self._schema, "vector_cosine_ops")
+            statement = sql.SQL("CREATE INDEX ON {} USING hnsw (embedding {})").format(self._name, cosine)
+            await self._connection.execute(statement)
+        await self._connection.execute(sql.SQL("ANALYZE {}").format(self._name))
+        self._tell(2, 2, "indexing")

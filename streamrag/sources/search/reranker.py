@@ -1,0 +1,220 @@
+"""Rerankers, which score passages for a query by reading both, slowly; in worker processes."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, TypeAlias
+
+from streamrag.core import Progress
+from streamrag.errors import ConfigurationError, SourceError
+from streamrag.kinds import message_of
+from streamrag.reading import without_lone_surrogates
+from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, ModelPlace, find_model, load_function
+from streamrag.sources.index.worker_jobs import JobHandler, run_in_each, run_job
+from streamrag.sources.workers.pool import Share, WorkerPool
+from streamrag.tasks import cancel_regardless
+
+LATE_INTERACTION = "late-interaction"
+
+Score: TypeAlias = Callable[[str, list[str]], Sequence[float]]
+"""A function of a query and passages to one score for each; larger is better."""
+
+
+class TooSlowError(SourceError):
+    """Reranking took longer than it may for one query."""
+
+
+@dataclass(frozen=True)
+class RerankerPlace(ModelPlace):
+    """The place that a worker loads a reranker from."""
+
+    kind: str
+
+
+def find_reranker(reranker: str, embedder: ModelPlace) -> RerankerPlace:
+    """Return where the reranker of this name is; see `find_model`.
+
+    :raises ConfigurationError: there is none, or `embedder` has no token embeddings.
+    :raises MissingDependencyError: it needs a package that is not installed.
+    """
+    place, kind = find_model("reranker", reranker), "cross-encoder"
+    if reranker == LATE_INTERACTION:
+        if FUNCTION.fullmatch(embedder.location):
+            raise ConfigurationError(
+                f"reranker={reranker!r} compares token embeddings, and embedder={embedder.name!r} is a function, which "
+                "gives none: name a cross-encoder instead"
+            )
+        place, kind = embedder, LATE_INTERACTION
+    elif FUNCTION.fullmatch(place.location):
+        kind = "function"
+    return RerankerPlace(reranker, place.location, place.env, kind)
+
+
+class RerankerPool:
+    """Processes that rerank, each with a model of its own.
+
+    timeout_s: how long reranking may take for one query, waiting for a worker included.
+    """
+
+    def __init__(self, place: RerankerPlace, *, device: str, size: int, timeout_s: float) -> None:
+        options = {"kind": place.kind, "location": place.location, "name": place.name, "device": device}
+        handler = "streamrag.sources.search.reranker:RerankerHandler"
+        self.workers = WorkerPool(handler, options, size=size, name="reranking worker", env=place.env)
+        self._name = place.name
+        self._timeout_s = timeout_s
+        self.loading: asyncio.Task[object] | None = None
+
+    async def start(self, progress: Progress) -> None:
+        """Load the reranker in each worker; a model may be downloaded.
+
+        :raises ConfigurationError: it cannot be loaded.
+        :raises WorkerError: a worker cannot start.
+        """
+        progress(f"loading the reranker {self._name}")
+        await self.workers.start()
+        await run_in_each(self.workers, {"do": "load"})
+
+    async def aclose(self) -> None:
+        """Stop the workers."""
+        if self.loading:
+            await cancel_regardless([self.loading])
+        await self.workers.aclose()
+
+    def scorer(self, query: str, *, is_one_deadline: bool = False) -> Callable[[list[str]], Awaitable[list[float]]]:
+        """Return an async function of texts to a number for each, larger for better.
+
+        It raises SourceError if reranking fails, and TooSlowError if a call takes too long; with `is_one_deadline`, if
+        all calls together do. A worker that was replaced loads its model again.
+        """
+        share, began_s = Share(), _now()
+
+        async def score(texts: list[str]) -> list[float]:
+            return await self._score(query, texts, share, (began_s if is_one_deadline else _now()) + self._timeout_s)
+
+        return score
+
+    async def _score(self, query: str, texts: list[str], share: Share, end_s: float) -> list[float]:
+        try:
+            async with asyncio.timeout_at(end_s):
+                job = {"do": "score", "query": query, "texts": texts}
+                scores: list[float] = (await run_job(self.workers, job, share, timeout_s=None))["scores"]
+                return scores
+        except TimeoutError:
+            self._load_again()
+            raise TooSlowError(f"it took longer than {self._timeout_s:g} s") from None
+        except SourceError:
+            self._load_again()
+            raise
+
+    def _load_again(self) -> None:
+        """Load a replaced worker's model in the background, which no query whose time runs out stops again."""
+        if self.loading is None or self.loading.done():
+            self.loading = asyncio.create_task(run_in_each(self.workers, {"do": "load"}), name="load a reranker")
+            self.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# --------------------------------------------------------------------------------------------------- in the workers
+
+
+def _cross_encoder(location: str, device: str) -> Score:
+    import torch
+    from sentence_transformers import CrossEncoder
+
+    torch.set_num_threads(1)
+    model = CrossEncoder(location, device=device)
+
+    def score(query: str, texts: list[str]) -> Sequence[float]:
+        pairs = [(query, text) for text in texts]
+        scores: Sequence[float] = model.predict(pairs, batch_size=len(pairs), show_progress_bar=False).tolist()
+        return scores
+
+    return score
+
+
+def _late_interaction(location: str, device: str) -> Score:
+    """Score by the most similar token of the passage for each token of the query: the mean of those similarities.
+
+    Source: Khattab and Zaharia, "ColBERT", SIGIR 2020. Theirs are embeddings trained for it; these are whatever a model
+    for whole texts has inside.
+    """
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    torch.set_num_threads(1)
+    model = SentenceTransformer(location, device=device)
+    special = torch.tensor(model.tokenizer.all_special_ids)
+
+    def tokens(encode: Callable[..., Any], texts: list[str]) -> list[Any]:
+        """Return (number of tokens, dimension) for each text, rows of length 1, without [CLS] and the like."""
+        made = encode(texts, output_value=None, batch_size=len(texts), show_progress_bar=False)
+        kept = [row["token_embeddings"][_is_text(row, special)] for row in made]
+        return [torch.nn.functional.normalize(rows.float().cpu(), dim=-1) for rows in kept]
+
+    @lru_cache(NUM_CACHED_QUERIES)
+    def query_tokens(query: str) -> Any:
+        return tokens(model.encode_query, [query])[0]
+
+    def score(query: str, texts: list[str]) -> Sequence[float]:
+        wanted = query_tokens(query)
+        if not len(wanted):
+            return [0.0] * len(texts)
+        passages = tokens(model.encode_document, texts)
+        return [(wanted @ rows.T).amax(1).mean().item() if len(rows) else -1.0 for rows in passages]
+
+    return score
+
+
+def _is_text(row: dict[str, Any], special: Any) -> Any:
+    import torch
+
+    ids = row["input_ids"].cpu()
+    return (row["attention_mask"].cpu().bool() & ~torch.isin(ids, special)).to(row["token_embeddings"].device)
+
+
+_KINDS: dict[str, Callable[[str, str], Score]] = {
+    "function": lambda location, device: load_function(location),
+    "cross-encoder": _cross_encoder,
+    LATE_INTERACTION: _late_interaction,
+}
+
+
+@dataclass
+class RerankerHandler(JobHandler):
+    """Answers the jobs of the pool."""
+
+    kind: str
+    location: str
+    name: str
+    device: str
+
+    def load(self) -> dict[str, Any]:
+        """Load the model, and find out whether it is of another kind, as one with three classes."""
+        return self.score("What is this?", ["This is a passage.", "And another one."])
+
+    def score(self, query: str, texts: list[str]) -> dict[str, Any]:
+        """Return a score for each text."""
+        score = self._score
+        try:
+            found = score(without_lone_surrogates(query), [without_lone_surrogates(text) for text in texts])
+            scores = [float(each) for each in found]
+        except Exception as error:  # anybody's model or code
+            raise self._error(f"failed: {type(error).__name__}: {message_of(error)}") from error
+        if len(scores) != len(texts) or not all(map(math.isfinite, scores)):
+            raise self._error(f"gave {str(scores)[:100]} for {len(texts)} passages; it must give a finite number each")
+        return {"scores": scores}
+
+    @cached_property
+    def _score(self) -> Score:
+        try:
+            return _KINDS[self.kind](self.location, self.device)
+        except Exception as error:  # anybody's files or code: whatever it raises, it cannot be loaded
+            raise self._error(f"cannot be loaded: {type(error).__name__}: {message_of(error)}") from error
+
+    def _error(self, what: str) -> ConfigurationError:
+        return ConfigurationError(f"reranker={self.name!r} {what}")
