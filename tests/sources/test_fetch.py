@@ -15,9 +15,10 @@ import pytest
 from website import Website
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
-from streamrag.sources.http import addresses
-from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.fetched import CostlyPageError, FetchLimits, NoConnectionError, Page, UnusablePageError
+from streamrag.sources.http import ssrf_guard
+from streamrag.sources.http.fetch import Fetcher, FetchLimits
+from streamrag.sources.http.page import Page
+from streamrag.sources.http.page_errors import CostlyPageError, NoConnectionError, UnusablePageError
 from streamrag.sources.threads import Threads
 
 CONTEXT = ssl.create_default_context()
@@ -39,7 +40,7 @@ async def fetching(
 
     async def resolve(host: str, port: int) -> Sequence[str]:
         if resolved is None:
-            return await addresses.resolve(host, port, threads=threads)
+            return await ssrf_guard.resolve(host, port, threads=threads)
         if host not in resolved:
             raise socket.gaierror("Name or service not known")
         return resolved[host]
@@ -191,8 +192,8 @@ async def test_one_private_address_among_public_ones_is_refused() -> None:
 @pytest.fixture
 def public_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """127.0.0.1 passes for a public address; the rest of 127.0.0.0/8 stays private."""
-    judge = addresses._is_public
-    monkeypatch.setattr(addresses, "_is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
+    judge = ssrf_guard.is_public
+    monkeypatch.setattr(ssrf_guard, "is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
 
 
 @pytest.mark.usefixtures("public_loopback")

@@ -4,31 +4,21 @@ import asyncio
 import importlib.util
 import os
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeAlias
 
 import anyio
 import httpcore
 
-from streamrag.core import Progress, Skipped, SourceEvent
-from streamrag.errors import (
-    ConfigurationError,
-    MissingDependencyError,
-    SourceError,
-    StreamRagError,
-    UnreachableError,
-    UnsafeUrlError,
-)
-from streamrag.kinds import short
+from streamrag.core import Progress, SourceEvent
+from streamrag.errors import ConfigurationError, MissingDependencyError, UnreachableError
 from streamrag.scratch import ScratchFolder, remove_left_behind
-from streamrag.sources.callers import call_for_list
 from streamrag.sources.crawl.crawl import Crawl
 from streamrag.sources.crawl.options import CrawlOptions
-from streamrag.sources.crawl.page_reader import PageReader, Shared
-from streamrag.sources.http.addresses import MAX_URL_CHARS, parse_start_url
+from streamrag.sources.crawl.page_reader import PageReader, SharedState
+from streamrag.sources.crawl.start_urls import StartUrlList, StartUrls
 from streamrag.sources.http.disk_store import DiskStore
-from streamrag.sources.http.fetched import Remembered
 from streamrag.sources.http.page_cache import PageCache
 from streamrag.sources.http.politeness import Hosts
 from streamrag.sources.http.robots import Robots
@@ -38,14 +28,8 @@ from streamrag.starting import started_once
 from streamrag.tasks import wait_regardless
 from streamrag.versions import __version__
 
-StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]
-"""Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""
-
 MAX_LOOKUPS = 32
 """Names that all crawls together look up at the same time. One without an answer holds a thread for 30 s."""
-
-MAX_CALLS = 32
-"""Calls of the function that gives start URLs, at the same time."""
 
 MAX_ROBOTS = 4
 """Files robots.txt that are parsed at the same time."""
@@ -56,6 +40,10 @@ PACKAGES_HERE = ("hishel", "protego", "rensa", "tenacity")
 
 INSTALL = "pip install 'streamrag[crawl]'"
 SCRATCH = "crawl"
+
+CLEANER = "streamrag.sources.pages.page_cleaner:PageCleaner"
+CLEANER_OPTIONS = ["user_agent", "page_timeout_s", "max_page_cpu_s", "max_page_memory_bytes", "cdp_url"]
+CLEANER_OPTIONS += ["cache_folder", "max_cache_bytes"]
 
 
 class WebSource:
@@ -134,49 +122,26 @@ class WebSource:
         cache_folder: str | Path | None = None,
         max_cache_bytes: int = 256 << 20,
     ) -> None:
-        self._urls = urls if callable(urls) else _parse(urls)
-        if not self._urls:
-            raise ConfigurationError("WebSource: there is no start URL")
-        self._options = CrawlOptions(
-            max_depth=max_depth,
-            same_host=same_host,
-            max_pages=max_pages,
-            max_pages_per_host=max_pages_per_host,
-            num_fetches=num_fetches,
-            num_fetches_per_host=num_fetches_per_host,
-            num_workers=num_workers,
-            page_timeout_s=page_timeout_s,
-            crawl_timeout_s=crawl_timeout_s,
-            max_body_bytes=max_body_bytes,
-            max_crawl_bytes=max_crawl_bytes,
-            max_page_chars=max_page_chars,
-            max_page_cpu_s=max_page_cpu_s,
-            max_page_memory_bytes=max_page_memory_bytes,
-            allow_private=allow_private,
-            obey_robots=obey_robots,
-            sitemaps=sitemaps,
-            send_traceparent=send_traceparent,
-            user_agent=user_agent or f"streamrag/{__version__}",
-            cdp_url=cdp_url,
-            cache_folder=None if cache_folder is None else os.path.abspath(cache_folder),
-            max_cache_bytes=max_cache_bytes,
-        )
+        user_agent = user_agent or f"streamrag/{__version__}"
+        cache_folder = None if cache_folder is None else os.path.abspath(cache_folder)
+        given = locals()
+        self._urls = StartUrlList(urls)
+        self._options = CrawlOptions(**{each.name: given[each.name] for each in fields(CrawlOptions)})
         self._workers: WorkerPool | None = None
         self._ssl_context: ssl.SSLContext | None = None
         self._scratch: ScratchFolder | None = None
-        self._begin()
+        self._shared = self._new_state()
 
-    def _begin(self) -> None:
-        """What belongs to one event loop, and is forgotten when the source is closed."""
-        self._calls = Threads(MAX_CALLS, "start URLs")
+    def _new_state(self) -> SharedState:
+        """Return what belongs to one event loop, and is forgotten when the source is started again."""
+        options = self._options
+        cache = None
+        if options.cache_folder:
+            store = DiskStore(options.cache_folder, options.max_cache_bytes)
+            cache = PageCache(store, allow_private=options.allow_private, user_agent=options.user_agent)
         lookups = Threads(MAX_LOOKUPS, "look up a name")
-        robots = Robots(self._options.user_agent, Threads(MAX_ROBOTS, "robots.txt"))
-        remembered = Remembered()
-        if self._options.cache_folder:
-            store = DiskStore(self._options.cache_folder, self._options.max_cache_bytes)
-            allow_private, user_agent = self._options.allow_private, self._options.user_agent
-            remembered = PageCache(store, allow_private=allow_private, user_agent=user_agent)
-        self._shared = Shared(lookups, Hosts(self._options.num_fetches_per_host), robots, remembered)
+        robots = Robots(options.user_agent, Threads(MAX_ROBOTS, "robots.txt"))
+        return SharedState(lookups, Hosts(options.num_fetches_per_host), robots, cache)
 
     @started_once
     async def start(self, progress: Progress) -> None:
@@ -190,17 +155,10 @@ class WebSource:
         for package in PACKAGES:
             if importlib.util.find_spec(package) is None:
                 raise MissingDependencyError(package, INSTALL)
-        self._begin()
+        self._shared = self._new_state()
         progress(f"starting {self._options.num_workers} crawl workers")
         try:
-            for package in PACKAGES_HERE:
-                await asyncio.to_thread(importlib.import_module, package)  # a tenth of a second
-            if self._options.cache_folder:
-                store = DiskStore(self._options.cache_folder, self._options.max_cache_bytes)
-                await asyncio.to_thread(store.open)
-            self._ssl_context = await asyncio.to_thread(httpcore.default_ssl_context)
-            await asyncio.to_thread(anyio.run, anyio.sleep, 0)  # imports its backend: 25 ms that would stall a query
-            await asyncio.to_thread(remove_left_behind, SCRATCH)
+            self._ssl_context = await asyncio.to_thread(self._prepare)
             self._scratch = ScratchFolder(SCRATCH)
             self._workers = self._new_pool(str(self._scratch.path))
             await self._workers.start()
@@ -214,24 +172,24 @@ class WebSource:
             raise
         progress("crawl workers are ready")
 
+    def _prepare(self) -> ssl.SSLContext:
+        """Do what would stall the event loop for a tenth of a second."""
+        for package in PACKAGES_HERE:
+            importlib.import_module(package)
+        anyio.run(anyio.sleep, 0)  # imports its backend
+        if self._options.cache_folder:
+            DiskStore(self._options.cache_folder, self._options.max_cache_bytes).open()
+        remove_left_behind(SCRATCH)
+        return httpcore.default_ssl_context()
+
     def _new_pool(self, scratch: str) -> WorkerPool:
-        options = {
-            "scratch": scratch,
-            "user_agent": self._options.user_agent,
-            "page_timeout_s": self._options.page_timeout_s,
-            "max_page_cpu_s": self._options.max_page_cpu_s,
-            "max_page_memory_bytes": self._options.max_page_memory_bytes,
-            "cdp_url": self._options.cdp_url,
-            "cache_folder": self._options.cache_folder,
-            "max_cache_bytes": self._options.max_cache_bytes,
-        }
         env = {
             "CRAWL4_AI_BASE_DIRECTORY": scratch,  # else it writes to ~/.crawl4ai
             "CRAWL4AI_NO_CLOUD_NOTICE": "1",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it downloads a price list
         }
-        handler = "streamrag.sources.pages.clean:PageCleaner"
-        return WorkerPool(handler, options, size=self._options.num_workers, name="crawl worker", env=env)
+        options = {name: getattr(self._options, name) for name in CLEANER_OPTIONS}
+        return WorkerPool(CLEANER, options, size=self._options.num_workers, name="crawl worker", env=env)
 
     async def aclose(self) -> None:
         """Stop the workers. Crawls that are under way end with an error. Does nothing when not started."""
@@ -240,7 +198,7 @@ class WebSource:
         await wait_regardless([asyncio.create_task(_release(workers, scratch), name="web source close")])
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """The pages of a crawl for `query`, as they arrive. `Hint.num_chunks` counts the pages under way and queued.
+        """Yield the pages of a crawl for `query`, as they arrive. `Hint.num_chunks` counts the pages to come.
 
         Close it (`contextlib.aclosing`) if it is not read to its end: that stops what is under way.
 
@@ -256,11 +214,11 @@ class WebSource:
         reader = PageReader(query, self._options, self._workers, self._ssl_context, self._shared, deadline)
         crawl = Crawl(self._options, reader, deadline)
         try:
-            urls, unusable = await self._start_urls(query, deadline)
-            for skipped in (*unusable, *crawl.begin(urls, may_be_unsafe=callable(self._urls))):
+            urls, unusable = await self._urls.find(query, self._options.crawl_timeout_s)
+            for skipped in (*unusable, *crawl.begin(urls, may_be_unsafe=self._urls.may_be_unsafe)):
                 yield skipped
-            while page := await crawl.next_finished():
-                for event in crawl.absorb(page):
+            while visit := await crawl.next_finished():
+                for event in crawl.absorb(visit):
                     yield event
             for skipped in crawl.end():
                 yield skipped
@@ -268,55 +226,6 @@ class WebSource:
                 yield cut_short
         finally:
             await crawl.aclose()
-
-    async def _start_urls(self, query: str, deadline: float) -> "tuple[Iterable[str], list[Skipped]]":
-        """Where to start, and what the function gave that cannot be a start."""
-        if not callable(self._urls):
-            return self._urls, []
-        try:
-            async with asyncio.timeout_at(deadline) as timeout:
-                found = await call_for_list(self._urls, query, _checked, self._calls)
-        except StreamRagError:
-            raise
-        except Exception as error:
-            what = (
-                f"took longer than {self._options.crawl_timeout_s:g} s"
-                if timeout.expired()
-                else f"raised {short(error)}"
-            )
-            raise SourceError(f"the function that gives WebSource its start URLs {what}") from error
-        return _usable(found)
-
-
-def _checked(urls: object) -> Iterable[object]:
-    if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
-        raise ConfigurationError(f"WebSource: start URLs are a list, as in [{urls!r}]")
-    return urls
-
-
-def _parse(urls: object) -> Iterable[str]:
-    return list(dict.fromkeys(parse_start_url(url) for url in _checked(urls)))
-
-
-def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
-    """The `urls` at which a page may be, and why the others are left out.
-
-    :raises SourceError: none is left; an UnsafeUrlError if that is what they are.
-    """
-    usable: dict[str, None] = {}
-    unusable: list[Skipped] = []
-    errors: list[StreamRagError] = []
-    for url in urls:
-        try:
-            usable[parse_start_url(url)] = None
-        except (ConfigurationError, UnsafeUrlError) as error:
-            errors.append(error)
-            source = str(url)[:MAX_URL_CHARS].encode(errors="replace").decode()  # without lone surrogates
-            unusable.append(Skipped(source, str(error)[: 2 * MAX_URL_CHARS]))
-    if errors and not usable:
-        kind = UnsafeUrlError if all(isinstance(error, UnsafeUrlError) for error in errors) else SourceError
-        raise kind(f"none of the start URLs that WebSource's function gave can be used; {errors[0]}") from errors[0]
-    return list(usable), unusable
 
 
 async def _release(workers: WorkerPool | None, scratch: ScratchFolder | None) -> None:

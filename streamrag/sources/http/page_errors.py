@@ -1,0 +1,54 @@
+"""Errors of pages. UnreachableError and UnsafeUrlError, which users see, are in `streamrag.errors`.
+
+SourceError
+    UnusablePageError           an address was reached, but what it gave cannot be used
+        CostlyPageError         it took more time, or more of a worker, than it may
+        DisallowedError         its host does not want it to be fetched by robots
+        HttpStatusError         the server's answer is an error
+        TooManyRedirectsError
+        OwnLimitError           a limit of the crawl that asks was reached: another crawl may ask
+            PutOffError         the host is to be asked only when the crawl is over
+    UnreachableError
+        NoConnectionError       there was neither a connection nor a refusal in time
+"""
+
+from streamrag.errors import SourceError, UnreachableError
+
+
+class UnusablePageError(SourceError):
+    """An address was reached, but what it gave cannot be used."""
+
+
+class CostlyPageError(UnusablePageError):
+    """A page took more time, or more of a worker, than it may."""
+
+
+class DisallowedError(UnusablePageError):
+    """A host does not want this page to be fetched by robots."""
+
+
+class HttpStatusError(UnusablePageError):
+    """The server's answer is an error."""
+
+    def __init__(self, status: int, retry_after_s: float | None = None) -> None:
+        wait = "" if retry_after_s is None else f", and asks to wait for {retry_after_s:g} s"
+        super().__init__(f"the server answers HTTP {status}{wait}")
+        self.status = status
+        self.retry_after_s = retry_after_s
+        """Seconds to wait before the next request, if the server says so."""
+
+
+class TooManyRedirectsError(UnusablePageError):
+    """A redirect leads to a redirect, and so on."""
+
+
+class OwnLimitError(UnusablePageError):
+    """An address was not asked, or not to the end, because of a limit of the crawl that asks: another one may ask."""
+
+
+class PutOffError(OwnLimitError):
+    """A host would have it asked for at a time when the crawl is over."""
+
+
+class NoConnectionError(UnreachableError):
+    """There was neither a connection nor a refusal in time."""
