@@ -16,7 +16,7 @@ from website import Website
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.http import ssrf_guard
-from streamrag.sources.http.fetch import Fetcher, FetchLimits
+from streamrag.sources.http.fetch import Fetcher
 from streamrag.sources.http.page import Page
 from streamrag.sources.http.page_errors import CostlyPageError, NoConnectionError, UnusablePageError
 from streamrag.sources.threads import Threads
@@ -47,7 +47,7 @@ async def fetching(
 
     defaults = {"page_timeout_s": 10, "connect_timeout_s": 5, "max_body_bytes": 4 << 20, "allow_private": True}
     fetcher = Fetcher(
-        FetchLimits(**{**defaults, **limits}),  # type: ignore[arg-type]
+        **{**defaults, **limits},  # type: ignore[arg-type]
         user_agent="streamrag/test",
         ssl_context=context or CONTEXT,
         resolve=resolve,
@@ -216,8 +216,13 @@ async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(site
 
     site.add("/a", "a", headers={"Connection": "close"})
     url = site.url("/a", host="rebinding.example")
-    limits = FetchLimits(page_timeout_s=5, connect_timeout_s=5, max_body_bytes=1000, allow_private=False)
-    fetcher = Fetcher(limits, user_agent="test", ssl_context=CONTEXT, resolve=rebinding)
+    limits: dict[str, Any] = {
+        "page_timeout_s": 5,
+        "connect_timeout_s": 5,
+        "max_body_bytes": 1000,
+        "allow_private": False,
+    }
+    fetcher = Fetcher(**limits, user_agent="test", ssl_context=CONTEXT, resolve=rebinding)
     assert (await fetcher.fetch(url, lambda url: None)).body == b"a"
     assert lookups == ["rebinding.example"]
     assert site.requests[0].headers["host"] == f"rebinding.example:{site.port}"
@@ -312,8 +317,13 @@ async def test_a_name_server_that_does_not_answer_is_given_up() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    limits = FetchLimits(page_timeout_s=5, connect_timeout_s=0.05, max_body_bytes=1000, allow_private=True)
-    fetcher = Fetcher(limits, user_agent="test", ssl_context=CONTEXT, resolve=silent)
+    limits: dict[str, Any] = {
+        "page_timeout_s": 5,
+        "connect_timeout_s": 0.05,
+        "max_body_bytes": 1000,
+        "allow_private": True,
+    }
+    fetcher = Fetcher(**limits, user_agent="test", ssl_context=CONTEXT, resolve=silent)
     with pytest.raises(NoConnectionError, match=r"no connection within 0\.05 s"):
         await fetcher.fetch("http://slow.example/", lambda url: None)
     await fetcher.aclose()

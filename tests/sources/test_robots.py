@@ -14,7 +14,7 @@ from website import Website
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.http import robots, ssrf_guard
-from streamrag.sources.http.fetch import Fetcher, FetchLimits
+from streamrag.sources.http.fetch import Fetcher
 from streamrag.sources.http.page_errors import CostlyPageError, DisallowedError, OwnLimitError, PutOffError
 from streamrag.sources.http.politeness import CrawlTurns, Hosts
 from streamrag.sources.http.robots import Robots, Rules, parse
@@ -42,7 +42,7 @@ async def site() -> AsyncIterator[Website]:
 @asynccontextmanager
 async def fetching(turns: CrawlTurns | None = None, **limits: Any) -> AsyncIterator[Fetcher]:
     fetcher = Fetcher(
-        FetchLimits(**{**LIMITS, **limits}),
+        **{**LIMITS, **limits},
         user_agent=AGENT,
         ssl_context=CONTEXT,
         resolve=partial(ssrf_guard.resolve, threads=Threads(2, "look up a name")),

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.propagation import trace_headers
 from streamrag.sources.crawl.options import CrawlOptions
-from streamrag.sources.http.fetch import Fetcher, FetchLimits
+from streamrag.sources.http.fetch import Fetcher
 from streamrag.sources.http.page import ContentRules, Kind
 from streamrag.sources.http.page_cache import PageCache
 from streamrag.sources.http.page_errors import CostlyPageError, DisallowedError, UnusablePageError
@@ -37,8 +37,7 @@ SITEMAPS = ContentRules(
     is_lenient=True,
 )
 
-MAX_LOOKUPS = 4
-"""Names that one crawl looks up at the same time."""
+MAX_LOOKUPS = 4  # names that one crawl looks up at the same time
 
 SitemapAnswer: TypeAlias = tuple[dict[str, Any], int | None]
 """What a worker answers, and the `max_body_bytes` after which the sitemap was cut, if it was."""
@@ -71,15 +70,12 @@ class PageReader:
         self._workers = workers
         self._robots = shared.robots if options.obey_robots else None
         self._turns = CrawlTurns(shared.hosts, num_fetches=options.num_fetches, deadline=deadline)
-        limits = FetchLimits(
+        self._fetcher = Fetcher(
             page_timeout_s=options.page_timeout_s,
             connect_timeout_s=options.page_timeout_s / 2,
             max_body_bytes=options.max_body_bytes,
             max_crawl_bytes=options.max_crawl_bytes,
             allow_private=options.allow_private,
-        )
-        self._fetcher = Fetcher(
-            limits,
             user_agent=options.user_agent,
             ssl_context=ssl_context,
             resolve=partial(resolve, threads=Threads(MAX_LOOKUPS, "look up a name", within=shared.lookups)),

@@ -15,11 +15,8 @@ from streamrag.support.validation import Count, Seconds, validated
 
 FindUrls: TypeAlias = Callable[[str], Awaitable[list[str]]]
 
-MAX_ANSWER_BYTES = 512 << 10
-"""It is read on the event loop. A page of results is some tens of kilobytes."""
-
-MAX_QUERY_CHARS = 500
-"""Search engines take no longer questions."""
+MAX_ANSWER_BYTES = 512 << 10  # it is read on the event loop. A page of results is some tens of kilobytes
+MAX_QUERY_CHARS = 500  # search engines take no longer questions
 
 
 @validated

@@ -15,14 +15,11 @@ from streamrag.sources.http.page_errors import (
 from streamrag.sources.http.politeness import is_busy
 from streamrag.sources.http.urls import normalize_url
 
-MAX_SITEMAPS = 10
-"""Sitemaps of one host that one crawl reads."""
-
+MAX_SITEMAPS = 10  # sitemaps of one host that one crawl reads
 MAX_COSTLY_SITEMAPS = 2
 """Sitemaps of one host that may take too much before no further one is begun. Its pages are fetched all the same."""
 
-NUM_CONCURRENT = 2
-"""Sitemaps of one host that are read at the same time: pages that links lead to come beside them."""
+NUM_CONCURRENT = 2  # sitemaps of one host that are read at the same time: pages that links lead to come beside them
 
 
 class HostSitemaps:

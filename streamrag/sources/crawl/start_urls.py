@@ -14,8 +14,7 @@ from streamrag.sources.threads import Threads
 StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]
 """Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""
 
-MAX_CALLS = 32
-"""Calls of the function that gives start URLs, at the same time."""
+MAX_CALLS = 32  # calls of the function that gives start URLs, at the same time
 
 
 class StartUrlList:

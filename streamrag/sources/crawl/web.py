@@ -31,13 +31,9 @@ from streamrag.versions import __version__
 MAX_LOOKUPS = 32
 """Names that all crawls together look up at the same time. One without an answer holds a thread for 30 s."""
 
-MAX_ROBOTS = 4
-"""Files robots.txt that are parsed at the same time."""
-
+MAX_ROBOTS = 4  # files robots.txt that are parsed at the same time
 PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "rensa", "tenacity")
-PACKAGES_HERE = ("hishel", "protego", "rensa", "tenacity")
-"""Those of them that are used in this process."""
-
+PACKAGES_HERE = ("hishel", "protego", "rensa", "tenacity")  # those of them that are used in this process
 INSTALL = "pip install 'streamrag[crawl]'"
 SCRATCH = "crawl"
 

@@ -13,7 +13,6 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -36,9 +35,7 @@ from streamrag.sources.http.ssrf_guard import GuardedBackend, Resolve
 from streamrag.sources.http.urls import normalize_url
 from streamrag.support.counted_stream import CountedStream, ResponseTooLargeError
 
-PIECE_BYTES = 1 << 16
-"""Bytes that are decompressed at a time."""
-
+PIECE_BYTES = 1 << 16  # bytes that are decompressed at a time
 MAX_HEADER_FIELDS = 200
 MAX_REDIRECTS = 5
 
@@ -51,21 +48,6 @@ NETWORK_ERRORS = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.Pro
 
 CheckRedirect: TypeAlias = Callable[[str], Awaitable[None] | None]
 """A function that raises for an address that is not to be followed."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
-    """Limits of what a page may cost, and of where it may be."""
-
-    page_timeout_s: float
-    """Seconds for all requests of a page, redirects included. Waiting for its turn does not count."""
-    connect_timeout_s: float
-    """Seconds for resolving a name and connecting, at each redirect."""
-    max_body_bytes: int
-    """Bytes before and after decompression."""
-    allow_private: bool
-    max_crawl_bytes: int | None = None
-    """Bytes of all bodies together, before decompression."""
 
 
 class _PageTime:
@@ -86,15 +68,23 @@ class _PageTime:
 
 
 class Fetcher:
-    """The connections of one crawl.
+    """The connections of one crawl. No socket is left open after `aclose`.
 
-    `ssl_context` takes milliseconds to make: share it. No socket is left open after `aclose`.
+    page_timeout_s: seconds for all requests of a page, redirects included. Waiting for its turn does not count.
+    connect_timeout_s: seconds for resolving a name and connecting, at each redirect.
+    max_body_bytes: bytes of a body, before and after decompression.
+    max_crawl_bytes: bytes of all bodies together, before decompression.
+    ssl_context: takes milliseconds to make: share it.
     """
 
     def __init__(
         self,
-        limits: FetchLimits,
         *,
+        page_timeout_s: float,
+        connect_timeout_s: float,
+        max_body_bytes: int,
+        max_crawl_bytes: int | None = None,
+        allow_private: bool,
         user_agent: str,
         ssl_context: ssl.SSLContext,
         resolve: Resolve,
@@ -102,13 +92,16 @@ class Fetcher:
         cache: PageCache | None = None,
         more_headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._limits = limits
+        self._page_timeout_s = page_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._max_body_bytes = max_body_bytes
+        self._max_crawl_bytes = max_crawl_bytes
         self._turns = turns
         self._cache = cache
         self._headers: dict[str, str] = {"User-Agent": user_agent, "Accept-Encoding": "gzip", **(more_headers or {})}
         self._num_bytes = 0
         self._backend = GuardedBackend(
-            connect_timeout_s=limits.connect_timeout_s, allow_private=limits.allow_private, resolve=resolve
+            connect_timeout_s=connect_timeout_s, allow_private=allow_private, resolve=resolve
         )
         self._connections = httpcore.AsyncConnectionPool(
             ssl_context=ssl_context, network_backend=self._backend, max_connections=None
@@ -130,7 +123,7 @@ class Fetcher:
         try:
             return await self._follow(url, check_redirect, rules)
         except TimeoutError:
-            raise CostlyPageError(f"it did not end within {self._limits.page_timeout_s:g} s") from None
+            raise CostlyPageError(f"it did not end within {self._page_timeout_s:g} s") from None
         except ResponseTooLargeError as error:
             raise UnusablePageError(str(error)) from None
         except NETWORK_ERRORS as error:
@@ -145,7 +138,7 @@ class Fetcher:
         """
         parts = urlsplit(url)
         try:
-            async with asyncio.timeout(self._limits.connect_timeout_s):
+            async with asyncio.timeout(self._connect_timeout_s):
                 await self._backend.check(parts.hostname or "", parts.port or 80)
         except httpcore.ConnectError as error:
             raise UnreachableError(f"{url} cannot be reached: {error}") from error
@@ -153,7 +146,7 @@ class Fetcher:
             raise NoConnectionError(f"{url} cannot be reached: resolving its name takes too long") from None
 
     async def _follow(self, start: str, check_redirect: CheckRedirect, rules: ContentRules) -> Page:
-        page_time = _PageTime(self._limits.page_timeout_s)
+        page_time = _PageTime(self._page_timeout_s)
         url = start
         for _ in range(MAX_REDIRECTS + 1):
             try:
@@ -192,8 +185,8 @@ class Fetcher:
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         async with self._connections.stream("GET", _unchanged(url), headers=encoded) as response:
             stream = response.extensions["network_stream"]
-            if isinstance(stream, CountedStream):
-                stream.begin_body(2 * self._limits.max_body_bytes + MAX_OVERHEAD_BYTES)
+            assert isinstance(stream, CountedStream)
+            stream.begin_body(2 * self._max_body_bytes + MAX_OVERHEAD_BYTES)
             if len(response.headers) > MAX_HEADER_FIELDS:
                 raise UnusablePageError(f"the server sends {len(response.headers)} header fields")
             fields = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
@@ -215,7 +208,7 @@ class Fetcher:
         body = bytearray()
         num_raw_bytes = 0
         max_bytes = self._max_bytes(rules)
-        stream = response.extensions["network_stream"]
+        stream: CountedStream = response.extensions["network_stream"]
         try:
             async for raw in response.aiter_stream():
                 if decompressor and decompressor.eof:
@@ -223,8 +216,7 @@ class Fetcher:
                 num_raw_bytes += len(raw)
                 self._num_bytes += len(raw)
                 self._check_crawl_bytes()
-                if isinstance(stream, CountedStream):
-                    stream.check_overhead(num_raw_bytes, MAX_OVERHEAD_BYTES)
+                stream.check_overhead(num_raw_bytes, MAX_OVERHEAD_BYTES)
                 for piece in [raw] if decompressor is None else _decompress(decompressor, raw):
                     body += piece
                     if len(body) > max_bytes:
@@ -253,16 +245,16 @@ class Fetcher:
         return Page(url, kind, charset[1] if charset else "", body, is_cut)
 
     def _max_bytes(self, rules: ContentRules) -> int:
-        return min(self._limits.max_body_bytes, rules.max_bytes or self._limits.max_body_bytes)
+        return min(self._max_body_bytes, rules.max_bytes or self._max_body_bytes)
 
     def _cut(self, body: bytes, rules: ContentRules) -> tuple[bytes, bool]:
         if not rules.is_lenient:
-            raise UnusablePageError(f"it is larger than max_body_bytes={self._limits.max_body_bytes}")
+            raise UnusablePageError(f"it is larger than max_body_bytes={self._max_body_bytes}")
         return body[: self._max_bytes(rules)], True
 
     def _check_crawl_bytes(self) -> None:
-        if self._limits.max_crawl_bytes is not None and self._num_bytes > self._limits.max_crawl_bytes:
-            raise OwnLimitError(f"the crawl has had max_crawl_bytes={self._limits.max_crawl_bytes}")
+        if self._max_crawl_bytes is not None and self._num_bytes > self._max_crawl_bytes:
+            raise OwnLimitError(f"the crawl has had max_crawl_bytes={self._max_crawl_bytes}")
 
 
 def _unchanged(url: str) -> httpcore.URL:

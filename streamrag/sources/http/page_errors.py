@@ -1,16 +1,4 @@
-"""Errors of pages. UnreachableError and UnsafeUrlError, which users see, are in `streamrag.errors`.
-
-SourceError
-    UnusablePageError           an address was reached, but what it gave cannot be used
-        CostlyPageError         it took more time, or more of a worker, than it may
-        DisallowedError         its host does not want it to be fetched by robots
-        HttpStatusError         the server's answer is an error
-        TooManyRedirectsError
-        OwnLimitError           a limit of the crawl that asks was reached: another crawl may ask
-            PutOffError         the host is to be asked only when the crawl is over
-    UnreachableError
-        NoConnectionError       there was neither a connection nor a refusal in time
-"""
+"""Errors of pages, for the package itself. Users see UnreachableError and UnsafeUrlError, of `streamrag.errors`."""
 
 from streamrag.errors import SourceError, UnreachableError
 

@@ -47,9 +47,7 @@ MAX_BYTES = 32 << 20  # of all that are remembered together, as `Rules.num_bytes
 MAX_RULES = 5000
 """Lines of a file that are read for rules; what follows is as if it stood behind the first half megabyte."""
 
-RULE_BYTES = 1500
-"""Memory that a line's rule takes, beside its text: twice, for one with a dollar sign."""
-
+RULE_BYTES = 1500  # memory that a line's rule takes, beside its text: twice, for one with a dollar sign
 MAX_DELAY_S = 1e9  # the longest delay that is counted; any crawl ends before
 SHORT_BYTES = 1 << 14  # up to so many, a page is looked up on the event loop: less than 2 ms, whatever is in the file
 MAX_SITEMAPS = 20

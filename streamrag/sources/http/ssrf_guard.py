@@ -13,9 +13,7 @@ from streamrag.errors import UnsafeUrlError
 from streamrag.sources.threads import Threads
 from streamrag.support.counted_stream import CountedStream
 
-MAX_ADDRESSES = 4
-"""Addresses of one host that are tried, one after the other."""
-
+MAX_ADDRESSES = 4  # addresses of one host that are tried, one after the other
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))

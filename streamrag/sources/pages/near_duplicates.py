@@ -33,8 +33,7 @@ NEGATIONS = frozenset(
     shouldnt mustnt without except unless only deprecated removed disabled enabled disable enable forbidden allowed
     """.split()  # noqa: SIM905 (nobody can read a list of quoted words)
 )
-MAY_TURN = re.compile(r"\d|^(un|non|dis|im|ir|in)")
-"""A word that may turn a sentence round, or is a number."""
+MAY_TURN = re.compile(r"\d|^(un|non|dis|im|ir|in)")  # a word that may turn a sentence round, or is a number
 
 
 def words_of(paragraph: str) -> list[str]:

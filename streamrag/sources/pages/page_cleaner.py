@@ -35,11 +35,8 @@ from streamrag.sources.relevance import relevant_stems, select, split_markdown
 from streamrag.sources.workers.memory_limit import data_bytes, limit_memory
 from streamrag.sources.workers.worker_main import OUT_OF_MEMORY
 
-MAX_PASSAGES = 8000
-"""Passages of a page. Each is ranked with all of its headings, which may be much longer than itself."""
-
-MAX_LEFT_BYTES = 256 << 20
-"""Bytes that pages may leave behind in a worker before it is replaced."""
+MAX_PASSAGES = 8000  # passages of a page. Each is ranked with all of its headings, which may be much longer than itself
+MAX_LEFT_BYTES = 256 << 20  # bytes that pages may leave behind in a worker before it is replaced
 
 
 class _Bm25(BM25Okapi):  # type: ignore[misc]

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 MAX_PDF_PAGES = 500
 
-PDF_SHARE_OF_TIME = 0.6
-"""Share of the computing time for a page after which no further page of a PDF is begun."""
-
+PDF_SHARE_OF_TIME = 0.6  # share of the computing time for a page after which no further page of a PDF is begun
 PARAGRAPH_CHARS = 400
 """A PDF has lines and no paragraphs: after so many characters, the next line that ends a sentence ends one."""
 

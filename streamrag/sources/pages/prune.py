@@ -20,16 +20,12 @@ MAX_CONTENT_CHARS = 1_000_000
 """Characters of a page's HTML after pruning, or of its text. What comes after them is not read."""
 
 MAX_ANCHORS = 10_000
-MAX_LINK_ELEMENTS = 20
-"""Elements within a link that are looked at for its text. Links can be nested."""
-
+MAX_LINK_ELEMENTS = 20  # elements within a link that are looked at for its text. Links can be nested
 NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture", "nav", "footer", "button", "select"}
 NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link"}
 """Not `form`: whole sites stand in one."""
 
-EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}
-"""Elements that mean something without any text."""
-
+EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that mean something without any text
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
 
 DROPPED = "streamrag-dropped"

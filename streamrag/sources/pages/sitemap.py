@@ -22,15 +22,9 @@ from streamrag.sources.pages.links import rank_links
 from streamrag.sources.pages.prune import NO_PAGE
 from streamrag.sources.relevance import Stem, relevant_stems
 
-MAX_SITEMAP_BYTES = 16 << 20
-"""Bytes that are decompressed; what comes after them is not read."""
-
-MAX_ADDRESSES = 50_000
-"""Addresses in one sitemap; the protocol allows no more."""
-
-MAX_SITEMAPS = 50
-"""Sitemaps of one index, those first whose address has words of the query."""
-
+MAX_SITEMAP_BYTES = 16 << 20  # bytes that are decompressed; what comes after them is not read
+MAX_ADDRESSES = 50_000  # addresses in one sitemap; the protocol allows no more
+MAX_SITEMAPS = 50  # sitemaps of one index, those first whose address has words of the query
 GZIP = b"\x1f\x8b"
 SPACE = b"\xef\xbb\xbf \t\r\n"
 ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
