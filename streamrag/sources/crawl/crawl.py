@@ -1,4 +1,4 @@
-"""One query's crawl: the pages that are fetched, cleaned and followed, and what becomes of each.
+"""A crawl for one query: the pages that are fetched, cleaned and followed, and what becomes of each.
 
     launched ──fetch, here──▶ fetched ──clean, in a worker──▶ finished ──absorb──▶ Append or Skipped; its links launched
 
@@ -10,15 +10,15 @@ What ends at a bound of the user's own (`max_depth`, `max_pages`, `max_body_byte
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
 from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
+from streamrag.sources.crawl.frontier import MAX_COSTLY_PAGES, Frontier, Target
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader
 from streamrag.sources.crawl.sitemaps import HostSitemaps
@@ -30,57 +30,34 @@ from streamrag.sources.http.page_errors import (
     UnusablePageError,
 )
 from streamrag.sources.http.politeness import is_busy
-from streamrag.sources.http.urls import normalize_url
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.relevance import Passage, assemble
 from streamrag.tasks import wait_regardless
 
-MAX_COSTLY_PAGES = 2  # pages of one host that may take too much before it is given up for the rest of the crawl
 MAX_SITEMAP_HOSTS = 5  # hosts whose sitemaps one crawl reads
-MAX_WAITING = 1000  # links that wait for a place, should a page turn out not to be asked for
-MAX_DISALLOWED = 100  # pages that robots.txt forbids and that do not count towards `max_pages`
 MAX_REASON_CHARS = 500  # of an unexpected error
 
 SITEMAPS_SHARE_OF_TIME = 1 / 3
 """Share of the crawl's time for sitemaps: then links have the places that were kept for what sitemaps say."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """An address to visit."""
-
-    url: str
-    depth: int
-    """Links from a start URL; 0 for those themselves."""
-    is_sitemaps: bool = False
-    """Whether it is no page, but all sitemaps of the host (`url` is its address without a path)."""
-
 
 _Visit: TypeAlias = asyncio.Task[Any]
 """A task that gives a worker's answer, or a `HostSitemaps`."""
 
 
 class Crawl:
-    """One query's crawl. Once `absorb` has raised, only `aclose` may be called."""
+    """A crawl for one query. Once `absorb` has raised, only `aclose` may be called."""
 
     def __init__(self, options: CrawlOptions, reader: PageReader, deadline: float) -> None:
         self._options = options
         self._reader = reader
         self._deadline = deadline
-        self._may_be_unsafe = False
-        self._visits: dict[_Visit, _Target] = {}  # those that are not absorbed
+        self._frontier = Frontier(options)
+        self._visits: dict[_Visit, Target] = {}  # those that are not absorbed
         self._finished: asyncio.Queue[_Visit] = asyncio.Queue()
-        self._waiting: deque[_Target] = deque()  # links that `max_pages` leaves no place for
-        self._visited: set[str] = set()
-        self._start_hosts: set[str] = set()
+        self._may_be_unsafe = False
         self._start_errors: dict[str, UnreachableError | UnsafeUrlError | None] = {}  # by start URL, in their order
-        self._num_launched = 0
-        self._num_of_host: Counter[str] = Counter()  # pages that are launched
-        self._num_costly: Counter[str] = Counter()  # pages that took too much, by host
-        self._num_disallowed = 0
         self._num_put_off = 0
         self._num_read_in_part = 0
-        self._num_sitemaps = 0  # hosts whose sitemaps are being read
         self._unread_sitemaps: Counter[str] = Counter()  # by their host's address
         self._is_late = False
         self._blocks: set[bytes] = set()  # what earlier pages had
@@ -89,22 +66,17 @@ class Crawl:
     def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
         """Launch the start URLs. If they `may_be_unsafe`, a function gave them, and unsafe ones are skipped."""
         self._may_be_unsafe = may_be_unsafe
-        options = self._options
         for url in urls:
-            if self._num_launched == options.max_pages:
-                yield Skipped(url, f"max_pages={options.max_pages} is less than there are start URLs")
-            elif self._has_enough(url):
-                limit = f"max_pages_per_host={options.max_pages_per_host}"
-                yield Skipped(url, f"{limit} is less than there are start URLs of its host")
+            if refusal := self._frontier.refusal(url):
+                yield Skipped(url, refusal)
             else:
                 self._start_errors[url] = None
-                self._start_hosts.add(urlsplit(url).netloc)
-                self._launch(_Target(url, 0))
-        if options.sitemaps and options.max_depth:
+                self._launch(Target(url, 0))
+        if self._options.sitemaps and self._options.max_depth:
             origins = dict.fromkeys("{0.scheme}://{0.netloc}".format(urlsplit(url)) for url in self._start_errors)
             for origin in list(origins)[:MAX_SITEMAP_HOSTS]:
-                self._num_sitemaps += 1
-                self._begin_visit(_Target(origin, 0, is_sitemaps=True))
+                self._frontier.num_sitemaps += 1
+                self._begin_visit(Target(origin, 0, is_sitemaps=True))
 
     async def next_finished(self) -> _Visit | None:
         """Wait for the next visit in the order in which they end; None when there is none, or the time is over."""
@@ -128,26 +100,24 @@ class Crawl:
         else:
             yield self._absorb_page(visit, target)
 
-    def _absorb_sitemaps(self, visit: _Visit, target: _Target) -> Iterator[Skipped]:
-        self._num_sitemaps -= 1
-        waiting, self._waiting = self._waiting, deque()
+    def _absorb_sitemaps(self, visit: _Visit, target: Target) -> Iterator[Skipped]:
+        self._frontier.num_sitemaps -= 1
         problems: dict[str, str] = {}
         try:
             if not visit.cancelled():
                 sitemaps: HostSitemaps = visit.result()
                 problems = sitemaps.problems
                 self._unread_sitemaps[target.url] += sitemaps.num_unread
-                self._follow(sitemaps.pages, 1)
+                self._follow(self._frontier.choose_first(sitemaps.pages, 1))
         except WorkerError:
             raise
         except Exception as error:  # a start page says what is wrong with its host
             problems = {target.url: f"its sitemaps cannot be read: {error}"[:MAX_REASON_CHARS]}
-        self._waiting.extend(waiting)
-        self._launch_waiting()
+        self._follow(self._frontier.choose_waiting())
         for url, problem in problems.items():
             yield Skipped(url, problem)
 
-    def _absorb_page(self, visit: _Visit, target: _Target) -> SourceEvent:
+    def _absorb_page(self, visit: _Visit, target: Target) -> SourceEvent:
         if visit.cancelled():
             return Skipped(target.url, f"its host is given up: {MAX_COSTLY_PAGES} of its pages took too much")
         try:
@@ -163,12 +133,13 @@ class Crawl:
         except UnusablePageError as error:
             self._num_put_off += isinstance(error, PutOffError) or is_busy(error)
             if isinstance(error, DisallowedError):
-                self._free_place(target)
+                self._frontier.free_place(target)
+                self._follow(self._frontier.choose_waiting())
             return Skipped(target.url, str(error))
         except Exception as error:  # whatever one page, which may be hostile, brings about, the others are still good
             return Skipped(target.url, f"it cannot be fetched: {type(error).__name__}: {error}"[:MAX_REASON_CHARS])
         self._num_read_in_part += bool(page["is_cut"])
-        self._follow(page["links"], target.depth + 1)
+        self._follow(self._frontier.choose(page["links"], target.depth + 1))
         return self._event(page)
 
     def _event(self, page: dict[str, Any]) -> SourceEvent:
@@ -179,8 +150,7 @@ class Crawl:
         self._near_duplicates.end_page()
         if not text:
             return Skipped(page["url"], "what matches the query on it was on earlier pages")
-        num_places = self._options.max_pages - self._num_launched
-        num_to_come = len(self._visits) - self._num_sitemaps + min(len(self._waiting), num_places)
+        num_to_come = len(self._visits) - self._frontier.num_sitemaps + self._frontier.num_waiting
         return Append(Chunk(text, page["url"], page["title"]), Hint(num_chunks=num_to_come))
 
     def end(self) -> Iterator[Skipped]:
@@ -201,13 +171,14 @@ class Crawl:
     def cut_short(self) -> CutShort | None:
         """Return why something that was not found may exist all the same. The words are ours: a model may be told."""
         # Where all places are taken, more addresses would not have brought more pages.
-        has_place = self._num_launched < self._options.max_pages
-        num_unread = sum(number for url, number in self._unread_sitemaps.items() if has_place and self._is_wanted(url))
-        num_given_up = sum(num_costly >= MAX_COSTLY_PAGES for num_costly in self._num_costly.values())
+        is_wanted = self._frontier.is_wanted if self._frontier.num_places else lambda url: False
+        num_unread = sum(number for url, number in self._unread_sitemaps.items() if is_wanted(url))
+        num_costly = self._frontier.num_costly.total()
+        num_given_up = sum(number >= MAX_COSTLY_PAGES for number in self._frontier.num_costly.values())
         time_over = f"crawl_timeout_s={self._options.crawl_timeout_s:g} were over before all pages were finished"
         causes = [
             (self._visits or self._is_late, time_over),
-            (self._num_costly, f"{_count(self._num_costly.total(), 'page')} took more time or memory than a page may"),
+            (num_costly, f"{_count(num_costly, 'page')} took more time or memory than a page may"),
             (num_given_up, f"{_count(num_given_up, 'host')} given up because of that"),
             (self._num_put_off, f"{_count(self._num_put_off, 'page')} not fetched, because servers asked to wait"),
             (self._num_read_in_part, f"{_count(self._num_read_in_part, 'page')} too large to be read to the end"),
@@ -226,69 +197,29 @@ class Crawl:
         await asyncio.gather(*self._visits, return_exceptions=True)
         await self._reader.aclose()
 
-    def _follow(self, links: Iterable[str], depth: int) -> None:
-        if depth > self._options.max_depth:
-            return
-        for url in links:
-            if len(self._waiting) == MAX_WAITING:
+    def _follow(self, targets: Iterator[Target]) -> None:
+        for target in targets:
+            if asyncio.get_running_loop().time() >= self._deadline:
+                self._is_late = True
                 return
-            # A worker reads hostile pages: what it answers is checked like what a page says.
-            if self._is_wanted(url) and url not in self._visited and normalize_url(url) == url:
-                if not self._has_place():
-                    self._visited.add(url)
-                    self._waiting.append(_Target(url, depth))
-                elif asyncio.get_running_loop().time() >= self._deadline:
-                    self._is_late = True
-                    return
-                else:
-                    self._launch(_Target(url, depth))
+            self._launch(target)
 
-    def _has_place(self) -> bool:
-        """Whether another page may be launched: half of the places are kept for what sitemaps say."""
-        num_kept = self._options.max_pages // 2 if self._num_sitemaps else 0
-        return self._num_launched < self._options.max_pages - num_kept
-
-    def _is_wanted(self, url: str) -> bool:
-        host = urlsplit(url).netloc
-        is_inside = host in self._start_hosts or not self._options.same_host
-        return is_inside and self._num_costly[host] < MAX_COSTLY_PAGES and not self._has_enough(url)
-
-    def _has_enough(self, url: str) -> bool:
-        limit = self._options.max_pages_per_host
-        return limit is not None and self._num_of_host[urlsplit(url).netloc] >= limit
-
-    def _launch(self, target: _Target) -> None:
-        self._visited.add(target.url)
-        self._num_launched += 1
-        self._num_of_host[urlsplit(target.url).netloc] += 1
+    def _launch(self, target: Target) -> None:
+        self._frontier.launch(target)
         self._begin_visit(target)
 
-    def _launch_waiting(self) -> None:
-        while self._waiting and self._has_place():
-            waiting = self._waiting.popleft()
-            if self._is_wanted(waiting.url):
-                self._launch(waiting)
-
-    def _free_place(self, target: _Target) -> None:
-        """Give the place of a page that was not asked for after all to the next link that waits."""
-        if self._num_disallowed < MAX_DISALLOWED:
-            self._num_disallowed += 1
-            self._num_launched -= 1
-            self._num_of_host[urlsplit(target.url).netloc] -= 1
-            self._launch_waiting()
-
-    def _begin_visit(self, target: _Target) -> None:
+    def _begin_visit(self, target: Target) -> None:
         visit = asyncio.create_task(self._visit(target), name=f"crawl {target.url}")
         self._visits[visit] = target
         visit.add_done_callback(self._finished.put_nowait)
 
-    async def _visit(self, target: _Target) -> Any:
+    async def _visit(self, target: Target) -> Any:
         try:
             if target.is_sitemaps:
                 return await self._read_sitemaps(target.url)
-            return await self._reader.read(target.url, partial(self._check_redirect, target))
+            return await self._reader.read(target.url, partial(self._frontier.check_redirect, target))
         except (CostlyPageError, NoConnectionError):
-            self._blame(urlsplit(target.url).netloc)
+            self._blame(target.host)
             raise
 
     async def _read_sitemaps(self, origin: str) -> HostSitemaps:
@@ -298,21 +229,12 @@ class Crawl:
         await sitemaps.read(until, f"a third of crawl_timeout_s={crawl_timeout_s:g} is over")
         return sitemaps
 
-    def _check_redirect(self, target: _Target, url: str) -> None:
-        if url in self._visited:
-            raise UnusablePageError(f"it redirects to {url}, which is visited already")
-        if target.depth == 0:  # to www.example.com, say: that is then the site
-            self._start_hosts.add(urlsplit(url).netloc)
-        elif self._options.same_host and urlsplit(url).netloc not in self._start_hosts:
-            raise UnusablePageError(f"it redirects to another host: {url}")
-        self._visited.add(url)
-
     def _blame(self, host: str) -> None:
         """Note that a page of `host` took too much. After the second, nothing of it is worth waiting for."""
-        self._num_costly[host] += 1
-        if self._num_costly[host] == MAX_COSTLY_PAGES:
+        self._frontier.num_costly[host] += 1
+        if self._frontier.num_costly[host] == MAX_COSTLY_PAGES:
             for visit, target in self._visits.items():
-                if urlsplit(target.url).netloc == host and visit is not asyncio.current_task():
+                if target.host == host and visit is not asyncio.current_task():
                     visit.cancel()
 
 

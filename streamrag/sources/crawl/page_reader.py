@@ -40,7 +40,7 @@ SITEMAPS = ContentRules(
 MAX_LOOKUPS = 4  # names that one crawl looks up at the same time
 
 SitemapAnswer: TypeAlias = tuple[dict[str, Any], int | None]
-"""What a worker answers, and the `max_body_bytes` after which the sitemap was cut, if it was."""
+"""A worker's answer, and the `max_body_bytes` after which the sitemap was cut, if it was."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class WebSource:
     """
 
     name = "WebSource"
-    """Its name for errors and schedulers; give two sources that behave differently two names."""
+    """The name for errors and schedulers; give two sources that behave differently two names."""
 
     def __init__(
         self,

@@ -39,4 +39,4 @@ class PutOffError(OwnLimitError):
 
 
 class NoConnectionError(UnreachableError):
-    """There was neither a connection nor a refusal in time."""
+    """An address gave neither a connection nor a refusal in time."""

@@ -23,7 +23,7 @@ SETTLED = """js:() => {
 
 NETWORK_ERROR = re.compile(r"net::ERR_(NAME|CONNECTION|ADDRESS|INTERNET|CERT|SSL|TIMED_OUT|TUNNEL|PROXY)\w*")
 CAUSE = re.compile(r"net::\w+|Timeout \d+ms exceeded|(?<=Error: ).+")
-"""What is worth telling in the message of an error of crawl4ai."""
+"""The part of a message of crawl4ai that is worth telling."""
 
 
 class Browser:
