@@ -33,7 +33,6 @@ MAX_LOOKUPS = 32
 
 MAX_ROBOTS = 4  # files robots.txt that are parsed at the same time
 PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "rensa", "tenacity")
-PACKAGES_HERE = ("hishel", "protego", "rensa", "tenacity")  # those of them that are used in this process
 INSTALL = "pip install 'streamrag[crawl]'"
 SCRATCH = "crawl"
 
@@ -169,9 +168,12 @@ class WebSource:
         progress("crawl workers are ready")
 
     def _prepare(self) -> ssl.SSLContext:
-        """Do what would stall the event loop for a tenth of a second."""
-        for package in PACKAGES_HERE:
-            importlib.import_module(package)
+        """Import the packages that this process uses, and do what else would stall the event loop."""
+        import hishel  # noqa: F401
+        import protego  # noqa: F401
+        import rensa  # noqa: F401
+        import tenacity  # noqa: F401
+
         anyio.run(anyio.sleep, 0)  # imports its backend
         if self._options.cache_folder:
             DiskStore(self._options.cache_folder, self._options.max_cache_bytes).open()
