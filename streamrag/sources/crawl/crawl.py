@@ -22,14 +22,8 @@ from streamrag.sources.crawl.frontier import MAX_COSTLY_PAGES, Frontier, Target
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader
 from streamrag.sources.crawl.sitemaps import HostSitemaps
-from streamrag.sources.http.page_errors import (
-    CostlyPageError,
-    DisallowedError,
-    NoConnectionError,
-    PutOffError,
-    UnusablePageError,
-)
-from streamrag.sources.http.politeness import is_busy
+from streamrag.sources.http.page_errors import COSTLY_ERRORS, DisallowedError, UnusablePageError
+from streamrag.sources.http.politeness import is_put_off
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.relevance import Passage, assemble
 from streamrag.tasks import wait_regardless
@@ -131,7 +125,7 @@ class Crawl:
                 self._start_errors[target.url] = error
             return Skipped(target.url, str(error))
         except UnusablePageError as error:
-            self._num_put_off += isinstance(error, PutOffError) or is_busy(error)
+            self._num_put_off += is_put_off(error)
             if isinstance(error, DisallowedError):
                 self._frontier.free_place(target)
                 self._follow(self._frontier.choose_waiting())
@@ -218,7 +212,7 @@ class Crawl:
             if target.is_sitemaps:
                 return await self._read_sitemaps(target.url)
             return await self._reader.read(target.url, partial(self._frontier.check_redirect, target))
-        except (CostlyPageError, NoConnectionError):
+        except COSTLY_ERRORS:
             self._blame(target.host)
             raise
 

@@ -5,14 +5,8 @@ from collections.abc import Iterable
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.crawl.page_reader import PageReader, SitemapAnswer
-from streamrag.sources.http.page_errors import (
-    CostlyPageError,
-    HttpStatusError,
-    NoConnectionError,
-    PutOffError,
-    UnusablePageError,
-)
-from streamrag.sources.http.politeness import is_busy
+from streamrag.sources.http.page_errors import COSTLY_ERRORS, HttpStatusError, UnusablePageError
+from streamrag.sources.http.politeness import is_put_off
 from streamrag.sources.http.urls import normalize_url
 
 MAX_SITEMAPS = 10  # sitemaps of one host that one crawl reads
@@ -91,11 +85,11 @@ class HostSitemaps:
     def _absorb(self, task: "asyncio.Task[SitemapAnswer]", url: str) -> None:
         try:
             answer, max_body_bytes = task.result()
-        except (CostlyPageError, NoConnectionError) as error:
+        except COSTLY_ERRORS as error:
             self._num_costly += 1
             self._leave_out(url, str(error))
         except (UnusablePageError, UnreachableError, UnsafeUrlError) as error:
-            if isinstance(error, PutOffError) or is_busy(error):
+            if is_put_off(error):
                 self._leave_out(url, str(error))
             elif self._are_named or not (isinstance(error, HttpStatusError) and error.status == 404):
                 self.problems[url] = str(error)

@@ -40,3 +40,7 @@ class PutOffError(OwnLimitError):
 
 class NoConnectionError(UnreachableError):
     """An address gave neither a connection nor a refusal in time."""
+
+
+COSTLY_ERRORS = (CostlyPageError, NoConnectionError)
+"""Errors of a host that takes too much: after some of them, no further page of it is worth waiting for."""

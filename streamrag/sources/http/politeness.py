@@ -162,3 +162,8 @@ def _retry_after_s(state: "RetryCallState") -> float:
 def is_busy(error: BaseException) -> bool:
     """Whether a host may answer if it is asked later."""
     return isinstance(error, HttpStatusError) and error.status in BUSY
+
+
+def is_put_off(error: BaseException) -> bool:
+    """Whether a page was not fetched because its host wants to be asked later."""
+    return isinstance(error, PutOffError) or is_busy(error)
