@@ -29,8 +29,8 @@ def search_engine(url: str, *, num_results: Count = 5, timeout_s: Seconds = 10.0
     skipped.
 
     url: the engine's address, as `http://127.0.0.1:8888`.
-    num_results: the first so many addresses.
-    timeout_s: how long it may take.
+    num_results: the most addresses that it gives.
+    timeout_s: seconds for its answer.
 
     :raises ConfigurationError: a value that cannot work.
     :raises SourceError: when it is called and the engine does not answer, or not as it should.

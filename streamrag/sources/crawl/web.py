@@ -42,46 +42,46 @@ CLEANER_OPTIONS += ["cache_folder", "max_cache_bytes"]
 
 
 class WebSource:
-    """Crawls from start URLs, breadth first, and yields the relevant part of each page as it arrives.
+    """A source that crawls from start URLs, breadth first, and yields the relevant part of each page as it arrives.
 
     Pages are fetched in this process and cleaned by crawl4ai in worker processes, which queries share fairly. Every
-    page ends as an `Append` or as a `Skipped` that says why. A host of which two pages take too much is given up. A
-    crawl that left something out because time or a page's limits ran out ends with a `CutShort`.
+    page ends as an `Append` or as a `Skipped` with the reason. A host is given up when two of its pages take too much.
+    A crawl that left something out because time or a page's limits ran out ends with a `CutShort`.
 
-    A start URL that is not allowed is an error if it is in a list; if a function gave it, it is skipped, and an error
-    only if none is left.
+    A start URL in a list that is not allowed is an error. If a function gave it, it is skipped, and an error only if
+    none is left.
 
-    urls: where to start.
+    urls: addresses to start from, or a function from the query to them.
     max_depth: links to follow from a start URL; 0 for only the start URLs.
     same_host: follow only links within the hosts (and ports) of the start URLs, and of where those redirect to.
     max_pages: pages to ask for in one crawl, usable or not.
-    max_pages_per_host: how many of them from one host (and port).
+    max_pages_per_host: the most of them from one host (and port).
     num_fetches: pages of one crawl that are fetched at the same time.
     num_fetches_per_host: requests to one host at the same time, for all queries.
     num_workers: processes that clean pages, for all queries.
-    page_timeout_s: how long fetching a page may take, and then how long cleaning it may.
-    crawl_timeout_s: when a crawl ends with what it has.
+    page_timeout_s: seconds for fetching a page, and then for cleaning it.
+    crawl_timeout_s: seconds after which a crawl ends with what it has.
     max_body_bytes: pages that are larger, before or after decompression, are skipped.
     max_crawl_bytes: bytes of all bodies of one crawl together, as they come over the network.
     max_page_chars: the most characters of the relevant part of a page.
-    max_page_cpu_s: computing time for cleaning a page. A large page takes about a second, and one that is made to be
-        slow is cut before it takes more than two or three; over the limit, its worker is replaced.
-    max_page_memory_bytes: what cleaning a page may take beyond the 0.2 GB that a worker has (on Linux).
+    max_page_cpu_s: seconds of computing for cleaning a page. A large page takes about one, and a page that is made to
+        be slow is cut before it takes more than two or three. Over the limit, its worker is replaced.
+    max_page_memory_bytes: memory for cleaning a page, beyond the 0.2 GB that a worker has (on Linux).
     allow_private: fetch from loopback, private and other special addresses too.
     obey_robots: fetch only what a host's robots.txt allows `user_agent`, and wait between pages as long as it asks
-        for. If a server fails to give it, nothing of that host is fetched. False asks for no robots.txt: what it says
-        is then not known, and it is you who must have leave to fetch these pages at this rate.
+        for. If a server fails to give it, nothing of that host is fetched. False asks for no robots.txt: its rules
+        are then not known, and you need leave to fetch these pages at this rate.
     sitemaps: look for pages in the sitemaps of the start URLs' hosts too. Those whose address has words of the query
         are fetched before links for which there is no place yet; half of `max_pages` is kept free until then.
     send_traceparent: tell the sites that are crawled which trace the query belongs to, where it is traced: for sites of
-        your own, which trace too. A browser tells nobody.
-    user_agent: how requests identify themselves, here and in the question what robots.txt allows.
+        your own, which trace too. A browser does not send it.
+    user_agent: the name in requests, for which robots.txt is read too; by default "streamrag/VERSION".
     cdp_url: a running browser's address (`http://127.0.0.1:9222`), which then fetches the pages and runs their scripts.
-        The addresses of links and start URLs are checked before it is asked. Where it is redirected to is checked
-        afterwards, and what it loads for a page is not: use a browser that cannot reach what it must not.
-    cache_folder: where pages are kept as HTTP's rules allow, and what cleaning made of them, for later queries and
-        programs. Without it nothing is kept. What a browser fetched is not.
-    max_cache_bytes: how much is kept; what was used least recently goes first.
+        The addresses of links and start URLs are checked before it is asked. Its redirects are checked afterwards, and
+        what it loads for a page is not: use a browser that cannot reach what it must not.
+    cache_folder: a folder for pages, kept as HTTP's rules allow, and for their cleaned content, for later queries and
+        programs. By default nothing is kept. Pages that a browser fetched are not kept.
+    max_cache_bytes: size of that folder; what was used least recently goes first.
 
     :raises ConfigurationError: a value that cannot work.
     :raises UnsafeUrlError: a start URL that is neither http nor https.
