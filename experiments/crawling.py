@@ -74,12 +74,13 @@ def steps(site: Path, scratch: Path) -> dict[str, float]:
     from fpdf import FPDF
 
     from streamrag.sources.http.disk_store import DiskStore
-    from streamrag.sources.pages.clean import PageCleaner, bm25
-    from streamrag.sources.pages.documents import read_pdf
+    from streamrag.sources.pages.page_cleaner import PageCleaner, bm25
+    from streamrag.sources.pages.page_content import JSON
+    from streamrag.sources.pages.pdf import read_pdf
     from streamrag.sources.pages.prune import prune
 
     options = {"page_timeout_s": 10.0, "max_page_cpu_s": 60.0, "max_page_memory_bytes": 1 << 30, "cdp_url": None}
-    cleaner = PageCleaner(scratch=str(scratch), user_agent="streamrag", **options)  # type: ignore[arg-type]
+    cleaner = PageCleaner(user_agent="streamrag", **options)  # type: ignore[arg-type]
     store = DiskStore(scratch / "cache", 64 << 20)
     store.open()
     times_ms: dict[str, list[float]] = {}
@@ -97,7 +98,7 @@ def steps(site: Path, scratch: Path) -> dict[str, float]:
         step("robots.txt: look a page up", partial(rules.parser.can_fetch, url, "streamrag/1"))
         pruned = step("prune", partial(prune, url, body.decode()))
         cleaned = step("prune and clean (crawl4ai)", partial(cleaner._read, job, body))
-        step("keep on disk", partial(store.put, url, cleaned.to_bytes()))
+        step("keep on disk", partial(store.put, url, JSON.dump_json(cleaned)))
         step("read from disk what was cleaned", partial(store.get, url))
         passages = step("split into passages", partial(split_markdown, cleaned.text))
         stem = relevant_stems(QUERY, cleaner._stem)

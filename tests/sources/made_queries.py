@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from streamrag.sources.workers.shares import FairQueue, Share
+from streamrag.sources.workers.fair_queue import FairQueue, Share
 
 MAX_JOB_S = 2.0
 

@@ -3,8 +3,8 @@ import ipaddress
 import pytest
 
 from streamrag.errors import ConfigurationError, UnsafeUrlError
-from streamrag.sources.http import addresses
-from streamrag.sources.http.addresses import normalize_url, parse_start_url
+from streamrag.sources.http import ssrf_guard
+from streamrag.sources.http.urls import normalize_url, parse_start_url
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_is_no_address_at_all_is_a_mistake(url: object) -> None:
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "::ffff:8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"])
 def test_public_addresses_are_allowed(address: str) -> None:
-    assert addresses._is_public(ipaddress.ip_address(address))
+    assert ssrf_guard.is_public(ipaddress.ip_address(address))
 
 
 def test_an_address_of_any_length_is_refused_before_it_is_looked_at() -> None:

@@ -15,9 +15,10 @@ import pytest
 from website import Website
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
-from streamrag.sources.http import addresses
+from streamrag.sources.http import ssrf_guard
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.fetched import CostlyPageError, FetchLimits, NoConnectionError, Page, UnusablePageError
+from streamrag.sources.http.page import Page
+from streamrag.sources.http.page_errors import CostlyPageError, NoConnectionError, UnusablePageError
 from streamrag.sources.threads import Threads
 
 CONTEXT = ssl.create_default_context()
@@ -39,14 +40,14 @@ async def fetching(
 
     async def resolve(host: str, port: int) -> Sequence[str]:
         if resolved is None:
-            return await addresses.resolve(host, port, threads=threads)
+            return await ssrf_guard.resolve(host, port, threads=threads)
         if host not in resolved:
             raise socket.gaierror("Name or service not known")
         return resolved[host]
 
     defaults = {"page_timeout_s": 10, "connect_timeout_s": 5, "max_body_bytes": 4 << 20, "allow_private": True}
     fetcher = Fetcher(
-        FetchLimits(**{**defaults, **limits}),  # type: ignore[arg-type]
+        **{**defaults, **limits},  # type: ignore[arg-type]
         user_agent="streamrag/test",
         ssl_context=context or CONTEXT,
         resolve=resolve,
@@ -191,8 +192,8 @@ async def test_one_private_address_among_public_ones_is_refused() -> None:
 @pytest.fixture
 def public_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """127.0.0.1 passes for a public address; the rest of 127.0.0.0/8 stays private."""
-    judge = addresses._is_public
-    monkeypatch.setattr(addresses, "_is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
+    judge = ssrf_guard.is_public
+    monkeypatch.setattr(ssrf_guard, "is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
 
 
 @pytest.mark.usefixtures("public_loopback")
@@ -215,8 +216,13 @@ async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(site
 
     site.add("/a", "a", headers={"Connection": "close"})
     url = site.url("/a", host="rebinding.example")
-    limits = FetchLimits(page_timeout_s=5, connect_timeout_s=5, max_body_bytes=1000, allow_private=False)
-    fetcher = Fetcher(limits, user_agent="test", ssl_context=CONTEXT, resolve=rebinding)
+    limits: dict[str, Any] = {
+        "page_timeout_s": 5,
+        "connect_timeout_s": 5,
+        "max_body_bytes": 1000,
+        "allow_private": False,
+    }
+    fetcher = Fetcher(**limits, user_agent="test", ssl_context=CONTEXT, resolve=rebinding)
     assert (await fetcher.fetch(url, lambda url: None)).body == b"a"
     assert lookups == ["rebinding.example"]
     assert site.requests[0].headers["host"] == f"rebinding.example:{site.port}"
@@ -311,8 +317,13 @@ async def test_a_name_server_that_does_not_answer_is_given_up() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    limits = FetchLimits(page_timeout_s=5, connect_timeout_s=0.05, max_body_bytes=1000, allow_private=True)
-    fetcher = Fetcher(limits, user_agent="test", ssl_context=CONTEXT, resolve=silent)
+    limits: dict[str, Any] = {
+        "page_timeout_s": 5,
+        "connect_timeout_s": 0.05,
+        "max_body_bytes": 1000,
+        "allow_private": True,
+    }
+    fetcher = Fetcher(**limits, user_agent="test", ssl_context=CONTEXT, resolve=silent)
     with pytest.raises(NoConnectionError, match=r"no connection within 0\.05 s"):
         await fetcher.fetch("http://slow.example/", lambda url: None)
     await fetcher.aclose()

@@ -17,9 +17,10 @@ from website import Website
 from streamrag.errors import ConfigurationError, UnsafeUrlError
 from streamrag.sources.crawl.page_reader import SITEMAPS
 from streamrag.sources.http.disk_store import DiskStore
-from streamrag.sources.http.fetched import PAGES, Page, UnusablePageError, Wanted
+from streamrag.sources.http.page import PAGES, ContentRules, Page
 from streamrag.sources.http.page_cache import PageCache
-from streamrag.sources.pages.cleaned import Cleaned
+from streamrag.sources.http.page_errors import UnusablePageError
+from streamrag.sources.pages.page_content import JSON, PageContent
 
 pytest.importorskip("hishel")
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -41,12 +42,12 @@ def store(tmp_path: Path) -> DiskStore:
     return store
 
 
-async def fetch(store: DiskStore, url: str, wanted: Wanted = PAGES, **limits: Any) -> Page:
+async def fetch(store: DiskStore, url: str, rules: ContentRules = PAGES, **limits: Any) -> Page:
     allow_private = limits.setdefault("allow_private", True)
     cache = PageCache(store, allow_private=allow_private, user_agent=AGENT)
     async with fetching(**limits) as fetcher:
-        fetcher._remembered = cache
-        return await fetcher.fetch(url, lambda url: None, wanted)
+        fetcher._cache = cache
+        return await fetcher.fetch(url, lambda url: None, rules)
 
 
 def files(folder: Path) -> list[Path]:
@@ -328,8 +329,8 @@ WRONG_LINKS = b'{"url": "u", "title": "t", "text": "x", "links": %s, "is_cut": f
     "kept",
     [b"", b"{}", b"[]", b'{"url": 1}', b"\xff", b"[" * 99_999, WRONG_LINKS % b"[]", WRONG_LINKS % b"5"],
 )
-def test_what_is_no_cleaned_page_is_told(kept: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 (json's own)
-        Cleaned.from_bytes(kept)
-    cleaned = Cleaned("http://a.example/", "T", "text \udfff", {"http://b.example/": "B"}, False)
-    assert Cleaned.from_bytes(cleaned.to_bytes()) == cleaned
+def test_what_is_no_content_of_a_page_is_refused(kept: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (pydantic's own)
+        JSON.validate_json(kept)
+    content = PageContent("http://a.example/", "T", "text", {"http://b.example/": "B"}, False)
+    assert JSON.validate_json(JSON.dump_json(content)) == content

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from streamrag.sources.http import politeness
-from streamrag.sources.http.fetched import HttpStatusError, UnusablePageError
-from streamrag.sources.http.politeness import CrawlTurns, Hosts, PutOffError
+from streamrag.sources.http.page_errors import HttpStatusError, PutOffError, UnusablePageError
+from streamrag.sources.http.politeness import CrawlTurns, Hosts
 
 pytest.importorskip("tenacity")
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")

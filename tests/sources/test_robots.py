@@ -13,11 +13,11 @@ import pytest
 from website import Website
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
-from streamrag.sources.http import addresses, robots
+from streamrag.sources.http import robots, ssrf_guard
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.fetched import CostlyPageError, FetchLimits, OwnLimitError, Turns
-from streamrag.sources.http.politeness import CrawlTurns, Hosts, PutOffError
-from streamrag.sources.http.robots import DisallowedError, Robots, Rules, parse
+from streamrag.sources.http.page_errors import CostlyPageError, DisallowedError, OwnLimitError, PutOffError
+from streamrag.sources.http.politeness import CrawlTurns, Hosts
+from streamrag.sources.http.robots import Robots, Rules, parse
 from streamrag.sources.threads import Threads
 
 pytest.importorskip("protego")
@@ -40,12 +40,12 @@ async def site() -> AsyncIterator[Website]:
 
 
 @asynccontextmanager
-async def fetching(turns: Turns | None = None, **limits: Any) -> AsyncIterator[Fetcher]:
+async def fetching(turns: CrawlTurns | None = None, **limits: Any) -> AsyncIterator[Fetcher]:
     fetcher = Fetcher(
-        FetchLimits(**{**LIMITS, **limits}),
+        **{**LIMITS, **limits},
         user_agent=AGENT,
         ssl_context=CONTEXT,
-        resolve=partial(addresses.resolve, threads=Threads(2, "look up a name")),
+        resolve=partial(ssrf_guard.resolve, threads=Threads(2, "look up a name")),
         turns=turns,
     )
     try:

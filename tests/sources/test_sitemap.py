@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamrag.sources.pages import sitemap
-from streamrag.sources.pages.sitemap import find_pages
+from streamrag.sources.pages.sitemap import read_sitemap
 
 URL = "http://docs.example/sitemap.xml"
 NAMESPACE = "http://www.sitemaps.org/schemas/sitemap/0.9"
@@ -25,7 +25,7 @@ def index(*addresses: str) -> bytes:
 
 
 def find(body: bytes, query: str = "How do penguins swim?") -> dict[str, Any]:
-    return find_pages({"url": URL, "query": query}, body, str)
+    return read_sitemap({"url": URL, "query": query}, body, str)
 
 
 PAGES = urlset(
@@ -64,9 +64,9 @@ def test_lines_of_text_are_a_sitemap() -> None:
 def test_of_a_cut_text_the_last_line_may_be_half_an_address() -> None:
     job = {"url": "http://docs.example/sitemap.txt", "query": "penguins", "is_cut": True}
     body = b"http://docs.example/penguins\nhttp://docs.example/penguins-sw"
-    found = sitemap.find_pages(job, body, str)
+    found = sitemap.read_sitemap(job, body, str)
     assert found == {"pages": ["http://docs.example/penguins"], "sitemaps": [], "is_cut": True}
-    whole = sitemap.find_pages({**job, "is_cut": False}, body, str)
+    whole = sitemap.read_sitemap({**job, "is_cut": False}, body, str)
     assert whole["pages"] == ["http://docs.example/penguins", "http://docs.example/penguins-sw"]
 
 

@@ -33,10 +33,11 @@ from streamrag.errors import (
     WorkerError,
 )
 from streamrag.sources.crawl import web
-from streamrag.sources.crawl.web import StartUrls, WebSource
-from streamrag.sources.http import addresses
+from streamrag.sources.crawl.start_urls import StartUrls
+from streamrag.sources.crawl.web import WebSource
+from streamrag.sources.http import ssrf_guard
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.fetched import Page
+from streamrag.sources.http.page import Page
 
 pytest.importorskip("crawl4ai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -456,8 +457,8 @@ async def test_a_private_start_url_is_refused_with_the_remedy(site: Website, new
 async def test_links_to_private_addresses_are_skipped(
     site: Website, new: NewSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = addresses._is_public
-    monkeypatch.setattr(addresses, "_is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
+    judge = ssrf_guard.is_public
+    monkeypatch.setattr(ssrf_guard, "is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
     site.add("/", text("Emperor", site.url("/secret", host="127.0.0.2"), "/sly"))
     site.add_redirect("/sly", site.url("/secret", host="127.0.0.3"))
     events = await crawl(new(allow_private=False, same_host=False))
@@ -627,8 +628,8 @@ BAD = [
 async def test_bad_addresses_of_a_function_are_skipped(
     site: Website, new: NewSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = addresses._is_public
-    monkeypatch.setattr(addresses, "_is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
+    judge = ssrf_guard.is_public
+    monkeypatch.setattr(ssrf_guard, "is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
     site.add("/", text("Emperor"))
     private = site.url("/", host="127.0.0.2")
     source = new(lambda query: [*BAD, private, site.url()], allow_private=False)
@@ -717,16 +718,16 @@ async def test_a_function_that_hangs_leaves_the_programs_own_threads_alone(new: 
         ([7], {}, "a start URL is a str"),
         (["docs.example"], {}, "write https://host/path"),
         (["file:///etc/passwd"], {}, "only http:// and https://"),
-        (None, {"max_depth": -1}, "max_depth=-1 must be a whole number, at least 0"),
+        (None, {"max_depth": -1}, "max_depth=-1 must be greater than or equal to 0"),
         (None, {"max_pages": 0}, "max_pages=0 must be"),
         (None, {"num_fetches": 1.5}, "num_fetches=1.5 must be"),
         (None, {"num_workers": True}, "num_workers=True must be"),
         (None, {"max_body_bytes": "1"}, "max_body_bytes='1' must be"),
         (None, {"max_page_chars": 0}, "max_page_chars=0 must be"),
-        (None, {"page_timeout_s": 0}, "page_timeout_s=0 must be a number of seconds"),
+        (None, {"page_timeout_s": 0}, "page_timeout_s=0 must be greater than 0"),
         (None, {"crawl_timeout_s": float("inf")}, "crawl_timeout_s=inf must be"),
-        (None, {"max_page_cpu_s": 0}, "max_page_cpu_s=0 must be a number of seconds"),
-        (None, {"max_page_memory_bytes": 1000}, "max_page_memory_bytes=1000 must be a whole number, at least 1048576"),
+        (None, {"max_page_cpu_s": 0}, "max_page_cpu_s=0 must be greater than 0"),
+        (None, {"max_page_memory_bytes": 1000}, "max_page_memory_bytes=1000 must be greater than or equal to 1048576"),
         (None, {"user_agent": "a\r\nHost: b"}, "user_agent='a.* must be printable ASCII"),
         (None, {"cdp_url": "localhost:9222"}, "cdp_url='localhost:9222' must be"),
     ],
@@ -888,8 +889,8 @@ async def test_a_browser_is_not_asked_for_private_addresses(site: Website, brows
 async def test_where_a_browser_is_led_to_is_checked(
     site: Website, browse: NewSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = addresses._is_public
-    monkeypatch.setattr(addresses, "_is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
+    judge = ssrf_guard.is_public
+    monkeypatch.setattr(ssrf_guard, "is_public", lambda address: str(address) == "127.0.0.1" or judge(address))
     site.add("/", text("Emperor", "/elsewhere", "/private"))
     site.add_redirect("/elsewhere", site.url("/other", host="localhost"))
     site.add_redirect("/private", site.url("/other", host="127.0.0.2"))

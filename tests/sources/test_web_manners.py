@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from crawls import QUERY, NewSource, crawl, cut_short, maker, paths, reasons, text
-from test_documents import changed, pdf, with_content
+from test_pdf import changed, pdf, with_content
 from website import Website
 
 from streamrag.core import Append, SourceEvent
@@ -243,7 +243,7 @@ async def test_a_second_question_fetches_and_cleans_nothing_again(
         assert await crawl(second) == events
         assert sorted(site.paths) == ["/", "/a"]
         assert len(site.robots_requests) == 2  # each source asks for itself
-        kept = [path for path in cache.iterdir() if b'"text": ' in path.read_bytes()]
+        kept = [path for path in cache.iterdir() if b'"text":' in path.read_bytes()]
         assert len(kept) == 2
         for path in cache.iterdir():
             path.write_bytes(b"damaged")

@@ -12,7 +12,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from streamrag.sources.http.counted import CountedStream
+from streamrag.support.counted_stream import CountedStream
 
 KEEP_ALIVE_S = 5.0
 MAX_OVERHEAD_BYTES = 1 << 16

@@ -1,31 +1,23 @@
-"""What one crawl does with one address: may it, fetch it, and have a worker clean it."""
+"""Reading one address for a crawl: ask whether it may be fetched, fetch it, and have a worker clean it."""
 
-import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.propagation import trace_headers
-from streamrag.sources.crawl.host_sitemaps import HostSitemaps
 from streamrag.sources.crawl.options import CrawlOptions
-from streamrag.sources.http.addresses import normalize_url, resolve
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.fetched import (
-    CostlyPageError,
-    FetchLimits,
-    HttpStatusError,
-    Kind,
-    NoConnectionError,
-    Remembered,
-    UnusablePageError,
-    Wanted,
-)
-from streamrag.sources.http.politeness import CrawlTurns, Hosts, PutOffError, is_busy
-from streamrag.sources.http.robots import DisallowedError, Robots
+from streamrag.sources.http.page import ContentRules, Kind
+from streamrag.sources.http.page_cache import PageCache
+from streamrag.sources.http.page_errors import CostlyPageError, DisallowedError, UnusablePageError
+from streamrag.sources.http.politeness import CrawlTurns, Hosts
+from streamrag.sources.http.robots import Robots
+from streamrag.sources.http.ssrf_guard import resolve
+from streamrag.sources.http.urls import normalize_url
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers.pool import (
     Share,
@@ -36,42 +28,29 @@ from streamrag.sources.workers.pool import (
     WorkerTimeoutError,
 )
 
-SITEMAPS = Wanted(
-    dict.fromkeys(
-        (
-            "application/xml",
-            "text/xml",
-            "application/rss+xml",
-            "application/gzip",
-            "application/x-gzip",
-            "application/octet-stream",
-            "text/plain",
-        ),
-        "xml",
-    ),
+XML = "application/xml", "text/xml", "application/rss+xml"
+GZIP = "application/gzip", "application/x-gzip", "application/octet-stream"
+SITEMAPS = ContentRules(
+    dict.fromkeys((*XML, *GZIP, "text/plain"), "xml"),
     "application/xml, text/xml, application/gzip",
     "a sitemap",
     is_lenient=True,
 )
 
-SITEMAPS_AT_ONCE = 2
-"""Of one host: pages that links lead to come beside them."""
+MAX_LOOKUPS = 4  # names that one crawl looks up at the same time
 
-SITEMAPS_SHARE_OF_TIME = 1 / 3
-"""Of the crawl's time: then links have the places that were kept for what sitemaps say."""
-
-MAX_LOOKUPS = 4
-"""Names that one crawl looks up at the same time."""
+SitemapAnswer: TypeAlias = tuple[dict[str, Any], int | None]
+"""A worker's answer, and the `max_body_bytes` after which the sitemap was cut, if it was."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What the crawls of one source have together."""
+class SharedState:
+    """The state that the crawls of one source share."""
 
     lookups: Threads
     hosts: Hosts
     robots: Robots
-    remembered: Remembered
+    cache: PageCache | None
 
 
 class PageReader:
@@ -83,121 +62,64 @@ class PageReader:
         options: CrawlOptions,
         workers: WorkerPool,
         ssl_context: ssl.SSLContext,
-        shared: Shared,
+        shared: SharedState,
         deadline: float,
     ) -> None:
         self._query = query
         self._options = options
         self._workers = workers
         self._robots = shared.robots if options.obey_robots else None
-        self._sitemaps_until = deadline - (1 - SITEMAPS_SHARE_OF_TIME) * options.crawl_timeout_s
         self._turns = CrawlTurns(shared.hosts, num_fetches=options.num_fetches, deadline=deadline)
-        limits = FetchLimits(
+        self._fetcher = Fetcher(
             page_timeout_s=options.page_timeout_s,
             connect_timeout_s=options.page_timeout_s / 2,
             max_body_bytes=options.max_body_bytes,
             max_crawl_bytes=options.max_crawl_bytes,
             allow_private=options.allow_private,
-        )
-        self._fetcher = Fetcher(
-            limits,
             user_agent=options.user_agent,
             ssl_context=ssl_context,
             resolve=partial(resolve, threads=Threads(MAX_LOOKUPS, "look up a name", within=shared.lookups)),
             turns=self._turns,
-            remembered=shared.remembered,
+            cache=shared.cache,
             more_headers=trace_headers.get() if options.send_traceparent else None,
         )
         self._share = Share()
 
     async def aclose(self) -> None:
+        """Close the connections."""
         await self._fetcher.aclose()
 
     async def read(self, url: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """The worker's answer for the page.
+        """Return the worker's answer for the page.
 
         :raises UnreachableError: it cannot be reached.
         :raises UnsafeUrlError: it is at an address that is not allowed.
         :raises UnusablePageError: it may not be fetched, or cannot be used.
         :raises WorkerError: the worker died.
         """
+        if self._options.cdp_url:
+            await self._fetcher.check_address(url)
+            await self._check_robots(url)
+            return await self._browse(url, check_redirect)
 
         async def check(redirected_to: str) -> None:
             check_redirect(redirected_to)
             await self._check_target(redirected_to)
 
-        if self._options.cdp_url:
-            await self._fetcher.check_address(url)
         await self._check_robots(url)
-        if self._options.cdp_url:
-            return await self._browse(url, check_redirect)
         page = await self._fetcher.fetch(url, check)
         return await self._clean(page.url, page.kind, page.charset, page.body)
 
-    async def find_pages(self, origin: str) -> dict[str, Any]:
-        """The `pages` that a host's sitemaps name and that have words of the query in their address; `problems`, by the
-        address of a sitemap; and `num_unread`: sitemaps of which more might be known if there were more time, or fewer
-        limits that are not the user's.
+    async def named_sitemaps(self, origin: str) -> Sequence[str]:
+        """Return the addresses of sitemaps in a host's robots.txt."""
+        if not self._robots:
+            return ()
+        rules = await self._robots.rules(origin + "/", self._fetcher)
+        self._turns.set_delay(origin, rules.delay_s)
+        return rules.sitemaps
 
-        The sitemaps are those that its robots.txt names, or else `/sitemap.xml`. Those elsewhere are not read. They
-        have a third of the crawl's time, and none is begun after the second that takes too much.
-        """
-        late = f"a third of crawl_timeout_s={self._options.crawl_timeout_s:g} is over"
-        found = HostSitemaps(origin)
-        reading: dict[asyncio.Task[tuple[dict[str, Any], bool]], str] = {}
-        try:
-            async with asyncio.timeout_at(self._sitemaps_until):
-                if self._robots:
-                    rules = await self._robots.rules(origin + "/", self._fetcher)
-                    self._turns.set_delay(origin, rules.delay_s)
-                    found.name(rules.sitemaps)
-                while True:
-                    while len(reading) < SITEMAPS_AT_ONCE and (url := found.next()):
-                        reading[asyncio.create_task(self._read_sitemap(url), name=f"crawl {url}")] = url
-                    if not reading:
-                        break
-                    done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
-                        self._note(task, reading.pop(task), found)
-        except TimeoutError:
-            for url in reading.values():
-                found.leave_out(url, f"it is not read: {late}")
-        finally:
-            for task in reading:
-                task.cancel()
-            await asyncio.gather(*reading, return_exceptions=True)
-        if found.waiting:
-            num_more = len(found.waiting) - 1
-            more = f", nor are {num_more} more" if num_more else ""
-            found.leave_out(found.waiting[0], f"it is not read{more}: {found.is_enough() or late}")
-            found.num_unread += num_more
-        return {"pages": list(found.pages), "problems": found.problems, "num_unread": found.num_unread}
-
-    def _note(self, task: "asyncio.Task[tuple[dict[str, Any], bool]]", url: str, found: HostSitemaps) -> None:
-        """What became of a sitemap.
-
-        :raises WorkerError: the worker died.
-        """
-        try:
-            answer, is_beginning = task.result()
-        except (CostlyPageError, NoConnectionError) as error:
-            found.num_costly += 1
-            found.leave_out(url, str(error))
-        except (UnusablePageError, UnreachableError, UnsafeUrlError) as error:
-            if isinstance(error, PutOffError) or is_busy(error):
-                found.leave_out(url, str(error))
-            elif found.are_named or not (isinstance(error, HttpStatusError) and error.status == 404):
-                found.problems[url] = str(error)
-        else:
-            found.add(answer)
-            if is_beginning:
-                limit = f"max_body_bytes={self._options.max_body_bytes}"
-                found.problems[url] = f"it is larger than {limit}: only its beginning is read"
-            elif answer["is_cut"]:
-                found.leave_out(url, "it is damaged, or larger than what is looked at: only a part of it is read")
-
-    async def _read_sitemap(self, url: str) -> tuple[dict[str, Any], bool]:
-        """The worker's answer, and whether it had only what `max_body_bytes` allows."""
+    async def read_sitemap(self, url: str) -> SitemapAnswer:
+        """Return the worker's answer for the sitemap; raises what `read` raises."""
 
         def stay(redirected_to: str) -> None:
             if urlsplit(redirected_to).netloc != urlsplit(url).netloc:
@@ -205,7 +127,8 @@ class PageReader:
 
         await self._check_robots(url)
         page = await self._fetcher.fetch(url, stay, SITEMAPS)
-        return await self._clean(page.url, "xml", page.charset, page.body, is_cut=page.is_cut), page.is_cut
+        answer = await self._clean(page.url, "xml", page.charset, page.body, is_cut=page.is_cut)
+        return answer, self._options.max_body_bytes if page.is_cut else None
 
     async def _check_robots(self, url: str) -> None:
         if self._robots:
@@ -213,7 +136,7 @@ class PageReader:
             self._turns.set_delay(url, rules.delay_s)
 
     async def _check_target(self, url: str) -> None:
-        """As `_check_robots`, of a redirect's target: a page was asked for, whatever becomes of it."""
+        """Check a redirect's target: unlike a page that is not asked for, it counts, whatever becomes of it."""
         try:
             await self._check_robots(url)
         except DisallowedError as error:
@@ -235,21 +158,19 @@ class PageReader:
         return {**answer, "url": url}
 
     async def _clean(self, url: str, kind: Kind, charset: str, body: bytes, *, is_cut: bool = False) -> dict[str, Any]:
-        choice = {"query": self._query, "max_chars": self._options.max_page_chars}
-        job = {"url": url, "kind": kind, "charset": charset, "is_cut": is_cut, **choice}
+        options = self._options
+        job = {"url": url, "kind": kind, "charset": charset, "is_cut": is_cut}
+        job |= {"query": self._query, "max_chars": options.max_page_chars}
         # A browser's own deadline is page_timeout_s, and it has to be read after that.
-        timeout_s = self._options.page_timeout_s * (2 if kind == "browser" else 1)
+        timeout_s = options.page_timeout_s * (2 if kind == "browser" else 1)
         try:
             part = urlsplit(url).netloc
             return await self._workers.run(job, body, timeout_s=timeout_s, share=self._share, part=part)
         except WorkerTimeoutError:
             raise CostlyPageError(f"reading it takes longer than {timeout_s:g} s") from None
         except WorkerLimitError as error:
-            limit = (
-                f"max_page_memory_bytes={self._options.max_page_memory_bytes}"
-                if error.what == "memory"
-                else f"max_page_cpu_s={self._options.max_page_cpu_s:g}"
-            )
+            memory, cpu = options.max_page_memory_bytes, options.max_page_cpu_s
+            limit = f"max_page_memory_bytes={memory}" if error.what == "memory" else f"max_page_cpu_s={cpu:g}"
             raise CostlyPageError(f"reading it takes more {error.what} than {limit}") from None
         except WorkerStartError:
             raise

@@ -4,24 +4,24 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import cast
+from typing import TypeAlias, cast
 
 import httpx
 
-from streamrag.errors import ConfigurationError, SourceError
-from streamrag.kinds import is_number, is_whole
+from streamrag.errors import SourceError
 from streamrag.propagation import trace_headers
-from streamrag.sources.http.addresses import parse_start_url
+from streamrag.sources.http.urls import parse_start_url
+from streamrag.support.validation import Count, Seconds, validated
 
-MAX_ANSWER_BYTES = 512 << 10
-"""It is read on the event loop. A page of results is some tens of kilobytes."""
+FindUrls: TypeAlias = Callable[[str], Awaitable[list[str]]]
 
-MAX_QUERY_CHARS = 500
-"""Search engines take no longer questions."""
+MAX_ANSWER_BYTES = 512 << 10  # it is read on the event loop. A page of results is some tens of kilobytes
+MAX_QUERY_CHARS = 500  # search engines take no longer questions
 
 
-def search_engine(url: str, *, num_results: int = 5, timeout_s: float = 10.0) -> Callable[[str], Awaitable[list[str]]]:
-    """A function from a query to the addresses that a search engine finds, for `WebSource(search_engine(...))`.
+@validated
+def search_engine(url: str, *, num_results: Count = 5, timeout_s: Seconds = 10.0) -> FindUrls:
+    """Return a function from a query to the addresses that a search engine finds, for `WebSource(search_engine(...))`.
 
     It speaks the JSON interface of SearXNG (`GET /search?q=...&format=json`, to be switched on in its settings). Run
     one of your own: the engine is asked at `url` whatever address that is, and is sent the query, and its trace's
@@ -29,17 +29,13 @@ def search_engine(url: str, *, num_results: int = 5, timeout_s: float = 10.0) ->
     skipped.
 
     url: the engine's address, as `http://127.0.0.1:8888`.
-    num_results: the first so many addresses.
-    timeout_s: how long it may take.
+    num_results: the most addresses that it gives.
+    timeout_s: seconds for its answer.
 
     :raises ConfigurationError: a value that cannot work.
     :raises SourceError: when it is called and the engine does not answer, or not as it should.
     """
     base = parse_start_url(url)
-    if not is_whole(num_results) or num_results < 1:
-        raise ConfigurationError(f"search_engine: num_results={num_results!r} must be a whole number, at least 1")
-    if not is_number(timeout_s) or not 0 < timeout_s < float("inf"):
-        raise ConfigurationError(f"search_engine: timeout_s={timeout_s!r} must be a number of seconds over 0")
 
     async def find(query: str) -> list[str]:
         try:

@@ -4,108 +4,91 @@ import asyncio
 import importlib.util
 import os
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeAlias
 
 import anyio
 import httpcore
 
-from streamrag.core import Progress, Skipped, SourceEvent
-from streamrag.errors import (
-    ConfigurationError,
-    MissingDependencyError,
-    SourceError,
-    StreamRagError,
-    UnreachableError,
-    UnsafeUrlError,
-)
-from streamrag.kinds import short
+from streamrag.core import Progress, SourceEvent
+from streamrag.errors import ConfigurationError, MissingDependencyError, UnreachableError
 from streamrag.scratch import ScratchFolder, remove_left_behind
 from streamrag.sources.crawl.crawl import Crawl
 from streamrag.sources.crawl.options import CrawlOptions
-from streamrag.sources.crawl.page_reader import PageReader, Shared
-from streamrag.sources.http.addresses import MAX_URL_CHARS, parse_start_url
+from streamrag.sources.crawl.page_reader import PageReader, SharedState
+from streamrag.sources.crawl.start_urls import StartUrlList, StartUrls
 from streamrag.sources.http.disk_store import DiskStore
-from streamrag.sources.http.fetched import Remembered
 from streamrag.sources.http.page_cache import PageCache
 from streamrag.sources.http.politeness import Hosts
 from streamrag.sources.http.robots import Robots
 from streamrag.sources.threads import Threads
-from streamrag.sources.user_functions import call_for_list
 from streamrag.sources.workers.pool import WorkerPool, WorkerStartError
 from streamrag.starting import started_once
 from streamrag.tasks import wait_regardless
 from streamrag.versions import __version__
 
-StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]
-"""Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""
-
 MAX_LOOKUPS = 32
 """Names that all crawls together look up at the same time. One without an answer holds a thread for 30 s."""
 
-MAX_CALLS = 32
-"""Calls of the function that gives start URLs, at the same time."""
-
-MAX_ROBOTS = 4
-"""Files robots.txt that are parsed at the same time."""
-
+MAX_ROBOTS = 4  # files robots.txt that are parsed at the same time
 PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "rensa", "tenacity")
-PACKAGES_HERE = ("hishel", "protego", "rensa", "tenacity")
-"""Those of them that are used in this process."""
-
 INSTALL = "pip install 'streamrag[crawl]'"
 SCRATCH = "crawl"
 
+CLEANER = "streamrag.sources.pages.page_cleaner:PageCleaner"
+CLEANER_OPTIONS = ["user_agent", "page_timeout_s", "max_page_cpu_s", "max_page_memory_bytes", "cdp_url"]
+CLEANER_OPTIONS += ["cache_folder", "max_cache_bytes"]
+
 
 class WebSource:
-    """Crawls from start URLs, breadth first, and yields the relevant part of each page as it arrives.
+    """A source that crawls from start URLs, breadth first, and yields the relevant part of each page as it arrives.
 
     Pages are fetched in this process and cleaned by crawl4ai in worker processes, which queries share fairly. Every
-    page ends as an `Append` or as a `Skipped` that says why. A host of which two pages take too much is given up. A
-    crawl that left something out because time or a page's limits ran out ends with a `CutShort`.
+    page ends as an `Append` or as a `Skipped` with the reason. A host is given up when two of its pages take too much.
+    A crawl that left something out because time or a page's limits ran out ends with a `CutShort`.
 
-    A start URL that is not allowed is an error if it is in a list; if a function gave it, it is skipped, and an error
-    only if none is left.
+    A start URL in a list that is not allowed is an error. If a function gave it, it is skipped, and an error only if
+    none is left.
 
-    urls: where to start.
+    urls: addresses to start from, or a function from the query to them.
     max_depth: links to follow from a start URL; 0 for only the start URLs.
     same_host: follow only links within the hosts (and ports) of the start URLs, and of where those redirect to.
     max_pages: pages to ask for in one crawl, usable or not.
-    max_pages_per_host: how many of them from one host (and port).
+    max_pages_per_host: the most of them from one host (and port).
     num_fetches: pages of one crawl that are fetched at the same time.
     num_fetches_per_host: requests to one host at the same time, for all queries.
     num_workers: processes that clean pages, for all queries.
-    page_timeout_s: how long fetching a page may take, and then how long cleaning it may.
-    crawl_timeout_s: when a crawl ends with what it has.
+    page_timeout_s: seconds for fetching a page, and then for cleaning it.
+    crawl_timeout_s: seconds after which a crawl ends with what it has.
     max_body_bytes: pages that are larger, before or after decompression, are skipped.
     max_crawl_bytes: bytes of all bodies of one crawl together, as they come over the network.
     max_page_chars: the most characters of the relevant part of a page.
-    max_page_cpu_s: computing time for cleaning a page. A large page takes about a second, and one that is made to be
-        slow is cut before it takes more than two or three; over the limit, its worker is replaced.
-    max_page_memory_bytes: what cleaning a page may take beyond the 0.2 GB that a worker has (on Linux).
+    max_page_cpu_s: seconds of computing for cleaning a page. A large page takes about one, and a page that is made to
+        be slow is cut before it takes more than two or three. Over the limit, its worker is replaced.
+    max_page_memory_bytes: memory for cleaning a page, beyond the 0.2 GB that a worker has (on Linux).
     allow_private: fetch from loopback, private and other special addresses too.
     obey_robots: fetch only what a host's robots.txt allows `user_agent`, and wait between pages as long as it asks
-        for. If a server fails to give it, nothing of that host is fetched. False asks for no robots.txt: what it says
-        is then not known, and it is you who must have leave to fetch these pages at this rate.
+        for. If a server fails to give it, nothing of that host is fetched. False asks for no robots.txt: its rules
+        are then not known, and you need leave to fetch these pages at this rate.
     sitemaps: look for pages in the sitemaps of the start URLs' hosts too. Those whose address has words of the query
         are fetched before links for which there is no place yet; half of `max_pages` is kept free until then.
     send_traceparent: tell the sites that are crawled which trace the query belongs to, where it is traced: for sites of
-        your own, which trace too. A browser tells nobody.
-    user_agent: how requests identify themselves, here and in the question what robots.txt allows.
+        your own, which trace too. A browser does not send it.
+    user_agent: the name in requests, for which robots.txt is read too; by default "streamrag/VERSION".
     cdp_url: a running browser's address (`http://127.0.0.1:9222`), which then fetches the pages and runs their scripts.
-        The addresses of links and start URLs are checked before it is asked. Where it is redirected to is checked
-        afterwards, and what it loads for a page is not: use a browser that cannot reach what it must not.
-    cache_folder: where pages are kept as HTTP's rules allow, and what cleaning made of them, for later queries and
-        programs. Without it nothing is kept. What a browser fetched is not.
-    max_cache_bytes: how much is kept; what was used least recently goes first.
+        The addresses of links and start URLs are checked before it is asked. Its redirects are checked afterwards, and
+        what it loads for a page is not: use a browser that cannot reach what it must not.
+    cache_folder: a folder for pages, kept as HTTP's rules allow, and for their cleaned content, for later queries and
+        programs. By default nothing is kept. Pages that a browser fetched are not kept.
+    max_cache_bytes: size of that folder; what was used least recently goes first.
 
     :raises ConfigurationError: a value that cannot work.
     :raises UnsafeUrlError: a start URL that is neither http nor https.
     """
 
     name = "WebSource"
-    """Its name for errors and schedulers; give two sources that behave differently two names."""
+    """The name for errors and schedulers; give two sources that behave differently two names."""
 
     def __init__(
         self,
@@ -134,49 +117,26 @@ class WebSource:
         cache_folder: str | Path | None = None,
         max_cache_bytes: int = 256 << 20,
     ) -> None:
-        self._urls = urls if callable(urls) else _parse(urls)
-        if not self._urls:
-            raise ConfigurationError("WebSource: there is no start URL")
-        self._options = CrawlOptions(
-            max_depth=max_depth,
-            same_host=same_host,
-            max_pages=max_pages,
-            max_pages_per_host=max_pages_per_host,
-            num_fetches=num_fetches,
-            num_fetches_per_host=num_fetches_per_host,
-            num_workers=num_workers,
-            page_timeout_s=page_timeout_s,
-            crawl_timeout_s=crawl_timeout_s,
-            max_body_bytes=max_body_bytes,
-            max_crawl_bytes=max_crawl_bytes,
-            max_page_chars=max_page_chars,
-            max_page_cpu_s=max_page_cpu_s,
-            max_page_memory_bytes=max_page_memory_bytes,
-            allow_private=allow_private,
-            obey_robots=obey_robots,
-            sitemaps=sitemaps,
-            send_traceparent=send_traceparent,
-            user_agent=user_agent or f"streamrag/{__version__}",
-            cdp_url=cdp_url,
-            cache_folder=None if cache_folder is None else os.path.abspath(cache_folder),
-            max_cache_bytes=max_cache_bytes,
-        )
+        user_agent = user_agent or f"streamrag/{__version__}"
+        cache_folder = None if cache_folder is None else os.path.abspath(cache_folder)
+        given = locals()
+        self._urls = StartUrlList(urls)
+        self._options = CrawlOptions(**{each.name: given[each.name] for each in fields(CrawlOptions)})
         self._workers: WorkerPool | None = None
         self._ssl_context: ssl.SSLContext | None = None
         self._scratch: ScratchFolder | None = None
-        self._begin()
+        self._shared = self._new_state()
 
-    def _begin(self) -> None:
-        """What belongs to one event loop, and is forgotten when the source is closed."""
-        self._calls = Threads(MAX_CALLS, "start URLs")
+    def _new_state(self) -> SharedState:
+        """Return what belongs to one event loop, and is forgotten when the source is started again."""
+        options = self._options
+        cache = None
+        if options.cache_folder:
+            store = DiskStore(options.cache_folder, options.max_cache_bytes)
+            cache = PageCache(store, allow_private=options.allow_private, user_agent=options.user_agent)
         lookups = Threads(MAX_LOOKUPS, "look up a name")
-        robots = Robots(self._options.user_agent, Threads(MAX_ROBOTS, "robots.txt"))
-        remembered = Remembered()
-        if self._options.cache_folder:
-            store = DiskStore(self._options.cache_folder, self._options.max_cache_bytes)
-            allow_private, user_agent = self._options.allow_private, self._options.user_agent
-            remembered = PageCache(store, allow_private=allow_private, user_agent=user_agent)
-        self._shared = Shared(lookups, Hosts(self._options.num_fetches_per_host), robots, remembered)
+        robots = Robots(options.user_agent, Threads(MAX_ROBOTS, "robots.txt"))
+        return SharedState(lookups, Hosts(options.num_fetches_per_host), robots, cache)
 
     @started_once
     async def start(self, progress: Progress) -> None:
@@ -190,17 +150,10 @@ class WebSource:
         for package in PACKAGES:
             if importlib.util.find_spec(package) is None:
                 raise MissingDependencyError(package, INSTALL)
-        self._begin()
+        self._shared = self._new_state()
         progress(f"starting {self._options.num_workers} crawl workers")
         try:
-            for package in PACKAGES_HERE:
-                await asyncio.to_thread(importlib.import_module, package)  # a tenth of a second
-            if self._options.cache_folder:
-                store = DiskStore(self._options.cache_folder, self._options.max_cache_bytes)
-                await asyncio.to_thread(store.open)
-            self._ssl_context = await asyncio.to_thread(httpcore.default_ssl_context)
-            await asyncio.to_thread(anyio.run, anyio.sleep, 0)  # imports its backend: 25 ms that would stall a query
-            await asyncio.to_thread(remove_left_behind, SCRATCH)
+            self._ssl_context = await asyncio.to_thread(self._prepare)
             self._scratch = ScratchFolder(SCRATCH)
             self._workers = self._new_pool(str(self._scratch.path))
             await self._workers.start()
@@ -214,24 +167,27 @@ class WebSource:
             raise
         progress("crawl workers are ready")
 
+    def _prepare(self) -> ssl.SSLContext:
+        """Import the packages that this process uses, and do what else would stall the event loop."""
+        import hishel  # noqa: F401
+        import protego  # noqa: F401
+        import rensa  # noqa: F401
+        import tenacity  # noqa: F401
+
+        anyio.run(anyio.sleep, 0)  # imports its backend
+        if self._options.cache_folder:
+            DiskStore(self._options.cache_folder, self._options.max_cache_bytes).open()
+        remove_left_behind(SCRATCH)
+        return httpcore.default_ssl_context()
+
     def _new_pool(self, scratch: str) -> WorkerPool:
-        options = {
-            "scratch": scratch,
-            "user_agent": self._options.user_agent,
-            "page_timeout_s": self._options.page_timeout_s,
-            "max_page_cpu_s": self._options.max_page_cpu_s,
-            "max_page_memory_bytes": self._options.max_page_memory_bytes,
-            "cdp_url": self._options.cdp_url,
-            "cache_folder": self._options.cache_folder,
-            "max_cache_bytes": self._options.max_cache_bytes,
-        }
         env = {
             "CRAWL4_AI_BASE_DIRECTORY": scratch,  # else it writes to ~/.crawl4ai
             "CRAWL4AI_NO_CLOUD_NOTICE": "1",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it downloads a price list
         }
-        handler = "streamrag.sources.pages.clean:PageCleaner"
-        return WorkerPool(handler, options, size=self._options.num_workers, name="crawl worker", env=env)
+        options = {name: getattr(self._options, name) for name in CLEANER_OPTIONS}
+        return WorkerPool(CLEANER, options, size=self._options.num_workers, name="crawl worker", env=env)
 
     async def aclose(self) -> None:
         """Stop the workers. Crawls that are under way end with an error. Does nothing when not started."""
@@ -240,7 +196,7 @@ class WebSource:
         await wait_regardless([asyncio.create_task(_release(workers, scratch), name="web source close")])
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """The pages of a crawl for `query`, as they arrive. `Hint.num_chunks` counts the pages under way and queued.
+        """Yield the pages of a crawl for `query`, as they arrive. `Hint.num_chunks` counts the pages to come.
 
         Close it (`contextlib.aclosing`) if it is not read to its end: that stops what is under way.
 
@@ -256,11 +212,11 @@ class WebSource:
         reader = PageReader(query, self._options, self._workers, self._ssl_context, self._shared, deadline)
         crawl = Crawl(self._options, reader, deadline)
         try:
-            urls, unusable = await self._start_urls(query, deadline)
-            for skipped in (*unusable, *crawl.begin(urls, may_be_unsafe=callable(self._urls))):
+            urls, unusable = await self._urls.find(query, self._options.crawl_timeout_s)
+            for skipped in (*unusable, *crawl.begin(urls, may_be_unsafe=self._urls.may_be_unsafe)):
                 yield skipped
-            while page := await crawl.next_finished():
-                for event in crawl.absorb(page):
+            while visit := await crawl.next_finished():
+                for event in crawl.absorb(visit):
                     yield event
             for skipped in crawl.end():
                 yield skipped
@@ -268,55 +224,6 @@ class WebSource:
                 yield cut_short
         finally:
             await crawl.aclose()
-
-    async def _start_urls(self, query: str, deadline: float) -> "tuple[Iterable[str], list[Skipped]]":
-        """Where to start, and what the function gave that cannot be a start."""
-        if not callable(self._urls):
-            return self._urls, []
-        try:
-            async with asyncio.timeout_at(deadline) as timeout:
-                found = await call_for_list(self._urls, query, _checked, self._calls)
-        except StreamRagError:
-            raise
-        except Exception as error:
-            what = (
-                f"took longer than {self._options.crawl_timeout_s:g} s"
-                if timeout.expired()
-                else f"raised {short(error)}"
-            )
-            raise SourceError(f"the function that gives WebSource its start URLs {what}") from error
-        return _usable(found)
-
-
-def _checked(urls: object) -> Iterable[object]:
-    if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
-        raise ConfigurationError(f"WebSource: start URLs are a list, as in [{urls!r}]")
-    return urls
-
-
-def _parse(urls: object) -> Iterable[str]:
-    return list(dict.fromkeys(parse_start_url(url) for url in _checked(urls)))
-
-
-def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
-    """The `urls` at which a page may be, and why the others are left out.
-
-    :raises SourceError: none is left; an UnsafeUrlError if that is what they are.
-    """
-    usable: dict[str, None] = {}
-    unusable: list[Skipped] = []
-    errors: list[StreamRagError] = []
-    for url in urls:
-        try:
-            usable[parse_start_url(url)] = None
-        except (ConfigurationError, UnsafeUrlError) as error:
-            errors.append(error)
-            source = str(url)[:MAX_URL_CHARS].encode(errors="replace").decode()  # without lone surrogates
-            unusable.append(Skipped(source, str(error)[: 2 * MAX_URL_CHARS]))
-    if errors and not usable:
-        kind = UnsafeUrlError if all(isinstance(error, UnsafeUrlError) for error in errors) else SourceError
-        raise kind(f"none of the start URLs that WebSource's function gave can be used; {errors[0]}") from errors[0]
-    return list(usable), unusable
 
 
 async def _release(workers: WorkerPool | None, scratch: ScratchFolder | None) -> None:

@@ -1,8 +1,7 @@
-"""A folder of small files by key, bounded in size, that several processes may share.
+"""A store of small files by key, in a folder bounded in size that several processes may share.
 
 Each entry is a file of its own, which is written whole or not at all and carries a checksum. What is damaged, or cannot
-be read or written for whatever reason, is as if it were not there: nobody depends on it. Calls block: make them in a
-thread.
+be read or written for whatever reason, is as if it were not there. Calls block: make them in a thread.
 """
 
 import hashlib
@@ -19,17 +18,10 @@ from streamrag.errors import ConfigurationError
 from streamrag.reading import open_regular
 
 MAGIC = b"streamrag cache 1\n"
-SUM_BYTES = 32
-
-SWEEP_SHARE = 1 / 16
-"""Of the store's size: when so much was written, it is looked at whether it has grown too large."""
-
-KEPT_SHARE = 0.9
-"""Of the store's size, after old entries have been removed."""
-
-UNFINISHED_S = 60.0
-"""A file that is still being written after so long was left by a program that was killed; one that was not loses it."""
-
+HEAD_BYTES = len(MAGIC) + 32
+SWEEP_SHARE = 1 / 16  # of the store's size: when so much was written, old entries are removed if it has grown too large
+SWEPT_SHARE = 0.9  # of the store's size, after that
+UNFINISHED_S = 60.0  # after which a file that is still being written is taken for one of a program that was killed
 ENTRY = re.compile(r"[0-9a-f]{64}")
 UNFINISHED = re.compile(r"\.writing-[0-9a-f]{8}-[0-9a-f]{64}")
 
@@ -57,7 +49,7 @@ class DiskStore:
             ) from error
 
     def get(self, key: str) -> bytes | None:
-        """What was last put under `key`, if it is still there and whole."""
+        """Return what was last put under `key`, if it is still there and whole."""
         path = self._path(key)
         try:
             with open_regular(path, follow_links=False) as file:
@@ -68,35 +60,23 @@ class DiskStore:
                     os.utime(file.fileno())  # used now
         except OSError:
             return None
-        content = entry[len(MAGIC) + SUM_BYTES :]
-        if entry[: len(MAGIC) + SUM_BYTES] == MAGIC + _sum(key, content):
+        content = entry[HEAD_BYTES:]
+        if entry[:HEAD_BYTES] == _head(key, content):
             return content
-        with suppress(OSError):
-            path.unlink()
+        self.remove(key)
         return None
 
     def put(self, key: str, content: bytes) -> None:
-        """Keep `content`, in place of what was there."""
-        num_bytes = len(MAGIC) + SUM_BYTES + len(content)
+        """Store `content`, in place of what was there, unless it is large or cannot be written."""
+        num_bytes = HEAD_BYTES + len(content)
         if num_bytes > self._max_bytes * SWEEP_SHARE:
             return
         with suppress(OSError):  # the disk is full, say
-            self._write(self._path(key), MAGIC + _sum(key, content) + content)
+            self._write(self._path(key), _head(key, content) + content)
             self._num_new_bytes += num_bytes
         if self._num_new_bytes > self._max_bytes * SWEEP_SHARE:
             self._num_new_bytes = 0
             self._sweep()
-
-    def _write(self, path: Path, entry: bytes) -> None:
-        """Whole or not at all, in place of whatever has this name: a link or a pipe is replaced itself."""
-        unfinished = path.with_name(f".writing-{secrets.token_hex(4)}-{path.name}")
-        try:
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(entry)
-            unfinished.replace(path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
 
     def remove(self, key: str) -> None:
         """Forget what is under `key`."""
@@ -106,21 +86,31 @@ class DiskStore:
     def _path(self, key: str) -> Path:
         return self._folder / hashlib.sha256(key.encode(errors="replace")).hexdigest()
 
+    def _write(self, path: Path, entry: bytes) -> None:
+        """Write a file whole or not at all, in place of whatever has this name: a link or a pipe is replaced itself."""
+        unfinished = path.with_name(f".writing-{secrets.token_hex(4)}-{path.name}")
+        try:
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(entry)
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
     def _sweep(self) -> None:
         """Remove what was used least recently, until the rest is small enough. Other files are left alone."""
         entries = sorted(self._entries())
         num_bytes = sum(size for _, size, _ in entries)
-        if num_bytes <= self._max_bytes:
-            return
+        target_bytes = self._max_bytes * (SWEPT_SHARE if num_bytes > self._max_bytes else 1)
         for _, size, path in entries:
-            if num_bytes <= KEPT_SHARE * self._max_bytes:
+            if num_bytes <= target_bytes:
                 return
             with suppress(OSError):  # another process was faster
                 os.unlink(path)
             num_bytes -= size
 
     def _entries(self) -> Iterator[tuple[float, int, str]]:
-        """When each was used, its size on disk, and its path."""
+        """Yield for each entry when it was used, its size on disk, and its path."""
         with suppress(OSError), os.scandir(self._folder) as files:
             for file in files:
                 with suppress(OSError):
@@ -131,6 +121,6 @@ class DiskStore:
                         yield found.st_mtime, max(found.st_size, found.st_blocks * 512), file.path
 
 
-def _sum(key: str, content: bytes) -> bytes:
-    """Of the key too: an entry that another one's name was given to is none."""
-    return hashlib.sha256(key.encode(errors="replace") + b"\0" + content).digest()
+def _head(key: str, content: bytes) -> bytes:
+    """Return what an entry begins with. The key is in its checksum: an entry cannot stand under another one's name."""
+    return MAGIC + hashlib.sha256(key.encode(errors="replace") + b"\0" + content).digest()

@@ -1,11 +1,11 @@
-"""What crawls owe the hosts that they ask: few requests at a time, as seldom as a host wants, and not again at once.
+"""Politeness to hosts: few requests at a time, as seldom as a host wants, and not again at once.
 
     a page ─▶ its host's places in this crawl ─▶ when its host may be asked ─▶ the crawl's fetches
                                                    (crawl delay, Retry-After)        │
                                a request ◀── its host's places, among all crawls ◀───┘
 
-Whoever waits for a time takes nothing that pages of other hosts could use. If another crawl has asked when a page has
-its places, that page waits for the next time.
+While a page waits for a time, it takes nothing that pages of other hosts could use. If another crawl has asked when a
+page has its places, that page waits for the next time.
 
 A `Hosts` is for a source's life, so that queries together ask no more of a host than one may.
 """
@@ -17,44 +17,31 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from streamrag.sources.http.fetched import HttpStatusError, OwnLimitError, Turns
+from streamrag.sources.http.page_errors import HttpStatusError, PutOffError
 
 if TYPE_CHECKING:
     from tenacity import AsyncRetrying, RetryCallState
 
 T = TypeVar("T")
 
-MAX_ATTEMPTS = 3
-"""Requests for one address."""
-
-BUSY = {429, 503}
-"""Answers that mean: not now."""
-
-MAX_HOLD_S = 3600.0
-"""The longest that one answer's `Retry-After` keeps all crawls from its host."""
-
-FIRST_WAIT_S, MAX_WAIT_S = 0.5, 8.0
-"""Between two requests for an address, where the server names no time: the first, and the most."""
-
-MAX_HOSTS = 1000
-"""Hosts that are remembered though nobody asks them now."""
-
-
-class PutOffError(OwnLimitError):
-    """A host would have it asked for at a time when the crawl is over."""
+MAX_ATTEMPTS = 3  # requests for one address
+BUSY = {429, 503}  # answers that mean: not now
+MAX_HOLD_S = 3600.0  # the longest that one answer's `Retry-After` keeps all crawls from its host
+FIRST_WAIT_S, MAX_WAIT_S = 0.5, 8.0  # between two requests for an address, where the server names no time
+MAX_HOSTS = 1000  # hosts that are remembered while no crawl asks them
 
 
 class Host:
-    """The turns of one host."""
+    """The limits of one host."""
 
-    def __init__(self, num_at_once: int) -> None:
+    def __init__(self, num_places: int) -> None:
         self.delays_s: dict[str, float] = {}
         """Seconds from one request to the next, as its robots.txt for each scheme asks for: the longest holds."""
         self.num_users = 0
         self.free_at = 0.0
-        """When it may be asked next, in the event loop's time."""
+        """Time at which it may be asked next, by the event loop's clock."""
         self._next = asyncio.Lock()
-        self._places = asyncio.Semaphore(num_at_once)
+        self._places = asyncio.Semaphore(num_places)
 
     def hold(self, seconds: float) -> None:
         """Ask it nothing for so long."""
@@ -73,8 +60,8 @@ class Host:
                 await asyncio.sleep(wait_s)
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[bool]:
-        """One of its places, and whether it may be asked now: others may have asked meanwhile."""
+    async def place(self) -> AsyncIterator[bool]:
+        """Take one of its places, and give whether it may be asked now: others may have asked meanwhile."""
         loop = asyncio.get_running_loop()
         async with self._places:
             is_free = self.free_at <= loop.time()
@@ -86,15 +73,14 @@ class Host:
 class Hosts:
     """The hosts that the crawls of one source ask. Belongs to one event loop."""
 
-    def __init__(self, num_at_once: int) -> None:
-        self.num_at_once = num_at_once
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
         self._hosts: OrderedDict[str, Host] = OrderedDict()
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Host]:
-        """The host of this name; it is not forgotten meanwhile."""
-        host = self._hosts.get(name) or Host(self.num_at_once)
-        self._hosts[name] = host
+        """Give the host of this name, which is not forgotten meanwhile."""
+        host = self._hosts.setdefault(name, Host(self.num_places))
         self._hosts.move_to_end(name)
         self._forget()
         host.num_users += 1
@@ -111,8 +97,8 @@ class Hosts:
                     del self._hosts[name]
 
 
-class CrawlTurns(Turns):
-    """The requests of one crawl."""
+class CrawlTurns:
+    """The order of one crawl's requests."""
 
     def __init__(self, hosts: Hosts, *, num_fetches: int, deadline: float) -> None:
         self._hosts = hosts
@@ -133,7 +119,7 @@ class CrawlTurns(Turns):
         delays_s[parts.scheme] = delay_s
 
     async def ask(self, url: str, send: Callable[[], Awaitable[T]]) -> T:
-        """What `send` returns, when it is the turn of `url`; again a little later while the host is too busy.
+        """Return what `send` returns, when it is the turn of `url`; again later while the host is too busy.
 
         :raises PutOffError: the host wants to be asked when the crawl is over.
         """
@@ -141,30 +127,22 @@ class CrawlTurns(Turns):
         async with self._hosts.using(name) as host:
             host.delays_s |= self._delays_s.get(name, {})
 
-            async def sent() -> T:
-                try:
-                    return await send()
-                except HttpStatusError as error:
-                    if error.status in BUSY and error.retry_after_s:
-                        host.hold(error.retry_after_s)
-                    raise
-
-            async def once() -> T:
-                own = self._own.setdefault(name, asyncio.Semaphore(self._hosts.num_at_once))
-                async with own:
+            async def attempt() -> T:
+                async with self._own.setdefault(name, asyncio.Semaphore(self._hosts.num_places)):
                     while True:
                         await host.until_free(self._deadline)
-                        async with self._fetches, host.turn() as is_free:
+                        async with self._fetches, host.place() as is_free:
                             if is_free:
-                                return await sent()
+                                return await send()
 
-            return await self._retrying()(once)
+            return await self._retrying(host)(attempt)
 
-    def _retrying(self) -> "AsyncRetrying":
+    def _retrying(self, host: Host) -> "AsyncRetrying":
         import tenacity  # no part of a plain installation
 
         return tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(is_busy),
+            after=lambda state: host.hold(_retry_after_s(state)),
             stop=self._is_over,
             wait=tenacity.wait_random_exponential(FIRST_WAIT_S, max=MAX_WAIT_S),
             reraise=True,
@@ -172,12 +150,20 @@ class CrawlTurns(Turns):
 
     def _is_over(self, state: "RetryCallState") -> bool:
         """Whether it was the last attempt, or the next one would come too late."""
-        error = state.outcome.exception() if state.outcome else None
-        asked_s = (error.retry_after_s or 0.0) if isinstance(error, HttpStatusError) else 0.0
-        next_at = asyncio.get_running_loop().time() + max(state.upcoming_sleep, asked_s)
+        next_at = asyncio.get_running_loop().time() + max(state.upcoming_sleep, _retry_after_s(state))
         return state.attempt_number >= MAX_ATTEMPTS or next_at >= self._deadline
+
+
+def _retry_after_s(state: "RetryCallState") -> float:
+    error = state.outcome.exception() if state.outcome else None
+    return (error.retry_after_s or 0.0) if isinstance(error, HttpStatusError) else 0.0
 
 
 def is_busy(error: BaseException) -> bool:
     """Whether a host may answer if it is asked later."""
     return isinstance(error, HttpStatusError) and error.status in BUSY
+
+
+def is_put_off(error: BaseException) -> bool:
+    """Whether a page was not fetched because its host wants to be asked later."""
+    return isinstance(error, PutOffError) or is_busy(error)

@@ -1,4 +1,4 @@
-"""Paragraphs that say what an earlier page said in nearly the same words: of a mirror, a copy, another version.
+"""Near-duplicates: paragraphs that an earlier page had in nearly the same words, as a mirror or another version has.
 
     words ──MinHash and LSH, by rensa──▶ an earlier paragraph like it ──what differs?──▶ a near-duplicate, or none
 
@@ -18,28 +18,14 @@ if TYPE_CHECKING:
     from rensa import RMinHash, RMinHashLSH
 
 NUM_PERM, NUM_BANDS = 64, 16
-MIN_JACCARD = 0.6
-"""Of word triples. Chosen by what experiments/near_duplicates.py prints: see docs/web-crawling.md."""
-
-MIN_WORDS = 12
-"""Shorter paragraphs differ in too few words to say that they say the same."""
-
-MAX_DIFFERENT = 0.15
-"""Share of words that one has and the other has not."""
-
-MAX_DIFFERENT_WORDS = 30
-"""Of those, however long the paragraphs are. Each is compared with each, so it also bounds what a pair may cost."""
-
-FORM_CHARS = 5
-"""Words that begin with the same so many letters are forms of one word, and so are one and itself with an ending."""
-
+MIN_JACCARD = 0.6  # of word triples; experiments/near_duplicates.py shows why: see docs/web-crawling.md
+MIN_WORDS = 12  # shorter paragraphs differ in too few words to say that they say the same
+MAX_DIFFERENT = 0.15  # share of words that one has and the other has not
+MAX_DIFFERENT_WORDS = 30  # of those, however long the paragraphs: it also bounds what comparing a pair costs
+FORM_CHARS = 5  # words that begin with the same letters are forms of one word, and so are one and itself with an ending
 MAX_ENDING_CHARS = 2
-
-MAX_CANDIDATES = 8
-"""Earlier paragraphs that one is compared with."""
-
-MAX_PARAGRAPHS = 20_000
-"""Paragraphs that are remembered in one crawl."""
+MAX_CANDIDATES = 8  # earlier paragraphs that one is compared with
+MAX_PARAGRAPHS = 20_000  # paragraphs that are remembered in one crawl
 
 NEGATIONS = frozenset(
     """
@@ -47,15 +33,16 @@ NEGATIONS = frozenset(
     shouldnt mustnt without except unless only deprecated removed disabled enabled disable enable forbidden allowed
     """.split()  # noqa: SIM905 (nobody can read a list of quoted words)
 )
-MAY_TURN = re.compile(r"\d|^(un|non|dis|im|ir|in)")
-"""A word that may turn a sentence round, or is a number."""
+MAY_TURN = re.compile(r"\d|^(un|non|dis|im|ir|in)")  # a word that may turn a sentence round, or is a number
 
 
 def words_of(paragraph: str) -> list[str]:
+    """Return the words of a paragraph in lower case, without apostrophes."""
     return WORD.findall(paragraph.casefold().replace("'", "").replace("’", ""))
 
 
 def triples_of(words: list[str]) -> set[str]:
+    """Return each three words that follow each other."""
     return {" ".join(words[i : i + 3]) for i in range(len(words) - 2)}
 
 
@@ -75,7 +62,7 @@ def is_near_duplicate(one: list[str], other: list[str]) -> bool:
 
 
 def _is_replaced(one: Counter[str], other: Counter[str]) -> bool:
-    """Whether each side has a word of its own, and they are not forms of the same one."""
+    """Whether each side has a word of its own that is no form of one on the other side."""
     left = [word for word in one.elements() if word not in STOP_WORDS]
     right = [word for word in other.elements() if word not in STOP_WORDS]
     for word in list(left):
@@ -92,7 +79,7 @@ def _are_forms(one: str, other: str) -> bool:
 
 
 class NearDuplicates:
-    """The paragraphs of one crawl, page by page."""
+    """An index of the paragraphs of one crawl, page by page."""
 
     def __init__(self) -> None:
         self._index: RMinHashLSH | None = None
@@ -116,7 +103,7 @@ class NearDuplicates:
         return False
 
     def end_page(self) -> None:
-        """The paragraphs since the last call were one page's, which may be alike."""
+        """Remember the paragraphs since the last call: they were one page's, which may be alike."""
         for words, minhash in self._of_page:
             if self._index and len(self._words) < MAX_PARAGRAPHS:
                 self._index.insert(len(self._words), minhash)

@@ -1,6 +1,6 @@
-"""Taking away what is not content of a page, before crawl4ai sees it.
+"""Content of a page, without what is around it: what crawl4ai is given.
 
-In time proportional to the page's length, whatever is on it: pages are written by strangers.
+It takes time proportional to the page's length, whatever is on it: pages may be hostile.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from lxml import etree
 from lxml import html as lxml_html
 
-from streamrag.sources.http.addresses import normalize_url
+from streamrag.sources.http.urls import normalize_url
 
 MAX_ELEMENTS = 30_000
 """Elements of a page; what comes after them is not read. crawl4ai takes a second or two for this many."""
@@ -20,16 +20,12 @@ MAX_CONTENT_CHARS = 1_000_000
 """Characters of a page's HTML after pruning, or of its text. What comes after them is not read."""
 
 MAX_ANCHORS = 10_000
-MAX_LINK_ELEMENTS = 20
-"""Elements within a link that are looked at for its text. Links can be nested."""
-
+MAX_LINK_ELEMENTS = 20  # elements within a link that are looked at for its text. Links can be nested
 NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture", "nav", "footer", "button", "select"}
 NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link"}
 """Not `form`: whole sites stand in one."""
 
-EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}
-"""Elements that mean something without any text."""
-
+EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that mean something without any text
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
 
 DROPPED = "streamrag-dropped"
@@ -41,21 +37,21 @@ NO_PAGE = re.compile(
 )
 
 
-class Pruned(NamedTuple):
-    """What is content of a page."""
+class PrunedPage(NamedTuple):
+    """The content of a page."""
 
     html: str
     links: dict[str, str]
-    """From address to text, for the whole page; links in the content come first."""
+    """Texts by address, for the whole page; links in the content come first."""
     is_cut: bool
-    """Whether the page is larger than what is looked at."""
+    """Whether the page is larger than what is read of it."""
 
 
-def prune(url: str, html: str) -> Pruned:
-    """The page without what is not content, in time proportional to its length.
+def prune(url: str, html: str) -> PrunedPage:
+    """Return the page without what is not content, without attributes, and with pairs of tags only.
 
-    It has no attributes any more, and only pairs of tags. crawl4ai's own `excluded_tags` lose the text that follows an
-    excluded element, its links do not include those of excluded elements, and it takes the slash from their ends.
+    crawl4ai's own `excluded_tags` lose the text that follows an excluded element, its links do not include those of
+    excluded elements, and it takes the slash from their ends.
     """
     # As bytes: of text, lxml first looks for an XML declaration, with a regular expression that is quadratic in spaces.
     parser = lxml_html.HTMLParser(encoding="utf-8")
@@ -64,9 +60,26 @@ def prune(url: str, html: str) -> Pruned:
     except etree.XMLSyntaxError:  # it takes any HTML, so this is its word for it
         raise MemoryError from None
     is_cut = _cut(document)
-    bases = [href for base in document.iter("base") if (href := base.get("href"))]
-    base = (normalize_url(bases[0], url) if bases else None) or url
+    base = next((href for base in document.iter("base") if (href := base.get("href"))), "")
     anchors = {anchor: (anchor.get("href", "#"), _beginning(anchor)) for anchor in document.iter("a")}
+    _drop_other_elements(document)
+    links = _links(anchors, set(document.iter("a")), normalize_url(base, url) or url)
+    content = lxml_html.tostring(document, encoding="unicode")
+    return PrunedPage(content[:MAX_CONTENT_CHARS], links, is_cut or len(content) > MAX_CONTENT_CHARS)
+
+
+def _cut(document: Any) -> bool:
+    """Take away what comes behind the first `MAX_ELEMENTS`, and return whether there was anything."""
+    last = next(itertools.islice(document.iter(), MAX_ELEMENTS, None), None)
+    if last is None:
+        return False
+    for element in (last, *last.iterancestors()):
+        for later in list(element.itersiblings()):
+            later.getparent().remove(later)
+    return True
+
+
+def _drop_other_elements(document: Any) -> None:
     for element in reversed(list(document.iter(etree.Element))):
         if _is_no_content(element):
             element.tag = DROPPED
@@ -77,15 +90,6 @@ def prune(url: str, html: str) -> Pruned:
             element.set("title", abbreviated)
     # One by one, each would have its text joined to what stands before it, and that copied every time.
     etree.strip_elements(document, DROPPED, etree.Comment, etree.ProcessingInstruction, with_tail=False)
-    content = set(document.iter("a"))
-    links: dict[str, str] = {}
-    for anchor in sorted(anchors, key=lambda anchor: anchor not in content)[:MAX_ANCHORS]:
-        href, text = anchors[anchor]
-        address = normalize_url(href, base)
-        if address and not NO_PAGE.search(urlsplit(address).path):
-            links.setdefault(address, text)
-    content_html = lxml_html.tostring(document, encoding="unicode")
-    return Pruned(content_html[:MAX_CONTENT_CHARS], links, is_cut or len(content_html) > MAX_CONTENT_CHARS)
 
 
 def _is_no_content(element: Any) -> bool:
@@ -94,11 +98,10 @@ def _is_no_content(element: Any) -> bool:
         tag in NOT_CONTENT
         or (tag == "aside" and next(element.iterancestors("main"), None) is None)
         or (tag == "header" and next(element.iterancestors("main", "article"), None) is None)
-        or (
-            given
-            and ("hidden" in given or given.get("aria-hidden") == "true" or given.get("role") in NOT_CONTENT_ROLES)
-        )
-        or (given and "headerlink" in given.get("class", ""))
+        or "hidden" in given
+        or given.get("aria-hidden") == "true"
+        or given.get("role") in NOT_CONTENT_ROLES
+        or "headerlink" in given.get("class", "")
         or (tag == "meta" and element.getparent().tag != "head")
         or (tag not in EMPTY and _is_empty(element))
     )
@@ -119,19 +122,18 @@ def _is_empty(element: Any) -> bool:
     return element.getparent() is not None
 
 
-def _cut(document: Any) -> bool:
-    """Take away what comes behind the first `MAX_ELEMENTS`, if there is anything."""
-    last = next(itertools.islice(document.iter(), MAX_ELEMENTS, None), None)
-    if last is None:
-        return False
-    for element in (last, *last.iterancestors()):
-        for later in list(element.itersiblings()):
-            later.getparent().remove(later)
-    return True
+def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) -> dict[str, str]:
+    links: dict[str, str] = {}
+    for anchor in sorted(anchors, key=lambda anchor: anchor not in content)[:MAX_ANCHORS]:
+        href, text = anchors[anchor]
+        address = normalize_url(href, base)
+        if address and not NO_PAGE.search(urlsplit(address).path):
+            links.setdefault(address, text)
+    return links
 
 
 def _beginning(anchor: Any) -> str:
-    """The beginning of a link's text."""
+    """Return the beginning of a link's text."""
     inside = itertools.islice(anchor.iter(), MAX_LINK_ELEMENTS)
     texts = ((part.text or "") + ("" if part is anchor else part.tail or "") for part in inside)
     return " ".join(" ".join(texts).split())[:200]

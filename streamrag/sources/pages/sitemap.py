@@ -1,13 +1,14 @@
-"""Finding a site's pages in its sitemaps: the inside of a crawl worker.
+"""Pages that a sitemap names.
 
-A sitemap names pages or, as an index, other sitemaps, in XML or as lines of text, often compressed. Of the pages, those
-are of use whose address has words of the query. Files are written by strangers: what is decompressed, read and returned
-is bounded, entities stay what they are, and nothing is loaded.
+A sitemap names pages or, as an index, other sitemaps, in XML or as lines of text, often compressed. Pages are of use if
+their address has words of the query. Files may be hostile: what is decompressed, read and returned is bounded, entities
+stay what they are, and nothing is loaded.
 
 Source: https://www.sitemaps.org/protocol.html
 """
 
 import io
+import itertools
 import re
 import zlib
 from collections.abc import Iterator
@@ -17,38 +18,32 @@ from urllib.parse import urlsplit
 from lxml import etree
 
 from streamrag.choice import Stem
-from streamrag.sources.http.addresses import normalize_url
-from streamrag.sources.pages.links import most_promising
+from streamrag.sources.http.urls import normalize_url
+from streamrag.sources.pages.links import rank_links
 from streamrag.sources.pages.prune import NO_PAGE
 from streamrag.sources.pages.relevant_passages import relevant_stems
 
-MAX_SITEMAP_BYTES = 16 << 20
-"""Of a sitemap that was compressed; what comes after them is not read."""
-
-MAX_ADDRESSES = 50_000
-"""Of one sitemap; the protocol allows no more."""
-
-MAX_SITEMAPS = 50
-"""Of one index, those first whose address has words of the query."""
-
+MAX_SITEMAP_BYTES = 16 << 20  # bytes that are decompressed; what comes after them is not read
+MAX_ADDRESSES = 50_000  # addresses in one sitemap; the protocol allows no more
+MAX_SITEMAPS = 50  # sitemaps of one index, those first whose address has words of the query
 GZIP = b"\x1f\x8b"
 SPACE = b"\xef\xbb\xbf \t\r\n"
 ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
 
 
-def find_pages(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]:
-    """`url`, `query`, `is_cut` (`body` is only a beginning) to `pages` that have words of the query in their address,
-    `sitemaps`, and `is_cut`: whether there may be more."""
-    text, is_cut = _decompressed(body)
+def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]:
+    """Return `pages` whose address has words of the query, `sitemaps`, and `is_cut`: whether there may be more.
+
+    The job has a `url` and a `query`. With `is_cut`, `body` is only a beginning.
+    """
+    text, is_cut = _decompress(body)
     is_cut = is_cut or job.get("is_cut", False)
     if is_cut and not _is_xml(text):
         text = text[: text.rfind(b"\n") + 1]  # the last line may be half an address
+    addresses = _addresses(text)
     pages: dict[str, str] = {}
     sitemaps: dict[str, str] = {}
-    for number, (address, is_page) in enumerate(_addresses(text)):
-        if number == MAX_ADDRESSES:
-            is_cut = True
-            break
+    for address, is_page in itertools.islice(addresses, MAX_ADDRESSES):
         url = normalize_url(address, job["url"])
         if url and is_page and not NO_PAGE.search(urlsplit(url).path):
             pages[url] = ""
@@ -56,14 +51,14 @@ def find_pages(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]:
             sitemaps[url] = ""
     stem = relevant_stems(job["query"], stem)
     return {
-        "pages": most_promising(pages, job["query"], stem, least=1),
-        "sitemaps": most_promising(sitemaps, job["query"], stem)[:MAX_SITEMAPS],
-        "is_cut": is_cut,
+        "pages": rank_links(pages, job["query"], stem, min_matches=1),
+        "sitemaps": rank_links(sitemaps, job["query"], stem)[:MAX_SITEMAPS],
+        "is_cut": is_cut or next(addresses, None) is not None,
     }
 
 
-def _decompressed(body: bytes) -> tuple[bytes, bool]:
-    """The text, and whether there is more. Of damaged files, what comes before the damage."""
+def _decompress(body: bytes) -> tuple[bytes, bool]:
+    """Return the text, and whether there is more; of a damaged file, what comes before the damage."""
     if not body.startswith(GZIP):
         return body, False
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
@@ -79,7 +74,7 @@ def _is_xml(text: bytes) -> bool:
 
 
 def _addresses(text: bytes) -> Iterator[tuple[str, bool]]:
-    """Each address, and whether it is a page's and not another sitemap's."""
+    """Yield each address, and whether it is a page's and not another sitemap's."""
     text = text.lstrip(SPACE)  # in front of its declaration, XML allows nothing
     if not _is_xml(text):
         for line in io.BytesIO(text):
@@ -87,11 +82,11 @@ def _addresses(text: bytes) -> Iterator[tuple[str, bool]]:
         return
     if ENTITY.search(text):  # no sitemap declares any
         return
-    reading = etree.iterparse(
+    elements = etree.iterparse(
         io.BytesIO(text), tag="{*}loc", recover=True, resolve_entities=False, load_dtd=False, no_network=True
     )
     try:
-        for _, element in reading:
+        for _, element in elements:
             parent = element.getparent()
             name = etree.QName(parent).localname if parent is not None else ""
             yield (element.text or "").strip(), name != "sitemap"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def data_bytes() -> int | None:
-    """What this process has taken, as Linux counts it for RLIMIT_DATA; None elsewhere."""
+    """Return what this process has taken, as Linux counts it for RLIMIT_DATA; None elsewhere."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -18,15 +18,13 @@ def limit_memory(num_more_bytes: int) -> None:
     """Bound what this process may take beyond what it has: over it, allocations fail."""
     if num_bytes := data_bytes():
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        wanted = num_bytes + num_more_bytes
-        resource.setrlimit(
-            resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
-        )
+        limit = num_bytes + num_more_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 @contextmanager
 def memory_limited(num_more_bytes: int) -> Iterator[None]:
-    """The same while it lasts."""
+    """Bound the same for the duration of the block."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit_memory(num_more_bytes)
     try:

@@ -3,20 +3,21 @@
 Each worker does one job at a time. A job that overruns its time, or whose caller went away, costs its worker at most:
 the worker is killed and another is started, and no other job notices.
 
-Whose job is next goes by the time that workers have spent on each query's jobs, and within a query on each host's: see
-`shares.FairQueue`.
+The next job is chosen by the time that workers have spent on each query's jobs, and within a query on each host's: see
+`FairQueue`.
 """
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import anyio
 
 from streamrag.errors import WorkerError
-from streamrag.sources.workers.shares import FairQueue
-from streamrag.sources.workers.shares import Share as Share
+from streamrag.sources.workers.fair_queue import FairQueue
+from streamrag.sources.workers.fair_queue import Share as Share
 from streamrag.sources.workers.worker_main import OUT_OF_MEMORY
 from streamrag.sources.workers.worker_process import CANCEL_GRACE_S, WorkerProcess
 from streamrag.sources.workers.worker_process import WorkerJobError as WorkerJobError
@@ -26,12 +27,11 @@ from streamrag.tasks import wait_regardless
 
 T = TypeVar("T")
 
-_Slot: TypeAlias = "asyncio.Task[WorkerProcess]"
+_Slot: TypeAlias = asyncio.Task[WorkerProcess]
 """The place of one worker: the task that starts it."""
 
-
 _LIMITS = {-signal.SIGPROF: "computing time", OUT_OF_MEMORY: "memory"}
-"""What a worker ran out of, by its exit code."""
+"""Things that a worker ran out of, by its exit code."""
 
 
 class WorkerLimitError(WorkerError):
@@ -71,15 +71,11 @@ class WorkerPool:
         self._slots: set[_Slot] = set()
         # Getting a slot from the queue is the right to use it.
         self._free: FairQueue[_Slot] = FairQueue(size)
-        self._num_busy = 0
+        self.num_busy = 0
+        """Number of jobs that hold a worker, or wait for theirs to start."""
         self._tasks: set[asyncio.Task[Any]] = set()  # jobs, and the ends of workers
         self._is_open = False
         self._closing: asyncio.Task[None] | None = None
-
-    @property
-    def num_busy(self) -> int:
-        """Jobs that hold a worker, or wait for theirs to start."""
-        return self._num_busy
 
     @property
     def process_ids(self) -> list[int]:
@@ -117,7 +113,7 @@ class WorkerPool:
         share: Share | None = None,
         part: str = "",
     ) -> dict[str, Any]:
-        """The worker's answer to one job; waits for a free worker first, which does not count towards `timeout_s`.
+        """Return a worker's answer to one job. Waiting for a free worker does not count towards `timeout_s`.
 
         `share` is that of the query which the job is for, and `part` what it is for within it, such as a host.
         Cancelling gives a job that is under way a moment to end, then kills its worker.
@@ -129,7 +125,7 @@ class WorkerPool:
         """
         share = share or Share()
         slot, worker = await self._take(share, part)
-        job = self._spawn(self._work(slot, worker, share, part, header, body, timeout_s), "job")
+        job = self._spawn(self._work(slot, worker, share, part, partial(worker.ask, header, body), timeout_s), "job")
         try:
             return await asyncio.shield(job)
         except asyncio.CancelledError:
@@ -174,11 +170,11 @@ class WorkerPool:
         return slot
 
     async def _take(self, share: Share, part: str) -> tuple[_Slot, WorkerProcess]:
-        """A slot to use, its worker ready. A worker that died while it was free is nobody's error: it is replaced."""
+        """Return a slot to use, its worker ready. A worker that died while it was free is replaced: it fails no job."""
         slot = await self._free.get(share, part) if self._is_open else None
         if slot is None:
             raise self._closed()
-        self._num_busy += 1
+        self.num_busy += 1
         if slot.done() and not ((worker := _started(slot)) and worker.is_usable):
             slot = self._replace(slot)
         try:
@@ -192,7 +188,7 @@ class WorkerPool:
         raise self._closed() if not self._is_open else slot.exception() or self._closed()
 
     def _give_back(self, slot: _Slot, share: Share, part: str) -> None:
-        self._num_busy -= 1
+        self.num_busy -= 1
         self._free.give_back(slot, share, part)
 
     def _replace(self, slot: _Slot) -> _Slot:
@@ -208,13 +204,12 @@ class WorkerPool:
         worker: WorkerProcess,
         share: Share,
         part: str,
-        header: Mapping[str, Any],
-        body: bytes,
+        ask: Callable[[], Awaitable[dict[str, Any]]],
         timeout_s: float | None,
     ) -> dict[str, Any]:
         try:
             async with asyncio.timeout(timeout_s):
-                return await worker.ask(header, body)
+                return await ask()
         except TimeoutError:
             share.was_stopped = True
             raise WorkerTimeoutError(f"{self.name} took longer than {timeout_s:g} s and was replaced") from None

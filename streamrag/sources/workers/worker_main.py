@@ -25,21 +25,21 @@ OUT_OF_MEMORY = 83
 lets itself be killed by SIGPROF."""
 
 Handler: TypeAlias = Callable[[dict[str, Any], bytes], dict[str, Any]]
-"""Answers one job: (header, body) to header. If it has a method `is_worn`, that says after each job, failed or not,
-whether the worker should be replaced."""
+"""A function that answers one job: (header, body) to header. If it has a method `is_worn`, that says after each job,
+failed or not, whether the worker should be replaced."""
 
-WORN = "is_worn"
-"""What an answer has if it is its worker's last."""
+WORN = "is_worn"  # name of a field that is true in a worker's last answer
 
 
 def write_frame(pipe: BinaryIO, header: dict[str, Any]) -> None:
+    """Send a header."""
     encoded = json.dumps(header).encode()
     pipe.write(LENGTHS.pack(len(encoded), 0) + encoded)
     pipe.flush()
 
 
 def read_frame(pipe: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
-    """The next frame, or None when the other side has closed the pipe."""
+    """Return the next frame, or None when the other side has closed the pipe."""
     lengths = pipe.read(LENGTHS.size)
     if len(lengths) < LENGTHS.size:
         return None
@@ -55,27 +55,26 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A parent that is killed cannot end a job that never ends. For kernels that do not do this by themselves."""
+    """End when the parent is killed, which cannot end a job that never ends; for kernels that do not do it."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
-def _make_handler(handler: str, options: dict[str, Any]) -> Handler:
-    module, _, name = handler.partition(":")
-    made: Handler = getattr(importlib.import_module(module), name)(**options)
-    return made
+def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Return the pipes for jobs and answers. What libraries print or start must not disturb them."""
+    jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    return jobs, answers
 
 
 def main() -> None:
     """Serve jobs until the pool closes our standard input, which it also does by dying."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries print; what they print must not end up between our frames
-    jobs = os.fdopen(os.dup(0), "rb")
-    devnull = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(devnull, 0)  # nor may what they start read our jobs
-    os.close(devnull)
+    jobs, answers = _take_over_pipes()
     first = read_frame(jobs)
     if first is None:
         return
@@ -86,7 +85,8 @@ def main() -> None:
 
     end_with_parent(header["parent"])
     try:
-        handle = _make_handler(header["handler"], header["options"])
+        module, _, name = header["handler"].partition(":")
+        handle: Handler = getattr(importlib.import_module(module), name)(**header["options"])
     except Exception as error:  # any reason at all not to start is for the parent to tell
         traceback.print_exc()
         write_frame(answers, _describe(error))

@@ -1,4 +1,4 @@
-"""One worker process, seen from its caller: starting it, asking it, and leaving nothing of it behind."""
+"""A worker process as its caller has it: it is started, asked, and ended with all that it started."""
 
 import asyncio
 import json
@@ -16,10 +16,10 @@ from streamrag.sources.workers.worker_main import LENGTHS, WORN
 from streamrag.tasks import wait_regardless
 
 CANCEL_GRACE_S = 0.5
-"""How long what was told to end may take before it is killed. Most jobs are shorter than starting a worker."""
+"""Seconds that a process or job may take to end before it is killed. Most jobs are shorter than starting a worker."""
 
 START_TIMEOUT_S = 300.0
-"""Generous: importing PyTorch on a busy machine has been seen to take a minute."""
+"""Seconds that a worker may take to start: importing PyTorch on a busy machine has been seen to take a minute."""
 
 MAX_ANSWER_BYTES = 1 << 26
 
@@ -45,21 +45,25 @@ class WorkerTimeoutError(WorkerError):
 
 
 class WorkerProcess:
-    """One process, and the pipes to it."""
+    """A process and the pipes to it."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
         self.process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
         self.name = name
         self.is_in_step = True
-        """False from sending a job until its answer has been read. A worker left so can only be killed."""
+        """Whether no job is under way. A worker that is not asked further is in step, or can only be killed."""
         self._is_worn = False
         self._last_lines: deque[str] = deque(maxlen=NUM_STDERR_LINES)
-        self._stderr = asyncio.create_task(self._keep_last_lines(), name=f"{name} stderr")
+        self._stderr = asyncio.create_task(self._keep_last_lines(process.stderr), name=f"{name} stderr")
         self._gone: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, first_frame: Mapping[str, Any], *, env: Mapping[str, str], name: str) -> "WorkerProcess":
-        """A process that has made its handler. `first_frame` names it; `env` is added to the environment.
+        """Start a process, and wait until it has made the handler that `first_frame` names.
 
         :raises WorkerStartError: what the handler raised while it was made.
         :raises WorkerError: the process died, or was not ready in time.
@@ -89,41 +93,35 @@ class WorkerProcess:
 
     @property
     def is_usable(self) -> bool:
+        """Whether it can take a job."""
         return self.is_in_step and not self._is_worn and self.process.returncode is None
 
     @property
     def last_words(self) -> str:
+        """The last lines that it printed, for a message."""
         return "; it printed last:\n" + "\n".join(self._last_lines) if self._last_lines else ""
 
-    def _pipes(self) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        return stdin, stdout
-
-    async def _keep_last_lines(self) -> None:
-        assert self.process.stderr
-        while block := await self.process.stderr.read(1 << 16):
+    async def _keep_last_lines(self, stderr: asyncio.StreamReader) -> None:
+        while block := await stderr.read(1 << 16):
             self._last_lines.extend(line[:500] for line in block.decode(errors="replace").splitlines())
 
     async def ask(self, header: Mapping[str, Any], body: bytes = b"") -> dict[str, Any]:
-        """The answer to one job. One call at a time.
+        """Return the answer to one job. Make one call at a time.
 
         :raises WorkerJobError: the job raised.
         :raises WorkerError: the process died or broke the protocol; nothing is left of it.
         """
         assert self.is_in_step
-        stdin, stdout = self._pipes()
         encoded = json.dumps(header).encode()
         self.is_in_step = False
         try:
-            stdin.write(LENGTHS.pack(len(encoded), len(body)) + encoded)
-            stdin.write(body)
-            await stdin.drain()
-            answer_bytes, _ = LENGTHS.unpack(await stdout.readexactly(LENGTHS.size))
+            self._stdin.write(LENGTHS.pack(len(encoded), len(body)) + encoded)
+            self._stdin.write(body)
+            await self._stdin.drain()
+            answer_bytes, _ = LENGTHS.unpack(await self._stdout.readexactly(LENGTHS.size))
             if answer_bytes > MAX_ANSWER_BYTES:
                 raise ValueError(f"it answers {answer_bytes} bytes")
-            answer: dict[str, Any] = json.loads(await stdout.readexactly(answer_bytes))
+            answer: dict[str, Any] = json.loads(await self._stdout.readexactly(answer_bytes))
         except ValueError as error:
             await self.end()
             raise WorkerError(f"{self.name} (process {self.process.pid}) broke the protocol: {error}") from error
@@ -149,9 +147,9 @@ class WorkerProcess:
     async def end(self, grace_s: float = 0) -> None:
         """Close the process's input, kill it if it has not ended in `grace_s`, and wait until nothing of it is left.
 
-        Not while `ask` waits for an answer. Cancelling cuts the grace short, and not the rest.
+        Do not call it while `ask` waits for an answer. Cancelling cuts the grace short, and not the rest.
         """
-        self._pipes()[0].close()
+        self._stdin.close()
         self._gone = self._gone or asyncio.create_task(self._wait_until_gone(), name=f"{self.name} end")
         try:
             await asyncio.wait([self._gone], timeout=grace_s if self.process.returncode is None else CANCEL_GRACE_S)
@@ -161,10 +159,9 @@ class WorkerProcess:
             await wait_regardless([self._gone])
 
     async def _wait_until_gone(self) -> None:
-        stdin, stdout = self._pipes()
         with suppress(OSError):
-            await stdout.read()  # in Python 3.11, wait() also waits for every pipe to end
+            await self._stdout.read()  # in Python 3.11, wait() also waits for every pipe to end
         await asyncio.wait([self._stderr])
         await self.process.wait()
         with suppress(OSError):
-            await stdin.wait_closed()
+            await self._stdin.wait_closed()

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from made_queries import MAX_JOB_S, MadeQueries
 
-from streamrag.sources.workers.shares import FairQueue, Share
+from streamrag.sources.workers.fair_queue import FairQueue, Share
 
 
 class Clock:

@@ -10,17 +10,15 @@ MAX_HEAD_BYTES = 1 << 15
 servers send less than 8 KiB."""
 
 MAX_HEAD_LINES = 400
-
-HEAD_PIECE_BYTES = 1 << 12
-"""Bytes read at a time while a head is awaited: parsing it blocks the event loop."""
+HEAD_PIECE_BYTES = 1 << 12  # read at a time while a head is awaited: parsing it blocks the event loop
 
 
 class ResponseTooLargeError(Exception):
-    """What a server sends is out of proportion. Never leaves the package."""
+    """A server sends more than it should. Never leaves the package."""
 
 
 class CountedStream(httpcore.AsyncNetworkStream):
-    """Counts anew with each request. Whoever has read a response's head must say so: `begin_body`."""
+    """A stream that counts anew with each request. Call `begin_body` when a response's head has been read."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
         self._stream = stream
@@ -30,11 +28,14 @@ class CountedStream(httpcore.AsyncNetworkStream):
         self._num_lines = 0
 
     def begin_body(self, max_bytes: int) -> None:
-        """The head has been read; of all of the response, at most `max_bytes` may be."""
+        """Allow `max_bytes` for the whole response, of which the head has been read."""
         self._max_bytes = max_bytes
 
     def check_overhead(self, num_body_bytes: int, max_bytes: int) -> None:
-        """:raises ResponseTooLargeError: beside so much of the body, more than that and `max_bytes` was sent."""
+        """Compare what was sent with what was of use.
+
+        :raises ResponseTooLargeError: beside so much of the body, more than that and `max_bytes` was sent.
+        """
         if self.num_bytes > 2 * num_body_bytes + max_bytes + MAX_HEAD_BYTES:
             raise ResponseTooLargeError(f"the server has sent {self.num_bytes} bytes for {num_body_bytes} of content")
 

@@ -9,9 +9,9 @@ import pypdf
 import pytest
 from pypdf.generic import DecodedStreamObject, NameObject, NumberObject
 
-from streamrag.sources.http.fetched import UnusablePageError
-from streamrag.sources.pages import documents
-from streamrag.sources.pages.documents import Document, read_pdf
+from streamrag.sources.http.page_errors import UnusablePageError
+from streamrag.sources.pages import pdf as pdf_module
+from streamrag.sources.pages.pdf import PdfText, read_pdf
 
 SENTENCE = "Penguins swim with their wings, and steer with their feet. "
 
@@ -26,7 +26,7 @@ def pdf(*pages: str, title: str = "Penguins") -> bytes:
     return bytes(document.output())
 
 
-def read(body: bytes, max_chars: int = 100_000, max_cpu_s: float = 30.0) -> Document:
+def read(body: bytes, max_chars: int = 100_000, max_cpu_s: float = 30.0) -> PdfText:
     return read_pdf(body, max_chars=max_chars, max_cpu_s=max_cpu_s)
 
 
@@ -62,8 +62,8 @@ def test_text_pages_and_time_are_bounded_and_what_was_read_is_kept(monkeypatch: 
     assert "Page 1." in short.text
     assert "Page 5." not in short.text
     out_of_time = read(pdf(*pages), max_cpu_s=0.0)
-    assert out_of_time == Document("Penguins", "", True)
-    monkeypatch.setattr(documents, "MAX_PDF_PAGES", 2)
+    assert out_of_time == PdfText("Penguins", "", True)
+    monkeypatch.setattr(pdf_module, "MAX_PDF_PAGES", 2)
     few = read(pdf(*pages))
     assert few.is_cut
     assert "Page 1." in few.text
@@ -85,7 +85,7 @@ def test_a_damaged_file_is_refused_or_read_as_far_as_it_goes() -> None:
     for number in range(0, len(body), len(body) // 60):
         for damaged in (body[:number], body[:number] + bytes(9) + body[number + 9 :], body[number:]):
             try:
-                assert isinstance(read(damaged), Document)
+                assert isinstance(read(damaged), PdfText)
             except UnusablePageError:
                 num_refused += 1
     assert num_refused > 30
@@ -100,7 +100,7 @@ def test_a_title_that_leads_round_in_a_circle_is_none_and_the_text_is_read() -> 
         writer._objects[title.idnum - 1] = title
         writer._info[NameObject("/Title")] = title  # type: ignore[index]
 
-    assert read(changed(pdf("Penguins swim."), turn_round)) == Document("", "Penguins swim.", False)
+    assert read(changed(pdf("Penguins swim."), turn_round)) == PdfText("", "Penguins swim.", False)
 
 
 def with_content(content: bytes, num_deflated: int = 1) -> bytes:

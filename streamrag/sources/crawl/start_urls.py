@@ -1,0 +1,79 @@
+"""The start URLs of a crawl: a list, or what a function gives for a query."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeAlias
+
+from streamrag.core import Skipped
+from streamrag.errors import ConfigurationError, SourceError, StreamRagError, UnsafeUrlError
+from streamrag.kinds import short
+from streamrag.sources.callers import call_for_list
+from streamrag.sources.http.urls import MAX_URL_CHARS, parse_start_url
+from streamrag.sources.threads import Threads
+
+StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]
+"""Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""
+
+MAX_CALLS = 32  # calls of the function that gives start URLs, at the same time
+
+
+class StartUrlList:
+    """The start URLs of a source.
+
+    :raises ConfigurationError: it is an empty list, or something else.
+    :raises UnsafeUrlError: an address in a list is neither http nor https.
+    """
+
+    def __init__(self, urls: StartUrls) -> None:
+        self._urls = urls if callable(urls) else list(dict.fromkeys(map(parse_start_url, _check(urls))))
+        if not self._urls:
+            raise ConfigurationError("WebSource: there is no start URL")
+        self._threads = Threads(MAX_CALLS, "start URLs")
+
+    @property
+    def may_be_unsafe(self) -> bool:
+        """Whether they come from a function, and not from the user."""
+        return callable(self._urls)
+
+    async def find(self, query: str, timeout_s: float) -> tuple[list[str], list[Skipped]]:
+        """Return addresses to start from, and what the function gave beside them.
+
+        :raises SourceError: the function failed, or gave nothing of use.
+        """
+        if not callable(self._urls):
+            return self._urls, []
+        try:
+            async with asyncio.timeout(timeout_s) as timeout:
+                return _usable(await call_for_list(self._urls, query, _check, self._threads))
+        except StreamRagError:
+            raise
+        except Exception as error:
+            what = f"took longer than {timeout_s:g} s" if timeout.expired() else f"raised {short(error)}"
+            raise SourceError(f"the function that gives WebSource its start URLs {what}") from error
+
+
+def _check(urls: object) -> Iterable[object]:
+    if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
+        raise ConfigurationError(f"WebSource: start URLs are a list, as in [{urls!r}]")
+    return urls
+
+
+def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
+    """Return the addresses at which a page may be, and why the others are left out.
+
+    :raises SourceError: none is left; an UnsafeUrlError if that is what they are.
+    """
+    usable: dict[str, None] = {}
+    unusable: list[Skipped] = []
+    errors: list[StreamRagError] = []
+    for url in urls:
+        try:
+            usable[parse_start_url(url)] = None
+        except (ConfigurationError, UnsafeUrlError) as error:
+            errors.append(error)
+            source = str(url)[:MAX_URL_CHARS].encode(errors="replace").decode()  # without lone surrogates
+            unusable.append(Skipped(source, str(error)[: 2 * MAX_URL_CHARS]))
+    if errors and not usable:
+        kind = UnsafeUrlError if all(isinstance(error, UnsafeUrlError) for error in errors) else SourceError
+        raise kind(f"none of the start URLs that WebSource's function gave can be used; {errors[0]}") from errors[0]
+    return list(usable), unusable

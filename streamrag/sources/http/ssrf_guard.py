@@ -1,0 +1,114 @@
+"""Connections to public addresses only, so that no page can make us ask a machine inside (SSRF)."""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import httpcore
+
+from streamrag.errors import UnsafeUrlError
+from streamrag.sources.threads import Threads
+from streamrag.support.counted_stream import CountedStream
+
+MAX_ADDRESSES = 4  # addresses of one host that are tried, one after the other
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
+"""Networks that IANA's registries call special, though not every `ipaddress` of Python does; and the address by which
+virtual machines in Azure are managed."""
+
+Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
+"""A function from a host and a port to IP addresses, best first."""
+
+
+def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether anybody may be asked at this address, which may have an IPv4 address inside."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped:
+            return is_public(address.ipv4_mapped)
+        if address in NAT64:  # a gateway connects to the IPv4 address in the last 32 bits
+            return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if address.is_site_local or (address.sixtofour and not is_public(address.sixtofour)):
+            return False
+    if any(address in network for network in NOT_PUBLIC):
+        return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+async def resolve(host: str, port: int, *, threads: Threads) -> Sequence[str]:
+    """Return the system's answer. It understands 127.1 and 0x7f000001 too, so the answer is what to check.
+
+    Not in the event loop's executor: a name server that does not answer holds a thread for half a minute.
+    """
+    found = await threads.run(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class GuardedBackend(httpcore.AsyncNetworkBackend):
+    """A network backend that connects only to addresses that it has checked.
+
+    A name cannot lead elsewhere a moment after its check (DNS rebinding).
+    Source: https://www.encode.io/httpcore/network-backends/
+    """
+
+    def __init__(self, *, connect_timeout_s: float, allow_private: bool, resolve: Resolve) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._allow_private = allow_private
+        self._resolve = resolve
+        self._sockets = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        timeout_s = self._connect_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                addresses = await self.check(host, port)
+                for address in addresses[:-1]:
+                    try:
+                        return await self._connect(address, port, timeout_s / len(addresses))
+                    except (httpcore.ConnectError, httpcore.ConnectTimeout):
+                        continue
+                return await self._connect(addresses[-1], port)
+        except httpcore.ConnectError as error:
+            raise httpcore.ConnectError(_root_cause(error)) from None
+        except TimeoutError:
+            raise httpcore.ConnectTimeout(f"no connection within {timeout_s:g} s") from None
+
+    async def _connect(self, address: str, port: int, timeout_s: float | None = None) -> CountedStream:
+        return CountedStream(await self._sockets.connect_tcp(address, port, timeout=timeout_s))
+
+    async def check(self, host: str, port: int) -> Sequence[str]:
+        """Return the addresses of `host`.
+
+        :raises UnsafeUrlError: one of them is not to be connected to.
+        :raises httpcore.ConnectError: there are none.
+        """
+        try:
+            addresses = await self._resolve(host, port)
+        except (OSError, UnicodeError) as error:
+            raise httpcore.ConnectError(f"the name {host} cannot be resolved: {error}") from None
+        for address in addresses:
+            if not self._allow_private and not is_public(ipaddress.ip_address(address)):
+                raise UnsafeUrlError(
+                    f"{host} is at {address}, which is not a public address and is not fetched from. "
+                    "If you trust what this crawl can reach, pass allow_private=True (--allow-private)"
+                )
+        if not addresses:
+            raise httpcore.ConnectError(f"the name {host} has no address")
+        return addresses[:MAX_ADDRESSES]
+
+
+def _root_cause(error: BaseException) -> str:
+    """Return the operating system's words, which anyio and httpcore wrap in their own."""
+    while error.__cause__:
+        error = error.__cause__
+    return str(error)

@@ -1,0 +1,67 @@
+"""Addresses of web pages: one spelling each."""
+
+import re
+from urllib.parse import quote, urljoin, urlsplit
+
+from streamrag.errors import ConfigurationError, UnsafeUrlError
+
+MAX_URL_CHARS = 2000
+
+
+def normalize_url(url: str, base: str = "") -> str | None:
+    """Return `url`, resolved against `base`, in one spelling per page; None if no page can be there."""
+    if len(url := url.strip()) > MAX_URL_CHARS:
+        return None
+    try:
+        parts = urlsplit(urljoin(base, url))
+        port, host = parts.port, (parts.hostname or "").encode("idna").decode()
+        path = _without_dots(quote(parts.path or "/", safe="/%:@!$&'()*+,;=~"))
+        query = "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?") if parts.query else ""
+    except ValueError:  # of a lone surrogate too
+        return None
+    if port == 0 or parts.scheme not in ("http", "https") or parts.username is not None or parts.password is not None:
+        return None
+    is_ipv6 = "[" in parts.netloc  # neither with a zone, nor an address of the future
+    if not re.fullmatch(r"[0-9a-f:.]+" if is_ipv6 else r"[a-z0-9._-]+", host):
+        return None
+    host = f"[{host}]" if is_ipv6 else host
+    if port is not None and port != {"http": 80, "https": 443}[parts.scheme]:
+        host += f":{port}"
+    normalized = f"{parts.scheme}://{host}{path}{query}"
+    return normalized if len(normalized) <= MAX_URL_CHARS else None
+
+
+def _without_dots(path: str) -> str:
+    """Remove dot segments, as browsers do and servers may: robots.txt is asked about the page that is fetched.
+
+    Source: RFC 3986, section 5.2.4. In an address with a host, `urljoin` leaves them.
+    """
+    if "." not in path and "%2e" not in path.lower():
+        return path
+    kept: list[str] = []
+    plain = ""
+    for segment in path.split("/")[1:]:
+        plain = segment.lower().replace("%2e", ".")
+        if plain == "..":
+            del kept[-1:]
+        elif plain != ".":
+            kept.append(segment)
+    return "/" + "/".join([*kept, ""] if plain in (".", "..") else kept)
+
+
+def parse_start_url(url: object) -> str:
+    """Return `url` in its one spelling.
+
+    :raises UnsafeUrlError: its scheme is neither http nor https.
+    :raises ConfigurationError: it is no address of a web page.
+    """
+    if not isinstance(url, str):
+        raise ConfigurationError(f"a start URL is a str, not {url!r}")
+    if normalized := normalize_url(url):
+        return normalized
+    scheme = re.match(r"\s*([a-zA-Z][a-zA-Z0-9+.-]*):(?!\d+(/|$))", url)
+    if scheme and scheme[1].lower() not in ("http", "https"):
+        raise UnsafeUrlError(f"{url!r} is not fetched: only http:// and https:// addresses are")
+    raise ConfigurationError(
+        f"{url!r} is not the address of a web page: write https://host/path, without user name and password"
+    )
