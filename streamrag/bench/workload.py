@@ -15,7 +15,7 @@ from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
 
 if TYPE_CHECKING:
-    from streamrag.trace.generate_hints import HintKind
+    from streamrag.trace.generate.hints import HintKind
 
 BUDGETS = {"crawler": 2_048, "anns": 8_192, "anns-last": 8_192}
 """Tokens per step as published for the workloads that are generated. "anns-last" has its long window last."""
@@ -48,7 +48,7 @@ def load_trace(settings: CellSettings) -> Trace:
         if settings.qps is None:
             raise ConfigurationError(f"workload {settings.workload!r} has no arrivals of its own: give qps")
         from streamrag.trace.generate import LongWindow, WorkloadName, generate
-        from streamrag.trace.generate_hints import with_hints
+        from streamrag.trace.generate.hints import with_hints
 
         name: WorkloadName = "crawler" if workload == "crawler" else "anns"
         long_window: LongWindow = "last" if workload == "anns-last" else "first"

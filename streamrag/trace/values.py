@@ -1,21 +1,22 @@
-"""What retrieval did, as values: queries, their chunk events and when those came."""
+"""A trace as values: queries, their chunk events, and the times of the events."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from streamrag.core import Hint
+from streamrag.errors import ConfigurationError
 
 Outcome: TypeAlias = Literal["complete", "failed", "cancelled"]
-"""How a retrieval ended."""
+"""The ways in which a retrieval ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedChunk:
-    """A passage. Two with the same `key` have the same tokens."""
+    """A passage of a trace. Two with the same `key` have the same tokens."""
 
     key: str
-    """Hash of its text, or any name that is as good."""
+    """A hash of its text, or another name that is unique to its tokens."""
     num_tokens: int
     text: str | None = None
     """None where only its hash and length were recorded."""
@@ -35,7 +36,7 @@ class TracedAppend:
     """Seconds since the query's arrival."""
     chunk: TracedChunk
     hint: Hint | None = None
-    """What the retriever expected then."""
+    """The retriever's expectation at that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class TracedUpdate:
     """Seconds since the query's arrival."""
     chunks: tuple[TracedChunk, ...]
     hint: Hint | None = None
-    """What the retriever expected then."""
+    """The retriever's expectation at that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,35 @@ class TracedQuery:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Queries in order of arrival, and how they came about."""
+    """Queries in order of arrival, and where they come from."""
 
     queries: tuple[TracedQuery, ...]
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+def stretched(trace: Trace, delay: float) -> Trace:
+    """Return the trace with all times within its queries multiplied by `delay`; arrivals stay.
+
+    :raises ConfigurationError: the delay is not a positive number.
+    """
+    if not 0 < delay < float("inf"):
+        raise ConfigurationError(f"delay={delay!r} must be a positive number")
+
+    def stretch(event: TracedEvent) -> TracedEvent:
+        hint = event.hint
+        if hint and hint.end_s is not None:
+            hint = Hint(hint.num_chunks, hint.end_s * delay)
+        return replace(event, at_s=event.at_s * delay, hint=hint)
+
+    return replace(
+        trace,
+        queries=tuple(
+            replace(
+                query,
+                events=tuple(map(stretch, query.events)),
+                skipped=tuple(replace(skip, at_s=skip.at_s * delay) for skip in query.skipped),
+                end_s=query.end_s * delay,
+            )
+            for query in trace.queries
+        ),
+    )

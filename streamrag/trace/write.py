@@ -1,11 +1,10 @@
-"""Traces become trace files; and the lines of which recorders make them."""
+"""Traces are written as trace files; and the lines that recorders write."""
 
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,20 @@ from pydantic import ValidationError
 from streamrag.core import Hint
 from streamrag.errors import TraceError
 from streamrag.reading import parse_json, without_lone_surrogates
+from streamrag.trace.events import HintFields, LineError, finite
 from streamrag.trace.files import replace_file
 from streamrag.trace.lines import (
-    OF_THE_READER,
-    AppendLine,
+    READER_KEYS,
+    AppendKeyLine,
     ChunkLine,
     EndLine,
     Header,
     Line,
     QueryLine,
-    SkippedLine,
+    QuerySkippedLine,
     TextMode,
-    UpdateLine,
+    UpdateKeysLine,
     encode,
-    first_problem,
-    hint_fields,
 )
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedSkip
 from streamrag.versions import __version__
@@ -42,9 +40,9 @@ clean = without_lone_surrogates
 def write_trace(
     trace: Trace, path: str | os.PathLike[str], *, text: TextMode = "full", overwrite: bool = False
 ) -> None:
-    """Write a trace as one session, gzip or zstd by suffix; reading it gives the same trace, times to a microsecond.
+    """Write a trace as one session, as gzip or zstd by suffix; times are rounded to a microsecond.
 
-    `provenance` must be plain values, for JSON. A key is written as it is, so it must stand for the same tokens
+    `provenance` must be plain values, for JSON. Keys are written as they are, so a key must stand for the same tokens
     everywhere in the trace.
 
     :raises TraceError: the file exists, or cannot be written; or a key stands for two lengths.
@@ -56,18 +54,18 @@ def write_trace(
     try:
         replace_file(path, map(encode, _lines(trace, text)))
     except ValidationError as error:
-        raise TraceError(f"{path} cannot be written: {first_problem(error)}") from error
+        raise TraceError(f"{path} cannot be written: {LineError(error, is_tagged=False)}") from error
     except OSError as error:
         raise TraceError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, Any]) -> Header:
-    """The first line of a session that begins now.
+    """Return the first line of a session that begins now.
 
     :raises TraceError: `provenance` is not plain values.
     """
     made = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "streamrag": __version__}
-    kept = {name: value for name, value in provenance.items() if name not in OF_THE_READER}
+    kept = {name: value for name, value in provenance.items() if name not in READER_KEYS}
     try:
         kept = parse_json(json.dumps(kept))
     except (TypeError, ValueError, RecursionError) as error:
@@ -76,30 +74,30 @@ def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, 
 
 
 def chunk_key(text: str, uri: str, title: str, passage: int) -> str:
-    """The key of a recorded chunk: a hash of all that its tokens depend on."""
+    """Return the key of a recorded chunk: a hash of all that its tokens depend on."""
     content = json.dumps([text, uri, title, passage]).encode()
     return hashlib.blake2b(content, digest_size=KEY_BYTES).hexdigest()
 
 
 def seconds(value: float) -> float:
-    """To the microsecond."""
+    """Return a time as it is written: rounded to a microsecond, and not negative."""
     return round(max(value, 0.0), 6)
 
 
 def event_line(
     query_id: str, at_s: float, keys: Sequence[str], scores: Sequence[float | None], hint: Hint | None, *, appends: bool
 ) -> Line:
-    """The line of a chunk event."""
-    finite = tuple(score if score is not None and isfinite(score) else None for score in scores)
-    fields = hint_fields(hint)
+    """Return the line of a chunk event."""
+    scores = tuple(map(finite, scores))
+    fields = HintFields.of(hint)
     if appends:
-        return AppendLine(query=query_id, at_s=seconds(at_s), key=keys[0], score=finite[0], hint=fields)
-    known = finite if any(score is not None for score in finite) else None
-    return UpdateLine(query=query_id, at_s=seconds(at_s), keys=tuple(keys), scores=known, hint=fields)
+        return AppendKeyLine(query=query_id, at_s=seconds(at_s), key=keys[0], score=scores[0], hint=fields)
+    known = scores if any(score is not None for score in scores) else None
+    return UpdateKeysLine(query=query_id, at_s=seconds(at_s), keys=tuple(keys), scores=known, hint=fields)
 
 
 def chunk_line(chunk: TracedChunk, text: TextMode) -> ChunkLine:
-    """The definition of a chunk, with its text or only its length."""
+    """Return the line that defines a chunk, with its text or only the text's length."""
     full = chunk.text if text == "full" else None
     num_chars = chunk.num_chars if chunk.text is None else len(chunk.text)
     return ChunkLine(
@@ -121,7 +119,7 @@ def _lines(trace: Trace, text: TextMode) -> Iterator[Line]:
         yield QueryLine(id=query_id, arrival_s=seconds(query.arrival_s), text=clean(query.text))
         for event in sorted((*query.events, *query.skipped), key=lambda event: event.at_s):
             if isinstance(event, TracedSkip):
-                yield SkippedLine(
+                yield QuerySkippedLine(
                     query=query_id, at_s=seconds(event.at_s), uri=clean(event.uri), reason=clean(event.reason)
                 )
                 continue

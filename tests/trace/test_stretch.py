@@ -2,8 +2,7 @@ import pytest
 
 from streamrag.core import Hint
 from streamrag.errors import ConfigurationError
-from streamrag.trace.stretch import stretched
-from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate, stretched
 
 A = TracedChunk("a", 1)
 
