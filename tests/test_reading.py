@@ -146,9 +146,9 @@ def test_json_of_every_other_kind_is_read_and_halves_of_characters_are_mended() 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ({"kind": "query", "id": "1", "arrival_s": 1e15, "text": ""}, "arrival_s: input should be less than or equal"),
-        ({"kind": "chunk", "key": "a", "num_tokens": 2**31}, "num_tokens: input should be less than 2147483648"),
-        ({"kind": "chunk", "key": "a", "num_tokens": 1, "title": None}, "title: input should be a valid string"),
+        ({"kind": "query", "id": "1", "arrival_s": 1e15, "text": ""}, "arrival_s: Input should be less than or equal"),
+        ({"kind": "chunk", "key": "a", "num_tokens": 2**31}, "num_tokens: Input should be less than 2147483648"),
+        ({"kind": "chunk", "key": "a", "num_tokens": 1, "title": None}, "title: Input should be a valid string"),
         ('{"kind": "chunk", "key": "a", "num_tokens": ' + "9" * 400 + "}", "a number has 400 digits"),
         ('{"kind": "end", "query": "1", "end_s": Infinity, "outcome": "complete"}', "Infinity is no number"),
     ],

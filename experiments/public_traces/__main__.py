@@ -12,11 +12,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from experiments.public_traces.production import read_azure_llm, read_mooncake
-from experiments.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 from streamrag.cli.record import make_counter
 from streamrag.errors import StreamRagError
 from streamrag.trace import Trace, write_trace
+
+from .production import read_azure_llm, read_mooncake
+from .stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 
 FORMATS = ("mooncake", "azure-llm", "stream2llm-crawler", "stream2llm-anns")
 
@@ -34,11 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text", choices=("full", "hash"), default="full", help="keep texts, or only lengths")
     given = parser.parse_args(arguments)
     try:
-        write_trace(_read(given), given.output, text=given.text, overwrite=given.force)
+        trace = _read(given)
+        write_trace(trace, given.output, text=given.text, overwrite=given.force)
     except StreamRagError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{given.output}: written from {given.path}")
+    print(f"{given.output}: {len(trace.queries)} queries from {given.path}")
     return 0
 
 

@@ -11,12 +11,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
-from experiments.public_traces.csv_rows import Row, numbered_lines, read_csv
 from streamrag.errors import TraceError
 from streamrag.reading import parse_json
 from streamrag.trace.events import MAX_COUNT, MAX_SECONDS, Count, LineError
 from streamrag.trace.lines import KeyQuota
 from streamrag.trace.values import Trace, TracedChunk, TracedQuery, TracedUpdate
+
+from .csv_rows import Row, numbered_lines, read_csv
 
 MOONCAKE_BLOCK_TOKENS = 512
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from experiments.public_traces.csv_rows import read_csv
 from streamrag.errors import TraceError
 from streamrag.reading import MAX_JSON_BYTES, parse_json, read_bytes
 from streamrag.trace.events import MAX_SECONDS
 from streamrag.trace.lines import KeyQuota
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate
+
+from .csv_rows import read_csv
 
 CountTokens: TypeAlias = Callable[[str], int]
 
