@@ -46,7 +46,7 @@ class ChunkFields(Fields):
 
 
 class HintFields(Fields):
-    """What a retriever expects still to come."""
+    """A retriever's expectation of what is still to come."""
 
     num_chunks: Count | None = None
     end_s: Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS)] | None = None
@@ -69,7 +69,7 @@ def to_hint(fields: HintFields | None) -> Hint | None:
 
 
 class SkippedFields(Fields):
-    """Something that retrieval could not use."""
+    """A place that retrieval could not use."""
 
     uri: str
     reason: str
@@ -100,7 +100,7 @@ class UpdateLine(Fields):
 
 
 class SkippedLine(SkippedFields):
-    """Something that retrieval could not use."""
+    """A place that retrieval could not use."""
 
     type: Literal["skipped"]
 

@@ -44,7 +44,7 @@ class Header(Fields):
 
 
 class QueryLine(Fields):
-    """A query arrived."""
+    """The arrival of a query."""
 
     kind: Literal["query"] = "query"
     id: str
@@ -75,7 +75,7 @@ class QueryEventLine(Fields):
 
 
 class AppendKeyLine(QueryEventLine):
-    """The context of a query grew by a chunk."""
+    """The growth of a query's context by a chunk."""
 
     kind: Literal["append"] = "append"
     key: str
@@ -84,7 +84,7 @@ class AppendKeyLine(QueryEventLine):
 
 
 class UpdateKeysLine(QueryEventLine):
-    """The context of a query became these chunks, in prompt order."""
+    """The new context of a query, in prompt order."""
 
     kind: Literal["update"] = "update"
     keys: tuple[str, ...]
@@ -93,13 +93,13 @@ class UpdateKeysLine(QueryEventLine):
 
 
 class QuerySkippedLine(SkippedFields, QueryEventLine):
-    """Something that the retrieval of a query could not use."""
+    """A place that the retrieval of a query could not use."""
 
     kind: Literal["skipped"] = "skipped"
 
 
 class EndLine(Fields):
-    """The retrieval of a query ended."""
+    """The end of a query's retrieval."""
 
     kind: Literal["end"] = "end"
     query: str
@@ -107,7 +107,7 @@ class EndLine(Fields):
     outcome: Outcome
     error: str | None = None
     cut_short: str | None = None
-    """Why retrieval ended before it was done, though it did not fail."""
+    """The reason for which retrieval ended early, without a failure."""
     num_output_tokens: Count | None = None
 
 

@@ -28,7 +28,7 @@ class _Panel:
 
 
 def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: str) -> None:
-    """Write a PNG: one panel for each distribution that the trace has, and the events of its first queries.
+    """Draw a trace as PNG: one panel for each of its distributions, and the events of its first queries.
 
     :raises MissingDependencyError: matplotlib is not installed.
     :raises ConfigurationError: it cannot be written.

@@ -15,7 +15,7 @@ from streamrag.errors import SourceError, TraceError
 from streamrag.kinds import message_of
 from streamrag.retrieving import Retrieval
 from streamrag.starting import start_all, started_once
-from streamrag.tasks import run_regardless, wait_regardless
+from streamrag.tasks import cancel_regardless, run_regardless
 from streamrag.trace.lines import EndLine, Line, QueryLine, QuerySkippedLine, TextMode
 from streamrag.trace.values import Outcome, TracedChunk
 from streamrag.trace.write import chunk_key, chunk_line, clean, event_line, make_header, seconds
@@ -115,18 +115,15 @@ class TraceRecorder:
         began_s = self._clock()
         writer, query_id = self._begin(query, tokenizer, began_s)
         outcome: Outcome = "cancelled"
-        failure: Exception | None = None
-        cut_short: str | None = None
+        why: dict[str, str] = {}
         num_chunks = 0
         try:
             async for event in events:
                 at_s = self._clock() - began_s
-                if isinstance(event, Skipped):
-                    reason = clean(event.reason)
-                    skipped = QuerySkippedLine(query=query_id, at_s=seconds(at_s), uri=clean(event.uri), reason=reason)
-                    writer.put([skipped])
-                elif isinstance(event, CutShort):
-                    cut_short = clean(event.reason)
+                if isinstance(event, CutShort):
+                    why["cut_short"] = clean(event.reason)
+                elif isinstance(event, Skipped):
+                    writer.put([_skipped_line(query_id, at_s, event)])
                 else:
                     first = num_chunks + 1 if isinstance(event, Append) else 1
                     chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
@@ -138,11 +135,11 @@ class TraceRecorder:
                 yield event
             outcome = "complete"
         except Exception as error:
-            outcome, failure = "failed", error
+            outcome, why["error"] = "failed", clean(message_of(error))
             raise
         finally:
-            end_s, why = seconds(self._clock() - began_s), None if failure is None else clean(message_of(failure))
-            end = EndLine(query=query_id, end_s=end_s, outcome=outcome, error=why, cut_short=cut_short)
+            end_s = seconds(self._clock() - began_s)
+            end = EndLine(query=query_id, end_s=end_s, outcome=outcome, **why)
             writer.put([end], flush=True)
             if isinstance(events, AsyncGenerator):
                 await events.aclose()
@@ -180,6 +177,10 @@ class TraceRecorder:
         yield event_line(query_id, at_s, keys, scores, event.hint, appends=isinstance(event, Append))
 
 
+def _skipped_line(query_id: str, at_s: float, event: Skipped) -> QuerySkippedLine:
+    return QuerySkippedLine(query=query_id, at_s=seconds(at_s), uri=clean(event.uri), reason=clean(event.reason))
+
+
 async def record_queries(
     queries: Sequence[str],
     source: Source,
@@ -191,12 +192,11 @@ async def record_queries(
     progress: Progress = lambda line: None,
     on_recorded: OnRecorded = lambda num_queries, num_events: None,
 ) -> dict[str, SourceError]:
-    """Record retrieval for many queries, without a model: start the source and the recorder, retrieve, and close both.
+    """Record retrieval for many queries, without a model, and return the errors of those that failed.
 
-    Return the errors of retrievals that failed, by query.
+    Starts the source and the recorder, and closes both.
 
-    :raises ConfigurationError: the source or the recorder cannot be started.
-    :raises TraceError: the trace cannot be written.
+    :raises ConfigurationError, TraceError: the source or the recorder cannot be started; the trace cannot be written.
     """
     failed: dict[str, SourceError] = {}
     num_ended = num_events = 0
@@ -205,9 +205,9 @@ async def record_queries(
     async def record(query: str) -> None:
         nonlocal num_ended, num_events
         async with admission:
-            events = recorder.record(query, Retrieval(source, query).events(), count_tokens, tokenizer=tokenizer)
+            retrieval = Retrieval(source, query).events()
             try:
-                async with aclosing(events):
+                async with aclosing(recorder.record(query, retrieval, count_tokens, tokenizer=tokenizer)) as events:
                     async for event in events:
                         num_events += isinstance(event, Append | Update)
                         on_recorded(num_ended, num_events)
@@ -221,7 +221,5 @@ async def record_queries(
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await wait_regardless(tasks)
+            await cancel_regardless(tasks)
     return failed

@@ -52,7 +52,7 @@ class TracedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TracedSkip:
-    """Something that retrieval could not use."""
+    """A place that retrieval could not use."""
 
     at_s: float
     """Seconds since the query's arrival."""
@@ -65,14 +65,14 @@ TracedEvent: TypeAlias = TracedAppend | TracedUpdate
 
 @dataclass(frozen=True, slots=True)
 class TracedQuery:
-    """One query and its retrieval."""
+    """A query and its retrieval."""
 
     query_id: str
     arrival_s: float
     """Seconds since the trace began."""
     text: str
     events: tuple[TracedEvent, ...]
-    """In order of time."""
+    """Events in order of time."""
     end_s: float
     """When retrieval ended, in seconds since the query's arrival; not before the last event."""
     num_output_tokens: int | None = None
@@ -80,9 +80,9 @@ class TracedQuery:
     skipped: tuple[TracedSkip, ...] = ()
     outcome: Outcome = "complete"
     error: str = ""
-    """Why retrieval failed, if it did."""
+    """The reason for which retrieval failed, if it did."""
     cut_short: str | None = None
-    """Why retrieval ended before it was done, if it did."""
+    """The reason for which retrieval ended early, if it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def stretched(trace: Trace, delay: float) -> Trace:
     if not 0 < delay < float("inf"):
         raise ConfigurationError(f"delay={delay!r} must be a positive number")
 
-    def stretch(event: TracedEvent) -> TracedEvent:
+    def with_delay(event: TracedEvent) -> TracedEvent:
         hint = event.hint
         if hint and hint.end_s is not None:
             hint = Hint(hint.num_chunks, hint.end_s * delay)
@@ -112,7 +112,7 @@ def stretched(trace: Trace, delay: float) -> Trace:
         queries=tuple(
             replace(
                 query,
-                events=tuple(map(stretch, query.events)),
+                events=tuple(map(with_delay, query.events)),
                 skipped=tuple(replace(skip, at_s=skip.at_s * delay) for skip in query.skipped),
                 end_s=query.end_s * delay,
             )

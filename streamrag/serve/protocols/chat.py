@@ -63,7 +63,7 @@ EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 
 
 class ChatRequest(BaseModel):
-    """OpenAI's request. What this service cannot do is refused, not ignored."""
+    """A request as OpenAI defines it. What this service cannot do is refused, not ignored."""
 
     model_config = ConfigDict(extra="allow")
 

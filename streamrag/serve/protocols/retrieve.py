@@ -62,7 +62,7 @@ def routes(service: Service) -> list[Route]:
 
 
 class _Retrieval:
-    """One retrieval, written as SSE and told to the observers."""
+    """A retrieval, written as SSE and told to the observers."""
 
     def __init__(self, opened: OpenQuery, source: Source, query: str) -> None:
         self._opened = opened
@@ -73,7 +73,7 @@ class _Retrieval:
         self._num_chunks = 0
 
     async def write(self, write: Write) -> None:
-        """Write all events.
+        """Write the events of the retrieval, from first to last.
 
         :raises SourceError: the source fails, with any exception.
         """

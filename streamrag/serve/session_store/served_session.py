@@ -32,7 +32,7 @@ UPDATE_GAP_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class SessionEvent:
-    """Something that happened in a session."""
+    """An event of a session."""
 
     id: int
     name: str
@@ -51,7 +51,7 @@ class SessionEvent:
 
 @dataclass(eq=False)
 class ServedSession:
-    """One session of one client."""
+    """A session of one client."""
 
     id: str
     client: str
@@ -194,7 +194,7 @@ class ServedSession:
         self._report(name, self.session.watch(question, name=name, **options))
 
     def unwatch(self, name: str) -> None:
-        """End a watch.
+        """End the watch of this name.
 
         :raises RequestError: there is no watch of this name.
         """

@@ -68,7 +68,7 @@ class SessionStore:
             self._begin_to_sweep()
 
     async def open(self, client: str, **options: Any) -> ServedSession:
-        """Open a session.
+        """Open a session for a client.
 
         :raises RefusedError: this client has too many sessions or tokens in their windows, or all clients together.
         :raises ConfigurationError, PromptTooLongError: options that cannot work.
@@ -99,13 +99,13 @@ class SessionStore:
         served = self._sessions.get(id)
         if served is None or served.client != client:
             self._check_not_draining()  # it may be there again after a restart
-            raise gone(NO_SESSION)
+            raise session_not_found(NO_SESSION)
         served.use()
         self._begin_to_sweep()
         if starts and not served.is_started:
             async with served.starting:
                 if served.is_closed:
-                    raise gone(NO_SESSION)
+                    raise session_not_found(NO_SESSION)
                 if not served.is_started:
                     self._check_not_draining()
                     await self._start(served)
@@ -128,7 +128,7 @@ class SessionStore:
     async def _start(self, served: ServedSession) -> None:
         if served.log is not None and served.is_from_before and not await asyncio.to_thread(served.log.path.exists):
             self._forget(served)  # another service has ended it
-            raise gone(NO_SESSION)
+            raise session_not_found(NO_SESSION)
         try:
             await served.session.start()
         except SessionLogInUseError as error:
@@ -205,7 +205,7 @@ class SessionStore:
                     await served.touch()
 
 
-def gone(why: str) -> RequestError:
+def session_not_found(why: str) -> RequestError:
     """Return the error about a session that is not there, or not any more."""
     return RequestError(why, status=404, code="session_not_found")
 

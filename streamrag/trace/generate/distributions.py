@@ -1,4 +1,4 @@
-"""Stratified draws: percentiles hold by construction, at every seed."""
+"""Stratified draws, with which percentiles hold at every seed."""
 
 import math
 from bisect import bisect_right
@@ -15,8 +15,8 @@ NORMAL = NormalDist()
 class Marginal:
     """A positive distribution through given percentiles, log-normal between each two of them.
 
-    That is, the logarithm of the value is piecewise linear in the normal score of its rank. Below the first point and
-    above the last, the value stays what it is there.
+    The logarithm of the value is piecewise linear in the normal score of its rank. Below the first point and above the
+    last, the value is constant.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -31,7 +31,7 @@ class Marginal:
         assert min(values) > 0, values
 
     def sample(self, num: int, rng: Random) -> list[float]:
-        """One value from each of `num` equal slices of the ranks, ascending."""
+        """Draw one value from each of `num` equal slices of the ranks, and return them in ascending order."""
         scores = [NORMAL.inv_cdf(rank) for rank, _ in self.points]
         logs = [math.log(value) for _, value in self.points]
         values = []
@@ -45,9 +45,9 @@ class Marginal:
 
 
 def stratified_counts(shares: Sequence[int], num: int, rng: Random) -> list[int]:
-    """`num` counts in random order, of which 1, 2, ... have these shares.
+    """Draw `num` counts in random order, of which 1, 2, ... have these shares.
 
-    The ranks are the middles of `num` equal slices, so that no seed moves the mean.
+    The ranks are the middles of `num` equal slices, so that the mean is the same at every seed.
     """
     ends = list(accumulate(shares))
     drawn = [1 + bisect_right(ends, (i + 0.5) / num * ends[-1]) for i in range(num)]
@@ -56,7 +56,7 @@ def stratified_counts(shares: Sequence[int], num: int, rng: Random) -> list[int]
 
 
 def couple(scores: Sequence[float], ascending: Sequence[float]) -> list[float]:
-    """The smallest value to the lowest score, and so on: the values' distribution with the scores' dependences."""
+    """Give the smallest value to the lowest score, and so on: the values keep their distribution, and follow scores."""
     coupled = [0.0] * len(scores)
     for value, index in zip(ascending, sorted(range(len(scores)), key=scores.__getitem__), strict=True):
         coupled[index] = value
@@ -64,7 +64,7 @@ def couple(scores: Sequence[float], ascending: Sequence[float]) -> list[float]:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """`total` in whole parts of at least 1, in proportion to the weights (largest remainders)."""
+    """Split `total` into whole parts of at least 1, in proportion to the weights (largest remainders)."""
     assert total >= len(weights), (total, len(weights))
     spare = total - len(weights)
     exact = [spare * weight / sum(weights) for weight in weights]

@@ -1,7 +1,7 @@
-"""What the retrievers of generated workloads could say of what is still to come; docs/workloads.md has the assumptions.
+"""Hints for generated workloads; docs/workloads.md has the assumptions.
 
-estimated   a crawl: pages that are queued, times the mean gap so far; a search: the usual duration, less its own
-exact       when retrieval ends, which nobody knows: an oracle, to see how much is in it
+estimated   for a crawl: queued pages times the mean gap so far; for a search: the usual duration less its own so far
+exact       the end of retrieval, which no retriever knows: an oracle, to see the gain that is possible
 """
 
 from dataclasses import replace
@@ -13,13 +13,13 @@ from streamrag.trace.values import Trace, TracedAppend, TracedQuery
 HintKind: TypeAlias = Literal["estimated", "exact"]
 
 USUAL_GAP_S = 1.053
-"""Published mean between the pages of a crawl: what its retriever knows from earlier ones. It counts as one gap."""
+"""Published mean gap between the pages of a crawl, which its retriever knows from earlier crawls. Counts as one gap."""
 USUAL_DURATION_S = 4.47
 """Published mean duration of a search."""
 
 
 def with_hints(trace: Trace, kind: HintKind) -> Trace:
-    """The same trace, with a hint at each chunk event."""
+    """Return the trace with a hint at each chunk event."""
     return Trace(tuple(_hinted(query, kind) for query in trace.queries), {**trace.provenance, "hints": kind})
 
 

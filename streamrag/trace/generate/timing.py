@@ -1,4 +1,4 @@
-"""When chunk events come: durations and gaps that keep both their distributions."""
+"""Times of chunk events: durations and gaps that both keep their distributions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,27 +8,27 @@ from random import Random
 from streamrag.trace.generate.distributions import Marginal, couple
 
 NUM_TRIES = 10_000
-"""Exchanges of gaps between queries that are tried for one whose gaps are too long for its duration."""
+"""Exchanges of gaps with other queries that are tried for a query whose gaps are too long for its duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When the chunk events of a workload come."""
+    """The times of a workload's chunk events."""
 
     duration_s: Marginal
     gap_s: Marginal
     long_window_s: float
-    """Median of what remains of a query's duration beside its gaps. An aim: the two marginals come first."""
+    """Median of a query's duration less its gaps. An aim only: the two marginals take precedence."""
     sigma_long_window: float
     min_long_window_s: float
 
 
 def retrieval_windows(timing: Timing, num_events: Sequence[int], rng: Random) -> list[tuple[float, ...]]:
-    """Seconds before each chunk event of each query: its long window, then its gaps.
+    """Draw the seconds before each chunk event of each query: its long window, then its gaps.
 
-    A query's gaps are dealt at random. Its duration is the value at the same rank as its gaps and a drawn long window
-    together have; the long window is what is then left. So durations and gaps keep their distributions exactly, and
-    long windows are about those that were drawn.
+    A query's gaps are dealt at random. Its duration is the value at the rank of the sum of its gaps and a drawn long
+    window; its long window is then the rest. So durations and gaps keep their distributions exactly, and long windows
+    keep theirs roughly.
     """
     gaps = timing.gap_s.sample(sum(num_events) - len(num_events), rng)
     rng.shuffle(gaps)
@@ -48,7 +48,7 @@ def retrieval_windows(timing: Timing, num_events: Sequence[int], rng: Random) ->
 
 
 def _exchange(query: int, long_windows: list[float], dealt: list[list[float]], least: float, rng: Random) -> None:
-    """Exchange gaps with queries that have time to spare, until this one has enough."""
+    """Exchange gaps with queries that have time to spare, until this query has enough."""
     for _ in range(NUM_TRIES):
         other = rng.randrange(len(dealt))
         if other == query or not dealt[other]:

@@ -1,7 +1,7 @@
-"""Workloads that look like the two of the Stream2LLM paper: crawled pages, and the pools of a vector search.
+"""Workloads with the statistics of the Stream2LLM paper's two: crawled pages, and the pools of a vector search.
 
-Every published percentile and mean holds at the published size, at every seed; what is not published is an assumption.
-docs/workloads.md tells which is which.
+Every published percentile and mean holds at the published size, at every seed. docs/workloads.md says what is
+published, and what is assumed.
 """
 
 from collections.abc import Sequence
@@ -22,24 +22,24 @@ LongWindow: TypeAlias = Literal["first", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a workload is made of, beside what its chunk events do."""
+    """The distributions of a workload."""
 
     name: WorkloadName
     num_queries: int
     tokens: Marginal
-    """Per query: of its final context, template and question left out."""
+    """Tokens of a query's final context, without template and question."""
     num_events: tuple[int, ...]
-    """How many of 1,000 queries have 1, 2, ... chunk events."""
+    """Number of 1,000 queries that have 1, 2, ... chunk events."""
     timing: Timing
     sigma_chunk: float
     """Standard deviation of the logarithm of a chunk's tokens, among the chunks of a query."""
     sigma_query: float
-    """Standard deviation of the logarithm of what all chunks of a query share."""
+    """Standard deviation of the logarithm of the factor that all chunks of a query share."""
     max_sigmas: float
-    """No chunk is longer than the median by more than so many `sigma_chunk`, before it is scaled to its query."""
+    """The most `sigma_chunk` by which a chunk exceeds the median, before it is scaled to its query."""
 
     def length(self, rng: Random) -> float:
-        """Length of a chunk, in terms of the median one."""
+        """Draw the length of a chunk, as a multiple of the median."""
         return exp(self.sigma_chunk * min(rng.gauss(), self.max_sigmas))
 
 
@@ -108,7 +108,7 @@ def generate(
     *,
     long_window: LongWindow = "first",
 ) -> Trace:
-    """A workload of the published size, or of `num_queries`; `long_window` is of the ANNS workload, see there.
+    """Generate a workload of the published size, or of `num_queries`. `long_window` is an option of `anns`.
 
     :raises ConfigurationError: there is no such workload or long window, it has no query, or the rate is not positive.
     """
@@ -120,7 +120,7 @@ def generate(
 
 
 def crawler(num_queries: int = 4322, seed: int = 1, qps: float = 1.0) -> Trace:
-    """Queries whose context grows: a search result, then pages as they are crawled.
+    """Generate queries whose context grows: a search result, then pages as they are crawled.
 
     :raises ConfigurationError: it has no query, or the rate is not positive.
     """
@@ -139,7 +139,7 @@ def crawler(num_queries: int = 4322, seed: int = 1, qps: float = 1.0) -> Trace:
 def anns(
     num_queries: int = 500, seed: int = 1, qps: float = 1.0, *, long_window: LongWindow = "first", rank_bias: int = 2
 ) -> Trace:
-    """Queries whose context is replaced as the search refines: pools of ten documents in rank order.
+    """Generate queries whose context is replaced as the search refines: pools of ten documents in rank order.
 
     A search has one long window, of several seconds, beside the short gaps. With `long_window="first"` the first pool
     comes after it, and the gaps are those between the updates. With "last" the final pool comes after it, and the gaps
@@ -178,13 +178,13 @@ def _check(num_queries: int, qps: float) -> None:
 
 
 def _totals(workload: Workload, lengths: Sequence[Sequence[float]], rng: Random) -> list[int]:
-    """Tokens per query: more for a query with more or longer chunks, as the marginal has them."""
+    """Draw the tokens of each query from the marginal: more for a query with more or longer chunks."""
     scores = [sum(each) * rng.lognormvariate(0, workload.sigma_query) for each in lengths]
     return [round(total) for total in couple(scores, workload.tokens.sample(len(scores), rng))]
 
 
 def _pools(num_pools: int, rank_bias: int, rng: Random) -> list[tuple[int, ...]]:
-    """Numbers of documents in rank order, after each step of the search; numbers grow in the order of discovery."""
+    """Draw the pool after each step of a search: documents in rank order, by numbers in order of discovery."""
     pools = [tuple(range(NUM_DOCUMENTS))]
     for found in range(NUM_DOCUMENTS, NUM_DOCUMENTS + num_pools - 1):
         rank = max(rng.randrange(NUM_DOCUMENTS) for _ in range(rank_bias))
@@ -193,7 +193,7 @@ def _pools(num_pools: int, rank_bias: int, rng: Random) -> list[tuple[int, ...]]
 
 
 def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence[tuple[int, ...]]) -> list[TracedChunk]:
-    """The documents of all pools of a query; those of the last pool have `total` tokens together."""
+    """Return the documents of all pools of a query; those of the last pool have `total` tokens together."""
     final = pools[-1]
     num_tokens = dict(zip(final, apportion(total, [lengths[j] for j in final]), strict=True))
     per_length = total / sum(lengths[j] for j in final)
@@ -209,7 +209,7 @@ def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence
 def _trace(
     workload: Workload, events: Sequence[Sequence[TracedEvent]], seed: int, qps: float, **settings: str | int
 ) -> Trace:
-    """Queries that arrive as a Poisson process; another rate stretches the same arrivals."""
+    """Return the trace of queries that arrive as a Poisson process; another rate stretches the same arrivals."""
     rng = Random(f"{workload.name}-{seed}-arrivals")
     arrivals = accumulate(rng.expovariate(1.0) for _ in events)
     queries = tuple(

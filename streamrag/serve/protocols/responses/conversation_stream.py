@@ -24,7 +24,7 @@ from streamrag.tokenizing import in_thread
 
 
 class ConversationStream:
-    """One streamed request of the engine, open until the conversation has its answer.
+    """A streamed request of the engine, open until the conversation has its answer.
 
     `extend` sets the conversation so far, and `events` yields the answer; a task of its own must read them. If prompts
     come faster than the backend takes them, it gets the newest.

@@ -46,7 +46,7 @@ class CacheOptions(BaseModel):
 
 
 class ResponseRequest(BaseModel):
-    """OpenAI's request. What this service cannot do is refused, not ignored."""
+    """A request as OpenAI defines it. What this service cannot do is refused, not ignored."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -55,7 +55,7 @@ async def query_events(
 
 
 class ResponseRun:
-    """One response: its events are sent as they come, and its state is kept once it is whole, with `keep`."""
+    """A response: its events are sent as they come, and its state is kept once it is whole, with `keep`."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from streamrag.serve.service import Caller, Service
 
 
 class ResponseSocket(Frames):
-    """One socket. Its streams, and the states that are not stored, end with it."""
+    """A socket. Its streams, and the states that are not stored, end with it."""
 
     def __init__(self, service: Service, states: StateStore, socket: WebSocket, caller: Caller) -> None:
         super().__init__(socket, service, "stream_id")

@@ -43,7 +43,7 @@ class CreateEvent(ResponseRequest):
 
 @dataclass(eq=False)
 class SocketContext:
-    """What the streams of one socket share."""
+    """The parts that the streams of one socket share."""
 
     service: Service
     states: StateStore

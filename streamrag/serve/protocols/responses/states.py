@@ -91,7 +91,7 @@ class StateStore:
             raise RequestError(str(error), status=404, code=code, param=param) from None
 
     def delete(self, id: str, client: str) -> None:
-        """Remove a state. Responses that continued it keep their conversation.
+        """Remove a state of a client. Responses that continued it keep their conversation.
 
         :raises RequestError: there is none.
         """

@@ -13,7 +13,7 @@ from streamrag.serve.bodies import StrictModel, sampling
 from streamrag.serve.failures import RequestError
 from streamrag.serve.service import Caller, Service
 from streamrag.serve.session_store.served_session import MAX_SHOWN, ServedSession
-from streamrag.serve.session_store.store import gone
+from streamrag.serve.session_store.store import session_not_found
 from streamrag.sessions.choosing import DECISIVE_GAP
 from streamrag.sessions.session import MAX_WAITING
 from streamrag.telemetry import Event
@@ -154,7 +154,7 @@ async def answer_events(
 
 def _end_of_session(service: Service, error: PipelineClosedError) -> StreamRagError:
     """Return the error for a session that has ended: it may be there again if the service restarts, else it is gone."""
-    return error if service.admission.is_draining else gone("the session was closed")
+    return error if service.admission.is_draining else session_not_found("the session was closed")
 
 
 def state_of(served: ServedSession) -> dict[str, Any]:

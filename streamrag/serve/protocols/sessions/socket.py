@@ -34,7 +34,7 @@ log = logging.getLogger("streamrag.serve")
 
 
 class AppendFrame(Data):
-    """Data to append."""
+    """Data to append to the session."""
 
     type: Literal["append"]
     id: Id | None = None
@@ -60,7 +60,7 @@ class Frame(RootModel[Annotated[AppendFrame | AskFrame | CancelFrame, Field(disc
 
 
 class SessionSocket(Frames):
-    """One socket of a session. Its questions end with it."""
+    """A socket of a session. Its questions end with it."""
 
     def __init__(self, service: Service, socket: WebSocket, caller: Caller, served: ServedSession) -> None:
         super().__init__(socket, service, "id")
