@@ -11,8 +11,7 @@ from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.trace.read import read_trace
-from streamrag.trace.values import stretched
-from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedSkip
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedSkip, stretched
 
 
 class ReplaySource:

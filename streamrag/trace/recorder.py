@@ -16,9 +16,9 @@ from streamrag.kinds import message_of
 from streamrag.retrieving import Retrieval
 from streamrag.starting import start_all, started_once
 from streamrag.tasks import cancel_regardless, run_regardless
-from streamrag.trace.lines import EndLine, Line, QueryLine, QuerySkippedLine, TextMode
-from streamrag.trace.values import Outcome, TracedChunk
-from streamrag.trace.write import chunk_key, chunk_line, clean, event_line, make_header, seconds
+from streamrag.trace.lines import EndLine, Line, QueryLine, TextMode
+from streamrag.trace.values import Outcome, TracedAppend, TracedChunk, TracedSkip, TracedUpdate
+from streamrag.trace.write import SessionEncoder, chunk_key, clean, make_header, seconds
 from streamrag.trace.writer_thread import WriterThread
 
 MAX_BEHIND = 256
@@ -62,7 +62,7 @@ class TraceRecorder:
         self._clock = clock
         self._writer: WriterThread | None = None
         self._tokenizer: str | None = None
-        self._defined: set[str] = set()
+        self._encoder = SessionEncoder(text)
         self._num_queries = 0
         self._began_s = 0.0
 
@@ -79,7 +79,7 @@ class TraceRecorder:
         except BaseException:  # a caller that is cancelled here cannot close it
             await self.aclose()
             raise
-        self._defined = set()
+        self._encoder = SessionEncoder(self._text)
         self._num_queries = 0
 
     async def _open(self) -> None:
@@ -123,13 +123,13 @@ class TraceRecorder:
                 if isinstance(event, CutShort):
                     why["cut_short"] = clean(event.reason)
                 elif isinstance(event, Skipped):
-                    writer.put([_skipped_line(query_id, at_s, event)])
+                    writer.put(self._encoder.encode(query_id, TracedSkip(at_s, event.uri, event.reason)))
                 else:
                     first = num_chunks + 1 if isinstance(event, Append) else 1
                     chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
                     num_chunks = first + len(chunks) - 1
                     counts = await count_tokens(list(enumerate(chunks, first)))
-                    writer.put(self._event_lines(query_id, at_s, event, chunks, counts))
+                    writer.put(self._encode(query_id, at_s, event, counts))
                 if writer.num_behind > MAX_BEHIND:
                     await anyio.to_thread.run_sync(writer.catch_up)
                 yield event
@@ -138,8 +138,8 @@ class TraceRecorder:
             outcome, why["error"] = "failed", clean(message_of(error))
             raise
         finally:
-            end_s = seconds(self._clock() - began_s)
-            end = EndLine(query=query_id, end_s=end_s, outcome=outcome, **why)
+            end_s, error_text, cut_short = seconds(self._clock() - began_s), why.get("error"), why.get("cut_short")
+            end = EndLine(query=query_id, end_s=end_s, outcome=outcome, error=error_text, cut_short=cut_short)
             writer.put([end], flush=True)
             if isinstance(events, AsyncGenerator):
                 await events.aclose()
@@ -161,24 +161,20 @@ class TraceRecorder:
         self._writer.put([QueryLine(id=query_id, arrival_s=seconds(began_s - self._began_s), text=clean(query))])
         return self._writer, query_id
 
-    def _event_lines(
-        self, query_id: str, at_s: float, event: Append | Update, chunks: Sequence[Chunk], counts: Sequence[int]
-    ) -> Iterator[Line]:
+    def _encode(self, query_id: str, at_s: float, event: Append | Update, counts: Sequence[int]) -> Iterator[Line]:
         """Yield the lines of a chunk event, in the thread that writes them."""
-        keys = []
-        for chunk, num_tokens in zip(chunks, counts, strict=True):
-            text, uri, title = clean(chunk.text), clean(chunk.uri), clean(chunk.title)
-            key = chunk_key(text, uri, title, chunk.passage)
-            keys.append(key)
-            if key not in self._defined:
-                self._defined.add(key)
-                yield chunk_line(TracedChunk(key, num_tokens, text, uri, title, chunk.passage), self._text)
-        scores = [chunk.score for chunk in chunks]
-        yield event_line(query_id, at_s, keys, scores, event.hint, appends=isinstance(event, Append))
+        chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
+        traced = tuple(map(_traced_chunk, chunks, counts))
+        if isinstance(event, Append):
+            yield from self._encoder.encode(query_id, TracedAppend(at_s, traced[0], event.hint))
+        else:
+            yield from self._encoder.encode(query_id, TracedUpdate(at_s, traced, event.hint))
 
 
-def _skipped_line(query_id: str, at_s: float, event: Skipped) -> QuerySkippedLine:
-    return QuerySkippedLine(query=query_id, at_s=seconds(at_s), uri=clean(event.uri), reason=clean(event.reason))
+def _traced_chunk(chunk: Chunk, num_tokens: int) -> TracedChunk:
+    text, uri, title = clean(chunk.text), clean(chunk.uri), clean(chunk.title)
+    key = chunk_key(text, uri, title, chunk.passage)
+    return TracedChunk(key, num_tokens, text, uri, title, chunk.passage, chunk.score)
 
 
 async def record_queries(

@@ -3,14 +3,13 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from streamrag.core import Hint
 from streamrag.errors import TraceError
 from streamrag.reading import parse_json, without_lone_surrogates
 from streamrag.trace.events import HintFields, LineError, finite
@@ -28,7 +27,7 @@ from streamrag.trace.lines import (
     UpdateKeysLine,
     encode,
 )
-from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedSkip
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedSkip
 from streamrag.versions import __version__
 
 KEY_BYTES = 12
@@ -51,6 +50,7 @@ def write_trace(
     path = Path(path)
     if path.exists() and not overwrite:
         raise TraceError(f"{path} exists: name another file, or say that it may be overwritten")
+    _check_lengths(trace)
     try:
         replace_file(path, map(encode, _lines(trace, text)))
     except ValidationError as error:
@@ -84,57 +84,54 @@ def seconds(value: float) -> float:
     return round(max(value, 0.0), 6)
 
 
-def event_line(
-    query_id: str, at_s: float, keys: Sequence[str], scores: Sequence[float | None], hint: Hint | None, *, appends: bool
-) -> Line:
-    """Return the line of a chunk event."""
-    scores = tuple(map(finite, scores))
-    fields = HintFields.of(hint)
-    if appends:
-        return AppendKeyLine(query=query_id, at_s=seconds(at_s), key=keys[0], score=scores[0], hint=fields)
-    known = scores if any(score is not None for score in scores) else None
-    return UpdateKeysLine(query=query_id, at_s=seconds(at_s), keys=tuple(keys), scores=known, hint=fields)
+class SessionEncoder:
+    """The lines of one session's events. Each chunk is defined before the first line that names it."""
 
+    def __init__(self, text: TextMode) -> None:
+        self._text = text
+        self._defined: set[str] = set()
 
-def chunk_line(chunk: TracedChunk, text: TextMode) -> ChunkLine:
-    """Return the line that defines a chunk, with its text or only the text's length."""
-    full = chunk.text if text == "full" else None
-    num_chars = chunk.num_chars if chunk.text is None else len(chunk.text)
-    return ChunkLine(
-        key=chunk.key,
-        num_tokens=chunk.num_tokens,
-        num_chars=None if full is not None else num_chars,
-        text=None if full is None else clean(full),
-        uri=clean(chunk.uri),
-        title=clean(chunk.title),
-        passage=chunk.passage,
-    )
+    def encode(self, query_id: str, event: TracedEvent | TracedSkip) -> Iterator[Line]:
+        """Yield the lines of an event: of chunks that are new in the session, then of the event itself."""
+        at_s = seconds(event.at_s)
+        if isinstance(event, TracedSkip):
+            yield QuerySkippedLine(query=query_id, at_s=at_s, uri=clean(event.uri), reason=clean(event.reason))
+            return
+        chunks = (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
+        for chunk in chunks:
+            if chunk.key not in self._defined:
+                self._defined.add(chunk.key)
+                yield self._definition(chunk)
+        keys, scores = tuple(chunk.key for chunk in chunks), tuple(finite(chunk.score) for chunk in chunks)
+        hint = HintFields.of(event.hint)
+        if isinstance(event, TracedAppend):
+            yield AppendKeyLine(query=query_id, at_s=at_s, key=keys[0], score=scores[0], hint=hint)
+        else:
+            known = scores if any(score is not None for score in scores) else None
+            yield UpdateKeysLine(query=query_id, at_s=at_s, keys=keys, scores=known, hint=hint)
+
+    def _definition(self, chunk: TracedChunk) -> ChunkLine:
+        full = chunk.text if self._text == "full" else None
+        num_chars = chunk.num_chars if chunk.text is None else len(chunk.text)
+        return ChunkLine(
+            key=chunk.key,
+            num_tokens=chunk.num_tokens,
+            num_chars=None if full is not None else num_chars,
+            text=None if full is None else clean(full),
+            uri=clean(chunk.uri),
+            title=clean(chunk.title),
+            passage=chunk.passage,
+        )
 
 
 def _lines(trace: Trace, text: TextMode) -> Iterator[Line]:
     yield make_header(text, trace.provenance.get("tokenizer"), trace.provenance)
-    defined: dict[str, int] = {}
+    encoder = SessionEncoder(text)
     for query in trace.queries:
         query_id = clean(query.query_id)
         yield QueryLine(id=query_id, arrival_s=seconds(query.arrival_s), text=clean(query.text))
         for event in sorted((*query.events, *query.skipped), key=lambda event: event.at_s):
-            if isinstance(event, TracedSkip):
-                yield QuerySkippedLine(
-                    query=query_id, at_s=seconds(event.at_s), uri=clean(event.uri), reason=clean(event.reason)
-                )
-                continue
-            appends = isinstance(event, TracedAppend)
-            chunks = (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
-            for chunk in chunks:
-                if chunk.key not in defined:
-                    yield chunk_line(chunk, text)
-                if defined.setdefault(chunk.key, chunk.num_tokens) != chunk.num_tokens:
-                    raise TraceError(
-                        f"query {query_id!r}: chunk {chunk.key!r} has {chunk.num_tokens} tokens, and had "
-                        f"{defined[chunk.key]} before: one key, the same tokens"
-                    )
-            keys, scores = [chunk.key for chunk in chunks], [chunk.score for chunk in chunks]
-            yield event_line(query_id, event.at_s, keys, scores, event.hint, appends=appends)
+            yield from encoder.encode(query_id, event)
         yield EndLine(
             query=query_id,
             end_s=seconds(query.end_s),
@@ -143,3 +140,19 @@ def _lines(trace: Trace, text: TextMode) -> Iterator[Line]:
             cut_short=None if query.cut_short is None else clean(query.cut_short),
             num_output_tokens=query.num_output_tokens,
         )
+
+
+def _check_lengths(trace: Trace) -> None:
+    """Check that each key stands for one number of tokens.
+
+    :raises TraceError: a key stands for two.
+    """
+    known: dict[str, int] = {}
+    for query in trace.queries:
+        for event in query.events:
+            for chunk in (event.chunk,) if isinstance(event, TracedAppend) else event.chunks:
+                if (num_tokens := known.setdefault(chunk.key, chunk.num_tokens)) != chunk.num_tokens:
+                    raise TraceError(
+                        f"query {query.query_id!r}: chunk {chunk.key!r} has {chunk.num_tokens} tokens, and had "
+                        f"{num_tokens} before: one key, the same tokens"
+                    )
