@@ -5,8 +5,7 @@ The last user message is the question, for which the service retrieves; the turn
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,15 +15,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
-from streamrag.core import MAX_INT, SamplingParams
+from streamrag.core import MAX_INT, SamplingParams, Turn
 from streamrag.serve.bodies import SAMPLING, read_body, refuse_fields, sampling, split_turns, turn_of
 from streamrag.serve.citations import url_citations
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.gate import CALLER
+from streamrag.serve.protocols.event_stream import answer_of
 from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of
-from streamrag.telemetry import Answer, Answered, Event, RetrievalStarted, TokensGenerated
+from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
 Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
@@ -117,10 +117,7 @@ def routes(service: Service) -> list[Route]:
         body.check()
         check_model(service, body.model)
         turns = [turn_of(each.role, each.content, f"messages.{i}") for i, each in enumerate(body.messages)]
-        system, history, question = split_turns(turns, "messages")
-        options = QueryOptions(history=history, params=body.params(service.params))
-        if system:
-            options["system"] = service.system_text(system)
+        question, options = conversation_options(service, turns, "messages", body.params(service.params))
         encoder = ChatEncoder(service.model_name)
         query = service.events(request.scope[CALLER], "chat", question, **options)
         if not body.stream:
@@ -139,13 +136,18 @@ def routes(service: Service) -> list[Route]:
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 
 
-async def answer_of(query: AbstractAsyncContextManager[AsyncIterator[Event]]) -> Answer:
-    """Return the answer to a query, once it is whole."""
-    async with query as events:
-        async for event in events:
-            if isinstance(event, Answered):
-                return event.answer
-    raise RuntimeError("a query ended without an answer and without an error")
+def conversation_options(
+    service: Service, turns: Sequence[Turn], param: str, params: SamplingParams
+) -> tuple[str, QueryOptions]:
+    """Return the question of a conversation, and the options of its query.
+
+    :raises RequestError: the last message is not a user's.
+    """
+    system, history, question = split_turns(turns, param)
+    options = QueryOptions(history=history, params=params)
+    if system:
+        options["system"] = service.system_text(system)
+    return question, options
 
 
 def check_model(service: Service, name: str | None) -> None:

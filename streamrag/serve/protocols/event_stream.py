@@ -1,6 +1,7 @@
 """The service's own protocol: each event of a query as one event of SSE, ended by `answered` or `error`."""
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from streamrag.serve.failures import Failure
 from streamrag.serve.service import Service
 from streamrag.serve.sse import Produce, Write, respond
 from streamrag.serve.wire import json_of, name_of, values_of
-from streamrag.telemetry import ContextChanged, Event
+from streamrag.telemetry import Answer, Answered, ContextChanged, Event
 
 
 async def write_events(write: Write, events: AsyncIterator[Event]) -> None:
@@ -40,3 +41,12 @@ async def respond_with_events(
     """Respond with the events that `produce` writes. `receive` returns when the client has left, as of `respond`."""
     timeout_s = service.limits.send_timeout_s
     return await respond(request, produce, failed=encode_failure, send_timeout_s=timeout_s, receive=receive)
+
+
+async def answer_of(query: AbstractAsyncContextManager[AsyncIterator[Event]]) -> Answer:
+    """Return the answer to a query, once it is whole."""
+    async with query as events:
+        async for event in events:
+            if isinstance(event, Answered):
+                return event.answer
+    raise RuntimeError("a query ended without an answer and without an error")

@@ -83,10 +83,9 @@ class ResponseEncoder:
             "queries": [query],
             "results": None,
         }
-        self.response["output"].append(self._search)
         at = {"output_index": 0, "item_id": self._search["id"]}
         events = [
-            self._event("response.output_item.added", output_index=0, item=dict(self._search)),
+            self._add_item(self._search),
             self._event("response.file_search_call.in_progress", **at),
             self._event("response.file_search_call.searching", **at),
         ]
@@ -114,11 +113,15 @@ class ResponseEncoder:
             "status": "in_progress",
             "content": [],
         }
-        self.response["output"].append(self._message)
         return [
-            self._event("response.output_item.added", output_index=self._at["output_index"], item=dict(self._message)),
+            self._add_item(self._message),
             self._event("response.content_part.added", **self._at, part=self._part()),
         ]
+
+    def _add_item(self, item: dict[str, Any]) -> ServerEvent:
+        self.response["output"].append(item)
+        index = len(self.response["output"]) - 1
+        return self._event("response.output_item.added", output_index=index, item=dict(item))
 
     def _add(self, text: str) -> list[ServerEvent]:
         num_before = len(self._text)
@@ -128,14 +131,8 @@ class ResponseEncoder:
             if mark.end <= num_before:
                 continue
             annotation = annotation_of(mark, self._passages)
-            events.append(
-                self._event(
-                    "response.output_text.annotation.added",
-                    **self._at,
-                    annotation_index=len(self._annotations),
-                    annotation=annotation,
-                )
-            )
+            about = {**self._at, "annotation_index": len(self._annotations), "annotation": annotation}
+            events.append(self._event("response.output_text.annotation.added", **about))
             self._annotations.append(annotation)
         return events
 

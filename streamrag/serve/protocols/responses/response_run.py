@@ -4,10 +4,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeAlias
 
-from streamrag.asked import QueryOptions
 from streamrag.core import Turn
-from streamrag.serve.bodies import split_turns
 from streamrag.serve.observing import Interface
+from streamrag.serve.protocols.chat import conversation_options
 from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
 from streamrag.serve.protocols.responses.encoder import ResponseEncoder, ServerEvent
 from streamrag.serve.protocols.responses.requests import CheckedRequest
@@ -33,10 +32,7 @@ async def query_events(
     :raises StreamRagError: as `Service.events` does.
     """
     if request.retrieves:
-        system, history, question = split_turns(request.conversation, "input")
-        options = QueryOptions(history=history, params=request.params)
-        if system:
-            options["system"] = service.system_text(system)
+        question, options = conversation_options(service, request.conversation, "input", request.params)
         async with service.events(caller, interface, question, **options) as events:
             yield events
         return

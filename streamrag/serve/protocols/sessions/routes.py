@@ -17,7 +17,6 @@ DELETE /v1/sessions/{id}
 """
 
 from contextlib import ExitStack, aclosing
-from typing import Any
 
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
@@ -29,7 +28,7 @@ from streamrag.errors import StreamRagError
 from streamrag.serve.bodies import read_body, sampling
 from streamrag.serve.frames import Frames
 from streamrag.serve.gate import CALLER
-from streamrag.serve.protocols.event_stream import encode, respond_with_events
+from streamrag.serve.protocols.event_stream import answer_of, encode, respond_with_events
 from streamrag.serve.protocols.sessions.requests import (
     Data,
     OpenSession,
@@ -116,17 +115,10 @@ class _Handlers:
                 async for event in events:
                     await write(encode(event))
 
-        async def whole() -> dict[str, Any]:
-            async with answer as events:
-                async for event in events:
-                    if isinstance(event, Answered):
-                        fields: dict[str, Any] = values_of(event)["answer"]
-                        return fields
-            raise RuntimeError("a question ended without an answer and without an error")
-
         if body.stream:
             return await respond_with_events(request, self._service, produce)
-        return JSONResponse(await unless_gone(whole(), request.receive))
+        whole = await unless_gone(answer_of(answer), request.receive)
+        return JSONResponse(values_of(Answered(0.0, whole))["answer"])
 
     async def watch(self, request: Request) -> Response:
         body = await read_body(request, WatchedQuestion)
