@@ -15,6 +15,7 @@ from streamrag.errors import SourceError, TraceError
 from streamrag.kinds import message_of
 from streamrag.retrieving import Retrieval
 from streamrag.starting import start_all, started_once
+from streamrag.support.validation import validated
 from streamrag.tasks import cancel_regardless, run_regardless
 from streamrag.trace.lines import EndLine, Line, QueryLine, TextMode
 from streamrag.trace.values import Outcome, TracedAppend, TracedChunk, TracedSkip, TracedUpdate
@@ -42,9 +43,11 @@ class TraceRecorder:
     A thread writes, so the event loop does not wait for the disk. The file is complete up to the last query that ended,
     also if the program is killed. If it cannot be written, queries go on, and closing the recorder raises.
 
-    :raises TraceError: `text` is neither, or `provenance` is not plain values.
+    :raises ConfigurationError: `text` is neither "full" nor "hash".
+    :raises TraceError: `provenance` is not plain values.
     """
 
+    @validated
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -53,8 +56,6 @@ class TraceRecorder:
         provenance: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if text not in ("full", "hash"):
-            raise TraceError(f"TraceRecorder: text={text!r} must be 'full' or 'hash'")
         make_header(text, None, provenance or {})  # raises now rather than in the first query
         self.path = Path(path)
         self._text: TextMode = text

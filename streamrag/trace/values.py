@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from streamrag.core import Hint
-from streamrag.errors import ConfigurationError
+from streamrag.support.validation import Positive, validated
 
 Outcome: TypeAlias = Literal["complete", "failed", "cancelled"]
 """The ways in which a retrieval ends."""
@@ -93,13 +93,12 @@ class Trace:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
-def stretched(trace: Trace, delay: float) -> Trace:
+@validated
+def stretched(trace: Trace, delay: Positive) -> Trace:
     """Return the trace with all times within its queries multiplied by `delay`; arrivals stay.
 
     :raises ConfigurationError: the delay is not a positive number.
     """
-    if not 0 < delay < float("inf"):
-        raise ConfigurationError(f"delay={delay!r} must be a positive number")
 
     def with_delay(event: TracedEvent) -> TracedEvent:
         hint = event.hint

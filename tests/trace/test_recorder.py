@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Update
-from streamrag.errors import AlreadyStartedError, SourceError, TraceError
+from streamrag.errors import AlreadyStartedError, ConfigurationError, SourceError, TraceError
 from streamrag.pipeline import Pipeline
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from streamrag.trace.files import LineWriter
@@ -223,7 +223,7 @@ async def test_a_recorder_that_is_not_started_says_so(tmp_path: Path) -> None:
 
 
 def test_values_that_cannot_work_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="text='some' must be 'full' or 'hash'"):
+    with pytest.raises(ConfigurationError, match="text='some' must be 'full' or 'hash'"):
         TraceRecorder(tmp_path / "x.jsonl", text="some")  # type: ignore[arg-type]
     with pytest.raises(TraceError, match="must be plain values"):
         TraceRecorder(tmp_path / "x.jsonl", provenance={"path": tmp_path})

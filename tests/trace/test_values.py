@@ -17,5 +17,5 @@ def test_all_times_of_a_query_are_multiplied_but_not_its_arrival() -> None:
 
 @pytest.mark.parametrize("delay", [0, -1, float("nan"), float("inf")])
 def test_a_delay_must_be_positive(delay: float) -> None:
-    with pytest.raises(ConfigurationError, match="must be a positive number"):
+    with pytest.raises(ConfigurationError, match=r"delay=.* must be"):
         stretched(Trace(()), delay)

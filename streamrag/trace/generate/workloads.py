@@ -11,7 +11,7 @@ from math import exp
 from random import Random
 from typing import Literal, TypeAlias
 
-from streamrag.errors import ConfigurationError
+from streamrag.support.validation import Count, Positive, validated
 from streamrag.trace.generate.distributions import Marginal, apportion, couple, stratified_counts
 from streamrag.trace.generate.timing import Timing, retrieval_windows
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
@@ -100,31 +100,30 @@ MAX_CONTEXT_TOKENS = 120_000
 """No pool of the ANNS workload has more, so that the prompts fit the published model's 131,072."""
 
 
+@validated
 def generate(
     workload: WorkloadName,
-    num_queries: int | None = None,
+    num_queries: Count | None = None,
     seed: int = 1,
-    qps: float = 1.0,
+    qps: Positive = 1.0,
     *,
     long_window: LongWindow = "first",
 ) -> Trace:
     """Generate a workload of the published size, or of `num_queries`. `long_window` is an option of `anns`.
 
-    :raises ConfigurationError: there is no such workload or long window, it has no query, or the rate is not positive.
+    :raises ConfigurationError: an unknown workload or long window, no query, or a rate that is not positive.
     """
     if workload == "crawler":
         return crawler(CRAWLER.num_queries if num_queries is None else num_queries, seed, qps)
-    if workload == "anns":
-        return anns(ANNS.num_queries if num_queries is None else num_queries, seed, qps, long_window=long_window)
-    raise ConfigurationError(f"workload={workload!r}: there is no such workload; generate 'crawler' or 'anns'")
+    return anns(ANNS.num_queries if num_queries is None else num_queries, seed, qps, long_window=long_window)
 
 
-def crawler(num_queries: int = 4322, seed: int = 1, qps: float = 1.0) -> Trace:
+@validated
+def crawler(num_queries: Count = 4322, seed: int = 1, qps: Positive = 1.0) -> Trace:
     """Generate queries whose context grows: a search result, then pages as they are crawled.
 
-    :raises ConfigurationError: it has no query, or the rate is not positive.
+    :raises ConfigurationError: no query, or a rate that is not positive.
     """
-    _check(num_queries, qps)
     rng = Random(f"crawler-{seed}")
     windows = retrieval_windows(CRAWLER.timing, stratified_counts(CRAWLER.num_events, num_queries, rng), rng)
     lengths = [[CRAWLER.length(rng) for _ in each] for each in windows]
@@ -136,8 +135,14 @@ def crawler(num_queries: int = 4322, seed: int = 1, qps: float = 1.0) -> Trace:
     return _trace(CRAWLER, events, seed, qps)
 
 
+@validated
 def anns(
-    num_queries: int = 500, seed: int = 1, qps: float = 1.0, *, long_window: LongWindow = "first", rank_bias: int = 2
+    num_queries: Count = 500,
+    seed: int = 1,
+    qps: Positive = 1.0,
+    *,
+    long_window: LongWindow = "first",
+    rank_bias: Count = 2,
 ) -> Trace:
     """Generate queries whose context is replaced as the search refines: pools of ten documents in rank order.
 
@@ -148,14 +153,8 @@ def anns(
     With every update one document enters the pool and the last one leaves it. Its rank is the largest of `rank_bias`
     ranks drawn evenly: 1 for any rank alike, more for a search whose best ranks settle first.
 
-    :raises ConfigurationError: it has no query, the rate is not positive, there is no such long window, or `rank_bias`
-        is below 1.
+    :raises ConfigurationError: no query, a rate that is not positive, an unknown long window, or a `rank_bias` below 1.
     """
-    _check(num_queries, qps)
-    if long_window not in ("first", "last"):
-        raise ConfigurationError(f"long_window={long_window!r}: a search's long window is its 'first' or its 'last'")
-    if rank_bias < 1:
-        raise ConfigurationError(f"rank_bias={rank_bias}: the largest of no ranks; give 1 or more")
     rng = Random(f"anns-{seed}")
     windows = retrieval_windows(ANNS.timing, stratified_counts(ANNS.num_events, num_queries, rng), rng)
     pools = [_pools(len(each), rank_bias, rng) for each in windows]
@@ -168,13 +167,6 @@ def anns(
         updates = zip(accumulate(ordered), pools[i], strict=True)
         events.append([TracedUpdate(at_s, tuple(documents[j] for j in pool)) for at_s, pool in updates])
     return _trace(ANNS, events, seed, qps, long_window=long_window, rank_bias=rank_bias)
-
-
-def _check(num_queries: int, qps: float) -> None:
-    if num_queries < 1:
-        raise ConfigurationError(f"num_queries={num_queries}: a workload has one query or more")
-    if not 0 < qps < float("inf"):
-        raise ConfigurationError(f"qps={qps}: give a positive number of queries per second")
 
 
 def _totals(workload: Workload, lengths: Sequence[Sequence[float]], rng: Random) -> list[int]:
