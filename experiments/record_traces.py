@@ -32,8 +32,7 @@ from streamrag.core import Append, Chunk, CutShort, Hint, Progress, Skipped, Sou
 from streamrag.sources.index.build import build_index
 from streamrag.sources.wrapper import SourceWrapper
 from streamrag.testing import StretchedSource
-from streamrag.trace.recorder import TraceRecorder
-from streamrag.trace.session import record_queries
+from streamrag.trace.recorder import TraceRecorder, record_queries
 
 ADDRESS = "https://docs.python.org/3.11/"
 """Stands in the crawl's trace for the server on loopback."""

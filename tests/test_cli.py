@@ -102,7 +102,6 @@ COMMANDS = [
     "index calibrate",
     "record",
     "trace show",
-    "trace convert",
     "trace generate",
     "profile",
     "serve",

@@ -141,7 +141,7 @@ def test_a_terminal_without_unicode_gets_question_marks() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["", "trace show", "trace", "bench report x", "trace convert"])
+@pytest.mark.parametrize("command", ["", "trace show", "trace", "bench report x", "trace generate"])
 def test_a_terminal_obeys_nothing_of_what_the_parser_repeats(command: str) -> None:
     done = run_in_shell(f"streamrag {command} x $'--\\e]0;x\\a' $'\\e[2J\\u202e'")
     assert done.returncode == 2

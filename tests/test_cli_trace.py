@@ -13,8 +13,6 @@ from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 from streamrag.trace.write import write_trace
 
-DATA = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}\n'
-
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,17 +193,6 @@ def test_what_a_stranger_wrote_into_a_trace_cannot_steer_the_terminal(
     assert main(["trace", "show", str(path), "--no-plot"]) == 0
     printed = capsys.readouterr()
     assert not {"\x1b", "\x07", "\x9b"} & set(printed.out + printed.err)
-
-
-def test_a_public_trace_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "m.jsonl").write_text(DATA * 3)
-    output = tmp_path / "trace.jsonl.zst"
-    command = ["trace", "convert", "mooncake", str(tmp_path / "m.jsonl"), "--output", str(output), "--queries", "2"]
-    assert main(command) == 0
-    assert len(read_trace(output).queries) == 2
-    assert main(command) == 1
-    assert "exists" in capsys.readouterr().err
-    assert main([*command, "--force"]) == 0
 
 
 def test_a_broken_trace_is_an_error_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

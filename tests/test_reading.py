@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import zstandard
 
-from experiments.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
+from experiments.public_traces.production import read_azure_llm, read_mooncake
+from experiments.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 from streamrag import reading
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.errors import ConfigurationError, StreamRagError, TraceError
 from streamrag.reading import DamagedError, Unpacked, lines_of, parse_json, read_bytes
 from streamrag.records import read_records
 from streamrag.trace import files, lines
-from streamrag.trace.arrivals import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ from pathlib import Path
 from streamrag.bench.store import read_cell
 from streamrag.errors import StreamRagError
 from streamrag.records import read_records
-from streamrag.trace.arrivals import read_azure_llm, read_mooncake
+from experiments.public_traces.production import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
 import resource
 imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
@@ -146,9 +146,9 @@ def test_json_of_every_other_kind_is_read_and_halves_of_characters_are_mended() 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ({"kind": "query", "id": "1", "arrival_s": 1e15, "text": ""}, "arrival_s: input should be less than or equal"),
-        ({"kind": "chunk", "key": "a", "num_tokens": 2**31}, "num_tokens: input should be less than 2147483648"),
-        ({"kind": "chunk", "key": "a", "num_tokens": 1, "title": None}, "title: input should be a valid string"),
+        ({"kind": "query", "id": "1", "arrival_s": 1e15, "text": ""}, "arrival_s: Input should be less than or equal"),
+        ({"kind": "chunk", "key": "a", "num_tokens": 2**31}, "num_tokens: Input should be less than 2147483648"),
+        ({"kind": "chunk", "key": "a", "num_tokens": 1, "title": None}, "title: Input should be a valid string"),
         ('{"kind": "chunk", "key": "a", "num_tokens": ' + "9" * 400 + "}", "a number has 400 digits"),
         ('{"kind": "end", "query": "1", "end_s": Infinity, "outcome": "complete"}', "Infinity is no number"),
     ],

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import zstandard
 
-from experiments.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
+from experiments.public_traces.production import read_azure_llm, read_mooncake
+from experiments.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import digest
@@ -24,7 +25,6 @@ from streamrag.errors import StreamRagError
 from streamrag.reading import as_dataclass
 from streamrag.records import read_records
 from streamrag.sources.index.index_folder import check_index
-from streamrag.trace.arrivals import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import describe
 from streamrag.trace.values import Trace

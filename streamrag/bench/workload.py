@@ -13,7 +13,7 @@ from streamrag.bench.cell import CellSettings
 from streamrag.core import Hint
 from streamrag.errors import ConfigurationError
 from streamrag.trace.generate import LongWindow, WorkloadName, generate
-from streamrag.trace.generate_hints import HintKind, with_hints
+from streamrag.trace.generate.hints import HintKind, with_hints
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
 

@@ -16,7 +16,7 @@ COMMANDS = {
     "serve": "answer any OpenAI client over HTTP",
     "index": "make an index of a folder of documents",
     "record": "record what retrieval does, to replay it later",
-    "trace": "look at such records, convert those of others, generate them",
+    "trace": "look at such records, generate them",
     "bench": "compare ways of serving a load, simulated or on the real engine",
     "demo-model": "make a small model that answers in English, to try things with",
     "top": "watch what a running service is doing",

@@ -120,8 +120,7 @@ def passage_counter(count: Callable[[str], int]) -> "CountTokens":
 
 
 async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> int:
-    from streamrag.trace.recorder import TraceRecorder
-    from streamrag.trace.session import record_queries
+    from streamrag.trace.recorder import TraceRecorder, record_queries
 
     console = Output(stderr=True)
     source = make_source(arguments)

@@ -1,4 +1,4 @@
-"""`streamrag trace`: what is in a trace, and traces made from those of others."""
+"""`streamrag trace`: what is in a trace, and generated traces."""
 
 import argparse
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from streamrag.cli import trace_generate
-from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.record import WORDS, WORDS_NOTE
 from streamrag.errors import ConfigurationError, MissingDependencyError
@@ -29,14 +28,6 @@ examples:
 
 `streamrag trace VERB --help` tells more.
 """
-CONVERT = """\
-example:
-  streamrag trace convert mooncake conversation_trace.jsonl --output mooncake.jsonl.gz
-"""
-FORMATS = {
-    "mooncake": "JSON Lines with hash_ids",
-    "azure-llm": "CSV of TIMESTAMP, ContextTokens, GeneratedTokens",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,19 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--no-plot", action="store_true", help="do not draw")
     show.add_argument("--json", action="store_true", help="print JSON instead, and draw only with --plot")
     show.set_defaults(run=_show)
-    convert = verbs.add_parser(
-        "convert",
-        help="make a trace from somebody else's",
-        usage="%(prog)s FORMAT PATH --output FILE [options]",
-        description="Reads a public trace as it is, and writes it as a trace of streamrag.",
-        epilog="formats:\n" + "".join(f"  {name:20}{what}\n" for name, what in FORMATS.items()) + f"\n{CONVERT}",
-    )
-    convert.add_argument("format", choices=FORMATS, metavar="FORMAT", help="one of those below")
-    convert.add_argument("path", type=Path, metavar="PATH", help="the file or folder as it was published")
-    convert.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl, .jsonl.gz or .jsonl.zst")
-    convert.add_argument("--queries", type=positive, metavar="N", help="only the first N")
-    convert.add_argument("--force", action="store_true", help="replace the file that is there")
-    convert.set_defaults(run=_convert)
     trace_generate.add_arguments(
         verbs.add_parser("generate", help="make a workload like those of the Stream2LLM paper")
     )
@@ -145,14 +123,3 @@ def _rows(statistics: "TraceStatistics") -> "list[tuple[str, Distribution, Calla
         ("between arrivals, s", statistics.interarrival_s, two),
         ("tokens per answer", statistics.num_output_tokens, whole),
     ]
-
-
-def _convert(arguments: argparse.Namespace) -> int:
-    from streamrag.trace.arrivals import read_azure_llm, read_mooncake
-    from streamrag.trace.write import write_trace
-
-    read = read_mooncake if arguments.format == "mooncake" else read_azure_llm
-    trace = read(arguments.path, max_queries=arguments.queries)
-    write_trace(trace, arguments.output, overwrite=arguments.force)
-    Output(stderr=True).print_line(f"{arguments.output}: {len(trace.queries)} queries from {arguments.path}")
-    return 0

@@ -13,10 +13,12 @@ from starlette.routing import BaseRoute, Route
 from streamrag.errors import StreamRagError
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.gate import Gate
-from streamrag.serve.interfaces import ask, chat, mcp, page, retrieve, session_routes, streams
-from streamrag.serve.interfaces.responses import http as responses
 from streamrag.serve.observe import live, metrics
 from streamrag.serve.observe.logs import OF_ERROR
+from streamrag.serve.page import routes as page
+from streamrag.serve.protocols import ask, chat, mcp, retrieve, streams
+from streamrag.serve.protocols.responses import routes as responses
+from streamrag.serve.protocols.sessions import routes as sessions
 from streamrag.serve.service import Service
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -66,7 +68,7 @@ def create_app(
         *metrics.routes(service),
         *live.routes(service),
         *mcp.routes(service),
-        *session_routes.routes(service),
+        *sessions.routes(service),
         *ask.routes(service),
         *retrieve.routes(service),
         *streams.routes(service),

@@ -12,8 +12,7 @@ from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.support.validation import validated
 from streamrag.trace.read import read_trace
-from streamrag.trace.stretch import stretched
-from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedSkip
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedSkip, stretched
 
 
 class ReplaySource:

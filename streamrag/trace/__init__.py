@@ -1,4 +1,4 @@
-"""What retrieval did, in a file or made up: read, written, measured.
+"""Traces of retrieval, recorded or generated: reading, writing and statistics.
 
 `streamrag.TraceRecorder` records one, and `streamrag.ReplaySource` replays it.
 """
@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING
 from streamrag.lazy import attributes
 
 if TYPE_CHECKING:
-    from streamrag.trace.arrivals import read_azure_llm as read_azure_llm
-    from streamrag.trace.arrivals import read_mooncake as read_mooncake
     from streamrag.trace.generate import anns as anns
     from streamrag.trace.generate import crawler as crawler
     from streamrag.trace.read import read_trace as read_trace
     from streamrag.trace.statistics import Distribution as Distribution
     from streamrag.trace.statistics import TraceStatistics as TraceStatistics
     from streamrag.trace.statistics import describe as describe
-    from streamrag.trace.stretch import stretched as stretched
     from streamrag.trace.values import Trace as Trace
     from streamrag.trace.values import TracedAppend as TracedAppend
     from streamrag.trace.values import TracedChunk as TracedChunk
     from streamrag.trace.values import TracedQuery as TracedQuery
     from streamrag.trace.values import TracedSkip as TracedSkip
     from streamrag.trace.values import TracedUpdate as TracedUpdate
+    from streamrag.trace.values import stretched as stretched
     from streamrag.trace.write import write_trace as write_trace
 
 _HOMES = {
@@ -37,10 +35,8 @@ _HOMES = {
     "anns": "streamrag.trace.generate",
     "crawler": "streamrag.trace.generate",
     "describe": "streamrag.trace.statistics",
-    "read_azure_llm": "streamrag.trace.arrivals",
-    "read_mooncake": "streamrag.trace.arrivals",
     "read_trace": "streamrag.trace.read",
-    "stretched": "streamrag.trace.stretch",
+    "stretched": "streamrag.trace.values",
     "write_trace": "streamrag.trace.write",
 }
 

@@ -1,4 +1,4 @@
-"""Bytes of a trace file: plain, gzip or zstd by suffix; a torn end is told from damage."""
+"""Lines of trace files as bytes: plain, gzip or zstd by suffix; a torn end is told from damage."""
 
 import gzip
 from collections.abc import Iterable, Iterator
@@ -12,13 +12,12 @@ from streamrag.reading import COMPRESSED_OTHERWISE, DamagedError, Unpacked, impo
 
 MAX_LINES = 2_000_000
 """Lines of a trace: in memory, each takes some hundreds of bytes beside its texts."""
-REMEDY = "make several files of it"
 
 
 class LineWriter:
-    """Appends to a trace file. Blocking; not for two threads at once.
+    """An open trace file that lines are appended to. Blocks; not for two threads at once.
 
-    Each one adds a gzip member or zstd frame of its own, which readers take for one stream.
+    Each writer adds a gzip member or zstd frame of its own, which readers take for one stream.
 
     :raises MissingDependencyError: zstandard is not installed.
     :raises TraceError: the file's name promises another compression.
@@ -53,7 +52,7 @@ class LineWriter:
         self._file.flush()
 
     def fileno(self) -> int:
-        """The file's descriptor."""
+        """Return the file's descriptor."""
         return self._file.fileno()
 
     def abandon(self) -> None:
@@ -80,8 +79,8 @@ class LineWriter:
 class LineReader:
     """The whole lines of a trace file, without their newlines.
 
-    Once they have been read, `is_torn` says whether something came after them that is no whole line, or a compressed
-    stream ended too early: what is left by a program that was killed.
+    After they have been read, `is_torn` says whether the last line was not whole, or a compressed stream ended too
+    early, as a program that was killed leaves a file.
 
     :raises TraceError: when read: the file cannot be read, is damaged, or has more than a trace may have.
     :raises MissingDependencyError: when read: zstandard is not installed.
@@ -90,51 +89,42 @@ class LineReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.is_torn = False
+        self.is_cut_off = False
+        """Whether a compressed stream ended too early."""
 
     def __iter__(self) -> Iterator[bytes]:
-        unpacked = Unpacked(self._path)
-        for line in _lines_of(unpacked):
+        for line in self.lines():
             if line.endswith(b"\n"):
                 yield line[:-1]
             else:
                 self.is_torn = True
-        self.is_torn |= unpacked.is_torn
+        self.is_torn |= self.is_cut_off
 
-
-def numbered_lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that another program made, with their newlines, from number 1.
-
-    :raises TraceError: when read: the file cannot be read, is damaged or cut off, or has more than a trace may have.
-    :raises MissingDependencyError: when read: zstandard is not installed.
-    """
-    unpacked = Unpacked(path)
-    yield from enumerate(_lines_of(unpacked), start=1)
-    if unpacked.is_torn:
-        raise TraceError(f"{path} is damaged: its compressed data ends too early")
-
-
-def _lines_of(unpacked: Unpacked) -> Iterator[bytes]:
-    path, num_lines = unpacked.path, 0
-    try:
-        for line in lines_of(iter(unpacked)):
-            num_lines += line.endswith(b"\n")
-            if num_lines > MAX_LINES:
-                raise ValueError(f"it has more than {MAX_LINES:,} lines")
-            yield line
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
-    except DamagedError as error:
-        raise TraceError(
-            f"{path} is damaged after line {num_lines}: its compressed data cannot be decoded ({error})"
-        ) from error
-    except MissingDependencyError:
-        raise
-    except ValueError as error:
-        raise TraceError(f"{path}, after line {num_lines}: {error}; {REMEDY}") from error
+    def lines(self) -> Iterator[bytes]:
+        """Yield all lines, with their newlines, also the last one if it is not whole."""
+        path, num_lines = self._path, 0
+        unpacked = Unpacked(path)
+        try:
+            for line in lines_of(iter(unpacked)):
+                num_lines += line.endswith(b"\n")
+                if num_lines > MAX_LINES:
+                    raise ValueError(f"it has more than {MAX_LINES:,} lines")
+                yield line
+        except OSError as error:
+            raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+        except DamagedError as error:
+            raise TraceError(
+                f"{path} is damaged after line {num_lines}: its compressed data cannot be decoded ({error})"
+            ) from error
+        except MissingDependencyError:
+            raise
+        except ValueError as error:
+            raise TraceError(f"{path}, after line {num_lines}: {error}; make several files of it") from error
+        self.is_cut_off = unpacked.is_torn
 
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Write these lines, newlines included, to `path`, which is the old file or the whole new one at any time.
+    """Write these lines, newlines included, to `path`, which is at any time the old file or the whole new one.
 
     :raises OSError: it cannot be written.
     """

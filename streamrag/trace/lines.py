@@ -1,62 +1,60 @@
-"""The lines of a trace file: what each kind holds, and how it is written and read. See docs/traces.md."""
+"""The lines of a trace file, which docs/traces.md describes: what each kind holds, how it is encoded and decoded."""
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from streamrag.core import Hint
 from streamrag.errors import TraceError
 from streamrag.reading import MAX_LINE_BYTES, parse_json
+from streamrag.trace.events import (
+    MAX_COUNT,
+    Count,
+    Fields,
+    HintFields,
+    LineCodec,
+    LineError,
+    Score,
+    Seconds,
+    SkippedFields,
+)
 from streamrag.trace.values import Outcome
 
 VERSION = 1
 
-OF_THE_READER = ("tokenizer", "text", "num_sessions", "notes")
+READER_KEYS = ("tokenizer", "text", "num_sessions", "notes")
 """Keys of a trace's provenance that reading a file sets, whatever the file says."""
+
+MAX_NAMED = 5_000_000
+"""Chunks in all updates of a trace; with its score, each takes some 200 bytes of memory."""
 
 TextMode: TypeAlias = Literal["full", "hash"]
 """Whether the texts of chunks are recorded, or only their hashes and lengths."""
 
 
-MAX_SECONDS = 1e9
-"""Thirty years; above that, microseconds get lost in a float."""
-Seconds: TypeAlias = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
-MAX_COUNT = 1 << 31
-Count: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
-MAX_NAMED = 5_000_000
-"""Chunks in all updates of a trace; with its score, each takes some 200 bytes of memory."""
-_Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class _Base(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Header(_Base):
-    """Begins a session of recording: the first line, and one more for each time the file was appended to."""
+class Header(Fields):
+    """The first line of a session of recording. Appending to a file begins a further session."""
 
     format: Literal["streamrag-trace"] = "streamrag-trace"
     version: int = VERSION
     text: TextMode = "full"
     tokenizer: str | None = None
-    """What counted the tokens."""
-    provenance: dict[str, Any] = {}
+    """Name of what counted the tokens."""
+    provenance: dict[str, Any] = Field(default_factory=dict)
 
 
-class QueryLine(_Base):
-    """A query arrived."""
+class QueryLine(Fields):
+    """The arrival of a query."""
 
     kind: Literal["query"] = "query"
     id: str
     arrival_s: Seconds
-    """Since the session began."""
+    """Seconds since the session began."""
     text: str
 
 
-class ChunkLine(_Base):
-    """A chunk that the lines below name by its key; it holds for the session."""
+class ChunkLine(Fields):
+    """A chunk that the lines below name by its key, until the session ends."""
 
     kind: Literal["chunk"] = "chunk"
     key: str
@@ -68,47 +66,40 @@ class ChunkLine(_Base):
     passage: Annotated[int, Field(gt=-MAX_COUNT, lt=MAX_COUNT)] = 0
 
 
-class HintFields(_Base):
-    """What the retriever expected still to come."""
+class QueryEventLine(Fields):
+    """A base of what happens to a query; `at_s` counts from its arrival."""
 
-    num_chunks: Count | None = None
-    end_s: Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS)] | None = None
+    kind: str
+    query: str
+    at_s: Seconds
 
 
-class AppendLine(_Base):
-    """The context of a query grew by a chunk."""
+class AppendKeyLine(QueryEventLine):
+    """The growth of a query's context by a chunk."""
 
     kind: Literal["append"] = "append"
-    query: str
-    at_s: Seconds
     key: str
-    score: _Finite | None = None
+    score: Score | None = None
     hint: HintFields | None = None
 
 
-class UpdateLine(_Base):
-    """The context of a query became these chunks, in prompt order."""
+class UpdateKeysLine(QueryEventLine):
+    """The new context of a query, in prompt order."""
 
     kind: Literal["update"] = "update"
-    query: str
-    at_s: Seconds
     keys: tuple[str, ...]
-    scores: tuple[_Finite | None, ...] | None = None
+    scores: tuple[Score | None, ...] | None = None
     hint: HintFields | None = None
 
 
-class SkippedLine(_Base):
-    """Something that retrieval could not use."""
+class QuerySkippedLine(SkippedFields, QueryEventLine):
+    """A place that the retrieval of a query could not use."""
 
     kind: Literal["skipped"] = "skipped"
-    query: str
-    at_s: Seconds
-    uri: str
-    reason: str
 
 
-class EndLine(_Base):
-    """The retrieval of a query ended."""
+class EndLine(Fields):
+    """The end of a query's retrieval."""
 
     kind: Literal["end"] = "end"
     query: str
@@ -116,26 +107,21 @@ class EndLine(_Base):
     outcome: Outcome
     error: str | None = None
     cut_short: str | None = None
-    """Why retrieval ended before it was done, though it did not fail."""
+    """The reason for which retrieval ended early, without a failure."""
     num_output_tokens: Count | None = None
 
 
-Line: TypeAlias = Header | QueryLine | ChunkLine | AppendLine | UpdateLine | SkippedLine | EndLine
+KindLine: TypeAlias = QueryLine | ChunkLine | AppendKeyLine | UpdateKeysLine | QuerySkippedLine | EndLine
+Line: TypeAlias = Header | KindLine
 
-_KINDS: Mapping[str, type[Line]] = {
-    "query": QueryLine,
-    "chunk": ChunkLine,
-    "append": AppendLine,
-    "update": UpdateLine,
-    "skipped": SkippedLine,
-    "end": EndLine,
-}
+_HEADER = LineCodec[Header](Header, ignores_unknown=True)
+_OTHERS = LineCodec[KindLine](KindLine, "kind", ignores_unknown=True)
 
 
 def encode(line: Line) -> bytes:
-    """The line as UTF-8 JSON, with its newline; what is None is left out.
+    """Return the line as UTF-8 JSON with its newline, without fields that are None.
 
-    :raises TraceError: it is longer than what is read again.
+    :raises TraceError: it is longer than a line that can be read.
     """
     fields = line.model_dump(exclude_none=True)
     encoded = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
@@ -145,9 +131,9 @@ def encode(line: Line) -> bytes:
 
 
 def decode(line: bytes) -> Line:
-    """The line that these bytes are.
+    """Return the line that these bytes are.
 
-    :raises TraceError: they are no line of a trace, or one of a newer version.
+    :raises TraceError: they are not a line of a trace, or one of a newer version.
     """
     try:
         fields = parse_json(line)
@@ -155,48 +141,29 @@ def decode(line: bytes) -> Line:
         raise TraceError(f"it is not JSON ({error})") from error
     if not isinstance(fields, dict):
         raise TraceError("it is not a JSON object")
-    model = Header if "format" in fields else _KINDS.get(str(fields.get("kind")))
-    if model is None:
-        raise TraceError(f'its "kind" is {str(fields.get("kind"))[:40]!r}; it must be one of {", ".join(_KINDS)}')
-    if model is Header and fields["format"] == "streamrag-trace" and fields.get("version") not in (None, VERSION):
+    version = fields.get("version", VERSION)
+    if fields.get("format") == "streamrag-trace" and version not in (None, VERSION):
         raise TraceError(
-            f"it is of version {str(fields['version'])[:40]} of the format, and this streamrag reads version "
+            f"it is of version {str(version)[:40]} of the format, and this streamrag reads version "
             f"{VERSION}: read it with the streamrag that wrote it, or a newer one"
         )
     try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise TraceError(first_problem(error)) from error
+        return (_HEADER if "format" in fields else _OTHERS).decode_values(fields)
+    except LineError as error:
+        raise TraceError(str(error)) from error
 
 
-class NamedChunks:
-    """Counts what the updates of a trace name, which takes more memory than room in a file."""
+class KeyQuota:
+    """Bounds the number of keys in the updates of a trace, which take more memory than room in a file."""
 
     def __init__(self) -> None:
         self._num = 0
 
-    def add(self, num_chunks: int) -> None:
-        """Count these too.
+    def add(self, num_keys: int) -> None:
+        """Count the keys of one more update.
 
         :raises TraceError: there are too many.
         """
-        self._num += num_chunks
+        self._num += num_keys
         if self._num > MAX_NAMED:
             raise TraceError(f"its updates name more than {MAX_NAMED:,} chunks; make several traces of it")
-
-
-def first_problem(error: ValidationError) -> str:
-    """What is wrong, and where, in a few words."""
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
-
-
-def hint_fields(hint: Hint | None) -> HintFields | None:
-    """A hint, to be written, without what cannot be meant: it comes from anybody's retriever."""
-    if hint is None:
-        return None
-    num_chunks, end_s = hint.num_chunks, hint.end_s
-    return HintFields(
-        num_chunks=int(num_chunks) if num_chunks is not None and 0 <= num_chunks < MAX_COUNT else None,
-        end_s=float(end_s) if end_s is not None and abs(end_s) <= MAX_SECONDS else None,
-    )

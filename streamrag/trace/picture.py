@@ -1,7 +1,7 @@
-"""A picture of a trace: when queries and chunks come, and how large they are. Needs matplotlib."""
+"""A picture of a trace: times and sizes of its queries and chunks. Needs matplotlib."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from math import log10
 from pathlib import Path
@@ -13,22 +13,28 @@ from streamrag.showing import for_picture
 from streamrag.trace.statistics import Distribution, TraceStatistics
 from streamrag.trace.values import Trace
 
-BARS, LINE, DIM = "#8fb8de", "#35618e", "#777777"
+BARS, LINE = "#8fb8de", "#35618e"
 MAX_BINS = 30
 NUM_QUERIES_SHOWN = 40
 WIDE = 50
 """A distribution that spans this factor, and a fifth of it above its median, has a logarithmic axis."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Panel:
-    title: str
-    unit: str
-    values: Distribution
+PANELS = (
+    ("tokens_per_query", "Size of a query's final context", "tokens"),
+    ("tokens_per_chunk", "Size of a chunk", "tokens"),
+    ("chunks_per_query", "Chunk events of a query", "events"),
+    ("retrieval_s", "Retrieval of a query", "seconds"),
+    ("gap_ms", "Gap between chunk events of a query", "milliseconds"),
+    ("first_chunk_to_end_s", "From first chunk to end of retrieval", "seconds"),
+    ("changed_share", "Share of a context changed by an update", "share of its tokens"),
+    ("num_invalidated", "Tokens invalidated in a query", "tokens"),
+    ("num_output_tokens", "Length of an answer", "tokens"),
+)
+"""Histograms: each a distribution of the statistics, its title and its unit."""
 
 
 def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: str) -> None:
-    """Write a PNG: one panel for each distribution that the trace has, and the events of its first queries.
+    """Draw a trace as PNG: one panel for each of its distributions, and the events of its first queries.
 
     :raises MissingDependencyError: matplotlib is not installed.
     :raises ConfigurationError: it cannot be written.
@@ -37,11 +43,13 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingDependencyError("matplotlib", "pip install 'streamrag[plot]'") from None
-    panels = [panel for panel in _panels(statistics) if panel.values.max > panel.values.min]
-    draw: list[Callable[[Any], None]] = [_histogram(panel) for panel in panels]
+    draw: list[Callable[[Any], None]] = [partial(_draw_arrivals, trace=trace, statistics=statistics)]
     if statistics.mode != "plain":
-        draw.insert(0, lambda axes: _draw_events(axes, trace))
-    draw.insert(0, lambda axes: _draw_arrivals(axes, trace, statistics))
+        draw.append(partial(_draw_events, trace=trace))
+    for name, heading, unit in PANELS:
+        values: Distribution = getattr(statistics, name)
+        if values.max > values.min:
+            draw.append(partial(_draw_histogram, values=values, title=heading, unit=unit))
     num_rows = (len(draw) + 2) // 3
     figure = Figure(figsize=(13, 3.1 * num_rows + 0.6), layout="constrained", dpi=110)
     figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=13, fontweight="bold")
@@ -57,55 +65,37 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
     write_whole(path, drawn.getvalue())
 
 
-def _panels(statistics: TraceStatistics) -> Sequence[_Panel]:
-    return (
-        _Panel("Size of a query's final context", "tokens", statistics.tokens_per_query),
-        _Panel("Size of a chunk", "tokens", statistics.tokens_per_chunk),
-        _Panel("Chunk events of a query", "events", statistics.chunks_per_query),
-        _Panel("Retrieval of a query", "seconds", statistics.retrieval_s),
-        _Panel("Gap between chunk events of a query", "milliseconds", statistics.gap_ms),
-        _Panel("From first chunk to end of retrieval", "seconds", statistics.first_chunk_to_end_s),
-        _Panel("Share of a context changed by an update", "share of its tokens", statistics.changed_share),
-        _Panel("Tokens invalidated in a query", "tokens", statistics.num_invalidated),
-        _Panel("Length of an answer", "tokens", statistics.num_output_tokens),
-    )
-
-
-def _histogram(panel: _Panel) -> Callable[[Any], None]:
-    def draw(axes: Any) -> None:
-        values = panel.values
-        positive = [value for value in values.values if value > 0]
-        spread = values.max / positive[0] if len(positive) > 0.9 * values.num else 1.0
-        is_wide = spread > WIDE and values.max > WIDE / 5 * values.percentile(50)
-        num_bins = min(MAX_BINS, 2 + round(2 * values.num**0.5))
-        if is_wide:
-            low, high = log10(positive[0]), log10(positive[-1])
-            edges = [10 ** (low + (high - low) * step / num_bins) for step in range(num_bins + 1)]
-            edges[0], edges[-1] = positive[0], positive[-1]
-            axes.hist(positive, bins=edges, color=BARS)
-            axes.set_xscale("log")
-        else:
-            is_count = all(value == int(value) for value in values.values) and values.max - values.min < MAX_BINS
-            bins = [low - 0.5 for low in range(int(values.min), int(values.max) + 2)] if is_count else num_bins
-            axes.hist(values.values, bins=bins, color=BARS)
-            axes.xaxis.get_major_locator().set_params(integer=is_count)
-        axes.yaxis.get_major_locator().set_params(integer=True)
-        axes.set_ylabel("how many", fontsize=8)
-        for name, value in (("mean", values.mean), ("P50", values.percentile(50)), ("P95", values.percentile(95))):
-            if value > 0 or not is_wide:
-                axes.axvline(value, color=LINE, linewidth=1, linestyle=":" if name == "mean" else "-")
-        axes.set_title(panel.title, loc="left", fontsize=10)
-        figures = f"P50 {_short(values.percentile(50))}, P95 {_short(values.percentile(95))}, max {_short(values.max)}"
-        axes.set_xlabel(f"{panel.unit}\nmean {_short(values.mean)} (dotted), {figures}", fontsize=8)
-
-    return draw
+def _draw_histogram(axes: Any, *, values: Distribution, title: str, unit: str) -> None:
+    positive = [value for value in values.values if value > 0]
+    spread = values.max / positive[0] if len(positive) > 0.9 * values.num else 1.0
+    is_wide = spread > WIDE and values.max > WIDE / 5 * values.percentile(50)
+    num_bins = min(MAX_BINS, 2 + round(2 * values.num**0.5))
+    if is_wide:
+        low, high = log10(positive[0]), log10(positive[-1])
+        edges = [10 ** (low + (high - low) * step / num_bins) for step in range(num_bins + 1)]
+        edges[0], edges[-1] = positive[0], positive[-1]
+        axes.hist(positive, bins=edges, color=BARS)
+        axes.set_xscale("log")
+    else:
+        is_count = all(value == int(value) for value in values.values) and values.max - values.min < MAX_BINS
+        bins = [low - 0.5 for low in range(int(values.min), int(values.max) + 2)] if is_count else num_bins
+        axes.hist(values.values, bins=bins, color=BARS)
+        axes.xaxis.get_major_locator().set_params(integer=is_count)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel("how many", fontsize=8)
+    for name, value in (("mean", values.mean), ("P50", values.percentile(50)), ("P95", values.percentile(95))):
+        if value > 0 or not is_wide:
+            axes.axvline(value, color=LINE, linewidth=1, linestyle=":" if name == "mean" else "-")
+    axes.set_title(title, loc="left", fontsize=10)
+    figures = f"P50 {_short(values.percentile(50))}, P95 {_short(values.percentile(95))}, max {_short(values.max)}"
+    axes.set_xlabel(f"{unit}\nmean {_short(values.mean)} (dotted), {figures}", fontsize=8)
 
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _draw_arrivals(axes: Any, trace: Trace, statistics: TraceStatistics) -> None:
+def _draw_arrivals(axes: Any, *, trace: Trace, statistics: TraceStatistics) -> None:
     arrivals = [query.arrival_s for query in trace.queries]
     axes.step(arrivals, range(1, len(arrivals) + 1), where="post", color=LINE)
     axes.set_title("Arrivals of queries", loc="left", fontsize=10)
@@ -115,7 +105,7 @@ def _draw_arrivals(axes: Any, trace: Trace, statistics: TraceStatistics) -> None
     axes.set_ylim(bottom=0)
 
 
-def _draw_events(axes: Any, trace: Trace) -> None:
+def _draw_events(axes: Any, *, trace: Trace) -> None:
     shown = [query for query in trace.queries if query.events][:NUM_QUERIES_SHOWN]
     for y, query in enumerate(shown):
         axes.hlines(y, 0, query.end_s, color=BARS, linewidth=1.5)

@@ -1,4 +1,4 @@
-"""Trace files become traces."""
+"""Trace files are read as traces."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -6,22 +6,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from streamrag.core import Hint
 from streamrag.errors import TraceError
+from streamrag.trace.events import MAX_SECONDS, to_hint
 from streamrag.trace.files import LineReader
 from streamrag.trace.lines import (
-    MAX_SECONDS,
-    OF_THE_READER,
-    AppendLine,
+    READER_KEYS,
+    AppendKeyLine,
     ChunkLine,
     EndLine,
     Header,
-    HintFields,
+    KeyQuota,
     Line,
-    NamedChunks,
     QueryLine,
-    SkippedLine,
-    UpdateLine,
+    QuerySkippedLine,
+    UpdateKeysLine,
     decode,
 )
 from streamrag.trace.values import (
@@ -36,13 +34,13 @@ from streamrag.trace.values import (
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """The queries of a trace file, in order of arrival.
+    """Read the queries of a trace file, in order of arrival.
 
-    Sessions follow each other without a pause. What a program that was killed left behind is passed over: a line that
-    is not whole at the end of the file, and queries whose end is not there; `provenance["notes"]` says so then. Keys of
-    chunks are those of the file. `provenance` has the first session's, with "tokenizer", "text" and "num_sessions".
+    Sessions follow each other without a pause. A line at the end of the file that is not whole, and queries without an
+    end, as a killed program leaves them, are left out; `provenance["notes"]` says so. Keys of chunks are those of the
+    file. `provenance` is that of the first session, with "tokenizer", "text" and "num_sessions".
 
-    :raises TraceError: the file is no trace, one of a newer version, or broken; the message names the line.
+    :raises TraceError: the file is not a trace, or is broken, or of a newer version; the message names the line.
     :raises MissingDependencyError: it is a .zst file, and zstandard is not installed.
     """
     path = Path(path)
@@ -57,7 +55,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, Line]]:
-    """The decoded lines, from number 1. The first is a header, or it raises.
+    """Yield the decoded lines with their numbers, from 1; the first is a header.
 
     :raises TraceError: as `read_trace`.
     """
@@ -78,7 +76,7 @@ def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, Line]]
 
 
 @dataclass(slots=True)
-class _Unfinished:
+class _OpenQuery:
     arrival_s: float
     text: str
     events: list[TracedEvent] = field(default_factory=list)
@@ -87,14 +85,14 @@ class _Unfinished:
 
 
 class _Assembly:
-    """Puts lines together."""
+    """The queries of a trace file, put together line by line."""
 
     def __init__(self) -> None:
         self._headers: list[Header] = []
         self._chunks: dict[str, TracedChunk] = {}
-        self._unfinished: dict[str, _Unfinished] = {}
+        self._open: dict[str, _OpenQuery] = {}
         self._num_lost = 0
-        self._named = NamedChunks()
+        self._quota = KeyQuota()
         self._queries: dict[str, TracedQuery] = {}
         self._session_s = 0.0  # where the session begins, in the time of the trace
 
@@ -105,17 +103,19 @@ class _Assembly:
             case ChunkLine():
                 self._chunks[line.key] = TracedChunk(**line.model_dump(exclude={"kind"}))
             case QueryLine():
-                if line.id in self._queries or line.id in self._unfinished:
+                if line.id in self._queries or line.id in self._open:
                     raise TraceError(f"query {line.id!r} was there before")
-                self._unfinished[line.id] = _Unfinished(self._session_s + line.arrival_s, line.text)
-            case AppendLine():
+                self._open[line.id] = _OpenQuery(self._session_s + line.arrival_s, line.text)
+            case AppendKeyLine():
                 chunk = self._chunk(line.key, line.score)
-                self._under_way(line.query, line.at_s).events.append(TracedAppend(line.at_s, chunk, _hint(line.hint)))
-            case UpdateLine():
+                self._open_query(line.query, line.at_s).events.append(
+                    TracedAppend(line.at_s, chunk, to_hint(line.hint))
+                )
+            case UpdateKeysLine():
                 self._update(line)
-            case SkippedLine():
+            case QuerySkippedLine():
                 skip = TracedSkip(line.at_s, line.uri, line.reason)
-                self._under_way(line.query, line.at_s).skipped.append(skip)
+                self._open_query(line.query, line.at_s).skipped.append(skip)
             case EndLine():
                 self._end(line)
 
@@ -123,12 +123,12 @@ class _Assembly:
         notes = []
         if is_torn:
             notes.append("the file was torn: what came after its last whole line is left out")
-        num_lost = self._num_lost + len(self._unfinished)
+        num_lost = self._num_lost + len(self._open)
         if num_lost:
             notes.append(f"{num_lost} queries without an end are left out")
         first = self._headers[0]
         provenance: Mapping[str, Any] = {
-            **{name: value for name, value in first.provenance.items() if name not in OF_THE_READER},
+            **{name: value for name, value in first.provenance.items() if name not in READER_KEYS},
             "tokenizer": first.tokenizer,
             "text": first.text,
             "num_sessions": len(self._headers),
@@ -139,23 +139,23 @@ class _Assembly:
     def _begin_session(self, header: Header) -> None:
         self._headers.append(header)
         self._chunks.clear()
-        self._num_lost += len(self._unfinished)
-        self._unfinished.clear()
+        self._num_lost += len(self._open)
+        self._open.clear()
         self._session_s = max((query.arrival_s + query.end_s for query in self._queries.values()), default=0.0)
         if self._session_s > MAX_SECONDS:
             raise TraceError(f"its sessions last {self._session_s:.3g} s together, which is more than {MAX_SECONDS:g}")
 
-    def _update(self, line: UpdateLine) -> None:
+    def _update(self, line: UpdateKeysLine) -> None:
         scores = line.scores or (None,) * len(line.keys)
-        self._named.add(len(line.keys))
+        self._quota.add(len(line.keys))
         if len(scores) != len(line.keys):
             raise TraceError(f"{len(line.keys)} keys and {len(scores)} scores")
         chunks = tuple(self._chunk(key, score) for key, score in zip(line.keys, scores, strict=True))
-        self._under_way(line.query, line.at_s).events.append(TracedUpdate(line.at_s, chunks, _hint(line.hint)))
+        self._open_query(line.query, line.at_s).events.append(TracedUpdate(line.at_s, chunks, to_hint(line.hint)))
 
     def _end(self, line: EndLine) -> None:
-        query = self._under_way(line.query, line.end_s)
-        del self._unfinished[line.query]
+        query = self._open_query(line.query, line.end_s)
+        del self._open[line.query]
         self._queries[line.query] = TracedQuery(
             query_id=line.query,
             arrival_s=query.arrival_s,
@@ -169,8 +169,8 @@ class _Assembly:
             cut_short=line.cut_short,
         )
 
-    def _under_way(self, query_id: str, at_s: float) -> _Unfinished:
-        query = self._unfinished.get(query_id)
+    def _open_query(self, query_id: str, at_s: float) -> _OpenQuery:
+        query = self._open.get(query_id)
         if query is None:
             state = "has ended" if query_id in self._queries else "has not begun"
             raise TraceError(f"query {query_id!r} {state}")
@@ -184,7 +184,3 @@ class _Assembly:
         if chunk is None:
             raise TraceError(f"chunk {key!r} has not been defined before it in this session")
         return chunk if score is None else replace(chunk, score=score)
-
-
-def _hint(fields: HintFields | None) -> Hint | None:
-    return None if fields is None else Hint(fields.num_chunks, fields.end_s)

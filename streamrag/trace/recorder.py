@@ -1,44 +1,53 @@
-"""Retrieval, written down while it happens."""
+"""Recorders, which write what retrieval does to a trace while it happens."""
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import anyio
 
-from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, SourceEvent, Update
-from streamrag.errors import TraceError
+from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, Source, SourceEvent, Update
+from streamrag.errors import SourceError, TraceError
 from streamrag.kinds import message_of
-from streamrag.starting import started_once
-from streamrag.tasks import run_regardless
-from streamrag.trace.background import BackgroundWriter
-from streamrag.trace.lines import EndLine, Line, QueryLine, SkippedLine, TextMode
-from streamrag.trace.values import Outcome, TracedChunk
-from streamrag.trace.write import chunk_key, chunk_line, clean, event_line, make_header, seconds
+from streamrag.retrieving import Retrieval
+from streamrag.starting import start_all, started_once
+from streamrag.support.validation import validated
+from streamrag.tasks import cancel_regardless, run_regardless
+from streamrag.trace.lines import EndLine, Line, QueryLine, TextMode
+from streamrag.trace.values import Outcome, TracedAppend, TracedChunk, TracedSkip, TracedUpdate
+from streamrag.trace.write import SessionEncoder, chunk_key, clean, make_header, seconds
+from streamrag.trace.writer_thread import WriterThread
 
 MAX_BEHIND = 256
-"""Events that wait to be written; with more, retrieval waits for the disk."""
+"""Number of events that may wait to be written; with more, retrieval waits for the disk."""
 
 CountTokens: TypeAlias = Callable[[Sequence[tuple[int, Chunk]]], Awaitable[Sequence[int]]]
-"""Tokens of each chunk as the prompt has it, given its number in the prompt, from 1."""
+"""Counts the tokens of each chunk as the prompt has it, given its number in the prompt, from 1."""
+
+OnRecorded: TypeAlias = Callable[[int, int], None]
+"""Called with the number of queries that have ended, and of all chunk events so far."""
 
 
 class TraceRecorder:
-    """Writes what retrieval does to a trace file, for `Pipeline(recorder=...)`.
+    """A writer of what retrieval does to a trace file, for `Pipeline(recorder=...)`.
 
     path: JSON Lines: plain, or gzip (.gz) or zstd (.zst) by its suffix. An existing trace is appended to, as a further
-        session; what a killed program left torn at its end is removed first.
+        session; a torn end that a killed program left in it is removed first.
     text: "hash" records only a hash and lengths of each chunk. Queries, titles and addresses are always recorded.
-    provenance: anything to remember about how the trace came about; plain values.
+    provenance: plain values that say where the trace comes from.
 
-    A thread writes, so the event loop does not wait for the disk. Whatever happens to the program, the file is complete
-    up to the last query that ended. If it cannot be written, queries go on, and closing the recorder raises.
+    A thread writes, so the event loop does not wait for the disk. The file is complete up to the last query that ended,
+    also if the program is killed. If it cannot be written, queries go on, and closing the recorder raises.
 
-    :raises TraceError: `text` is neither, or `provenance` is not plain values.
+    :raises ConfigurationError: `text` is neither "full" nor "hash".
+    :raises TraceError: `provenance` is not plain values.
     """
 
+    @validated
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -47,16 +56,14 @@ class TraceRecorder:
         provenance: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if text not in ("full", "hash"):
-            raise TraceError(f"TraceRecorder: text={text!r} must be 'full' or 'hash'")
         make_header(text, None, provenance or {})  # raises now rather than in the first query
         self.path = Path(path)
         self._text: TextMode = text
         self._provenance = dict(provenance or {})
         self._clock = clock
-        self._writer: BackgroundWriter | None = None
+        self._writer: WriterThread | None = None
         self._tokenizer: str | None = None
-        self._defined: set[str] = set()
+        self._encoder = SessionEncoder(text)
         self._num_queries = 0
         self._began_s = 0.0
 
@@ -70,18 +77,18 @@ class TraceRecorder:
         progress(f"recording to {self.path}")
         try:
             await run_regardless(self._open(), "streamrag trace opens")
-        except BaseException:  # whoever is cancelled has not entered what would close it
+        except BaseException:  # a caller that is cancelled here cannot close it
             await self.aclose()
             raise
-        self._defined = set()
+        self._encoder = SessionEncoder(self._text)
         self._num_queries = 0
 
     async def _open(self) -> None:
-        self._writer = await anyio.to_thread.run_sync(BackgroundWriter, self.path)
+        self._writer = await anyio.to_thread.run_sync(WriterThread, self.path)
         self._tokenizer = self._writer.tokenizer
 
     async def aclose(self) -> None:
-        """Write what is left, and close the file. Does nothing when not started.
+        """Write the lines that are left, and close the file. Does nothing when not started.
 
         :raises TraceError: something could not be written.
         """
@@ -100,7 +107,7 @@ class TraceRecorder:
     async def record(
         self, query: str, events: AsyncIterator[SourceEvent], count_tokens: CountTokens, *, tokenizer: str
     ) -> AsyncGenerator[SourceEvent, None]:
-        """The same events, each recorded when it comes. Close it if it is not read to its end: that closes them too.
+        """Yield the same events, each recorded when it comes. Closing this generator closes `events` too.
 
         `tokenizer` names what `count_tokens` counts with.
 
@@ -109,43 +116,36 @@ class TraceRecorder:
         began_s = self._clock()
         writer, query_id = self._begin(query, tokenizer, began_s)
         outcome: Outcome = "cancelled"
-        failure: Exception | None = None
-        cut_short: str | None = None
+        why: dict[str, str] = {}
         num_chunks = 0
         try:
             async for event in events:
                 at_s = self._clock() - began_s
-                if isinstance(event, Skipped):
-                    writer.put([_skipped(query_id, at_s, event)])
-                elif isinstance(event, CutShort):
-                    cut_short = event.reason
+                if isinstance(event, CutShort):
+                    why["cut_short"] = clean(event.reason)
+                elif isinstance(event, Skipped):
+                    writer.put(self._encoder.encode(query_id, TracedSkip(at_s, event.uri, event.reason)))
                 else:
-                    appends = isinstance(event, Append)
+                    first = num_chunks + 1 if isinstance(event, Append) else 1
                     chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
-                    first = num_chunks + 1 if appends else 1
                     num_chunks = first + len(chunks) - 1
                     counts = await count_tokens(list(enumerate(chunks, first)))
-                    writer.put(self._event_lines(query_id, at_s, event, chunks, counts))
+                    writer.put(self._encode(query_id, at_s, event, counts))
                 if writer.num_behind > MAX_BEHIND:
                     await anyio.to_thread.run_sync(writer.catch_up)
                 yield event
             outcome = "complete"
         except Exception as error:
-            outcome, failure = "failed", error
+            outcome, why["error"] = "failed", clean(message_of(error))
             raise
         finally:
-            end = EndLine(
-                query=query_id,
-                end_s=seconds(self._clock() - began_s),
-                outcome=outcome,
-                error=None if failure is None else clean(message_of(failure)),
-                cut_short=None if cut_short is None else clean(cut_short),
-            )
+            end_s, error_text, cut_short = seconds(self._clock() - began_s), why.get("error"), why.get("cut_short")
+            end = EndLine(query=query_id, end_s=end_s, outcome=outcome, error=error_text, cut_short=cut_short)
             writer.put([end], flush=True)
             if isinstance(events, AsyncGenerator):
                 await events.aclose()
 
-    def _begin(self, query: str, tokenizer: str, began_s: float) -> tuple[BackgroundWriter, str]:
+    def _begin(self, query: str, tokenizer: str, began_s: float) -> tuple[WriterThread, str]:
         if not self._writer:
             raise TraceError("TraceRecorder is not started: use it in a Pipeline, or in `async with` first")
         if self._tokenizer not in (None, tokenizer):
@@ -162,21 +162,61 @@ class TraceRecorder:
         self._writer.put([QueryLine(id=query_id, arrival_s=seconds(began_s - self._began_s), text=clean(query))])
         return self._writer, query_id
 
-    def _event_lines(
-        self, query_id: str, at_s: float, event: Append | Update, chunks: Sequence[Chunk], counts: Sequence[int]
-    ) -> Iterator[Line]:
-        """Made in the writer's thread."""
-        keys = []
-        for chunk, num_tokens in zip(chunks, counts, strict=True):
-            text, uri, title = clean(chunk.text), clean(chunk.uri), clean(chunk.title)
-            key = chunk_key(text, uri, title, chunk.passage)
-            keys.append(key)
-            if key not in self._defined:
-                self._defined.add(key)
-                yield chunk_line(TracedChunk(key, num_tokens, text, uri, title, chunk.passage), self._text)
-        scores = [chunk.score for chunk in chunks]
-        yield event_line(query_id, at_s, keys, scores, event.hint, appends=isinstance(event, Append))
+    def _encode(self, query_id: str, at_s: float, event: Append | Update, counts: Sequence[int]) -> Iterator[Line]:
+        """Yield the lines of a chunk event, in the thread that writes them."""
+        chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
+        traced = tuple(map(_traced_chunk, chunks, counts))
+        if isinstance(event, Append):
+            yield from self._encoder.encode(query_id, TracedAppend(at_s, traced[0], event.hint))
+        else:
+            yield from self._encoder.encode(query_id, TracedUpdate(at_s, traced, event.hint))
 
 
-def _skipped(query_id: str, at_s: float, event: Skipped) -> SkippedLine:
-    return SkippedLine(query=query_id, at_s=seconds(at_s), uri=clean(event.uri), reason=clean(event.reason))
+def _traced_chunk(chunk: Chunk, num_tokens: int) -> TracedChunk:
+    text, uri, title = clean(chunk.text), clean(chunk.uri), clean(chunk.title)
+    key = chunk_key(text, uri, title, chunk.passage)
+    return TracedChunk(key, num_tokens, text, uri, title, chunk.passage, chunk.score)
+
+
+async def record_queries(
+    queries: Sequence[str],
+    source: Source,
+    recorder: TraceRecorder,
+    count_tokens: CountTokens,
+    *,
+    tokenizer: str,
+    num_at_once: int = 1,
+    progress: Progress = lambda line: None,
+    on_recorded: OnRecorded = lambda num_queries, num_events: None,
+) -> dict[str, SourceError]:
+    """Record retrieval for many queries, without a model, and return the errors of those that failed.
+
+    Starts the source and the recorder, and closes both.
+
+    :raises ConfigurationError, TraceError: the source or the recorder cannot be started; the trace cannot be written.
+    """
+    failed: dict[str, SourceError] = {}
+    num_ended = num_events = 0
+    admission = anyio.CapacityLimiter(num_at_once)
+
+    async def record(query: str) -> None:
+        nonlocal num_ended, num_events
+        async with admission:
+            retrieval = Retrieval(source, query).events()
+            try:
+                async with aclosing(recorder.record(query, retrieval, count_tokens, tokenizer=tokenizer)) as events:
+                    async for event in events:
+                        num_events += isinstance(event, Append | Update)
+                        on_recorded(num_ended, num_events)
+            except SourceError as error:
+                failed[query] = error
+            num_ended += 1
+            on_recorded(num_ended, num_events)
+
+    async with await start_all((source, recorder), progress):
+        tasks = [asyncio.create_task(record(query), name="streamrag record") for query in queries]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await cancel_regardless(tasks)
+    return failed

@@ -1,6 +1,6 @@
-"""What a trace looks like in numbers: sizes, times, and how much of a context its updates change."""
+"""Statistics of a trace: sizes, times, and the share of a context that its updates change."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import ceil, floor
@@ -9,18 +9,18 @@ from typing import Any, Literal, TypeAlias
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery
 
 TraceMode: TypeAlias = Literal["plain", "append", "update", "mixed"]
-"""plain: no query has more than one chunk event. Otherwise what the chunk events are."""
+"""plain: no query has more than one chunk event. Otherwise the kind of the chunk events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Values in growing order. Of no values, every figure is 0."""
+    """Values in ascending order. Without values, every figure is 0."""
 
     values: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution":
-        """The distribution of these values, in any order."""
+        """Return the distribution of these values, given in any order."""
         return cls(tuple(sorted(values)))
 
     @property
@@ -40,7 +40,7 @@ class Distribution:
         return self.values[0] if self.values else 0.0
 
     def percentile(self, percent: float) -> float:
-        """The value that `percent` of them do not exceed, interpolated between neighbours.
+        """Return the value that `percent` of the values do not exceed, interpolated between neighbours.
 
         >>> Distribution.of([4, 1, 2, 3]).percentile(50)
         2.5
@@ -53,28 +53,28 @@ class Distribution:
         return below + (above - below) * (position - floor(position))
 
     def share_over(self, limit: float) -> float:
-        """Which share of them is larger than `limit`, from 0 to 1."""
+        """Return the share of values larger than `limit`, from 0 to 1."""
         return sum(value > limit for value in self.values) / len(self.values) if self.values else 0.0
 
     def summary(self) -> dict[str, float]:
-        """The figures that are published of such things."""
+        """Return the figures that papers publish of a distribution."""
         percentiles = {f"p{percent}": self.percentile(percent) for percent in (50, 75, 95, 99)}
         return {"num": self.num, "mean": self.mean, **percentiles, "min": self.min, "max": self.max}
 
 
 @dataclass(frozen=True, slots=True)
 class TraceStatistics:
-    """A trace in numbers. What is counted once per query, per gap and so on is a `Distribution`."""
+    """The figures of a trace. Figures per query, per gap and so on are a `Distribution`."""
 
     num_queries: int
     num_incomplete: int
-    """Queries whose retrieval failed or was cancelled; they are counted in everything else."""
+    """Queries whose retrieval failed or was cancelled; all other figures include them."""
     num_skipped: int
     mode: TraceMode
     has_text: bool
     """Whether every chunk has its text."""
     qps: float
-    """Arrivals per second between the first and the last; 0 if all came at once."""
+    """Arrivals per second between the first and the last; 0 if all come at once."""
     prefix_seen_share: float
     """Share of the tokens of all final contexts that lie in a prefix that an earlier query had too."""
     interarrival_s: Distribution
@@ -87,9 +87,9 @@ class TraceStatistics:
     tokens_per_chunk: Distribution
     """Tokens of each chunk that comes to a query for the first time."""
     retrieval_s: Distribution
-    """From the query's arrival to the end of its retrieval."""
+    """Seconds from the query's arrival to the end of its retrieval."""
     first_chunk_s: Distribution
-    """From the query's arrival to its first chunk event."""
+    """Seconds from the query's arrival to its first chunk event."""
     first_chunk_to_end_s: Distribution
     gap_ms: Distribution
     """Milliseconds between two chunk events of a query."""
@@ -102,35 +102,33 @@ class TraceStatistics:
     """Tokens of the answers, for the queries whose trace tells."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; a distribution becomes its summary."""
+        """Return plain values, for JSON; a distribution becomes its summary."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value.summary() if isinstance(value, Distribution) else value for name, value in values.items()}
 
 
 def describe(trace: Trace) -> TraceStatistics:
-    """The statistics of a trace."""
+    """Return the statistics of a trace."""
     queries = trace.queries
     with_events = [query for query in queries if query.events]
     folded = [tuple(contexts(query.events)) for query in queries]
     final = [states[-1] if states else () for states in folded]
     arrivals = Distribution.of(query.arrival_s for query in queries).values
     span_s = arrivals[-1] - arrivals[0] if arrivals else 0.0
-    per_query: Mapping[str, Callable[[TracedQuery], float]] = {
-        "chunks_per_query": lambda query: len(query.events),
-        "retrieval_s": lambda query: query.end_s,
-    }
     return TraceStatistics(
         num_queries=len(queries),
         num_incomplete=sum(query.outcome != "complete" for query in queries),
         num_skipped=sum(len(query.skipped) for query in queries),
         mode=_mode(queries),
-        has_text=all(chunk.text is not None for query in queries for chunk in _arrivals_of_chunks(query)),
+        has_text=all(chunk.text is not None for query in queries for chunk in _distinct_chunks(query)),
         qps=(len(queries) - 1) / span_s if span_s > 0 else 0.0,
         prefix_seen_share=_prefix_seen_share(final),
         interarrival_s=Distribution.of(b - a for a, b in pairwise(arrivals)),
         tokens_per_query=Distribution.of(map(_num_tokens, final)),
+        chunks_per_query=Distribution.of(len(query.events) for query in queries),
         passages_per_query=Distribution.of(map(len, final)),
-        tokens_per_chunk=Distribution.of(chunk.num_tokens for query in queries for chunk in _arrivals_of_chunks(query)),
+        tokens_per_chunk=Distribution.of(chunk.num_tokens for query in queries for chunk in _distinct_chunks(query)),
+        retrieval_s=Distribution.of(query.end_s for query in queries),
         first_chunk_s=Distribution.of(query.events[0].at_s for query in with_events),
         first_chunk_to_end_s=Distribution.of(query.end_s - query.events[0].at_s for query in with_events),
         gap_ms=Distribution.of(1e3 * (b.at_s - a.at_s) for query in queries for a, b in pairwise(query.events)),
@@ -143,12 +141,11 @@ def describe(trace: Trace) -> TraceStatistics:
         num_output_tokens=Distribution.of(
             query.num_output_tokens for query in queries if query.num_output_tokens is not None
         ),
-        **{name: Distribution.of(map(value, queries)) for name, value in per_query.items()},
     )
 
 
 def contexts(events: Iterable[TracedEvent]) -> Iterator[tuple[TracedChunk, ...]]:
-    """The context after each event, in prompt order."""
+    """Yield the context after each event, in prompt order."""
     chunks: tuple[TracedChunk, ...] = ()
     for event in events:
         chunks = (*chunks, event.chunk) if isinstance(event, TracedAppend) else event.chunks
@@ -156,7 +153,7 @@ def contexts(events: Iterable[TracedEvent]) -> Iterator[tuple[TracedChunk, ...]]
 
 
 def num_common_tokens(a: Sequence[TracedChunk], b: Sequence[TracedChunk]) -> int:
-    """Tokens of the leading chunks that two contexts share: their LCP, by the keys of whole chunks."""
+    """Return the tokens of the leading chunks that two contexts share: their LCP, by the keys of whole chunks."""
     num_tokens = 0
     for old, new in zip(a, b, strict=False):
         if old.key != new.key:
@@ -169,14 +166,10 @@ def _num_tokens(chunks: Iterable[TracedChunk]) -> int:
     return sum(chunk.num_tokens for chunk in chunks)
 
 
-def _arrivals_of_chunks(query: TracedQuery) -> Iterable[TracedChunk]:
-    """The chunks of a query, each once."""
-    chunks = (
-        chunk
-        for event in query.events
-        for chunk in ((event.chunk,) if isinstance(event, TracedAppend) else event.chunks)
-    )
-    return {chunk.key: chunk for chunk in chunks}.values()
+def _distinct_chunks(query: TracedQuery) -> Iterable[TracedChunk]:
+    """Return the chunks of a query, each once."""
+    events = ((event.chunk,) if isinstance(event, TracedAppend) else event.chunks for event in query.events)
+    return {chunk.key: chunk for chunks in events for chunk in chunks}.values()
 
 
 def _changed_shares(query: TracedQuery, states: Sequence[tuple[TracedChunk, ...]]) -> Iterator[float]:
@@ -196,8 +189,7 @@ def _mode(queries: Iterable[TracedQuery]) -> TraceMode:
 
 
 def _prefix_seen_share(final: Iterable[tuple[TracedChunk, ...]]) -> float:
-    """A tree of the keys, as (node, key) to node."""
-    nodes: dict[tuple[int, str], int] = {}
+    nodes: dict[tuple[int, str], int] = {}  # a tree of keys: a node and a key lead to a node
     num_seen = num_all = 0
     for chunks in final:
         node = 0

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.stream2llm import main, read_stream2llm_anns, read_stream2llm_crawler
+from experiments.public_traces.__main__ import main
+from experiments.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 from streamrag.errors import TraceError
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import TracedAppend, TracedUpdate
@@ -182,7 +183,7 @@ def test_a_crawl_of_others_is_converted_with_its_texts_counted(tmp_path: Path) -
         "type,query,content,startTime,endTime\ntavily_search,Who?,,0,1\npage_scrape,,three small words,1,2\n"
     )
     output = tmp_path / "trace.jsonl"
-    assert main(["crawler", str(tmp_path), "--output", str(output)]) == 0
+    assert main(["stream2llm-crawler", str(tmp_path), "--output", str(output)]) == 0
     event = read_trace(output).queries[0].events[0]
     assert isinstance(event, TracedAppend)
     assert event.chunk.num_tokens == 3

@@ -12,7 +12,7 @@ from starlette.types import Message
 from streamrag.serve import Limits, Service, connections
 from streamrag.serve.connections import READ_BYTES, Connection
 from streamrag.serve.fair_share import BUSY_SHARE, FREE_S, Account, FairShare
-from streamrag.serve.interfaces.lines import LINE_BYTES, LINES_A_TURN, Lines
+from streamrag.serve.protocols.stream_body import LINE_BYTES, LINES_A_TURN, StreamBody
 from streamrag.testing import ScriptedBackend
 
 
@@ -158,7 +158,7 @@ class Free(Account):
 OPEN = b'{"type": "open", "query": "What?"}\n'
 
 
-async def reading(body: bytes) -> tuple[Lines, list[int]]:
+async def reading(body: bytes) -> tuple[StreamBody, list[int]]:
     """Read a body as lines: the lines, and how many of them were counted after each turn of the event loop."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": True}]
     never = asyncio.Event()
@@ -168,7 +168,7 @@ async def reading(body: bytes) -> tuple[Lines, list[int]]:
             await never.wait()
         return messages.pop()
 
-    lines = Lines(receive, Service(ScriptedBackend()))
+    lines = StreamBody(receive, Service(ScriptedBackend()))
     lines._account = Free(FairShare())
     task = asyncio.create_task(lines.read())
     counts = [0]

@@ -193,7 +193,7 @@ async def test_a_watch_that_is_too_long_is_refused(name: str, watch: dict[str, o
 
 
 async def test_versions_that_follow_each_other_are_told_of_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.TOGETHER_S", 1000)
+    monkeypatch.setattr("streamrag.serve.session_store.served_session.UPDATE_GAP_S", 1000)
     async with serving(backend=ScriptedBackend(answer="yes")) as served:
         url = await opened(served)
         for version in range(1, 6):

@@ -273,7 +273,7 @@ async def test_a_slow_reader_gets_the_newest_of_each_kind(monkeypatch: pytest.Mo
             await may_send.wait()
 
     monkeypatch.setattr(Frames, "send", send)
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.TOGETHER_S", 0)
+    monkeypatch.setattr("streamrag.serve.session_store.served_session.UPDATE_GAP_S", 0)
     async with serving(backend=ScriptedBackend(answer="no")) as served:
         url = await opened(served)
         await served.http.put(f"{url}/watches/alarm", json={"question": "Any?"})

@@ -211,7 +211,7 @@ async def test_sessions_are_bounded_and_belong_to_their_client() -> None:
 
 
 async def test_a_session_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.LOOK_S", 0.01)
+    monkeypatch.setattr("streamrag.serve.session_store.store.SWEEP_S", 0.01)
     async with serving(limits=Limits(session_idle_s=0.05)) as served:
         await opened(served)
         while served.backend.num_requests:  # noqa: ASYNC110 - nobody says when
@@ -273,8 +273,9 @@ class Clock:
 
 async def test_a_reader_that_leaves_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.LOOK_S", 0.01)
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.time", clock)
+    monkeypatch.setattr("streamrag.serve.session_store.store.SWEEP_S", 0.01)
+    monkeypatch.setattr("streamrag.serve.session_store.store.time", clock)
+    monkeypatch.setattr("streamrag.serve.session_store.served_session.time", clock)
     async with serving(limits=Limits(session_idle_s=10)) as served:
         url = await opened(served)
         events = events_of(served, url)

@@ -36,7 +36,7 @@ KEYS = {"a" * 16: "alice", "b" * 16: "bob"}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.LOOK_S", 0.01)
+    monkeypatch.setattr("streamrag.serve.session_store.store.SWEEP_S", 0.01)
 
 
 @asynccontextmanager
@@ -121,7 +121,8 @@ async def test_a_session_outlives_a_restart_however_long_it_took_by_a_clock_that
     async with kept(tmp_path, limits=limits) as (served, _):
         url, unasked = await opened(served), await opened(served)
         await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.time", clock)
+    monkeypatch.setattr("streamrag.serve.session_store.store.time", clock)
+    monkeypatch.setattr("streamrag.serve.session_store.served_session.time", clock)
     for name in names_in(tmp_path):
         os.utime(tmp_path / name, (time.time() - old_s,) * 2)
     async with kept(tmp_path, limits=limits) as (served, _):
@@ -204,7 +205,8 @@ async def test_what_each_client_has_is_counted_right_whatever_becomes_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clocks()
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.time", clock)
+    monkeypatch.setattr("streamrag.serve.session_store.store.time", clock)
+    monkeypatch.setattr("streamrag.serve.session_store.served_session.time", clock)
     limits = Limits(
         max_sessions=4,
         max_sessions_per_client=3,
@@ -253,7 +255,8 @@ async def test_what_each_client_has_is_counted_right_whatever_becomes_of_it(
 
 async def test_one_that_was_never_used_ends_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clocks()
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.time", clock)
+    monkeypatch.setattr("streamrag.serve.session_store.store.time", clock)
+    monkeypatch.setattr("streamrag.serve.session_store.served_session.time", clock)
     async with kept(tmp_path, limits=Limits(session_idle_s=1000, session_unused_s=10)) as (served, _):
         used, unused = await opened(served), await opened(served)
         await served.http.get(used)
@@ -285,7 +288,8 @@ async def test_who_leaves_before_a_session_is_opened_leaves_none(
 
 async def test_readers_alone_do_not_keep_a_session_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clocks()
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.time", clock)
+    monkeypatch.setattr("streamrag.serve.session_store.store.time", clock)
+    monkeypatch.setattr("streamrag.serve.session_store.served_session.time", clock)
     async with kept(tmp_path, limits=Limits(session_idle_s=10, session_read_s=100)) as (served, _):
         url = await opened(served)
         events = events_of(served, url)
@@ -415,8 +419,8 @@ async def test_watches_are_there_after_a_restart_and_events_go_on(tmp_path: Path
 
 
 async def test_a_reader_is_told_of_events_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.MAX_KEPT_EVENTS", 3)
-    monkeypatch.setattr("streamrag.serve.interfaces.session_store.TOGETHER_S", 0)
+    monkeypatch.setattr("streamrag.serve.session_store.served_session.MAX_KEPT_EVENTS", 3)
+    monkeypatch.setattr("streamrag.serve.session_store.served_session.UPDATE_GAP_S", 0)
     async with serving() as served:
         url = await opened(served)
         for version in range(1, 8):

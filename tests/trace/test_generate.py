@@ -11,8 +11,15 @@ import pytest
 
 from streamrag.cli import trace_generate
 from streamrag.errors import ConfigurationError
-from streamrag.trace.generate import MAX_CONTEXT_TOKENS, NUM_DOCUMENTS, WorkloadName, anns, crawler, generate
-from streamrag.trace.generate_marginals import Marginal, apportion, couple, stratified_counts
+from streamrag.trace.generate.distributions import Marginal, apportion, couple, stratified_counts
+from streamrag.trace.generate.workloads import (
+    MAX_CONTEXT_TOKENS,
+    NUM_DOCUMENTS,
+    WorkloadName,
+    anns,
+    crawler,
+    generate,
+)
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import contexts, describe, num_common_tokens
 from streamrag.trace.values import Trace, TracedAppend, TracedUpdate

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from streamrag.trace.generate import anns, crawler
-from streamrag.trace.generate_hints import USUAL_DURATION_S, USUAL_GAP_S, with_hints
+from streamrag.trace.generate.hints import USUAL_DURATION_S, USUAL_GAP_S, with_hints
 from streamrag.trace.values import Trace, TracedQuery
 
 

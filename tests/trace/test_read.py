@@ -74,15 +74,18 @@ def test_what_was_torn_is_noted(tmp_path: Path) -> None:
     [
         ((HEADER, "nonsense\n"), "line 2: it is not JSON"),
         ((HEADER, "[]\n"), "line 2: it is not a JSON object"),
-        ((HEADER, {"kind": "verse"}), "line 2: its \"kind\" is 'verse'; it must be one of query, chunk"),
-        ((HEADER, {**QUERY, "arrival_s": -1}), "line 2: arrival_s: input should be greater than or equal to 0"),
-        ((HEADER, {"kind": "query"}), "line 2: id: field required"),
+        (
+            (HEADER, {"kind": "verse"}),
+            "line 2: Input tag 'verse' found using 'kind'",
+        ),
+        ((HEADER, {**QUERY, "arrival_s": -1}), "line 2: arrival_s: Input should be greater than or equal to 0"),
+        ((HEADER, {"kind": "query"}), "line 2: id: Field required"),
         ((HEADER, QUERY, QUERY), "line 3: query '1' was there before"),
         ((HEADER, QUERY, APPEND), "line 3: chunk 'a' has not been defined"),
         ((HEADER, CHUNK, APPEND), "line 3: query '1' has not begun"),
         ((*GOOD, APPEND), "line 6: query '1' has ended"),
         ((*GOOD[:4], {**END, "end_s": 1}), "line 5: 1.0 s is before the query's last event, at 1.5 s"),
-        ((*GOOD[:4], {**END, "outcome": "odd"}), "line 5: outcome: input should be 'complete', 'failed' or"),
+        ((*GOOD[:4], {**END, "outcome": "odd"}), "line 5: outcome: Input should be 'complete', 'failed' or"),
         (
             (*GOOD[:3], {"kind": "update", "query": "1", "at_s": 1, "keys": ["a"], "scores": []}, END),
             None,  # no scores are as good as none
@@ -110,7 +113,7 @@ def test_a_broken_line_is_named(lines: tuple[Any, ...], message: str | None, tmp
         ((), "holds no trace: there is no whole line in it"),
         (("a,b\n",), "is not a trace of streamrag: in line 1, it is not JSON"),
         ((QUERY,), 'is not a trace of streamrag: line 1 has no "format"'),
-        (({"format": "other"},), "is not a trace of streamrag: in line 1, format: input should be 'streamrag-trace'"),
+        (({"format": "other"},), "is not a trace of streamrag: in line 1, format: Input should be 'streamrag-trace'"),
         (({**HEADER, "version": 2},), "it is of version 2 of the format, and this streamrag reads version 1"),
     ],
 )

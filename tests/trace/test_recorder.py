@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Update
-from streamrag.errors import AlreadyStartedError, SourceError, TraceError
+from streamrag.errors import AlreadyStartedError, ConfigurationError, SourceError, TraceError
 from streamrag.pipeline import Pipeline
 from streamrag.testing import ScriptedBackend, ScriptedSource
-from streamrag.trace.background import BackgroundWriter
 from streamrag.trace.files import LineWriter
 from streamrag.trace.read import read_trace
-from streamrag.trace.recorder import TraceRecorder
-from streamrag.trace.session import record_queries
+from streamrag.trace.recorder import TraceRecorder, record_queries
 from streamrag.trace.values import TracedAppend, TracedSkip, TracedUpdate
+from streamrag.trace.writer_thread import WriterThread
 
 A = Chunk("alpha", "a.md", "A")
 B = Chunk("beta", "b.md", "B", passage=2, score=0.5)
@@ -224,7 +223,7 @@ async def test_a_recorder_that_is_not_started_says_so(tmp_path: Path) -> None:
 
 
 def test_values_that_cannot_work_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="text='some' must be 'full' or 'hash'"):
+    with pytest.raises(ConfigurationError, match="text='some' must be 'full' or 'hash'"):
         TraceRecorder(tmp_path / "x.jsonl", text="some")  # type: ignore[arg-type]
     with pytest.raises(TraceError, match="must be plain values"):
         TraceRecorder(tmp_path / "x.jsonl", provenance={"path": tmp_path})
@@ -281,7 +280,7 @@ async def test_the_loop_runs_on_while_the_disk_is_slow_and_lines_do_not_pile_up(
     assert len(read_trace(tmp_path / "trace.jsonl").queries[0].events) == 1000
 
 
-class SlowWriter(BackgroundWriter):
+class SlowWriter(WriterThread):
     """Takes as long to open as the test likes."""
 
     goes_on = threading.Event()
@@ -294,7 +293,7 @@ class SlowWriter(BackgroundWriter):
 async def test_one_that_is_cancelled_while_it_starts_lets_go_of_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrag.trace.recorder.BackgroundWriter", SlowWriter)
+    monkeypatch.setattr("streamrag.trace.recorder.WriterThread", SlowWriter)
 
     async def enter() -> None:
         async with TraceRecorder(tmp_path / "trace.jsonl"):

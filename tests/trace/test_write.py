@@ -75,8 +75,8 @@ def test_what_would_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     assert [event.hint for event in read_trace(path).queries[0].events] == [Hint(), Hint(), Hint(1)]
     before = path.read_bytes()
     for wrong, message in (
-        (replace(query, arrival_s=1e15), "arrival_s: input should be less than or equal to"),
-        (replace(query, events=(TracedAppend(1.0, TracedChunk("a", 2**31)),)), "num_tokens: input should be less than"),
+        (replace(query, arrival_s=1e15), "arrival_s: Input should be less than or equal to"),
+        (replace(query, events=(TracedAppend(1.0, TracedChunk("a", 2**31)),)), "num_tokens: Input should be less than"),
         (replace(query, text="x" * (17 << 20)), "a line of a trace has at most"),
     ):
         with pytest.raises(TraceError, match=message):

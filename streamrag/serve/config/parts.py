@@ -24,12 +24,12 @@ from streamrag.serve.config.settings import (
     SourceSettings,
 )
 from streamrag.serve.config.source import make_source
-from streamrag.serve.interfaces.session_folder import SessionFolder
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.observing import Observer
 from streamrag.serve.service import Service
+from streamrag.serve.session_store.folder import SessionFolder
 
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import Connects

@@ -11,9 +11,9 @@ import pytest
 from streamrag.core import SamplingParams, Turn
 from streamrag.serve import Limits
 from streamrag.serve.failures import RequestError, failure_of
-from streamrag.serve.interfaces.responses.answering import Answering
-from streamrag.serve.interfaces.responses.requests import Asked, ResponseRequest
-from streamrag.serve.interfaces.responses.states import State, StateStore
+from streamrag.serve.protocols.responses.requests import CheckedRequest, ResponseRequest
+from streamrag.serve.protocols.responses.response_run import ResponseRun
+from streamrag.serve.protocols.responses.states import State, StateStore
 
 
 def state(name: str, *turns: Turn) -> State:
@@ -30,18 +30,18 @@ def names(store: StateStore, owner: str, *candidates: str) -> list[str]:
 
 def test_what_was_used_least_recently_goes_first() -> None:
     store = StateStore(Limits(max_states=2))
-    store.add("alice", state("a"), client="alice")
-    store.add("alice", state("b"), client="alice")
+    store.add(state("a"), "alice")
+    store.add(state("b"), "alice")
     store.get("a", "alice")
-    store.add("alice", state("c"), client="alice")
+    store.add(state("c"), "alice")
     assert names(store, "alice", "a", "b", "c") == ["a", "c"]
 
 
 def test_who_has_most_gives_first() -> None:
     store = StateStore(Limits(max_states=3))
-    store.add("bob", state("b"), client="bob")
+    store.add(state("b"), "bob")
     for name in ("a1", "a2", "a3", "a4"):
-        store.add("alice", state(name), client="alice")
+        store.add(state(name), "alice")
     assert names(store, "bob", "b") == ["b"]
     assert names(store, "alice", "a1", "a2", "a3", "a4") == ["a3", "a4"]
 
@@ -50,48 +50,53 @@ def test_bytes_are_bounded_and_a_chain_counts_its_turns_once() -> None:
     turns = [Turn("user", "x" * 1000) for _ in range(4)]
     store = StateStore(Limits(max_state_bytes=6_000))
     for number in range(4):
-        store.add("alice", state(f"s{number}", *turns[: number + 1]), client="alice")
+        store.add(state(f"s{number}", *turns[: number + 1]), "alice")
     assert store.num_states == 4
     assert 5000 < store.num_bytes < 6000
-    store.add("alice", state("other", Turn("user", "y" * 1000)), client="alice")
+    store.add(state("other", Turn("user", "y" * 1000)), "alice")
     assert names(store, "alice", "s0", "s1", "s2", "s3", "other") == ["other"], "s3 held the turns of all before it"
-    store.add("alice", state("huge", Turn("user", "z" * 6000)), client="alice")
+    store.add(state("huge", Turn("user", "z" * 6000)), "alice")
     assert (store.num_states, store.num_bytes) == (0, 0)
 
 
 def test_what_is_not_used_expires() -> None:
     now_s = 0.0
     store = StateStore(Limits(state_s=10), clock=lambda: now_s)
-    store.add("alice", state("a"), client="alice")
-    store.add("alice", state("b"), client="alice")
+    store.add(state("a"), "alice")
+    store.add(state("b"), "alice")
     now_s = 8.0
     store.get("a", "alice")
     now_s = 12.0
     assert names(store, "alice", "a", "b") == ["a"]
     now_s = 30.0
-    store.add("bob", state("c"), client="bob")
+    store.add(state("c"), "bob")
     assert store.num_states == 1, "also of an owner who does not come back"
 
 
 def test_owners_are_apart() -> None:
     store = StateStore(Limits())
-    store.add("alice", state("a"), client="alice")
+    store.add(state("a"), "alice")
     assert names(store, "bob", "a") == []
     with pytest.raises(RequestError, match="no response 'a'"):
         store.delete("a", "bob")
     with pytest.raises(RequestError) as raised:
         store.previous("a", "bob", object())
     assert raised.value.param == "previous_response_id"
-    assert store.previous("a", "bob", "alice") is store.get("a", "alice")
-    store.forget("alice")
+    assert store.previous("a", "alice") is store.get("a", "alice")
+    connection = object()
+    store.add(state("b"), "alice", connection)
+    assert names(store, "alice", "b") == []
+    assert store.get("b", "alice", connection).id == "b"
+    store.forget("alice", connection)
+    store.delete("a", "alice")
     assert (store.num_states, store.num_bytes) == (0, 0)
 
 
 def test_a_response_that_is_deleted_leaves_its_turns_to_those_that_went_on_from_it() -> None:
     turn = Turn("user", "x" * 1000)
     store = StateStore(Limits())
-    store.add("alice", state("a", turn), client="alice")
-    store.add("alice", state("b", turn, turn), client="alice")
+    store.add(state("a", turn), "alice")
+    store.add(state("b", turn, turn), "alice")
     store.delete("a", "alice")
     assert store.get("b", "alice").turns == (turn, turn)
     store.delete("b", "alice")
@@ -100,7 +105,7 @@ def test_a_response_that_is_deleted_leaves_its_turns_to_those_that_went_on_from_
 
 def test_none_are_kept_where_none_may_be() -> None:
     store = StateStore(Limits(max_states=0))
-    store.add("alice", state("a"), client="alice")
+    store.add(state("a"), "alice")
     assert store.num_states == 0
 
 
@@ -117,13 +122,13 @@ def memory_of(store: StateStore) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def kept_response(store: StateStore, number: int, turns: tuple[Turn, ...] = (), **fields: object) -> Answering:
+def kept_response(store: StateStore, number: int, turns: tuple[Turn, ...] = (), **fields: object) -> ResponseRun:
     """A response as it is kept when its answer is there."""
     request = ResponseRequest.model_validate({"input": "Where?", **fields})
-    asked = Asked(f"resp_{number}", request, turns, False, False, SamplingParams(), True)
-    answering = Answering(asked, "scripted", store, "alice", "alice")
-    answering._keep()
-    return answering
+    checked = CheckedRequest(f"resp_{number}", request, turns, False, False, SamplingParams(), True)
+    run = ResponseRun(checked, "scripted", keep=lambda state: store.add(state, "alice"))
+    run.keep()
+    return run
 
 
 def test_what_counts_is_the_memory_that_responses_take_whatever_a_client_writes_into_their_fields() -> None:
@@ -147,7 +152,7 @@ def test_a_response_that_fails_after_it_was_kept_takes_nothing_away_from_the_cou
     store = StateStore(Limits())
     kept_response(store, 1)
     num_bytes = store.num_bytes
-    answering = kept_response(store, 2)
-    answering.writer.failed(failure_of(RequestError("x" * 1000)))
+    run = kept_response(store, 2)
+    run.encoder.fail(failure_of(RequestError("x" * 1000)))
     store.delete("resp_2", "alice")
     assert (store.num_states, store.num_bytes) == (1, num_bytes)

@@ -72,7 +72,7 @@ def for_stream(params: "vllm.SamplingParams") -> "vllm.SamplingParams":
     from vllm.sampling_params import RequestOutputKind
 
     default: Any = type(params)()
-    if found := [name for name in OF_WHOLE_PROMPTS if getattr(params, name) != getattr(default, name)]:
+    if found := [name for name in OF_WHOLE_PROMPTS if _is_given(getattr(params, name), getattr(default, name))]:
         raise ConfigurationError(
             f"SamplingParams: {', '.join(found)} cannot be used with a streamed prompt. "
             'Leave that out, or start the engine with VllmBackend(strategy="warming")'
@@ -83,3 +83,8 @@ def for_stream(params: "vllm.SamplingParams") -> "vllm.SamplingParams":
     copy.output_kind = RequestOutputKind.CUMULATIVE
     copy.detokenize = False
     return copy
+
+
+def _is_given(value: Any, default: Any) -> bool:
+    """Whether a parameter was given. Arrays, which have no truth, are only compared with None."""
+    return value is not None if default is None else bool(value != default)

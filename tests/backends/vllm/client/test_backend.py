@@ -620,6 +620,7 @@ async def test_a_parameter_that_vllm_refuses_is_named(
         ("prompt_logprobs", 1),
         ("structured_outputs", pytest.importorskip("vllm.sampling_params").StructuredOutputsParams(regex="a+")),
         ("prompt_logprob_token_ids", np.array([[1]])),
+        ("prompt_logprob_token_ids", np.array([[1, 2], [3, 4]])),
     ],
 )
 async def test_a_parameter_that_a_stream_cannot_have_is_named_with_the_remedy(

@@ -1,0 +1,59 @@
+"""Routes of the page at `/`: plain files, served as they are."""
+
+import hashlib
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from streamrag.serve.service import Service
+
+FOLDER = Path(__file__).parent
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",  # its icon
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",  # no mistake can turn a text into markup
+    )
+)
+
+HEADERS = {
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",  # stored, and revalidated by its etag
+}
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes of the page, and of its parts below /page/."""
+    return [_route(path) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES]
+
+
+def _route(path: Path) -> Route:
+    content = path.read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
+    headers = {**HEADERS, "content-type": TYPES[path.suffix], "etag": etag}
+
+    async def get(request: Request) -> Response:
+        known = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]
+        return Response(status_code=304, headers=headers) if etag in known else Response(content, headers=headers)
+
+    return Route("/" if path.name == "index.html" else f"/page/{path.name}", get)

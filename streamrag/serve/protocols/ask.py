@@ -1,0 +1,74 @@
+"""`POST /v1/ask`: one question, answered by every event of its query, in the service's own form, as SSE.
+
+    retrieval_started, chunk_arrived, context_changed, ..., tokens_generated, ..., answered
+
+The last event is `answered`, or `error`.
+"""
+
+from typing import cast
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from streamrag.asked import QueryOptions
+from streamrag.serve.bodies import SAMPLING, StrictModel, read_body, sampling, turn_of
+from streamrag.serve.gate import CALLER
+from streamrag.serve.protocols.chat import Message
+from streamrag.serve.protocols.event_stream import respond_with_events, write_events
+from streamrag.serve.service import Service
+from streamrag.serve.sse import Write
+
+QUERY_FIELDS = {"max_context_tokens", "deadline_s", "late_share", "overlap"}
+
+
+class QueryRequest(StrictModel):
+    """A base of requests that ask a question: the options of a query that a client may choose."""
+
+    system: str | None = None
+    history: list[Message] = Field(default=[], max_length=1000)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    max_context_tokens: int | None = None
+    deadline_s: float | None = None
+    late_share: float | None = None
+    overlap: bool | None = None
+
+    def query_options(self, service: Service) -> QueryOptions:
+        """Return the options that a pipeline takes.
+
+        :raises RequestError, ConfigurationError: one of them cannot work.
+        """
+        params = sampling(service.params, **self.model_dump(include=SAMPLING))
+        history = [turn_of(each.role, each.content, f"history.{i}") for i, each in enumerate(self.history)]
+        given = self.model_dump(include=QUERY_FIELDS, exclude_none=True)
+        if self.system:
+            given["system"] = service.system_text(self.system)
+        return cast(QueryOptions, {"params": params, "history": history, **given})
+
+
+class AskRequest(QueryRequest):
+    """A question with its options."""
+
+    question: str
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes of this protocol."""
+
+    async def ask(request: Request) -> Response:
+        body = await read_body(request, AskRequest)
+        options = body.query_options(service)
+
+        async def produce(write: Write) -> None:
+            async with service.events(request.scope[CALLER], "ask", body.question, **options) as events:
+                await write_events(write, events)
+
+        return await respond_with_events(request, service, produce)
+
+    return [Route("/v1/ask", ask, methods=["POST"])]

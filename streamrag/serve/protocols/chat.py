@@ -1,0 +1,230 @@
+"""`POST /v1/chat/completions`, as OpenAI's clients speak it.
+
+The last user message is the question, for which the service retrieves; the turns before it are history.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+from sse_starlette.event import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from streamrag.asked import QueryOptions
+from streamrag.core import MAX_INT, SamplingParams, Turn
+from streamrag.serve.bodies import SAMPLING, read_body, refuse_fields, sampling, split_turns, turn_of
+from streamrag.serve.citations import url_citations
+from streamrag.serve.failures import Failure, RequestError
+from streamrag.serve.gate import CALLER
+from streamrag.serve.protocols.event_stream import answer_of
+from streamrag.serve.service import Service
+from streamrag.serve.sse import Write, respond, unless_gone
+from streamrag.serve.wire import json_of
+from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated
+
+TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
+Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    role: str
+    content: Any = None
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Fields that change no answer, and are ignored."""
+
+EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+"""Fields that go to the engine unchanged."""
+
+
+class ChatRequest(BaseModel):
+    """A request as OpenAI defines it. What this service cannot do is refused, not ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[Message] = Field(min_length=1, max_length=1000)
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[TokenId, Bias] | None = Field(default=None, max_length=300)
+    n: int | None = None
+    response_format: dict[str, Any] | None = None
+    tool_choice: Any = None
+
+    def params(self, default: SamplingParams) -> SamplingParams:
+        """Return how to sample the answer."""
+        given = self.model_dump(include=SAMPLING)
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,)
+        return sampling(default, **given, extra=self.model_dump(include=EXTRA))
+
+    def check(self) -> None:
+        """Refuse what this service does not do.
+
+        :raises RequestError: the request asks for it.
+        """
+        refused = {
+            "n": self.n not in (None, 1),
+            "response_format": (self.response_format or {}).get("type", "text") != "text",
+            "tool_choice": self.tool_choice not in (None, "none", "auto"),
+        }
+        refuse_fields(self, HARMLESS, refused)
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes of this protocol."""
+
+    async def chat(request: Request) -> Response:
+        body = await read_body(request, ChatRequest)
+        body.check()
+        check_model(service, body.model)
+        turns = [turn_of(each.role, each.content, f"messages.{i}") for i, each in enumerate(body.messages)]
+        question, options = conversation_options(service, turns, "messages", body.params(service.params))
+        encoder = ChatEncoder(service.model_name)
+        query = service.events(request.scope[CALLER], "chat", question, **options)
+        if not body.stream:
+            return JSONResponse(encoder.whole(await unless_gone(answer_of(query), request.receive)))
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+
+        async def produce(write: Write) -> None:
+            async with query as events:
+                async for event in events:
+                    for chunk in encoder.chunks(event, with_usage=with_usage):
+                        await write(ServerSentEvent(json_of(chunk)))
+            await write(ServerSentEvent("[DONE]"))
+
+        return await respond(request, produce, failed=encode_failure, send_timeout_s=service.limits.send_timeout_s)
+
+    return [Route("/v1/chat/completions", chat, methods=["POST"])]
+
+
+def conversation_options(
+    service: Service, turns: Sequence[Turn], param: str, params: SamplingParams
+) -> tuple[str, QueryOptions]:
+    """Return the question of a conversation, and the options of its query.
+
+    :raises RequestError: the last message is not a user's.
+    """
+    system, history, question = split_turns(turns, param)
+    options = QueryOptions(history=history, params=params)
+    if system:
+        options["system"] = service.system_text(system)
+    return question, options
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Check the name of a model that a client gives.
+
+    :raises RequestError: the service has another model.
+    """
+    if name not in (None, "", service.model_name):
+        raise RequestError(
+            f"there is no model {name!r:.80} here, only {service.model_name!r}",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+
+
+def encode_failure(failure: Failure) -> Sequence[ServerSentEvent]:
+    """Return the end of a stream that fails: OpenAI's client raises APIError for it."""
+    return [ServerSentEvent(failure.json())]
+
+
+class ChatEncoder:
+    """The encoder of one chat completion, whole or in chunks."""
+
+    def __init__(self, model: str) -> None:
+        self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the body of a response."""
+        message = {
+            "role": "assistant",
+            "content": answer.text,
+            "refusal": None,
+            "annotations": url_citations(answer.text, answer.citations),
+        }
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+        return {
+            **self._common,
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": usage_of(answer),
+            "streamrag": {"citations": passages_of(answer)},
+        }
+
+    def chunks(self, event: object, *, with_usage: bool) -> list[dict[str, Any]]:
+        """Return the chunks that `event` adds to a stream."""
+        match event:
+            case RetrievalStarted():  # tells the client that its query was admitted
+                return [self._chunk({"role": "assistant", "content": ""})]
+            case TokensGenerated(text=text) if text:
+                return [self._chunk({"content": text})]
+            case Answered(answer=answer):
+                annotations = url_citations(answer.text, answer.citations)
+                last = self._chunk({"annotations": annotations} if annotations else {}, answer.finish_reason)
+                last["streamrag"] = {"citations": passages_of(answer)}
+                usage = {**self._chunk({}), "choices": [], "usage": usage_of(answer)}
+                return [last, *([usage] if with_usage else [])]
+        return []
+
+    def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return {**self._common, "object": "chat.completion.chunk", "choices": [choice]}
+
+
+def passages_of(answer: Answer) -> list[dict[str, Any]]:
+    """Return the passages of the prompt, without their text, for clients that show sources: an extension."""
+    return [{"number": each.number, "uri": each.uri, "title": each.title} for each in answer.citations]
+
+
+def usage_of(answer: Answer) -> dict[str, Any]:
+    """Return the numbers of tokens. Tokens that were computed while retrieval ran are not "cached"."""
+    num_output = len(answer.token_ids)
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": num_output,
+        "total_tokens": answer.num_prompt_tokens + num_output,
+        "prompt_tokens_details": {
+            "cached_tokens": 0 if answer.record is None else min(answer.record.num_from_cache, answer.num_prompt_tokens)
+        },
+    }

@@ -1,0 +1,140 @@
+"""The answer to a conversation that brings its own context: its prompts stream to the backend as they grow."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams, Turn, common_prefix_len, part_name
+from streamrag.errors import BackendError
+from streamrag.modes.conversation import Conversation, ConversationPrompt
+from streamrag.retrieving import closing
+from streamrag.serve.service import OpenQuery, Service
+from streamrag.telemetry import (
+    Answer,
+    Answered,
+    ContextChanged,
+    ContextComplete,
+    Event,
+    PrefillProgressed,
+    Timings,
+    TokensGenerated,
+)
+from streamrag.tokenizing import in_thread
+
+
+class ConversationStream:
+    """A streamed request of the engine, open until the conversation has its answer.
+
+    `extend` sets the conversation so far, and `events` yields the answer; a task of its own must read them. If prompts
+    come faster than the backend takes them, it gets the newest.
+    """
+
+    def __init__(self, service: Service, opened: OpenQuery, params: SamplingParams) -> None:
+        self.params = params
+        self._service = service
+        self._opened = opened
+        self._tokenizer = service.model.tokenizer
+        self._conversation = Conversation(self._tokenizer, service.model.max_model_len)
+        self._newest: tuple[tuple[int, ...], int, bool] | None = None
+        self._has_new = asyncio.Event()
+        self._began_s = time.monotonic()
+        self._complete_s = 0.0
+        self._num_prompt_tokens = 0
+        self._num_invalidated = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no prompt yet."""
+        return self._newest is None
+
+    async def extend(self, turns: Sequence[Turn], *, is_complete: bool) -> ConversationPrompt:
+        """Set the conversation, and return its prompt. With `is_complete`, the answer follows.
+
+        :raises PromptTooLongError, ConfigurationError: it cannot be a prompt; the conversation before stays.
+        """
+        max_tokens = self.params.max_tokens if is_complete else 1
+        prompt = await in_thread(self._tokenizer, lambda: self._conversation.encode(turns, max_tokens=max_tokens))
+        self._newest = prompt.token_ids if is_complete else prompt.partial, len(turns), is_complete
+        self._has_new.set()
+        return prompt
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Yield the events of the answer; the last one is the whole answer.
+
+        :raises BackendError: the engine fails.
+        """
+        first_token_s: float | None = None
+        chunks: list[AnswerChunk] = []
+        async with (
+            aclosing(self._prompts()) as prompts,
+            closing(self._service.backend.generate(prompts, self.params)) as events,
+        ):
+            async for event in events:
+                if isinstance(event, Prefilled):
+                    self._opened.note(PrefillProgressed(self._now(), event.num_tokens))
+                    continue
+                if first_token_s is None and event.token_ids:
+                    first_token_s = self._now()
+                chunks.append(event)
+                generated = TokensGenerated(self._now(), event.text, event.token_ids, event.finish_reason)
+                self._opened.note(generated)
+                yield generated
+        if not chunks or chunks[-1].finish_reason is None:
+            raise BackendError(f"{part_name(self._service.backend)} ended without finishing its answer")
+        answered = Answered(self._now(), self._answer(chunks, first_token_s))
+        self._opened.note(answered)
+        yield answered
+
+    async def _prompts(self) -> AsyncGenerator[Prompt, None]:
+        sent: tuple[int, ...] = ()
+        is_complete = False
+        while not is_complete:
+            await self._has_new.wait()
+            self._has_new.clear()
+            assert self._newest is not None
+            token_ids, num_turns, is_complete = self._newest
+            num_shared = common_prefix_len(sent, token_ids)
+            if not is_complete and num_shared == len(token_ids) == len(sent):
+                continue
+            num_invalidated = len(sent) - num_shared
+            self._num_invalidated += num_invalidated
+            self._opened.note(ContextChanged(self._now(), num_turns, len(token_ids), num_shared, num_invalidated))
+            if is_complete:
+                self._complete_s = self._now()
+                self._num_prompt_tokens = len(token_ids)
+                self._opened.note(ContextComplete(self._complete_s, num_turns, len(token_ids), ()))
+            sent = token_ids
+            yield Prompt(token_ids, num_shared, is_complete)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _answer(self, chunks: Sequence[AnswerChunk], first_token_s: float | None) -> Answer:
+        last, model, total_s = chunks[-1], self._service.model, self._now()
+        ttft_s = total_s if first_token_s is None else first_token_s
+        assert last.finish_reason is not None
+        return Answer(
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+            finish_reason=last.finish_reason,
+            citations=(),
+            left_out=(),
+            shortened=(),
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_invalidated=self._num_invalidated,
+            is_exact=model.is_exact,
+            source_error=None,
+            cut_short=None,
+            submitted_s=self._began_s,
+            timings=Timings(
+                queued_s=0.0,
+                first_chunk_s=None,
+                retrieval_s=self._complete_s,
+                ttft_s=ttft_s,
+                ttft_after_retrieval_s=ttft_s - self._complete_s,
+                total_s=total_s,
+            ),
+            record=last.record,
+            breaks_look_alikes=model.breaks_look_alikes,
+        )

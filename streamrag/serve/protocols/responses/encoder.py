@@ -1,0 +1,224 @@
+"""The events of a query, encoded as numbered events of the protocol, and as the one object that they add up to."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from streamrag.core import Chunk
+from streamrag.serve.citations import LONGEST_MARK, annotation_of, file_id, file_name, marks_in
+from streamrag.serve.failures import Failure
+from streamrag.serve.protocols.chat import passages_of
+from streamrag.serve.protocols.responses.requests import CheckedRequest
+from streamrag.telemetry import Answer, Answered, ContextComplete, Event, RetrievalStarted, TokensGenerated
+
+ServerEvent = dict[str, Any]
+
+ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
+"""Codes of the protocol's fixed list, by type of failure; any other failure is a "server_error"."""
+
+
+class ResponseEncoder:
+    """The encoder of one response. `response` is the whole of it at its end, for a client that wants no stream."""
+
+    def __init__(self, request: CheckedRequest, model: str) -> None:
+        self._request = request
+        self._num_events = 0
+        self._search: dict[str, Any] | None = None
+        self._message: dict[str, Any] | None = None
+        self._text = ""
+        self._annotations: list[dict[str, Any]] = []
+        self._passages: Sequence[Chunk] = ()
+        self.response = _response(request, model)
+        self.num_shared = 0
+        """Tokens of the prompt that earlier requests had computed, beside those in the engine's record."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has been told of the response."""
+        return self._num_events > 0
+
+    def begin(self) -> list[ServerEvent]:
+        """Return the events of a request that was admitted."""
+        response = {**self.response, "output": []}
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def encode(self, event: Event) -> list[ServerEvent]:
+        """Return the events that `event` adds."""
+        match event:
+            case RetrievalStarted(query=query):
+                return self._begin_search(query)
+            case ContextComplete(chunks=chunks):
+                self._passages = chunks
+                return self._end_search()
+            case TokensGenerated(text=text) if text:
+                return [*self._begin_message(), *self._add(text)]
+            case Answered(answer=answer):
+                return [*self._begin_message(), *self._complete(answer)]
+        return []
+
+    def complete_prepared(self, num_tokens: int) -> list[ServerEvent]:
+        """Return the end of a response without an answer, of which the engine computes the conversation."""
+        self._end("completed", usage=_usage(num_tokens, self.num_shared, 0))
+        return [self._event("response.completed", response=self.response)]
+
+    def fail(self, failure: Failure) -> list[ServerEvent]:
+        """Return the end of a response that fails."""
+        if self._search is not None and self._search["status"] != "completed":
+            self._search["status"] = "failed"
+        if self._message is not None:
+            self._message.update(status="incomplete", content=[self._part()])
+        error = {"code": ERROR_CODES.get(failure.type, "server_error"), "message": failure.message}
+        self._end("failed", error=error)
+        return [self._event("response.failed", response=self.response)]
+
+    def _begin_search(self, query: str) -> list[ServerEvent]:
+        self._search = {
+            "id": f"fs_{uuid.uuid4().hex}",
+            "type": "file_search_call",
+            "status": "in_progress",
+            "queries": [query],
+            "results": None,
+        }
+        at = {"output_index": 0, "item_id": self._search["id"]}
+        events = [
+            self._add_item(self._search),
+            self._event("response.file_search_call.in_progress", **at),
+            self._event("response.file_search_call.searching", **at),
+        ]
+        self._search["status"] = "searching"
+        return events
+
+    def _end_search(self) -> list[ServerEvent]:
+        if self._search is None:
+            return []
+        self._search["status"] = "completed"
+        if self._request.wants_results:
+            self._search["results"] = [_result(number, chunk) for number, chunk in enumerate(self._passages, 1)]
+        return [
+            self._event("response.file_search_call.completed", output_index=0, item_id=self._search["id"]),
+            self._event("response.output_item.done", output_index=0, item=dict(self._search)),
+        ]
+
+    def _begin_message(self) -> list[ServerEvent]:
+        if self._message is not None:
+            return []
+        self._message = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
+        return [
+            self._add_item(self._message),
+            self._event("response.content_part.added", **self._at, part=self._part()),
+        ]
+
+    def _add_item(self, item: dict[str, Any]) -> ServerEvent:
+        self.response["output"].append(item)
+        index = len(self.response["output"]) - 1
+        return self._event("response.output_item.added", output_index=index, item=dict(item))
+
+    def _add(self, text: str) -> list[ServerEvent]:
+        num_before = len(self._text)
+        self._text += text
+        events = [self._event("response.output_text.delta", **self._at, delta=text, logprobs=[])]
+        for mark in marks_in(self._text, len(self._passages), max(0, num_before - LONGEST_MARK)):
+            if mark.end <= num_before:
+                continue
+            annotation = annotation_of(mark, self._passages)
+            about = {**self._at, "annotation_index": len(self._annotations), "annotation": annotation}
+            events.append(self._event("response.output_text.annotation.added", **about))
+            self._annotations.append(annotation)
+        return events
+
+    def _complete(self, answer: Answer) -> list[ServerEvent]:
+        assert self._message is not None
+        is_cut = answer.finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        self._message.update(status=status, content=[self._part()])
+        num_cached = max(self.num_shared, answer.record.num_from_cache if answer.record is not None else 0)
+        self._end(
+            status,
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            usage=_usage(answer.num_prompt_tokens, num_cached, len(answer.token_ids)),
+            streamrag={"citations": passages_of(answer)},
+        )
+        return [
+            self._event("response.output_text.done", **self._at, text=self._text, logprobs=[]),
+            self._event("response.content_part.done", **self._at, part=self._part()),
+            self._event("response.output_item.done", output_index=self._at["output_index"], item=dict(self._message)),
+            self._event(f"response.{status}", response=self.response),
+        ]
+
+    def _end(self, status: str, **values: Any) -> None:
+        self.response.update(status=status, completed_at=int(time.time()) if status == "completed" else None, **values)
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        assert self._message is not None
+        return {"output_index": len(self.response["output"]) - 1, "item_id": self._message["id"], "content_index": 0}
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self._text, "annotations": list(self._annotations), "logprobs": []}
+
+    def _event(self, kind: str, **values: Any) -> ServerEvent:
+        event = {"type": kind, "sequence_number": self._num_events, **values}
+        if self._request.body.stream_id is not None:
+            event["stream_id"] = self._request.body.stream_id
+        self._num_events += 1
+        return event
+
+
+def _response(request: CheckedRequest, model: str) -> dict[str, Any]:
+    body, params = request.body, request.params
+    return {
+        "id": request.id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.previous_response_id,
+        "store": request.is_stored,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _usage(num_input: int, num_cached: int, num_output: int) -> dict[str, Any]:
+    return {
+        "input_tokens": num_input,
+        "input_tokens_details": {"cached_tokens": min(num_cached, num_input), "cache_write_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_input + num_output,
+    }
+
+
+def _result(number: int, chunk: Chunk) -> dict[str, Any]:
+    return {
+        "file_id": file_id(chunk),
+        "filename": file_name(chunk),
+        "score": chunk.score,
+        "text": chunk.text,
+        "attributes": {"number": number, "uri": chunk.uri[:512], "title": chunk.title[:512]},
+    }

@@ -1,0 +1,117 @@
+"""One response from its admission to its last event, over HTTP or over WebSocket."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import TypeAlias
+
+from streamrag.core import Turn
+from streamrag.serve.observing import Interface
+from streamrag.serve.protocols.chat import conversation_options
+from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
+from streamrag.serve.protocols.responses.encoder import ResponseEncoder, ServerEvent
+from streamrag.serve.protocols.responses.requests import CheckedRequest
+from streamrag.serve.protocols.responses.states import State
+from streamrag.serve.service import Caller, Service, first_question
+from streamrag.serve.wire import json_of
+from streamrag.telemetry import Answered, Event
+
+Send: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
+
+
+async def discard(event: ServerEvent) -> None:
+    """Drop an event, for a client that wants no stream."""
+
+
+@asynccontextmanager
+async def query_events(
+    service: Service, caller: Caller, interface: Interface, request: CheckedRequest
+) -> AsyncIterator[AsyncIterator[Event]]:
+    """Admit a request, and yield the events of its query, from the service's retrieval or from the conversation alone.
+
+    :raises RefusedError: there is no place for it.
+    :raises StreamRagError: as `Service.events` does.
+    """
+    if request.retrieves:
+        question, options = conversation_options(service, request.conversation, "input", request.params)
+        async with service.events(caller, interface, question, **options) as events:
+            yield events
+        return
+    async with service.open(
+        caller,
+        interface,
+        request.question,
+        max_tokens=request.params.max_tokens,
+        deadline_s=service.limits.deadline_s,
+        first_question=first_question(request.turns),
+    ) as opened:
+        stream = ConversationStream(service, opened, request.params)
+        await stream.extend(request.conversation, is_complete=True)
+        async with aclosing(stream.events()) as events:
+            yield events
+
+
+class ResponseRun:
+    """A response: its events are sent as they come, and its state is kept once it is whole, with `keep`."""
+
+    def __init__(
+        self,
+        request: CheckedRequest,
+        model: str,
+        *,
+        keep: Callable[[State], None] | None = None,
+        send: Send = discard,
+    ) -> None:
+        self.request = request
+        self.encoder = ResponseEncoder(request, model)
+        self.send = send
+        self._keep_state = keep
+        self._last: list[ServerEvent] = []
+
+    async def run(self, service: Service, caller: Caller, interface: Interface) -> None:
+        """Answer the request, and send all events.
+
+        :raises StreamRagError: as `query_events` does; a response that has begun is to be ended with
+            `ResponseEncoder.fail`.
+        """
+        async with query_events(service, caller, interface, self.request) as events:
+            if not self.request.retrieves:
+                await self.begin()
+            await self.follow(events)
+        await self.finish()
+
+    async def begin(self) -> None:
+        """Tell the client that the request was admitted."""
+        await self._send_all(self.encoder.begin())
+
+    async def follow(self, events: AsyncIterator[Event]) -> None:
+        """Send what these events add, without the last one."""
+        async for event in events:
+            if not self.encoder.has_begun:
+                await self.begin()
+            encoded = self.encoder.encode(event)
+            if isinstance(event, Answered):
+                self.keep(Turn("assistant", event.answer.text))
+                self._last = encoded
+            else:
+                await self._send_all(encoded)
+
+    async def finish(self) -> None:
+        """Send what the answer's end adds. To be called once its place is free: the client may then ask again."""
+        await self._send_all(self._last)
+
+    async def complete_prepared(self, num_tokens: int) -> None:
+        """Send the whole of a response that has no answer."""
+        begun, ended = self.encoder.begin(), self.encoder.complete_prepared(num_tokens)
+        self.keep()
+        await self._send_all([*begun, *ended])
+
+    def keep(self, *more: Turn) -> None:
+        """Keep the state of the response, with these turns at the conversation's end."""
+        if self._keep_state is not None:
+            request = self.request
+            response = json_of(self.encoder.response).encode()
+            self._keep_state(State(request.id, response, (*request.turns, *more), request.brings_context))
+
+    async def _send_all(self, events: list[ServerEvent]) -> None:
+        for event in events:
+            await self.send(event)

@@ -1,0 +1,87 @@
+"""`/v1/responses`: POST one, GET or DELETE a stored one, or open a WebSocket."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from sse_starlette.event import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.websockets import WebSocket
+
+from streamrag.serve.bodies import read_body
+from streamrag.serve.failures import Failure, RequestError
+from streamrag.serve.gate import CALLER
+from streamrag.serve.protocols.responses.encoder import ServerEvent
+from streamrag.serve.protocols.responses.requests import ResponseRequest, check_request
+from streamrag.serve.protocols.responses.response_run import ResponseRun
+from streamrag.serve.protocols.responses.socket import ResponseSocket
+from streamrag.serve.protocols.responses.states import StateStore
+from streamrag.serve.service import Caller, Service
+from streamrag.serve.sse import Write, respond, unless_gone
+from streamrag.serve.wire import json_of
+
+
+def routes(service: Service) -> list[BaseRoute]:
+    """Return the routes of this protocol."""
+    handlers = _Handlers(service)
+    return [
+        Route("/v1/responses", handlers.create, methods=["POST"]),
+        Route("/v1/responses/{id}", handlers.stored, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", handlers.cancel, methods=["POST"]),
+        WebSocketRoute("/v1/responses", handlers.connect),
+    ]
+
+
+class _Handlers:
+    """The handlers of the routes, which share a store of responses."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._states = StateStore(service.limits)
+
+    async def create(self, request: Request) -> Response:
+        caller: Caller = request.scope[CALLER]
+        body = await read_body(request, ResponseRequest)
+        previous = self._states.previous(body.previous_response_id, caller.client)
+        checked = check_request(self._service, body, previous, is_socket=False)
+        keep = partial(self._states.add, client=caller.client) if checked.is_stored else None
+        run = ResponseRun(checked, self._service.model_name, keep=keep)
+        if not body.stream:
+            await unless_gone(run.run(self._service, caller, "responses"), request.receive)
+            return JSONResponse(run.encoder.response)
+
+        async def produce(write: Write) -> None:
+            async def send(event: ServerEvent) -> None:
+                await write(_sse(event))
+
+            run.send = send
+            await run.run(self._service, caller, "responses")
+
+        def fail(failure: Failure) -> Sequence[ServerSentEvent]:
+            return [_sse(event) for event in run.encoder.fail(failure)]
+
+        return await respond(request, produce, failed=fail, send_timeout_s=self._service.limits.send_timeout_s)
+
+    async def stored(self, request: Request) -> Response:
+        id, client = request.path_params["id"], request.scope[CALLER].client
+        if request.method == "DELETE":
+            self._states.delete(id, client)
+            return JSONResponse({"id": id, "object": "response", "deleted": True})
+        if request.query_params.get("stream") == "true":
+            raise RequestError("stream: a stored response is given as a whole", param="stream")
+        return Response(self._states.get(id, client).response, media_type="application/json")
+
+    async def cancel(self, request: Request) -> Response:
+        self._states.get(request.path_params["id"], request.scope[CALLER].client)
+        raise RequestError(
+            "Cannot cancel a synchronous response: only one in the background, which this service does not do",
+            param="response_id",
+        )
+
+    async def connect(self, socket: WebSocket) -> None:
+        await ResponseSocket(self._service, self._states, socket, socket.scope[CALLER]).run()
+
+
+def _sse(event: ServerEvent) -> ServerSentEvent:
+    return ServerSentEvent(json_of(event), event=event["type"])

@@ -1,0 +1,159 @@
+"""`/v1/sessions`: context that streams in for hours, over HTTP. See `streamrag.sessions`.
+
+POST   /v1/sessions                        {"system"?, "window_tokens"?, "slide_share"?} -> {"id", ...}
+GET    /v1/sessions/{id}                   its state
+POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...], "flush"?} -> {"version", ...}
+PUT    /v1/sessions/{id}/system            {"system"} -> {"version"} from which on it has this text
+GET    /v1/sessions/{id}/data?behind=      {"data": [{"version", "text"}, ...]}, the newest that the window has
+POST   /v1/sessions/{id}/ask               {"question", "answers"?, "with_gap"?, "decisive_gap"?, "at_least"?,
+                                           "stream"?, ...} -> an answer, or SSE
+PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?,
+                                           "decisive_gap"?, "max_tokens"?} -> {"name"}
+DELETE /v1/sessions/{id}/watches/{name}
+GET    /v1/sessions/{id}/events            SSE: session, then flash_ready, flash_failed, data_updated, data_dropped,
+                                           log_failed, gap; Last-Event-ID goes on
+GET    /v1/sessions/{id}/socket            WebSocket: data and questions in, all of that out; see `socket`
+DELETE /v1/sessions/{id}
+"""
+
+from contextlib import ExitStack, aclosing
+
+from sse_starlette.event import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.websockets import WebSocket
+
+from streamrag.errors import StreamRagError
+from streamrag.serve.bodies import read_body, sampling
+from streamrag.serve.frames import Frames
+from streamrag.serve.gate import CALLER
+from streamrag.serve.protocols.event_stream import answer_of, encode, respond_with_events
+from streamrag.serve.protocols.sessions.requests import (
+    Data,
+    OpenSession,
+    Question,
+    SystemText,
+    WatchedQuestion,
+    answer_events,
+    append_data,
+    newest_data,
+    parse_id,
+    replace_system,
+    state_of,
+)
+from streamrag.serve.protocols.sessions.socket import SessionSocket
+from streamrag.serve.service import Service
+from streamrag.serve.session_store.served_session import ServedSession
+from streamrag.serve.session_store.store import SessionStore
+from streamrag.serve.sse import Write, unless_gone
+from streamrag.serve.wire import json_of, values_of
+from streamrag.telemetry import Answered
+
+WATCH_TOKENS = 64
+"""Tokens of a watched answer, where the client does not say."""
+
+
+def routes(service: Service) -> list[BaseRoute]:
+    """Return the routes of this protocol."""
+    handlers = _Handlers(service)
+    one = "/v1/sessions/{id}"
+    return [
+        Route("/v1/sessions", handlers.open, methods=["POST"]),
+        Route(one, handlers.state, methods=["GET"]),
+        Route(one, handlers.close, methods=["DELETE"]),
+        Route(f"{one}/system", handlers.replace_system, methods=["PUT"]),
+        Route(f"{one}/data", handlers.append, methods=["POST"]),
+        Route(f"{one}/data", handlers.data, methods=["GET"]),
+        Route(f"{one}/ask", handlers.ask, methods=["POST"]),
+        Route(f"{one}/watches/{{name}}", handlers.watch, methods=["PUT"]),
+        Route(f"{one}/watches/{{name}}", handlers.unwatch, methods=["DELETE"]),
+        Route(f"{one}/events", handlers.events, methods=["GET"]),
+        WebSocketRoute(f"{one}/socket", handlers.connect),
+    ]
+
+
+class _Handlers:
+    """The handlers of the routes, which share a store of sessions."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._store = SessionStore(service)
+
+    async def _find(self, request: Request, *, starts: bool = True) -> ServedSession:
+        return await self._store.find(request.path_params["id"], request.scope[CALLER].client, starts=starts)
+
+    async def open(self, request: Request) -> Response:
+        options = await read_body(request, OpenSession)
+        opened = self._store.open(request.scope[CALLER].client, **options.model_dump())
+        return JSONResponse(state_of(await unless_gone(opened, request.receive)), 201)
+
+    async def state(self, request: Request) -> Response:
+        return JSONResponse(state_of(await self._find(request)))
+
+    async def close(self, request: Request) -> Response:
+        await self._store.close(await self._find(request, starts=False))
+        return Response(status_code=204)
+
+    async def replace_system(self, request: Request) -> Response:
+        body = await read_body(request, SystemText)
+        return JSONResponse(await replace_system(self._service, await self._find(request), body), 202)
+
+    async def append(self, request: Request) -> Response:
+        body = await read_body(request, Data)
+        return JSONResponse(await append_data(self._service, await self._find(request), body), 202)
+
+    async def data(self, request: Request) -> Response:
+        return JSONResponse(await newest_data(await self._find(request), request.query_params.get("behind", "0")))
+
+    async def ask(self, request: Request) -> Response:
+        body = await read_body(request, Question)
+        answer = aclosing(answer_events(self._service, request.scope[CALLER], await self._find(request), body))
+
+        async def produce(write: Write) -> None:
+            async with answer as events:
+                async for event in events:
+                    await write(encode(event))
+
+        if body.stream:
+            return await respond_with_events(request, self._service, produce)
+        whole = await unless_gone(answer_of(answer), request.receive)
+        return JSONResponse(values_of(Answered(0.0, whole))["answer"])
+
+    async def watch(self, request: Request) -> Response:
+        body = await read_body(request, WatchedQuestion)
+        max_tokens = WATCH_TOKENS if body.max_tokens is None else body.max_tokens
+        params = self._service.answering(sampling(self._service.params, max_tokens=max_tokens, temperature=0.0))
+        name, options = request.path_params["name"], body.model_dump(exclude={"max_tokens"})
+        served = await self._find(request)
+        served.watch(name, limits=self._service.limits, params=params, **options)
+        return JSONResponse({"name": name}, 201)
+
+    async def unwatch(self, request: Request) -> Response:
+        (await self._find(request)).unwatch(request.path_params["name"])
+        return Response(status_code=204)
+
+    async def events(self, request: Request) -> Response:
+        served = await self._find(request)
+        last = parse_id(request.headers.get("last-event-id", "0"), "Last-Event-ID")
+
+        async def produce(write: Write) -> None:
+            with served.being_read(self._service.limits):
+                await write(ServerSentEvent(json_of(state_of(served)), event="session"))
+                async with aclosing(served.read(last, request.scope[CALLER])) as events:
+                    async for event in events:
+                        await write(ServerSentEvent(json_of(event.values), event=event.name, id=str(event.id)))
+
+        return await respond_with_events(request, self._service, produce)
+
+    async def connect(self, socket: WebSocket) -> None:
+        caller = socket.scope[CALLER]
+        with ExitStack() as ends:
+            try:
+                served = await self._store.find(socket.path_params["id"], caller.client)
+                last = parse_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
+                ends.enter_context(served.being_read(self._service.limits))
+            except StreamRagError as error:
+                await Frames(socket, self._service, "id").refuse(error)
+                return
+            await SessionSocket(self._service, socket, caller, served).run(last)

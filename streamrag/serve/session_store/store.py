@@ -1,0 +1,214 @@
+"""All sessions of a service: made, found, resumed after a restart, and closed when they have been idle for too long."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+
+from streamrag.errors import SessionLogError, SessionLogInUseError, TooManySessionsError
+from streamrag.serve.failures import RefusedError, RequestError
+from streamrag.serve.observing import Refusal
+from streamrag.serve.service import Service
+from streamrag.serve.session_store.folder import SessionFolder
+from streamrag.serve.session_store.served_session import ServedSession
+from streamrag.sessions import Session, SessionLimits
+from streamrag.sessions.asking import Asked
+from streamrag.sessions.limits import SessionBooks
+from streamrag.sessions.log import SessionLog
+from streamrag.tasks import cancel_regardless, run_regardless
+
+SWEEP_S = 5.0
+"""Seconds between two sweeps, which close idle sessions and end readers whose key is no longer valid."""
+
+TOUCH_SHARE = 0.05
+"""Share of the time after which a session is idle: by so much a log's time of last use may lag, if its service is
+killed."""
+
+RETRY_S = 60.0
+"""Seconds after which a client that was refused may try again: a session may have been closed, or have expired."""
+
+NO_SESSION = "there is no such session; it may have been idle for too long"
+
+log = logging.getLogger("streamrag.serve")
+
+
+class SessionStore:
+    """The sessions of a service, closed with it.
+
+    :raises ConfigurationError: the folder for their logs cannot be used.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._sessions: dict[str, ServedSession] = {}
+        limits = service.limits
+        self._books = SessionBooks(
+            SessionLimits(
+                limits.max_sessions,
+                limits.max_sessions_per_client,
+                limits.max_session_tokens,
+                limits.max_session_tokens_per_client,
+            )
+        )
+        self._sweeper: asyncio.Task[None] | None = None
+        self._folder = None if service.session_log_dir is None else SessionFolder(service.session_log_dir)
+        for id, header, idle_s in self._folder.sessions() if self._folder else ():
+            options = {"window_tokens": header.window_tokens, "slide_share": header.slide_share}
+            served = self._add(id, header.owner, header.window_tokens, options)
+            # Nobody could use it while the service was down; and the wall clock may have been set meanwhile.
+            idle_s = min(idle_s, max(limits.session_idle_s - limits.session_unused_s, 0.0))
+            served.used_s = served.touched_s = time.monotonic() - idle_s
+            served.was_used = served.is_from_before = True
+        service.closers.append(self.aclose)
+        with suppress(RuntimeError):  # there is no event loop yet: the first request begins to sweep
+            self._begin_to_sweep()
+
+    async def open(self, client: str, **options: Any) -> ServedSession:
+        """Open a session for a client.
+
+        :raises RefusedError: this client has too many sessions or tokens in their windows, or all clients together.
+        :raises ConfigurationError, PromptTooLongError: options that cannot work.
+        """
+        self._check_not_draining()
+        self._begin_to_sweep()
+        most = self._service.model.max_model_len  # the session itself refuses a longer window
+        num_tokens = min(options["window_tokens"] or most * 3 // 4, most)
+        try:  # the log of a session may say anything: no window is longer than the model
+            self._books.check(client, num_tokens, longest_window=most)
+        except TooManySessionsError as error:
+            raise RefusedError(str(error), cast(Refusal, error.limit), RETRY_S) from None
+        served = self._add(f"sess_{uuid.uuid4().hex}", client, num_tokens, options)  # counted before the first await
+        try:
+            async with served.starting:
+                await self._start(served)
+        except BaseException:
+            await self.close(served)
+            raise
+        return served
+
+    async def find(self, id: str, client: str, *, starts: bool = True) -> ServedSession:
+        """Return the session of this id; one from before a restart is resumed, unless `starts` is False.
+
+        :raises RequestError: this client has none, or it cannot be resumed.
+        :raises RefusedError: the service is stopping.
+        """
+        served = self._sessions.get(id)
+        if served is None or served.client != client:
+            self._check_not_draining()  # it may be there again after a restart
+            raise session_not_found(NO_SESSION)
+        served.use()
+        self._begin_to_sweep()
+        if starts and not served.is_started:
+            async with served.starting:
+                if served.is_closed:
+                    raise session_not_found(NO_SESSION)
+                if not served.is_started:
+                    self._check_not_draining()
+                    await self._start(served)
+        return served
+
+    def _add(self, id: str, client: str, num_tokens: int, options: dict[str, Any]) -> ServedSession:
+        session_log = None
+        if self._folder is not None:
+            session_log = SessionLog(
+                self._folder.path_of(id),
+                owner=client,
+                on_failure=lambda why: served.note("log_failed", {"reason": why}),
+                max_watches=self._service.limits.max_watches,
+            )
+        session = Session(self._service.backend, log=session_log, admit=partial(self._admit, client), **options)
+        served = self._sessions[id] = ServedSession(id, client, session, session_log, time.monotonic())
+        self._books.put(id, client, num_tokens)
+        return served
+
+    async def _start(self, served: ServedSession) -> None:
+        if served.log is not None and served.is_from_before and not await asyncio.to_thread(served.log.path.exists):
+            self._forget(served)  # another service has ended it
+            raise session_not_found(NO_SESSION)
+        try:
+            await served.session.start()
+        except SessionLogInUseError as error:
+            raise _in_use() from error
+        except SessionLogError as error:  # names the file, which clients must not see
+            if str(error) != served.log_error:
+                served.log_error = str(error)
+                log.error("a session cannot have its text: %s", error)
+            what = "the text of this session cannot be read or written: the log of the service says why"
+            raise RequestError(what, status=500, code="session_log_failed") from error
+        self._books.put(served.id, served.client, served.session.state.window_tokens)
+        served.begin()
+
+    def _admit(self, client: str, asked: Asked) -> Callable[[], None]:
+        """Claim a place for a watched question, as for any other of its client, and return what frees it."""
+        admission, began_s = self._service.admission, time.monotonic()
+        max_tokens, num_prompt_tokens = asked.params.max_tokens, len(asked.question)
+        place = admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens, is_ahead=True)
+        return lambda: admission.leave(place, stayed_s=time.monotonic() - began_s)
+
+    def _check_not_draining(self) -> None:
+        if self._service.admission.is_draining:
+            raise RefusedError("the service is stopping", "draining", 5.0)
+
+    async def close(self, served: ServedSession) -> None:
+        """End a session and all its questions, and remove its log.
+
+        :raises RequestError: another service has the session; nothing is ended.
+        """
+        if served.log is not None and not served.is_started:
+            try:
+                async with served.starting:
+                    if not served.is_started:
+                        await served.log.aclose(removes=True)
+            except SessionLogInUseError as error:
+                raise _in_use() from error
+        await self._close(served, forgets=True)
+
+    async def aclose(self) -> None:
+        """End all sessions; their logs stay."""
+        if self._sweeper is not None:
+            await cancel_regardless([self._sweeper])
+        sessions = list(self._sessions.values())
+        await asyncio.gather(*(self._close(each, forgets=False) for each in sessions))
+        await asyncio.gather(*(each.touch() for each in sessions))
+
+    async def _close(self, served: ServedSession, *, forgets: bool) -> None:
+        self._forget(served)
+        await run_regardless(served.end(forgets=forgets), "streamrag session closes")
+
+    def _forget(self, served: ServedSession) -> None:
+        self._sessions.pop(served.id, None)
+        self._books.remove(served.id)
+        served.is_closed = True
+
+    def _begin_to_sweep(self) -> None:
+        if self._sweeper is None and asyncio.get_running_loop():
+            self._sweeper = asyncio.create_task(self._sweep(), name="streamrag sessions' expiry")
+
+    async def _sweep(self) -> None:
+        limits = self._service.limits
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for served in list(self._sessions.values()):
+                if served.is_idle(limits):
+                    try:
+                        await self.close(served)
+                    except RequestError:  # another service has it, and knows when it was used
+                        self._forget(served)
+                    continue
+                if served.num_readers or served.num_users:
+                    served.news.wake()
+                if served.used_s - served.touched_s > TOUCH_SHARE * limits.session_idle_s:
+                    await served.touch()
+
+
+def session_not_found(why: str) -> RequestError:
+    """Return the error about a session that is not there, or not any more."""
+    return RequestError(why, status=404, code="session_not_found")
+
+
+def _in_use() -> RequestError:
+    return RequestError("another service has this session: ask that one", status=409, code="session_in_use")

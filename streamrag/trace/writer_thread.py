@@ -1,0 +1,111 @@
+"""A thread that writes the lines of a trace, so that an event loop does not wait for the disk."""
+
+import fcntl
+import queue
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from streamrag.errors import TraceError
+from streamrag.trace.files import LineReader, LineWriter, replace_file
+from streamrag.trace.lines import Header, Line, encode
+from streamrag.trace.read import numbered_lines
+
+
+class WriterThread:
+    """An open trace file that a thread appends lines to. Opening and closing block, `put` does not.
+
+    A torn end that a killed program left in the file is removed first. `num_sessions` and `tokenizer` describe the file
+    as it was before.
+
+    :raises TraceError: the file is something else, is broken, is being recorded to, or cannot be written.
+    :raises MissingDependencyError: it is a .zst file, and zstandard is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.num_sessions = 0
+        self.tokenizer: str | None = None
+        self._jobs: queue.Queue[tuple[Iterable[Line], bool] | None] = queue.Queue()
+        self._failure: Exception | None = None
+        try:
+            self._writer = self._open()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._thread = threading.Thread(target=self._write_all, name="streamrag trace writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_behind(self) -> int:
+        """Number of calls of `put` that the thread has not served."""
+        return self._jobs.qsize()
+
+    def put(self, lines: Iterable[Line], *, flush: bool = False) -> None:
+        """Write these lines; the thread iterates over them. With `flush`, they survive the end of this program."""
+        self._jobs.put((lines, flush))
+
+    def catch_up(self) -> None:
+        """Wait until the thread has served every call of `put`."""
+        self._jobs.join()
+
+    def close(self) -> None:
+        """Write the lines that are left, and close the file.
+
+        :raises TraceError: something could not be written.
+        """
+        self._jobs.put(None)
+        self._thread.join()
+        if self._failure:
+            raise self._unwritable(self._failure) from self._failure
+
+    def _open(self) -> LineWriter:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        writer = LineWriter(self._path)
+        try:
+            self._lock(writer)
+            reader = LineReader(self._path)
+            if self._path.stat().st_size:
+                for _, line in numbered_lines(self._path, reader):
+                    if isinstance(line, Header):
+                        self.num_sessions += 1
+                        self.tokenizer = line.tokenizer
+            if reader.is_torn:
+                writer.abandon()
+                replace_file(self._path, (line + b"\n" for line in LineReader(self._path)))
+                writer = LineWriter(self._path)
+                self._lock(writer)
+        except BaseException:
+            writer.abandon()
+            raise
+        return writer
+
+    def _lock(self, writer: LineWriter) -> None:
+        """Lock the file: two writers would destroy a compressed stream."""
+        try:
+            fcntl.flock(writer.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TraceError(f"{self._path} is being recorded to already: record to another file") from None
+
+    def _write_all(self) -> None:
+        while job := self._jobs.get():
+            if not self._failure:  # after a gap in the middle, what follows would make the file unreadable
+                try:
+                    self._write(*job)
+                except Exception as error:  # raised by `close`; the thread goes on, or `catch_up` would never return
+                    self._failure = error
+            self._jobs.task_done()
+        try:
+            self._writer.close()
+        except Exception as error:
+            self._failure = self._failure or error
+        self._jobs.task_done()
+
+    def _write(self, lines: Iterable[Line], flush: bool) -> None:
+        for line in lines:
+            self._writer.write(encode(line))
+        if flush:
+            self._writer.flush()
+
+    def _unwritable(self, error: Exception) -> TraceError:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return TraceError(f"{self._path} cannot be written: {reason}")
