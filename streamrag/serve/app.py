@@ -83,7 +83,7 @@ def create_app(
             Exception: _explain,
         },
     )
-    return Gate(app, limits=service.limits, keys=keys, hosts=hosts, origins=origins)
+    return Gate(app, limits=service.limits, keys=keys, hosts=hosts, origins=origins, share=service.share)
 
 
 async def _explain(request: Request, error: Exception) -> Response:

@@ -11,10 +11,10 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from streamrag.serve.bodies import parsed
+from streamrag.serve.bodies import check_num_values, parse_frame
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.fair_share import Account
-from streamrag.serve.gate import SUBPROTOCOL
+from streamrag.serve.gate import CALLER, SUBPROTOCOL
 from streamrag.serve.service import Service
 from streamrag.serve.wire import json_of
 
@@ -80,7 +80,8 @@ class Frames:
                 if len(frame) > most:
                     what = f"the frame has more than {most:,} bytes, which is the most"
                     raise RequestError(what, status=413, code="frame_too_long")
-                return parsed(frame, model), len(frame)
+                client = self._socket.scope[CALLER].account
+                return await parse_frame(frame, model, client, self._account), len(frame)
             except RequestError as error:
                 await self.tell(error, self._id_of(frame))
 
@@ -123,8 +124,9 @@ class Frames:
         if len(frame) > self._limits.max_frame_bytes:
             return None
         try:
+            check_num_values(frame)
             values = from_json(frame)
-        except ValueError:
+        except (ValueError, RequestError):
             return None
         id = values.get(self._id_field) if isinstance(values, dict) else None
         return id if isinstance(id, str) and 0 < len(id) <= MAX_ID else None

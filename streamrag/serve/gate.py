@@ -9,12 +9,14 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping
 from urllib.parse import SplitResult, urlsplit
+from weakref import WeakValueDictionary
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamrag.serve.failures import ANONYMOUS, RequestError, failure_of
+from streamrag.serve.fair_share import Account, FairShare
 from streamrag.serve.limits import Limits
 from streamrag.serve.service import Caller
 
@@ -40,6 +42,7 @@ class Gate:
     hosts: names that the service may be asked by, in the Host header; None for any. A page of a stranger that makes its
         own name mean 127.0.0.1 is kept out by it.
     origins: origins whose pages may ask, besides the service's own; "*" is any.
+    share: of the event loop, for what clients cause.
     """
 
     def __init__(
@@ -50,8 +53,11 @@ class Gate:
         keys: Mapping[str, str] | None = None,
         hosts: frozenset[str] | None = _LOCAL,
         origins: frozenset[str] = frozenset(),
+        share: FairShare | None = None,
     ) -> None:
         self._app = app
+        self._share = share or FairShare()
+        self._accounts: WeakValueDictionary[str, Account] = WeakValueDictionary()
         self._limits = limits
         self.set_keys(keys or {})
         self._hosts = hosts
@@ -100,6 +106,7 @@ class Gate:
                 headers.get("traceparent"),
                 headers.get("tracestate"),
                 lambda: self._is_known(client, scope),
+                self._accounts.setdefault(client, Account(self._share)),
             )
             body.check_length()
             self._check_open(client)

@@ -28,7 +28,7 @@ from streamrag.propagation import conversation, conversation_of
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.engine_watch import EngineWatch, Restarts
 from streamrag.serve.failures import RefusedError, failure_of
-from streamrag.serve.fair_share import FairShare
+from streamrag.serve.fair_share import Account, FairShare
 from streamrag.serve.limits import Limits
 from streamrag.serve.observing import AllOf, Interface, Observer, Outcome, ServedQuery, current_query
 from streamrag.starting import start_all
@@ -50,6 +50,8 @@ class Caller:
     tracestate: str | None = None
     has_key: Callable[[], bool] = lambda: True
     """Whether its key still counts, for what lasts long: keys may be read anew meanwhile."""
+    account: Account = field(default_factory=lambda: Account(FairShare()), repr=False, compare=False)
+    """What all open requests of the client cause. Without keys it is everybody's."""
 
 
 class NoSource:

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
 from streamrag.retrieving import MAX_COUNT
-from streamrag.serve.bodies import StrictModel
+from streamrag.serve.bodies import StrictModel, check_num_values, first_error
 from streamrag.serve.failures import RequestError
 from streamrag.serve.fair_share import Account
 from streamrag.serve.interfaces.ask import Options
@@ -135,11 +135,13 @@ def parsed_line(line: bytes, number: int) -> Line:
     :raises RequestError: it is none that a stream has; says which, and what is wrong with it.
     """
     try:
+        check_num_values(line)
         return _LINES.validate_json(line)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"][1:]))  # without the name of its type
-        raise bad_line(number, f"{where}: {first['msg']}" if where else first["msg"], where or None) from None
+        where, what = first_error(error, num_skipped=1)  # without the name of its type
+        raise bad_line(number, f"{where}: {what}" if where else what, where or None) from None
+    except RequestError as error:
+        raise bad_line(number, str(error), status=413) from None
 
 
 def bad_line(number: int, message: str, param: str | None = None, *, status: int = 400) -> RequestError:
