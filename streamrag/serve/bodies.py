@@ -1,8 +1,8 @@
 """Reading what clients send: JSON objects, and the fields of OpenAI's requests that several interfaces have.
 
-JSON of a megabyte can hold 350,000 lists, which take 120 ms to parse, or half a million values that are no objects where
-objects belong, which take more than a second to describe. No other client is served meanwhile. Therefore the number of
-values is bounded, the first few errors are described, and large bodies of one client are parsed in turn, with pauses.
+JSON of a megabyte can hold 350,000 lists, which take 120 ms to parse, or half a million values of a wrong type, which
+take more than a second to describe. No other client is served meanwhile. Therefore the number of values is bounded, too
+many errors are not described, and large bodies of one client are parsed in turn, with pauses.
 """
 
 import time

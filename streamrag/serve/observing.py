@@ -30,6 +30,7 @@ Refusal: TypeAlias = Literal[
     "tokens",
     "client_queries",
     "client_rate",
+    "client_tokens",
     "sessions",
     "client_sessions",
     "session_tokens",
