@@ -14,8 +14,8 @@ from streamrag import Chunk
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
+from streamrag.serve.observe.observer import AllOf, Observer, ServedQuery
 from streamrag.serve.observe.tracing import Tracing
-from streamrag.serve.observing import AllOf, Observer, ServedQuery
 from streamrag.telemetry import (
     ChunkArrived,
     ContextChanged,

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from streamrag.errors import StreamRagError
+from streamrag.serve.connections.gate import Gate
 from streamrag.serve.failures import RequestError, failure_of
-from streamrag.serve.gate import Gate
 from streamrag.serve.interfaces import ask, chat, mcp, page, retrieve, session_routes, streams
 from streamrag.serve.interfaces.responses import http as responses
 from streamrag.serve.observe import live, metrics

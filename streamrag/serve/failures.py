@@ -14,7 +14,7 @@ from streamrag.errors import (
     StreamRagError,
     TooManyQueriesError,
 )
-from streamrag.serve.observing import Outcome, Refusal
+from streamrag.serve.observe.observer import Outcome, Refusal
 
 ANONYMOUS = "anonymous"
 

@@ -24,10 +24,8 @@ from streamrag.backends.ray.source import RaySource
 from streamrag.core import Progress
 from streamrag.errors import ConfigurationError
 from streamrag.serve.app import create_app
-from streamrag.serve.config.checking import hosts_of
-from streamrag.serve.config.configuration import load
-from streamrag.serve.config.keys import read_keys
-from streamrag.serve.config.parts import (
+from streamrag.serve.config.checks import hosts_of
+from streamrag.serve.config.factories import (
     make_backend,
     make_observers,
     make_replicated,
@@ -35,9 +33,11 @@ from streamrag.serve.config.parts import (
     replica_options,
     service_of,
 )
+from streamrag.serve.config.keys import read_keys
+from streamrag.serve.config.layers import load
 from streamrag.serve.config.settings import Settings
-from streamrag.serve.config.source import make_source
-from streamrag.serve.gate import Gate
+from streamrag.serve.config.source_factory import make_source
+from streamrag.serve.connections.gate import Gate
 
 FRONT = "front"
 """The deployment's name."""

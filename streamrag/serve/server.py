@@ -11,7 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from streamrag.errors import ConfigurationError
-from streamrag.serve.connections import bounded_protocol
+from streamrag.serve.connections.http import bounded_protocol
 from streamrag.serve.limits import Limits
 from streamrag.serve.service import Service
 

@@ -26,11 +26,11 @@ from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
 from streamrag.propagation import conversation, conversation_of
 from streamrag.serve.admission import Admission, Place
+from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.engine_watch import EngineWatch, Restarts
 from streamrag.serve.failures import RefusedError, failure_of
-from streamrag.serve.fair_share import Account, FairShare
 from streamrag.serve.limits import Limits
-from streamrag.serve.observing import AllOf, Interface, Observer, Outcome, ServedQuery, current_query
+from streamrag.serve.observe.observer import AllOf, Interface, Observer, Outcome, ServedQuery, current_query
 from streamrag.starting import start_all
 from streamrag.tasks import cancel_regardless, run_regardless
 from streamrag.telemetry import Answer, Answered, Event

@@ -18,10 +18,10 @@ from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.errors import BackendError, EngineDeadError, SourceError
 from streamrag.serve import Limits, Live, Metrics
 from streamrag.serve.admission import Admission, Place
-from streamrag.serve.config.parts import make_observers
+from streamrag.serve.config.factories import make_observers
 from streamrag.serve.config.settings import Settings
+from streamrag.serve.connections.gate import CALLER, Gate
 from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED, RefusedError
-from streamrag.serve.gate import CALLER, Gate
 from streamrag.serve.observe.logs import HIDDEN, QueryLog, hide, log_to
 from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend, Step

@@ -12,11 +12,20 @@ import pytest
 from anyio import wait_all_tasks_blocked
 from starlette.types import Message
 
-from streamrag.serve import Limits, Service, bodies, connections, fair_share
-from streamrag.serve.bodies import MAX_VALUES, MAX_WAITING, SMALL_BYTES, StrictModel, parse, parse_in_turn
-from streamrag.serve.connections import READ_BYTES, Connection
+from streamrag.serve import Limits, Service
+from streamrag.serve.connections import fair_share, json_body
+from streamrag.serve.connections import http as connections
+from streamrag.serve.connections.fair_share import BUSY_SHARE, FREE_S, Account, FairShare
+from streamrag.serve.connections.http import READ_BYTES, Connection
+from streamrag.serve.connections.json_body import (
+    MAX_VALUES,
+    MAX_WAITING,
+    SMALL_BYTES,
+    StrictModel,
+    parse,
+    parse_in_turn,
+)
 from streamrag.serve.failures import RequestError
-from streamrag.serve.fair_share import BUSY_SHARE, FREE_S, Account, FairShare
 from streamrag.serve.interfaces.lines import LINE_BYTES, LINES_A_TURN, Lines
 from streamrag.testing import ScriptedBackend
 from tests.serve.responses.talking import talking
@@ -259,7 +268,7 @@ async def test_no_more_than_some_large_bodies_of_one_client_wait() -> None:
 def test_json_of_more_values_than_any_request_needs_is_refused_before_it_is_parsed(
     values: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "from_json", lambda *_, **__: pytest.fail("it was parsed"))
+    monkeypatch.setattr(json_body, "from_json", lambda *_, **__: pytest.fail("it was parsed"))
     body = f'{{"words": [{",".join([values] * (MAX_VALUES + 1))}]}}'
     for given in (body, body.encode()):
         with pytest.raises(RequestError, match="more than 32,768 values") as told:

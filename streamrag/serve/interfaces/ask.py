@@ -16,12 +16,13 @@ from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
 from streamrag.core import Chunk
-from streamrag.serve.bodies import SAMPLING, StrictModel, read_body, sampling, turn_of
+from streamrag.serve.connections.event_stream import Write, respond
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import StrictModel, read_body
 from streamrag.serve.failures import Failure
-from streamrag.serve.gate import CALLER
 from streamrag.serve.interfaces.chat import Message
+from streamrag.serve.request_fields import SAMPLING, sampling, turn_of
 from streamrag.serve.service import Service
-from streamrag.serve.sse import Write, respond
 from streamrag.serve.wire import json_of, name_of, values_of
 from streamrag.telemetry import ContextChanged, Event
 

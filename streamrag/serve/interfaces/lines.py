@@ -18,9 +18,9 @@ from starlette.types import Message, Receive
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
 from streamrag.retrieving import MAX_COUNT
-from streamrag.serve.bodies import StrictModel, check_num_values, first_error
+from streamrag.serve.connections.fair_share import Account
+from streamrag.serve.connections.json_body import StrictModel, check_num_values, first_error
 from streamrag.serve.failures import RequestError
-from streamrag.serve.fair_share import Account
 from streamrag.serve.interfaces.ask import Options
 from streamrag.serve.service import Service
 

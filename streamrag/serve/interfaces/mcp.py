@@ -16,10 +16,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from streamrag.serve.citations import marks_in
+from streamrag.serve.connections.event_stream import unless_gone
+from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.failures import failure_of
-from streamrag.serve.gate import CALLER
 from streamrag.serve.service import Service
-from streamrag.serve.sse import unless_gone
 from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, Event, TokensGenerated
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import SourceError, StreamRagError
 from streamrag.kinds import short
 from streamrag.retrieving import Retrieval
-from streamrag.serve.bodies import StrictModel, read_body
+from streamrag.serve.connections.event_stream import Write, respond
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import StrictModel, read_body
 from streamrag.serve.failures import RequestError
-from streamrag.serve.gate import CALLER
 from streamrag.serve.interfaces.ask import Telling, told_failure
 from streamrag.serve.service import OpenQuery, Service
-from streamrag.serve.sse import Write, respond
 from streamrag.serve.wire import json_of
 from streamrag.tasks import LET_GO_S
 from streamrag.telemetry import ChunkArrived, DocumentSkipped, RetrievalCutShort, RetrievalStarted

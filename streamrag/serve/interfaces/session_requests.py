@@ -9,9 +9,10 @@ from pydantic import Field
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Chunk
 from streamrag.errors import PipelineClosedError, SessionLogError, StreamRagError
-from streamrag.serve.bodies import StrictModel, sampling
+from streamrag.serve.connections.json_body import StrictModel
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_store import MAX_SHOWN, Held, gone
+from streamrag.serve.request_fields import sampling
 from streamrag.serve.service import Caller, Service
 from streamrag.sessions.choosing import DECISIVE_GAP
 from streamrag.sessions.session import MAX_WAITING

@@ -26,9 +26,10 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from streamrag.errors import StreamRagError
-from streamrag.serve.bodies import read_body, sampling
-from streamrag.serve.frames import Frames
-from streamrag.serve.gate import CALLER
+from streamrag.serve.connections.event_stream import Write, respond, unless_gone
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import read_body
+from streamrag.serve.connections.json_socket import Frames
 from streamrag.serve.interfaces.ask import told_failure
 from streamrag.serve.interfaces.session_requests import (
     Data,
@@ -45,8 +46,8 @@ from streamrag.serve.interfaces.session_requests import (
 )
 from streamrag.serve.interfaces.session_socket import SessionSocket
 from streamrag.serve.interfaces.session_store import Held, SessionStore
+from streamrag.serve.request_fields import sampling
 from streamrag.serve.service import Service
-from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of, name_of, values_of
 from streamrag.telemetry import Answered
 

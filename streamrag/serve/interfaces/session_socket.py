@@ -19,9 +19,9 @@ from pydantic import Field, RootModel
 from starlette.websockets import WebSocket
 
 from streamrag.errors import StreamRagError
-from streamrag.serve.bodies import StrictModel
+from streamrag.serve.connections.json_body import StrictModel
+from streamrag.serve.connections.json_socket import MAX_ID, Frames
 from streamrag.serve.failures import RequestError
-from streamrag.serve.frames import MAX_ID, Frames
 from streamrag.serve.interfaces.session_requests import Data, Question, answering, appended, state_of
 from streamrag.serve.interfaces.session_store import Held, SessionEvent
 from streamrag.serve.service import Caller, Service

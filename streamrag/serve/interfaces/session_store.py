@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any, cast
 
 from streamrag.errors import SessionLogError, SessionLogInUseError, StreamRagError, TooManySessionsError
+from streamrag.serve.connections.json_socket import MAX_ID
 from streamrag.serve.failures import RefusedError, RequestError, failure_of
-from streamrag.serve.frames import MAX_ID
 from streamrag.serve.interfaces.session_folder import SessionFolder
 from streamrag.serve.limits import Limits
-from streamrag.serve.observing import Refusal
+from streamrag.serve.observe.observer import Refusal
 from streamrag.serve.service import Caller, Service
 from streamrag.sessions import Session, SessionLimits, Watch
 from streamrag.sessions.asking import Asked

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.core import SourceEvent
-from streamrag.serve.gate import CALLER
+from streamrag.serve.connections.event_stream import Write, respond
+from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.interfaces.ask import Telling, told_failure
 from streamrag.serve.interfaces.lines import Lines
 from streamrag.serve.service import Service
-from streamrag.serve.sse import Write, respond
 from streamrag.tasks import cancel_regardless
 
 

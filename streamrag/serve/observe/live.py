@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.failures import RequestError
-from streamrag.serve.gate import CALLER
 from streamrag.serve.observe.metrics import TellsKvUse
-from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.observe.observer import Interface, Outcome, Refusal, ServedQuery
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Event, TokensGenerated
 

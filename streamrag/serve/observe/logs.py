@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO, TypeAlias
 from urllib.parse import quote, quote_plus
 
 from streamrag.serve.failures import failure_of
-from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery, current_query
+from streamrag.serve.observe.observer import Interface, Outcome, Refusal, ServedQuery, current_query
 from streamrag.showing import one_line, shown
 from streamrag.telemetry import Answer, Event
 

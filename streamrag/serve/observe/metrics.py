@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.records import KvUse, RequestRecord
-from streamrag.serve.observe.course import Course, Phase
-from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.observe.observer import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.observe.progress import Course, Phase
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Event
 

@@ -22,9 +22,9 @@ from streamrag.errors import MissingDependencyError
 from streamrag.propagation import trace_headers
 from streamrag.records import RequestRecord
 from streamrag.serve.failures import failure_of
-from streamrag.serve.observe.course import Course
 from streamrag.serve.observe.logs import hide
-from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.observe.observer import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.observe.progress import Course
 from streamrag.telemetry import (
     Answer,
     ChunkArrived,

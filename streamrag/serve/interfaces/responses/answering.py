@@ -5,12 +5,12 @@ from contextlib import aclosing, asynccontextmanager
 
 from streamrag.asked import QueryOptions
 from streamrag.core import Turn
-from streamrag.serve.bodies import split_turns
 from streamrag.serve.interfaces.responses.brought import Brought
 from streamrag.serve.interfaces.responses.requests import Asked
 from streamrag.serve.interfaces.responses.states import State, StateStore
 from streamrag.serve.interfaces.responses.writing import ServerEvent, Writer
-from streamrag.serve.observing import Interface
+from streamrag.serve.observe.observer import Interface
+from streamrag.serve.request_fields import split_turns
 from streamrag.serve.service import Caller, Service, first_question
 from streamrag.serve.wire import json_of
 from streamrag.telemetry import Answered, Event

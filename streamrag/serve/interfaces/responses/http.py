@@ -8,16 +8,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from streamrag.serve.bodies import read_body
+from streamrag.serve.connections.event_stream import Write, respond, unless_gone
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import read_body
 from streamrag.serve.failures import Failure, RequestError
-from streamrag.serve.gate import CALLER
 from streamrag.serve.interfaces.responses.answering import Answering
 from streamrag.serve.interfaces.responses.requests import ResponseRequest, understood
 from streamrag.serve.interfaces.responses.sockets import Connection
 from streamrag.serve.interfaces.responses.states import StateStore
 from streamrag.serve.interfaces.responses.writing import ServerEvent
 from streamrag.serve.service import Caller, Service
-from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of
 
 

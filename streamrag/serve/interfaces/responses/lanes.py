@@ -16,12 +16,12 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from streamrag.errors import ConfigurationError, DeadlineExceededError, PromptTooLongError, StreamRagError
+from streamrag.serve.connections.event_stream import MAX_UNSENT
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.interfaces.responses.answering import Answering
 from streamrag.serve.interfaces.responses.brought import Brought
 from streamrag.serve.interfaces.responses.requests import ResponseRequest, understood
 from streamrag.serve.service import first_question
-from streamrag.serve.sse import MAX_UNSENT
 from streamrag.tasks import cancel_regardless
 from streamrag.telemetry import Event
 

@@ -3,8 +3,8 @@
 from anyio.abc import TaskGroup
 from starlette.websockets import WebSocket
 
+from streamrag.serve.connections.json_socket import Frames
 from streamrag.serve.failures import RequestError
-from streamrag.serve.frames import Frames
 from streamrag.serve.interfaces.responses.lanes import CreateEvent, Lane
 from streamrag.serve.interfaces.responses.states import StateStore
 from streamrag.serve.service import Caller, Service

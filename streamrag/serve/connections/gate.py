@@ -15,8 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.failures import ANONYMOUS, RequestError, failure_of
-from streamrag.serve.fair_share import Account, FairShare
 from streamrag.serve.limits import Limits
 from streamrag.serve.service import Caller
 

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
-from streamrag.serve.observe.course import Course
+from streamrag.serve.observe.progress import Course
 from streamrag.telemetry import Answer, Event
 
 Interface: TypeAlias = Literal["chat", "responses", "websocket", "retrieve", "streams", "ask", "mcp", "sessions"]

@@ -20,8 +20,8 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.failures import Failure, RequestError, failure_of
-from streamrag.serve.fair_share import Account, FairShare
 from streamrag.serve.limits import Limits
 
 LINGER_S = 2.0

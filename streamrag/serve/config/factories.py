@@ -23,12 +23,12 @@ from streamrag.serve.config.settings import (
     Settings,
     SourceSettings,
 )
-from streamrag.serve.config.source import make_source
+from streamrag.serve.config.source_factory import make_source
 from streamrag.serve.interfaces.session_folder import SessionFolder
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
-from streamrag.serve.observing import Observer
+from streamrag.serve.observe.observer import Observer
 from streamrag.serve.service import Service
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from streamrag.serve.bodies import check_num_values, parse_frame
+from streamrag.serve.connections.fair_share import Account
+from streamrag.serve.connections.gate import CALLER, SUBPROTOCOL
+from streamrag.serve.connections.json_body import check_num_values, parse_frame
 from streamrag.serve.failures import RequestError, failure_of
-from streamrag.serve.fair_share import Account
-from streamrag.serve.gate import CALLER, SUBPROTOCOL
 from streamrag.serve.service import Service
 from streamrag.serve.wire import json_of
 

@@ -1,0 +1,81 @@
+"""The fields that the requests of several protocols share: messages, sampling parameters, and what is not supported."""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from streamrag.core import SamplingParams, Turn
+from streamrag.serve.failures import RequestError
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
+
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+
+
+def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mapping[str, bool]) -> None:
+    """Refuse the fields of `refused` that are true, and unknown ones that ask for something, but for harmless ones.
+
+    :raises RequestError: there is one; it would change the answer, and be ignored.
+    """
+    unknown = {
+        name: not (value is None or value is False or value in ("", []) or name in harmless)
+        for name, value in (request.model_extra or {}).items()
+    }
+    for name, is_refused in {**unknown, **refused}.items():
+        if is_refused:
+            name = f"{name:.80}"
+            raise RequestError(f"{name}: this service does not do that", code="unsupported_value", param=name)
+
+
+def text_of(content: object, param: str) -> str:
+    """The text of a message's content: a text, or parts of text.
+
+    :raises RequestError: there is something else in it.
+    """
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    texts = []
+    for part in content if isinstance(content, Sequence) else ():
+        if not (isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(f"a part of type {kind!r:.40}: this service reads text only", param=param)
+        texts.append(part["text"])
+    if not texts:
+        raise RequestError("the content must be a text, or a list of parts of text", param=param)
+    return "".join(texts)
+
+
+def turn_of(role: str, content: object, param: str) -> Turn:
+    """One message.
+
+    :raises RequestError: a role or a content that this service does not have.
+    """
+    if role not in ROLES:
+        raise RequestError(f"role={role!r:.40} must be one of {', '.join(ROLES)}", param=f"{param}.role")
+    return Turn(ROLES[role], text_of(content, f"{param}.content"))  # type: ignore[arg-type]
+
+
+def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...], str]:
+    """System texts in front, the turns between, and the question, which is the last user message.
+
+    :raises RequestError: the last message is not a user's.
+    """
+    if not turns or turns[-1].role != "user":
+        raise RequestError("the last message must be a user's: it is the question", param=param)
+    num_system = next(i for i, turn in enumerate(turns) if turn.role != "system")
+    system = "\n\n".join(turn.text for turn in turns[:num_system])
+    return system, tuple(turns[num_system:-1]), turns[-1].text
+
+
+def sampling(default: SamplingParams, **given: Any) -> SamplingParams:
+    """`default`, with what the client gave; what it gave as null is not given."""
+    named = {name: value for name, value in given.items() if value is not None and name != "extra"}
+    extra = {name: value for name, value in given.get("extra", {}).items() if value is not None}
+    return replace(default, **named, extra={**default.extra, **extra})
