@@ -1,4 +1,4 @@
-"""Who may come in: bounds on queries and on the tokens that wait to be computed, for all and for each client."""
+"""Admission control: bounds on queries, their rate, and tokens, for all clients together and for each one."""
 
 import math
 import time
@@ -19,17 +19,17 @@ AHEAD_SHARES = {
     "max_prompt_tokens_per_minute": 2,
     "max_queued_tokens": 64,
 }
-"""Parts of a bound of which one is for watched questions: nobody waits for them yet, so they leave the rest to others.
-Of tokens it is a step of the engine by default, which is how long others then wait for them."""
+"""Parts into which a bound is divided, one of which is for watched questions: these leave the rest for what is awaited.
+Of waiting tokens that part is one step of the engine by default, which is how long others then wait for it."""
 
 BURST_S = 4.0
 """Prompt tokens that a client may have computed at once, as seconds of its rate: some prompts of an ordinary length."""
 
 LEARNS_FROM = 32
-"""Prompts whose mean length the next one is expected to have."""
+"""Number of prompts whose mean length the next one is expected to have."""
 
 WANTED_S = 30.0
-"""After a client found no place it counts as waiting for one."""
+"""Seconds for which a client that found no place counts as waiting for one."""
 
 
 class Usage:
@@ -59,7 +59,7 @@ class Usage:
 
 
 class Place:
-    """What one query has claimed. It starts with what is expected of it, and follows what it turns out to be."""
+    """The claim of one query. It starts with what is expected of the query, and follows what comes of it."""
 
     def __init__(
         self, client: str, num_prompt_tokens: int, num_answer_tokens: int, is_ahead: bool, charge: Callable[[int], None]
@@ -72,16 +72,16 @@ class Place:
         self._num_expected = num_prompt_tokens
         self._charge = charge
         self.num_context_tokens = 0
-        """Tokens of the newest prompt, if it is one whose context grew. Retrieval and sessions have none."""
+        """Number of tokens of the newest prompt whose context grew. Retrieval and sessions have none."""
         charge(num_prompt_tokens)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of prompt and answer that are still to be computed."""
+        """Number of tokens of prompt and answer that are still to be computed."""
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
     def follow(self, event: Event) -> None:
-        """Take in what happened to it."""
+        """Update the claim by an event of the query."""
         match event:
             case ContextChanged():
                 self._charge(event.num_tokens - event.num_shared - self._num_expected)
@@ -96,9 +96,9 @@ class Place:
 
 
 class Admission:
-    """Counts who is in. Nothing waits here: whoever has no place is told when to come again.
+    """A count of what open queries claim. Nothing waits here: a query without a place is refused, with a time to retry.
 
-    clock: seconds; of `time.monotonic` unless a test says otherwise.
+    clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,12 +119,12 @@ class Admission:
 
     @property
     def num_queries(self) -> int:
-        """Queries that are open."""
+        """Number of open queries."""
         return len(self._places)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens still to be computed for them."""
+        """Number of tokens that are still to be computed for them."""
         return sum(place.num_queued_tokens for place in self._places)
 
     def enter(
@@ -132,8 +132,9 @@ class Admission:
     ) -> Place:
         """Claim a place for one query, to be given back with `leave`.
 
-        max_tokens: of its answer. num_prompt_tokens: of its prompt, if that is known; else as long as those before.
-        is_ahead: whether nobody waits for its answer yet. It counts as any other, and has a share of each bound.
+        max_tokens: of its answer. num_prompt_tokens: of its prompt; None if it is not known, and expected to be as long
+        as those before. is_ahead: whether nobody waits for the answer yet. It counts as others do, and has a share of
+        each bound.
 
         :raises RefusedError: there is none.
         """
@@ -155,7 +156,7 @@ class Admission:
         return place
 
     def leave(self, place: Place, *, stayed_s: float) -> None:
-        """Its query has ended, after so many seconds."""
+        """Give a place back, after the query's `stayed_s` seconds."""
         self._places.remove(place)
         self._of_client[place.client] -= 1
         if not self._of_client[place.client]:
@@ -179,7 +180,7 @@ class Admission:
             raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
 
     def _share_of(self, client: str, limits: Limits, is_ahead: bool) -> int:
-        """Return how many places a client may have: as many as each, while another one has found none."""
+        """Return how many places a client may have. While another one has found none, each has an even share."""
         since_s = self._clock() - WANTED_S
         wanted = self._wanted_s[is_ahead]
         while wanted and next(iter(wanted.values())) <= since_s:
@@ -249,7 +250,7 @@ class Admission:
             )
 
     def _wait_s(self, num_to_end: int) -> float:
-        """Until so many of those that are in have ended, as long as they stay of late."""
+        """Return the expected seconds until `num_to_end` of the open queries have ended."""
         mean_s = _mean(self._stays) if self._stays else 1.0
         return min(max(mean_s * num_to_end / max(len(self._places), 1), 1.0), MINUTE_S)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.routing import make_router
-from streamrag.serve.app import LOOPBACK
 from streamrag.serve.config.factories import make_backend, make_template, replica_options
 from streamrag.serve.config.keys import read_keys
 from streamrag.serve.config.layers import Loaded, Problem
@@ -25,6 +24,7 @@ from streamrag.serve.config.settings import (
     SourceSettings,
 )
 from streamrag.serve.config.source_factory import make_source
+from streamrag.serve.connections.gate import LOOPBACK
 from streamrag.serve.server import listen
 from streamrag.sources.index_folder import check_index
 from streamrag.versions import installed_versions

@@ -25,7 +25,8 @@ from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel, read_body
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.ask import Telling, told_failure
-from streamrag.serve.service import OpenQuery, Service
+from streamrag.serve.open_queries import OpenQuery
+from streamrag.serve.service import Service
 from streamrag.serve.wire import json_of
 from streamrag.tasks import LET_GO_S
 from streamrag.telemetry import ChunkArrived, DocumentSkipped, RetrievalCutShort, RetrievalStarted

@@ -12,8 +12,9 @@ from streamrag.errors import PipelineClosedError, SessionLogError, StreamRagErro
 from streamrag.serve.connections.json_body import StrictModel
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_store import MAX_SHOWN, Held, gone
+from streamrag.serve.open_queries import Caller
 from streamrag.serve.request_fields import sampling
-from streamrag.serve.service import Caller, Service
+from streamrag.serve.service import Service
 from streamrag.sessions.choosing import DECISIVE_GAP
 from streamrag.sessions.session import MAX_WAITING
 from streamrag.telemetry import Event

@@ -24,7 +24,8 @@ from streamrag.serve.connections.json_socket import MAX_ID, Frames
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_requests import Data, Question, answering, appended, state_of
 from streamrag.serve.interfaces.session_store import Held, SessionEvent
-from streamrag.serve.service import Caller, Service
+from streamrag.serve.open_queries import Caller
+from streamrag.serve.service import Service
 from streamrag.serve.wire import name_of, values_of
 from streamrag.telemetry import Answered
 

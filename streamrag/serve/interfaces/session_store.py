@@ -17,7 +17,8 @@ from streamrag.serve.failures import RefusedError, RequestError, failure_of
 from streamrag.serve.interfaces.session_folder import SessionFolder
 from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Refusal
-from streamrag.serve.service import Caller, Service
+from streamrag.serve.open_queries import Caller
+from streamrag.serve.service import Service
 from streamrag.sessions import Session, SessionLimits, Watch
 from streamrag.sessions.asking import Asked
 from streamrag.sessions.limits import SessionBooks

@@ -10,8 +10,9 @@ from streamrag.serve.interfaces.responses.requests import Asked
 from streamrag.serve.interfaces.responses.states import State, StateStore
 from streamrag.serve.interfaces.responses.writing import ServerEvent, Writer
 from streamrag.serve.observe.observer import Interface
+from streamrag.serve.open_queries import Caller
 from streamrag.serve.request_fields import split_turns
-from streamrag.serve.service import Caller, Service, first_question
+from streamrag.serve.service import Service, first_question
 from streamrag.serve.wire import json_of
 from streamrag.telemetry import Answered, Event
 

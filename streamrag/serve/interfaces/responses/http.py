@@ -17,7 +17,8 @@ from streamrag.serve.interfaces.responses.requests import ResponseRequest, under
 from streamrag.serve.interfaces.responses.sockets import Connection
 from streamrag.serve.interfaces.responses.states import StateStore
 from streamrag.serve.interfaces.responses.writing import ServerEvent
-from streamrag.serve.service import Caller, Service
+from streamrag.serve.open_queries import Caller
+from streamrag.serve.service import Service
 from streamrag.serve.wire import json_of
 
 

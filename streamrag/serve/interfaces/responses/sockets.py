@@ -7,7 +7,8 @@ from streamrag.serve.connections.json_socket import Frames
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.responses.lanes import CreateEvent, Lane
 from streamrag.serve.interfaces.responses.states import StateStore
-from streamrag.serve.service import Caller, Service
+from streamrag.serve.open_queries import Caller
+from streamrag.serve.service import Service
 
 
 class Connection(Frames):

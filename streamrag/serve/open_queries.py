@@ -1,0 +1,150 @@
+"""The open queries of a service: admitted, shown to observers, and aborted when the service or its engine ends."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+from streamrag.errors import DeadlineExceededError, StreamRagError
+from streamrag.propagation import conversation, conversation_of
+from streamrag.serve.admission import Admission, Place
+from streamrag.serve.connections.fair_share import Account, FairShare
+from streamrag.serve.failures import RefusedError, failure_of
+from streamrag.serve.observe.observer import Interface, Observer, Outcome, ServedQuery, current_query
+from streamrag.telemetry import Answer, Answered, Event
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The client that sent a request, and the request's identity."""
+
+    id: str
+    client: str
+    traceparent: str | None = None
+    tracestate: str | None = None
+    has_key: Callable[[], bool] = lambda: True
+    """Whether the client's key is still valid, for requests that last: keys may be read again meanwhile."""
+    account: Account = field(default_factory=lambda: Account(FairShare()), repr=False, compare=False)
+    """The account of all open requests of the client. Without keys there is one for everybody."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenQuery:
+    """A query that was admitted; made by `Service.open`."""
+
+    query: ServedQuery
+    place: Place
+    observer: Observer
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    answer: Answer | None = None
+    is_answered: bool = False
+    """To be set by code that has no `Answered` to pass on."""
+    aborted_by: StreamRagError | None = None
+    """The reason why the service cancelled it."""
+
+    def abort(self, error: StreamRagError) -> None:
+        """Cancel the query; its block raises `error`, or that of an earlier call."""
+        self.aborted_by = self.aborted_by or error
+        self.scope.cancel()
+
+    def note(self, event: Event) -> None:
+        """Pass an event on to the observers and to admission."""
+        self.place.follow(event)
+        if isinstance(event, Answered):
+            self.answer, self.is_answered = event.answer, True
+        self.observer.query_event(self.query, event)
+
+    async def noted(self, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+        """Yield `events`, each noted before it is passed on."""
+        async for event in events:
+            self.note(event)
+            yield event
+
+    def outcome(self, error: BaseException | None) -> Outcome:
+        """Return how the query ended, given the error that its block raised."""
+        if self.is_answered:
+            return "answered"
+        if error is None or isinstance(error, asyncio.CancelledError | GeneratorExit):
+            return "left"
+        return failure_of(error).outcome
+
+
+class OpenQueries:
+    """All open queries of a service, oldest first."""
+
+    def __init__(self, admission: Admission, observer: Observer) -> None:
+        self._admission = admission
+        self._observer = observer
+        self._open: dict[OpenQuery, None] = {}
+        self.is_empty = asyncio.Event()
+        """Set while no query is open."""
+        self.is_empty.set()
+
+    def __iter__(self) -> Iterator[OpenQuery]:
+        return iter(list(self._open))
+
+    @asynccontextmanager
+    async def open(
+        self,
+        caller: Caller,
+        interface: Interface,
+        text: str,
+        *,
+        max_tokens: int,
+        num_prompt_tokens: int | None,
+        deadline_s: float | None,
+        first_question: str | None,
+    ) -> AsyncIterator[OpenQuery]:
+        """Open a query for the length of the block; see `Service.open`."""
+        place = self._claim(caller.client, interface, max_tokens, num_prompt_tokens)
+        query = ServedQuery(
+            caller.id, interface, caller.client, time.monotonic(), text, caller.traceparent, caller.tracestate
+        )
+        opened = OpenQuery(query, place, self._observer)
+        if deadline_s is not None:
+            opened.scope.deadline = anyio.current_time() + deadline_s
+        self._open[opened] = None
+        self.is_empty.clear()
+        error: BaseException | None = None
+        try:
+            with _current(query, conversation_of(caller.client, first_question or text)):
+                self._observer.query_started(query)
+                with opened.scope:
+                    yield opened
+                if opened.scope.cancelled_caught:
+                    if opened.aborted_by is not None:
+                        raise opened.aborted_by
+                    raise DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed")
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._end(opened, error)
+
+    def _claim(self, client: str, interface: Interface, max_tokens: int, num_prompt_tokens: int | None) -> Place:
+        try:
+            return self._admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens)
+        except RefusedError as error:
+            self._observer.query_refused(client, interface, error.why)
+            raise
+
+    def _end(self, opened: OpenQuery, error: BaseException | None) -> None:
+        del self._open[opened]
+        if not self._open:
+            self.is_empty.set()
+        self._admission.leave(opened.place, stayed_s=opened.query.age_s)
+        self._observer.query_ended(opened.query, opened.outcome(error), opened.answer, error)
+
+
+@contextmanager
+def _current(query: ServedQuery, name: str) -> Iterator[None]:
+    """Set the query and its conversation's name for the tasks that work for it."""
+    tokens = current_query.set(query), conversation.set(name)
+    try:
+        yield
+    finally:
+        conversation.reset(tokens[1])
+        current_query.reset(tokens[0])
