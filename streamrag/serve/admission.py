@@ -33,7 +33,7 @@ WANTED_S = 30.0
 
 
 class Usage:
-    """What one client has used of its rates: when its queries began, and a leaky bucket of prompt tokens.
+    """The usage of one client: when its queries began, and a leaky bucket of prompt tokens.
 
     The bucket holds at most what leaks in a minute, so that a client which stays away for that long can be forgotten.
     """
@@ -111,7 +111,7 @@ class Admission:
         self._places: set[Place] = set()
         self._of_client: Counter[str] = Counter()
         self._usage: OrderedDict[str, Usage] = OrderedDict()
-        """Of clients that used something in the last minute, in the order of their last use."""
+        """Usage of the clients that were active in the last minute, in the order of their last use."""
         self._wanted_s: dict[bool, OrderedDict[str, float]] = {False: OrderedDict(), True: OrderedDict()}
         """When clients last found no place, oldest first, for questions and for what is computed ahead (True)."""
         self._prompts: deque[int] = deque(maxlen=LEARNS_FROM)

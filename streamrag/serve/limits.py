@@ -1,4 +1,4 @@
-"""What a service lets its clients do at once."""
+"""Bounds on what the clients of a service may do at once."""
 
 from typing import Any, get_args
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 
 class Checked(BaseModel):
-    """Values that are taken for what they are."""
+    """A frozen model without unknown fields, in which true and false are no numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -20,7 +20,7 @@ class Checked(BaseModel):
 
 
 class Limits(Checked):
-    """Bounds of a service. What is beyond them is refused with 429 or 413, and nobody else notices."""
+    """Bounds of a service. What exceeds them is refused with 429 or 413; no other client notices."""
 
     max_queries: int = Field(default=64, ge=1, description="queries that are open at once")
     max_queued_tokens: int = Field(

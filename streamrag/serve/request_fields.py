@@ -33,7 +33,7 @@ def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mappi
 
 
 def text_of(content: object, param: str) -> str:
-    """The text of a message's content: a text, or parts of text.
+    """Return the text of a message's content: a text, or parts of text.
 
     :raises RequestError: there is something else in it.
     """
@@ -53,7 +53,7 @@ def text_of(content: object, param: str) -> str:
 
 
 def turn_of(role: str, content: object, param: str) -> Turn:
-    """One message.
+    """Return one message.
 
     :raises RequestError: a role or a content that this service does not have.
     """
@@ -63,7 +63,7 @@ def turn_of(role: str, content: object, param: str) -> Turn:
 
 
 def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...], str]:
-    """System texts in front, the turns between, and the question, which is the last user message.
+    """Return the system texts in front, the turns between, and the question, which is the last user message.
 
     :raises RequestError: the last message is not a user's.
     """
@@ -75,7 +75,7 @@ def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...
 
 
 def sampling(default: SamplingParams, **given: Any) -> SamplingParams:
-    """`default`, with what the client gave; what it gave as null is not given."""
+    """Return `default` with the values that the client gave; null counts as not given."""
     named = {name: value for name, value in given.items() if value is not None and name != "extra"}
     extra = {name: value for name, value in given.get("extra", {}).items() if value is not None}
     return replace(default, **named, extra={**default.extra, **extra})

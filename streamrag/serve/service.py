@@ -34,13 +34,13 @@ class NoSource:
     name = "no source"
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        """Yield nothing."""
+        """Yield no events at all."""
         return
         yield
 
 
 class Service:
-    """One backend and one source that answer the queries of many clients. Starts and closes both.
+    """A backend and a source that answer the queries of many clients. Starts and closes both.
 
     source: retrieval for queries that bring no context; None if all do.
     mode, template, overlap, on_source_error: as of `Pipeline`.
@@ -202,7 +202,7 @@ class Service:
                 each.abort(EngineDeadError(str(error)))
 
     def engine_restarted(self) -> None:
-        """Admit queries again."""
+        """Admit queries again, which the new engine answers."""
         self.admission.is_ready = True
 
     # ------------------------------------------------------------------------------------------------------- answering

@@ -44,7 +44,7 @@ log = logging.getLogger("streamrag.serve")
 
 @dataclass(frozen=True, slots=True)
 class ServedQuery:
-    """One query of one client, from its admission to its end."""
+    """A query of one client, from its admission to its end."""
 
     id: str
     """The request's id, which its answer's headers and every line of the log have."""
