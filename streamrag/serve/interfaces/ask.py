@@ -16,9 +16,9 @@ from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
 from streamrag.core import Chunk
-from streamrag.serve.connections.event_stream import Write, respond
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel, read_body
+from streamrag.serve.connections.sse import Write, respond
 from streamrag.serve.failures import Failure
 from streamrag.serve.interfaces.chat import Message
 from streamrag.serve.request_fields import SAMPLING, sampling, turn_of

@@ -16,8 +16,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from streamrag.serve.citations import marks_in
-from streamrag.serve.connections.event_stream import unless_gone
 from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.sse import unless_gone
 from streamrag.serve.failures import failure_of
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, Event, TokensGenerated

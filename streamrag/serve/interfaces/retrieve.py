@@ -20,9 +20,9 @@ from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import SourceError, StreamRagError
 from streamrag.kinds import short
 from streamrag.retrieving import Retrieval
-from streamrag.serve.connections.event_stream import Write, respond
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel, read_body
+from streamrag.serve.connections.sse import Write, respond
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.ask import Telling, told_failure
 from streamrag.serve.open_queries import OpenQuery

@@ -26,10 +26,10 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from streamrag.errors import StreamRagError
-from streamrag.serve.connections.event_stream import Write, respond, unless_gone
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import read_body
 from streamrag.serve.connections.json_socket import Frames
+from streamrag.serve.connections.sse import Write, respond, unless_gone
 from streamrag.serve.interfaces.ask import told_failure
 from streamrag.serve.interfaces.session_requests import (
     Data,

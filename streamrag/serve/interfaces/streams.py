@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.core import SourceEvent
-from streamrag.serve.connections.event_stream import Write, respond
 from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.sse import Write, respond
 from streamrag.serve.interfaces.ask import Telling, told_failure
 from streamrag.serve.interfaces.lines import Lines
 from streamrag.serve.service import Service

@@ -8,9 +8,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from streamrag.serve.connections.event_stream import Write, respond, unless_gone
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import read_body
+from streamrag.serve.connections.sse import Write, respond, unless_gone
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.interfaces.responses.answering import Answering
 from streamrag.serve.interfaces.responses.requests import ResponseRequest, understood

@@ -16,7 +16,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from streamrag.errors import ConfigurationError, DeadlineExceededError, PromptTooLongError, StreamRagError
-from streamrag.serve.connections.event_stream import MAX_UNSENT
+from streamrag.serve.connections.sse import MAX_UNSENT
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.interfaces.responses.answering import Answering
 from streamrag.serve.interfaces.responses.brought import Brought
