@@ -57,6 +57,9 @@ class Service:
     :raises ConfigurationError: values that cannot work.
     """
 
+    _has_aborted = False
+    _watching: "asyncio.Task[None] | None" = None
+
     def __init__(
         self,
         backend: Backend,
@@ -97,8 +100,6 @@ class Service:
         self._pipeline = self._make_pipeline(NoSource() if source is None else source)
         self._progress: Progress = lambda line: None
         self._started = AsyncExitStack()
-        self._has_aborted = False
-        self._watching: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------------------------------------------------ state
 
