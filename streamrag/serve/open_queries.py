@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 import anyio
 
@@ -72,6 +73,19 @@ class OpenQuery:
         return failure_of(error).outcome
 
 
+class Claim(TypedDict, total=False):
+    """What a query claims of a service."""
+
+    max_tokens: int
+    """Most tokens of its answer; 0 by default."""
+    num_prompt_tokens: int | None
+    """Tokens of its prompt, if they are known."""
+    deadline_s: float | None
+    """Seconds after which its block is cancelled; a pipeline has a deadline of its own."""
+    first_question: str | None
+    """The first question of its conversation, if that is another: it leads to the engine that has earlier turns."""
+
+
 class OpenQueries:
     """All open queries of a service, oldest first."""
 
@@ -88,18 +102,16 @@ class OpenQueries:
 
     @asynccontextmanager
     async def open(
-        self,
-        caller: Caller,
-        interface: Interface,
-        text: str,
-        *,
-        max_tokens: int,
-        num_prompt_tokens: int | None,
-        deadline_s: float | None,
-        first_question: str | None,
+        self, caller: Caller, interface: Interface, text: str, **claim: Unpack[Claim]
     ) -> AsyncIterator[OpenQuery]:
-        """Open a query for the length of the block; see `Service.open`."""
-        place = self._claim(caller.client, interface, max_tokens, num_prompt_tokens)
+        """Claim a place for one query; it ends with the block, which raises what ended it.
+
+        :raises RefusedError: there is no place for it.
+        :raises PipelineClosedError: the service was stopped meanwhile.
+        :raises DeadlineExceededError: it took too long.
+        """
+        deadline_s = claim.get("deadline_s")
+        place = self._enter(caller.client, interface, claim)
         query = ServedQuery(
             caller.id, interface, caller.client, time.monotonic(), text, caller.traceparent, caller.tracestate
         )
@@ -110,7 +122,7 @@ class OpenQueries:
         self.is_empty.clear()
         error: BaseException | None = None
         try:
-            with _current(query, conversation_of(caller.client, first_question or text)):
+            with _current(query, conversation_of(caller.client, claim.get("first_question") or text)):
                 self._observer.query_started(query)
                 with opened.scope:
                     yield opened
@@ -124,9 +136,11 @@ class OpenQueries:
         finally:
             self._end(opened, error)
 
-    def _claim(self, client: str, interface: Interface, max_tokens: int, num_prompt_tokens: int | None) -> Place:
+    def _enter(self, client: str, interface: Interface, claim: Claim) -> Place:
         try:
-            return self._admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens)
+            return self._admission.enter(
+                client, max_tokens=claim.get("max_tokens", 0), num_prompt_tokens=claim.get("num_prompt_tokens")
+            )
         except RefusedError as error:
             self._observer.query_refused(client, interface, error.why)
             raise

@@ -18,7 +18,7 @@ from streamrag.serve.connections.fair_share import FairShare
 from streamrag.serve.engine_watch import EngineWatch, Restarts
 from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Interface, Observer, Observers, ServedQuery
-from streamrag.serve.open_queries import Caller, OpenQueries, OpenQuery
+from streamrag.serve.open_queries import Caller, Claim, OpenQueries, OpenQuery
 from streamrag.starting import start_all
 from streamrag.tasks import cancel_regardless, run_regardless
 from streamrag.telemetry import Event
@@ -213,35 +213,10 @@ class Service:
         return replace(given, max_tokens=min(given.max_tokens, self.limits.max_tokens))
 
     def open(
-        self,
-        caller: Caller,
-        interface: Interface,
-        text: str,
-        *,
-        max_tokens: int = 0,
-        num_prompt_tokens: int | None = None,
-        deadline_s: float | None = None,
-        first_question: str | None = None,
+        self, caller: Caller, interface: Interface, text: str, **claim: Unpack[Claim]
     ) -> AbstractAsyncContextManager[OpenQuery]:
-        """Claim a place for one query; it ends with the block, which raises what ended it.
-
-        `max_tokens` and `num_prompt_tokens` are what it claims of the engine. With `deadline_s` the block is cancelled
-        after so many seconds; a pipeline has a deadline of its own. `first_question` is the conversation's, if that is
-        not `text`: by it the engine is found that has computed the turns before.
-
-        :raises RefusedError: there is no place for it.
-        :raises PipelineClosedError: the service was stopped meanwhile.
-        :raises DeadlineExceededError: it took too long.
-        """
-        return self._open.open(
-            caller,
-            interface,
-            text,
-            max_tokens=max_tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            deadline_s=deadline_s,
-            first_question=first_question,
-        )
+        """Claim a place for one query; see `OpenQueries.open`."""
+        return self._open.open(caller, interface, text, **claim)
 
     @asynccontextmanager
     async def events(
