@@ -292,7 +292,7 @@ def test_errors_without_end_are_counted_and_not_described(monkeypatch: pytest.Mo
 
 
 async def test_large_bodies_and_frames_count_for_their_client_and_their_values_are_bounded() -> None:
-    paths = ["/v1/responses", "/v1/chat/completions", "/v1/ask", "/v1/retrieve", "/v1/sessions"]
+    paths = ["/v1/responses", "/v1/chat/completions", "/v1/ask", "/v1/retrieve", "/v1/sessions", "/mcp"]
     body = f'{{"type": "response.create", "question": "Where?", "x": [{"[]," * MAX_VALUES}1]}}'
     accounts: set[int] = set()
     take_turn = Account.take_turn

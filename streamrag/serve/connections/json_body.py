@@ -6,6 +6,8 @@ many errors are not described, and large bodies of one client are parsed in turn
 """
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import anyio
@@ -18,6 +20,7 @@ from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.failures import RequestError
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 SMALL_BYTES = 16_384
 """Bytes of JSON that are parsed at once: 2 ms at most."""
@@ -49,15 +52,38 @@ async def read_body(request: Request, model: type[M]) -> M:
     return await parse_in_turn(body, model, request.scope[CALLER].account)
 
 
+async def checked_body(request: Request) -> bytes:
+    """Return the request's body for a library that parses it, a large one in the client's turn.
+
+    The turn is as long as if it was parsed here. Errors in the JSON are left to the library.
+
+    :raises RequestError: it holds too many values, or too many bodies of this client wait.
+    """
+    body = await request.body()
+
+    def check() -> None:
+        check_num_values(body)
+        with suppress(ValueError):
+            from_json(body)
+
+    if len(body) > SMALL_BYTES:
+        await _in_turn(check, request.scope[CALLER].account)
+    return body
+
+
 async def parse_in_turn(body: bytes, model: type[M], account: Account) -> M:
     """Return `body` as `model`, parsed once earlier large bodies of the same account are and their pauses are over.
 
     :raises RequestError: as of `parse`; or too many bodies wait.
     """
+    return await _in_turn(lambda: parse(body, model), account)
+
+
+async def _in_turn(work: Callable[[], T], account: Account) -> T:
     if account.num_waiting >= MAX_WAITING:
         message = f"{MAX_WAITING} large requests of yours wait to be read, which is the most"
         raise RequestError(message, status=429, code="too_many_waiting")
-    return await account.take_turn(lambda: parse(body, model))
+    return await account.take_turn(work)
 
 
 async def parse_frame(frame: str | bytes, model: type[M], client: Account, socket: Account) -> M:
