@@ -55,7 +55,7 @@ class Restarts:
 
 
 class Guarded(Protocol):
-    """The service that the engine works for."""
+    """The queries that the engine works for."""
 
     @property
     def wants_engine(self) -> bool:
@@ -69,9 +69,9 @@ class Guarded(Protocol):
 
 
 class EngineWatch:
-    """A watch over the engine of one service, which starts it again as often as `restarts` allows."""
+    """A watch over one engine, which starts it again as often as `restarts` allows."""
 
-    def __init__(self, backend: Backend, restarts: Restarts, service: Guarded) -> None:
+    def __init__(self, backend: Backend, restarts: Restarts, queries: Guarded) -> None:
         self.given_up = asyncio.Event()
         """Set when the engine has died and will not be started again."""
         self.num_restarts = 0
@@ -80,7 +80,7 @@ class EngineWatch:
         """Description of the restart that is going on, for people."""
         self._backend = backend
         self._restarts = restarts
-        self._service = service
+        self._queries = queries
 
     async def run(self, progress: Progress) -> None:
         """Watch the engine until it is given up, or this is cancelled."""
@@ -88,11 +88,11 @@ class EngineWatch:
             await asyncio.sleep(CHECK_S)
             if (error := self.death()) is None:
                 continue
-            self._service.engine_died(error)
+            self._queries.engine_died(error)
             if not await self._restart(error, progress):
                 self.given_up.set()
                 return
-            self._service.engine_restarted()
+            self._queries.engine_restarted()
 
     def death(self) -> EngineDeadError | None:
         """Return the error that the engine has died of, if it has."""
@@ -109,7 +109,7 @@ class EngineWatch:
         return None
 
     async def _restart(self, error: Exception, progress: Progress) -> bool:
-        while isinstance(self._backend, Startable) and self._service.wants_engine:
+        while isinstance(self._backend, Startable) and self._queries.wants_engine:
             if (wait_s := self._restarts.begin(time.monotonic())) is None:
                 break
             at_most = self._restarts.at_most

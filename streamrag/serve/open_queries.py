@@ -9,7 +9,7 @@ from typing import TypedDict, Unpack
 
 import anyio
 
-from streamrag.errors import DeadlineExceededError, StreamRagError
+from streamrag.errors import DeadlineExceededError, EngineDeadError, StreamRagError
 from streamrag.propagation import conversation, conversation_of
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.connections.fair_share import Account, FairShare
@@ -135,6 +135,24 @@ class OpenQueries:
             raise
         finally:
             self._end(opened, error)
+
+    # How the watch over the engine uses them; see `engine_watch.Guarded`.
+
+    @property
+    def wants_engine(self) -> bool:
+        """Whether a dead engine is worth starting again."""
+        return not self._admission.is_draining
+
+    def engine_died(self, error: EngineDeadError) -> None:
+        """Admit no queries, and abort those that need the engine, also those that it has left without an error."""
+        self._admission.is_ready = False
+        for each in self:
+            if each.query.interface != "retrieve":
+                each.abort(EngineDeadError(str(error)))
+
+    def engine_restarted(self) -> None:
+        """Admit queries again, which the new engine answers."""
+        self._admission.is_ready = True
 
     def _enter(self, client: str, interface: Interface, claim: Claim) -> Place:
         try:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, Unpack
 
 from streamrag.asked import QueryOptions
 from streamrag.core import Backend, Mode, ModelInfo, Progress, SamplingParams, Source, SourceEvent, Turn
-from streamrag.errors import EngineDeadError, PipelineClosedError
+from streamrag.errors import PipelineClosedError
 from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
 from streamrag.serve.admission import Admission
@@ -92,7 +92,7 @@ class Service:
         self.admission = Admission(self.limits)
         self._open = OpenQueries(self.admission, Observers(self.observers))
         restarts = Restarts(max_restarts if on_engine_death == "restart" else 0, restart_window_s)
-        self._engine = EngineWatch(backend, restarts, self)
+        self._engine = EngineWatch(backend, restarts, self._open)
         self._model_name = model_name
         self._options: QueryOptions = {} if max_context_tokens is None else {"max_context_tokens": max_context_tokens}
         self._template = template or PromptTemplate()
@@ -187,24 +187,6 @@ class Service:
             await self.closers.pop(0)()
         await self._pipeline.aclose()
         await self._started.aclose()
-
-    # The three methods that the watch over the engine calls; see `engine_watch.Guarded`.
-
-    @property
-    def wants_engine(self) -> bool:
-        """Whether a dead engine is worth starting again."""
-        return not self.admission.is_draining
-
-    def engine_died(self, error: EngineDeadError) -> None:
-        """Admit no queries, and abort those that need the engine, also those that it has left without an error."""
-        self.admission.is_ready = False
-        for each in self._open:
-            if each.query.interface != "retrieve":
-                each.abort(EngineDeadError(str(error)))
-
-    def engine_restarted(self) -> None:
-        """Admit queries again, which the new engine answers."""
-        self.admission.is_ready = True
 
     # ------------------------------------------------------------------------------------------------------- answering
 
