@@ -74,7 +74,7 @@ class OpenQuery:
 
 
 class Claim(TypedDict, total=False):
-    """What a query claims of a service."""
+    """A claim of a query on a service."""
 
     max_tokens: int
     """Most tokens of its answer; 0 by default."""

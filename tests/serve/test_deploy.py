@@ -15,7 +15,7 @@ import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
 from streamrag.serve.config.layers import load
-from streamrag.serve.observe.metrics import MetricGroup, Metrics
+from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.observe.observer import Interface, Outcome, Refusal
 from streamrag.serve.observe.progress import Phase
 
@@ -38,14 +38,8 @@ VALUES: Mapping[str, frozenset[str]] = {
 
 
 def metrics() -> list[MetricWrapperBase]:
-    made = Metrics(with_default_registry=False)
-    values = [
-        value
-        for group in (made, *vars(made).values())
-        if isinstance(group, MetricGroup)
-        for value in vars(group).values()
-    ]
-    found = [value for each in values for value in (each.values() if isinstance(each, dict) else [each])]
+    made = vars(Metrics(with_default_registry=False))
+    found = [value for each in made.values() for value in (each.values() if isinstance(each, dict) else [each])]
     return [value for value in found if isinstance(value, MetricWrapperBase)]
 
 
