@@ -14,8 +14,8 @@ from streamrag import Chunk
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
+from streamrag.serve.observe.observer import Observer, Observers, ServedQuery
 from streamrag.serve.observe.tracing import Tracing
-from streamrag.serve.observing import AllOf, Observer, ServedQuery
 from streamrag.telemetry import (
     ChunkArrived,
     ContextChanged,
@@ -44,7 +44,7 @@ def events() -> list[Event]:
 
 def cost_us(observer: Observer, of_query: list[Event]) -> float:
     """Microseconds of the processor for one query."""
-    told = AllOf([observer])
+    told = Observers([observer])
     began_s = time.process_time()
     for number in range(NUM_QUERIES):
         query = ServedQuery(str(number), "chat", "anonymous", time.monotonic(), "Why?")

@@ -238,8 +238,8 @@ def test_keys_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_elsewhere_than_on_loopback_without_keys_only_names_of_this_machine_count() -> None:
-    from streamrag.serve.config.checking import hosts_of
-    from streamrag.serve.config.configuration import load
+    from streamrag.serve.config.checks import hosts_of
+    from streamrag.serve.config.layers import load
 
     def names(has_keys: bool, **server: str) -> frozenset[str] | None:
         options = {f"server.{name}": value for name, value in server.items()}

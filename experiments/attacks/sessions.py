@@ -153,6 +153,16 @@ async def stored_responses(port: int, key: str | None, seconds: float) -> str:
     return f"{len(body):,} bytes each; answers by status: {seen}"
 
 
+async def tool_calls(port: int, key: str | None, seconds: float) -> str:
+    """Call the tool of `/mcp` with as many empty lists as a request may hold values."""
+    arguments = f'{{"question":"Where?","x":[{"[]," * 32_000}1]}}'
+    body = f'{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"ask","meta":{arguments}}}}}'
+    headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
+    async with attacker(port, key) as http:
+        seen = await repeat(seconds, lambda i: http.post("/mcp", content=body, headers=headers))
+    return f"{len(body):,} bytes each; answers by status: {seen}"
+
+
 async def stored_turns(port: int, key: str | None, seconds: float) -> str:
     """Have conversations of a thousand turns stored, each of one character."""
     turns = [{"role": "user", "content": "x"}] * 1000
@@ -184,6 +194,7 @@ ATTACKS: dict[str, Callable[[int, str | None, float], Awaitable[str]]] = {
         silent_event_readers,
         many_event_readers,
         stored_responses,
+        tool_calls,
         stored_turns,
         kept_answers,
     )

@@ -12,7 +12,7 @@ from streamrag.cli import index_calibrate as calibrate
 from streamrag.cli.output import Output
 from streamrag.cli.source import DSN_HELP
 from streamrag.cli.steps import StepLines, bar
-from streamrag.serve.config.source import dsn_of
+from streamrag.serve.config.source_factory import dsn_of
 
 if TYPE_CHECKING:
     from streamrag.sources.index.generation import IndexSummary

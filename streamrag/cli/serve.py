@@ -18,7 +18,7 @@ from streamrag.errors import ConfigurationError, MissingDependencyError
 
 if TYPE_CHECKING:
     from streamrag.serve.config.settings import Settings
-    from streamrag.serve.gate import Gate
+    from streamrag.serve.connections.gate import Gate
 
 DESCRIPTION = """\
 Serves answers over HTTP to any OpenAI client, from a model and a place to look,
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    from streamrag.serve.config.configuration import SECTIONS
+    from streamrag.serve.config.layers import SECTIONS
 
     for section, model in SECTIONS.items():
         group = parser.add_argument_group(section)
@@ -102,9 +102,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends it; what is wrong is said before anything is started."""
     _require_packages()
-    from streamrag.serve.config.checking import check
-    from streamrag.serve.config.configuration import SECTIONS, load
-    from streamrag.serve.config.showing import commented_defaults, effective
+    from streamrag.serve.config.checks import check
+    from streamrag.serve.config.layers import SECTIONS, load
+    from streamrag.serve.config.toml_text import commented_defaults, effective
 
     if arguments.print_config:
         Output().print_plain(commented_defaults())
@@ -182,9 +182,9 @@ def _require_packages() -> None:
 
 async def _serve(settings: "Settings") -> int:
     from streamrag.serve import create_app
-    from streamrag.serve.config.checking import hosts_of
+    from streamrag.serve.config.checks import hosts_of
+    from streamrag.serve.config.factories import make_observers, make_service
     from streamrag.serve.config.keys import read_keys
-    from streamrag.serve.config.parts import make_observers, make_service
     from streamrag.serve.server import listen, serve
 
     errors = Output(stderr=True)

@@ -57,7 +57,7 @@ def add_search_arguments(search: "argparse._ArgumentGroup") -> None:
 def make_index_source(arguments: argparse.Namespace, *, k: int, sentences: int | None) -> Source:
     """The search of an index that these options name, of so many passages, or sentences of them."""
     from streamrag.serve.config.settings import SourceSettings
-    from streamrag.serve.config.source import make_source as made_of
+    from streamrag.serve.config.source_factory import make_source as made_of
 
     told = SourceSettings.model_construct(  # unchecked, as below
         index=arguments.index,
@@ -75,7 +75,7 @@ def make_index_source(arguments: argparse.Namespace, *, k: int, sentences: int |
 def make_source(arguments: argparse.Namespace) -> Source:
     """The source that these options name."""
     from streamrag.serve.config.settings import SourceSettings
-    from streamrag.serve.config.source import make_source as made_of
+    from streamrag.serve.config.source_factory import make_source as made_of
 
     if arguments.index is None and (arguments.hybrid or arguments.rerank is not None or arguments.sentences):
         raise ConfigurationError("--hybrid, --rerank and --sentences are for --index, which was not given")

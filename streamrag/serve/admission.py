@@ -1,9 +1,10 @@
-"""Who may come in: bounds on queries and on the tokens that wait to be computed, for all and for each client."""
+"""Admission control: bounds on queries, their rate, and tokens, for all clients together and for each one."""
 
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
 from streamrag.serve.failures import RefusedError
 from streamrag.serve.limits import Limits
@@ -11,38 +12,80 @@ from streamrag.telemetry import ContextChanged, Event, PrefillProgressed, Tokens
 
 MINUTE_S = 60.0
 
-AHEAD_SHARES = {"max_queries": 2, "max_queries_per_client": 2, "max_requests_per_minute": 2, "max_queued_tokens": 64}
-"""Parts of a bound of which one is for watched questions: nobody waits for them yet, so they leave the rest to others.
-Of tokens it is a step of the engine by default, which is how long others then wait for them."""
+AHEAD_SHARES = {
+    "max_queries": 2,
+    "max_queries_per_client": 2,
+    "max_requests_per_minute": 2,
+    "max_prompt_tokens_per_minute": 2,
+    "max_queued_tokens": 64,
+}
+"""Parts into which a bound is divided, one of which is for watched questions: these leave the rest for what is awaited.
+Of waiting tokens that part is one step of the engine by default, which is how long others then wait for it."""
+
+BURST_S = 4.0
+"""Prompt tokens that a client may have computed at once, as seconds of its rate: some prompts of an ordinary length."""
 
 LEARNS_FROM = 32
-"""Prompts whose mean length the next one is expected to have."""
+"""Number of prompts whose mean length the next one is expected to have."""
 
 WANTED_S = 30.0
-"""After a client found no place it counts as waiting for one."""
+"""Seconds for which a client that found no place counts as waiting for one."""
+
+
+class Usage:
+    """The usage of one client: when its queries began, and a leaky bucket of prompt tokens.
+
+    The bucket holds at most what leaks in a minute, so that a client which stays away for that long can be forgotten.
+    """
+
+    def __init__(self, tokens_per_minute: int, now_s: float) -> None:
+        self.begun_s: deque[float] = deque()
+        """When each query of the last minute began."""
+        self.prompts: deque[int] = deque(maxlen=LEARNS_FROM)
+        """Tokens of its last prompts: those of others say little of its next one."""
+        self.changed_s = now_s
+        self._tokens_per_minute = tokens_per_minute
+        self._num_tokens = 0.0
+
+    def num_tokens(self, now_s: float) -> float:
+        """Return the number of prompt tokens that have not leaked yet."""
+        leaked = (now_s - self.changed_s) * self._tokens_per_minute / MINUTE_S
+        return max(self._num_tokens - leaked, 0.0)
+
+    def add_tokens(self, num: int, now_s: float) -> None:
+        """Count prompt tokens; a negative number takes back what was expected and did not come."""
+        self._num_tokens = min(max(self.num_tokens(now_s) + num, 0.0), self._tokens_per_minute)
+        self.changed_s = now_s
 
 
 class Place:
-    """What one query has claimed. It starts with what is expected of it, and follows what it turns out to be."""
+    """The claim of one query. It starts with what is expected of the query, and follows what comes of it."""
 
-    def __init__(self, client: str, num_prompt_tokens: int, num_answer_tokens: int, is_ahead: bool = False) -> None:
+    def __init__(
+        self, client: str, num_prompt_tokens: int, num_answer_tokens: int, is_ahead: bool, charge: Callable[[int], None]
+    ) -> None:
         self.client = client
         self.is_ahead = is_ahead
         self._num_prompt = num_prompt_tokens
         self._num_answer = num_answer_tokens
         self._num_computed = 0
+        self._num_expected = num_prompt_tokens
+        self._charge = charge
         self.num_context_tokens = 0
-        """Tokens of the newest prompt, if it is one whose context grew. Retrieval and sessions have none."""
+        """Number of tokens of the newest prompt whose context grew. Retrieval and sessions have none."""
+        charge(num_prompt_tokens)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of prompt and answer that are still to be computed."""
+        """Number of tokens of prompt and answer that are still to be computed."""
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
     def follow(self, event: Event) -> None:
-        """Take in what happened to it."""
+        """Update the claim by an event of the query."""
         match event:
             case ContextChanged():
+                self._charge(event.num_tokens - event.num_shared - self._num_expected)
+                self._num_expected = 0
                 self._num_prompt = self.num_context_tokens = event.num_tokens
                 self._num_computed = min(self._num_computed, event.num_shared)
             case PrefillProgressed():
@@ -53,9 +96,9 @@ class Place:
 
 
 class Admission:
-    """Counts who is in. Nothing waits here: whoever has no place is told when to come again.
+    """A count of what open queries claim. Nothing waits here: a query without a place is refused, with a time to retry.
 
-    clock: seconds; of `time.monotonic` unless a test says otherwise.
+    clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,8 +110,8 @@ class Admission:
         self._clock = clock
         self._places: set[Place] = set()
         self._of_client: Counter[str] = Counter()
-        self._begun: OrderedDict[str, deque[float]] = OrderedDict()
-        """Begin of each query of the last minute, by client. The client whose newest query is oldest comes first."""
+        self._usage: OrderedDict[str, Usage] = OrderedDict()
+        """Usage of the clients that were active in the last minute, in the order of their last use."""
         self._wanted_s: dict[bool, OrderedDict[str, float]] = {False: OrderedDict(), True: OrderedDict()}
         """When clients last found no place, oldest first, for questions and for what is computed ahead (True)."""
         self._prompts: deque[int] = deque(maxlen=LEARNS_FROM)
@@ -76,12 +119,12 @@ class Admission:
 
     @property
     def num_queries(self) -> int:
-        """Queries that are open."""
+        """Number of open queries."""
         return len(self._places)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens still to be computed for them."""
+        """Number of tokens that are still to be computed for them."""
         return sum(place.num_queued_tokens for place in self._places)
 
     def enter(
@@ -89,8 +132,9 @@ class Admission:
     ) -> Place:
         """Claim a place for one query, to be given back with `leave`.
 
-        max_tokens: of its answer. num_prompt_tokens: of its prompt, if that is known; else as long as those before.
-        is_ahead: whether nobody waits for its answer yet. It counts as any other, and has a share of each bound.
+        max_tokens: of its answer. num_prompt_tokens: of its prompt; None if it is not known, and expected to be as long
+        as those before. is_ahead: whether nobody waits for the answer yet. It counts as others do, and has a share of
+        each bound.
 
         :raises RefusedError: there is none.
         """
@@ -99,6 +143,30 @@ class Admission:
             raise RefusedError("the service is stopping: ask another one, or later", "draining", 5.0)
         if not self.is_ready:
             raise RefusedError("the engine is starting: try again", "not_ready", 5.0)
+        self._check_places(client, limits, is_ahead)
+        usage = self._usage_of(client)
+        self._check_rate(usage, limits, is_ahead)
+        num_prompt = round(_mean(usage.prompts or self._prompts)) if num_prompt_tokens is None else num_prompt_tokens
+        self._check_prompt_rate(usage, limits, num_prompt)
+        self._check_queue(client, limits, is_ahead, num_prompt + max_tokens)
+        usage.begun_s.append(self._clock())
+        place = Place(client, num_prompt, max_tokens, is_ahead, partial(self._charge, client))
+        self._places.add(place)
+        self._of_client[client] += 1
+        return place
+
+    def leave(self, place: Place, *, stayed_s: float) -> None:
+        """Give a place back, after the query's `stayed_s` seconds."""
+        self._places.remove(place)
+        self._of_client[place.client] -= 1
+        if not self._of_client[place.client]:
+            del self._of_client[place.client]
+        if place.num_context_tokens:
+            self._prompts.append(place.num_context_tokens)
+            self._usage_of(place.client).prompts.append(place.num_context_tokens)
+        self._stays.append(stayed_s)
+
+    def _check_places(self, client: str, limits: Limits, is_ahead: bool) -> None:
         most, num_open = self._share_of(client, limits, is_ahead), self._of_client[client]
         if num_open >= most:
             why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"
@@ -110,35 +178,9 @@ class Admission:
             wanted[client] = self._clock()
             wanted.move_to_end(client)
             raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
-        self._check_rate(client, limits, is_ahead)
-        expected = num_prompt_tokens if num_prompt_tokens is not None else self._expected_prompt_tokens()
-        place = Place(client, expected, max_tokens, is_ahead)
-        queued = self._queued_before(client, is_ahead)
-        if queued and queued + place.num_queued_tokens > limits.max_queued_tokens:
-            share = (queued + place.num_queued_tokens - limits.max_queued_tokens) / max(queued, 1)
-            raise RefusedError(
-                f"{queued:,} tokens wait to be computed, and {limits.max_queued_tokens:,} is the most",
-                "tokens",
-                self._wait_s(math.ceil(share * len(self._places))),
-            )
-        self._begun.setdefault(client, deque()).append(self._clock())
-        self._begun.move_to_end(client)
-        self._places.add(place)
-        self._of_client[client] += 1
-        return place
-
-    def leave(self, place: Place, *, stayed_s: float) -> None:
-        """Its query has ended, after so many seconds."""
-        self._places.remove(place)
-        self._of_client[place.client] -= 1
-        if not self._of_client[place.client]:
-            del self._of_client[place.client]
-        if place.num_context_tokens:
-            self._prompts.append(place.num_context_tokens)
-        self._stays.append(stayed_s)
 
     def _share_of(self, client: str, limits: Limits, is_ahead: bool) -> int:
-        """Return how many places a client may have: as many as each, while another one has found none."""
+        """Return how many places a client may have. While another one has found none, each has an even share."""
         since_s = self._clock() - WANTED_S
         wanted = self._wanted_s[is_ahead]
         while wanted and next(iter(wanted.values())) <= since_s:
@@ -148,6 +190,16 @@ class Admission:
             return most
         num_others = sum(name not in wanted for name in {client, *self._of_client})
         return min(most, max(limits.max_queries // (len(wanted) + num_others), 1))
+
+    def _check_queue(self, client: str, limits: Limits, is_ahead: bool, num_tokens: int) -> None:
+        queued = self._queued_before(client, is_ahead)
+        if queued and queued + num_tokens > limits.max_queued_tokens:
+            share = (queued + num_tokens - limits.max_queued_tokens) / queued
+            raise RefusedError(
+                f"{queued:,} tokens wait to be computed, and {limits.max_queued_tokens:,} is the most",
+                "tokens",
+                self._wait_s(math.ceil(share * len(self._places))),
+            )
 
     def _queued_before(self, client: str, is_ahead: bool) -> int:
         """Count the tokens that wait, of each other client no more than its share, so that none keeps out all others.
@@ -161,24 +213,47 @@ class Admission:
         share = self.limits.max_queued_tokens // len(waiting)
         return sum(num if name == client else min(num, share) for name, num in waiting.items())
 
-    def _check_rate(self, client: str, limits: Limits, is_ahead: bool) -> None:
-        now = self._clock()
-        while self._begun and next(iter(self._begun.values()))[-1] <= now - MINUTE_S:
-            self._begun.popitem(last=False)
-        times = self._begun.get(client, deque())
-        while times and times[0] <= now - MINUTE_S:
-            times.popleft()
+    def _usage_of(self, client: str) -> Usage:
+        """Return what a client has used, and forget those who have used nothing for a minute."""
+        now_s = self._clock()
+        while self._usage and next(iter(self._usage.values())).changed_s <= now_s - MINUTE_S:
+            self._usage.popitem(last=False)
+        if client not in self._usage:
+            self._usage[client] = Usage(self.limits.max_prompt_tokens_per_minute, now_s)
+        return self._usage[client]
+
+    def _charge(self, client: str, num_tokens: int) -> None:
+        self._usage_of(client).add_tokens(num_tokens, self._clock())
+        self._usage.move_to_end(client)
+
+    def _check_rate(self, usage: Usage, limits: Limits, is_ahead: bool) -> None:
+        now_s, begun_s = self._clock(), usage.begun_s
+        while begun_s and begun_s[0] <= now_s - MINUTE_S:
+            begun_s.popleft()
         most_of_second = max(limits.max_requests_per_minute // 60, 1)
         for most, window_s in ((limits.max_requests_per_minute, MINUTE_S), (most_of_second, 1.0))[: 1 + is_ahead]:
-            if len(times) >= most and times[-most] > now - window_s:
+            if len(begun_s) >= most and begun_s[-most] > now_s - window_s:
                 raise RefusedError(
-                    f"{most} queries in {window_s:g} s are the most", "client_rate", times[-most] + window_s - now
+                    f"{most} queries in {window_s:g} s are the most", "client_rate", begun_s[-most] + window_s - now_s
                 )
 
-    def _expected_prompt_tokens(self) -> int:
-        return round(sum(self._prompts) / len(self._prompts)) if self._prompts else 0
+    def _check_prompt_rate(self, usage: Usage, limits: Limits, num_prompt_tokens: int) -> None:
+        """Refuse a prompt that does not fit into the client's bucket. One that never would needs an empty one."""
+        most = limits.max_prompt_tokens_per_minute
+        num_used = usage.num_tokens(self._clock())
+        excess = min(num_used, num_used + num_prompt_tokens - most * BURST_S / MINUTE_S)
+        if num_prompt_tokens and excess > 0:
+            raise RefusedError(
+                f"your prompts have more than {most:,} tokens a minute, which is the most",
+                "client_tokens",
+                excess * MINUTE_S / self.limits.max_prompt_tokens_per_minute,
+            )
 
     def _wait_s(self, num_to_end: int) -> float:
-        """Until so many of those that are in have ended, as long as they stay of late."""
-        mean_s = sum(self._stays) / len(self._stays) if self._stays else 1.0
+        """Return the expected seconds until `num_to_end` of the open queries have ended."""
+        mean_s = _mean(self._stays) if self._stays else 1.0
         return min(max(mean_s * num_to_end / max(len(self._places), 1), 1.0), MINUTE_S)
+
+
+def _mean(values: Collection[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,4 +1,4 @@
-"""The ASGI application: a gate, and the routes of every interface."""
+"""The ASGI application: a gate, and the routes of every protocol."""
 
 import logging
 import time
@@ -11,17 +11,17 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from streamrag.errors import StreamRagError
+from streamrag.serve.connections.gate import LOOPBACK, Gate
 from streamrag.serve.failures import RequestError, failure_of
-from streamrag.serve.gate import Gate
 from streamrag.serve.observe import live, metrics
 from streamrag.serve.observe.logs import OF_ERROR
 from streamrag.serve.page import routes as page
 from streamrag.serve.protocols import ask, chat, mcp, retrieve, streams
 from streamrag.serve.protocols.responses import routes as responses
-from streamrag.serve.protocols.sessions import routes as sessions
 from streamrag.serve.service import Service
 
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+PROTOCOLS = (chat, metrics, live, mcp, session_routes, ask, retrieve, streams, page, responses)
+"""Modules whose `routes` make the routes of one protocol."""
 
 log = logging.getLogger("streamrag.serve")
 
@@ -34,13 +34,31 @@ def create_app(
     origins: frozenset[str] = frozenset(),
     more_routes: Sequence[BaseRoute] = (),
 ) -> Gate:
-    """The application that serves `service`, which the caller starts and closes.
+    """Return the application that serves `service`, which the caller starts and closes.
 
     keys: names of clients, by API key; without any, everybody may ask.
     hosts: names that it may be asked by; None for any.
     origins: origins of pages that may ask it, besides its own.
-    more_routes: for interfaces of your own.
+    more_routes: for protocols of your own.
     """
+    app = Starlette(
+        routes=[
+            *_status_routes(service),
+            *(route for each in PROTOCOLS for route in each.routes(service)),
+            *more_routes,
+        ],
+        exception_handlers={
+            StreamRagError: _explain,
+            HTTPException: _explain_http,
+            ClientDisconnect: _end_silently,
+            Exception: _explain,
+        },
+    )
+    return Gate(app, limits=service.limits, keys=keys, hosts=hosts, origins=origins, share=service.share)
+
+
+def _status_routes(service: Service) -> list[BaseRoute]:
+    """Return the routes that say what the service is and whether it works."""
 
     async def models(request: Request) -> Response:
         model = {
@@ -60,32 +78,7 @@ def create_app(
             return PlainTextResponse("ready\n")
         return PlainTextResponse(f"not ready: {service.not_ready}\n", 503, {"retry-after": "5"})
 
-    all_routes: list[BaseRoute] = [
-        Route("/healthz", healthz),
-        Route("/readyz", readyz),
-        Route("/v1/models", models),
-        *chat.routes(service),
-        *metrics.routes(service),
-        *live.routes(service),
-        *mcp.routes(service),
-        *sessions.routes(service),
-        *ask.routes(service),
-        *retrieve.routes(service),
-        *streams.routes(service),
-        *page.routes(service),
-        *responses.routes(service),
-        *more_routes,
-    ]
-    app = Starlette(
-        routes=all_routes,
-        exception_handlers={
-            StreamRagError: _explain,
-            HTTPException: _explain_http,
-            ClientDisconnect: _nobody_hears,
-            Exception: _explain,
-        },
-    )
-    return Gate(app, limits=service.limits, keys=keys, hosts=hosts, origins=origins)
+    return [Route("/healthz", healthz), Route("/readyz", readyz), Route("/v1/models", models)]
 
 
 async def _explain(request: Request, error: Exception) -> Response:
@@ -104,5 +97,5 @@ async def _explain_http(request: Request, error: Exception) -> Response:
     return JSONResponse(failure.body(), error.status_code, error.headers)
 
 
-async def _nobody_hears(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
+async def _end_silently(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # the client has gone

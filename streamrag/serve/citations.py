@@ -1,4 +1,4 @@
-"""Where an answer cites its passages: [2], or [1, 3]."""
+"""Citations of passages in an answer: [2], or [1, 3]."""
 
 import hashlib
 import re
@@ -10,11 +10,11 @@ from urllib.parse import unquote
 _CITED = re.compile(r"\[(\d{1,4}(?:\s?,\s?\d{1,4}){0,15})\]", re.ASCII)
 
 LONGEST_MARK = 112
-"""Characters of the longest mark that is taken for a citation, brackets included."""
+"""Most characters of a mark that is taken for a citation, brackets included."""
 
 
 class Passage(Protocol):
-    """What is cited: a `Chunk`, or a `Citation`."""
+    """A passage that can be cited: a `Chunk`, or a `Citation`."""
 
     @property
     def uri(self) -> str: ...
@@ -36,7 +36,7 @@ class Mark:
 
 
 def marks_in(text: str, num_passages: int, start: int = 0) -> list[Mark]:
-    """The citations in `text` from `start` on; numbers that no passage has are none."""
+    """Return the citations in `text` from `start` on; numbers without a passage do not count."""
     return [
         Mark(match.start(), match.end(), number)
         for match in _CITED.finditer(text, start)
@@ -46,7 +46,7 @@ def marks_in(text: str, num_passages: int, start: int = 0) -> list[Mark]:
 
 
 def url_citations(text: str, passages: Sequence[P]) -> list[dict[str, object]]:
-    """The citations in `text` as OpenAI's chat completions have them."""
+    """Return the citations in `text` in the form of OpenAI's chat completions."""
     return [
         {
             "type": "url_citation",
@@ -62,7 +62,7 @@ def url_citations(text: str, passages: Sequence[P]) -> list[dict[str, object]]:
 
 
 def annotation_of(mark: Mark, passages: Sequence[P]) -> dict[str, object]:
-    """The citation as OpenAI's responses have it: of a page, or of a file for all that is not on the web."""
+    """Return a citation in the form of OpenAI's responses: of a page, or of a file for all that is not on the web."""
     passage = passages[mark.number - 1]
     if passage.uri.lower().startswith(("http://", "https://")):
         return {
@@ -81,11 +81,11 @@ def annotation_of(mark: Mark, passages: Sequence[P]) -> dict[str, object]:
 
 
 def file_id(passage: Passage) -> str:
-    """The same for the same document, always."""
+    """Return a stable id of a passage's document."""
     return f"file-{hashlib.sha256(passage.uri.encode(errors='replace')).hexdigest()[:24]}"
 
 
 def file_name(passage: Passage) -> str:
-    """The last part of its path, or what else there is."""
+    """Return the last part of a document's path, or its title."""
     parts = unquote(passage.uri.rstrip("/")).rsplit("/", 1)
     return parts[-1] or passage.title or "document"

@@ -1,10 +1,9 @@
-"""Whether the engine lives; if not, it is started again, each time after a longer wait, and not for ever."""
+"""A watch over the engine, which starts a dead one again: each time after a longer wait, and not for ever."""
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from streamrag.core import Backend, Progress, Startable
@@ -12,11 +11,11 @@ from streamrag.errors import BackendError, EngineDeadError
 from streamrag.kinds import message_of
 
 CHECK_S = 0.5
-"""Between looks at whether it lives."""
+"""Seconds between two health checks."""
 
 FIRST_WAIT_S = 1.0
 MOST_WAIT_S = 60.0
-"""Waits before the second restart, doubled before each further one, and the longest; the first comes at once."""
+"""Wait before the second restart, which doubles before each further one, and the longest. The first comes at once."""
 
 log = logging.getLogger("streamrag.serve")
 
@@ -26,14 +25,14 @@ class HasHealth(Protocol):
     """A backend that knows whether it still works."""
 
     def check_health(self) -> None:
-        """:raises EngineDeadError: it does not."""
+        """Check that the backend works.
+
+        :raises EngineDeadError: it does not.
+        """
 
 
 class Restarts:
-    """How often an engine was started again of late, and when it may be the next time.
-
-    at_most, window_s: so often within so many seconds.
-    """
+    """A budget of restarts: at most `at_most` within `window_s` seconds. Starts that fail count too."""
 
     def __init__(self, at_most: int, window_s: float) -> None:
         self.at_most = at_most
@@ -42,11 +41,11 @@ class Restarts:
 
     @property
     def num_begun(self) -> int:
-        """Those that count."""
+        """Number of restarts that count."""
         return len(self._begun_s)
 
     def begin(self, now_s: float) -> float | None:
-        """Seconds to wait until the next, which counts from now on; None if there were too many."""
+        """Count another restart, and return the seconds to wait before it; None if there were too many."""
         while self._begun_s and self._begun_s[0] <= now_s - self._window_s:
             self._begun_s.popleft()
         if self.num_begun == self.at_most:
@@ -55,49 +54,48 @@ class Restarts:
         return 0.0 if self.num_begun == 1 else min(FIRST_WAIT_S * 2.0 ** (self.num_begun - 2), MOST_WAIT_S)
 
 
+class Guarded(Protocol):
+    """The queries that the engine works for."""
+
+    @property
+    def wants_engine(self) -> bool:
+        """Whether a dead engine is worth starting again."""
+
+    def engine_died(self, error: EngineDeadError) -> None:
+        """React to the engine's death."""
+
+    def engine_restarted(self) -> None:
+        """React to a new start of the engine."""
+
+
 class EngineWatch:
-    """Watches one backend.
+    """A watch over one engine, which starts it again as often as `restarts` allows."""
 
-    on_death, on_life: called when it has died, and when it has been started again.
-    is_wanted: whether it is worth starting again.
-    restarts: how often; starts that fail count too.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        restarts: Restarts,
-        *,
-        on_death: Callable[[EngineDeadError], None],
-        on_life: Callable[[], None],
-        is_wanted: Callable[[], bool],
-    ) -> None:
+    def __init__(self, backend: Backend, restarts: Restarts, queries: Guarded) -> None:
         self.given_up = asyncio.Event()
-        """Set when it has died and will not be started again."""
+        """Set when the engine has died and will not be started again."""
         self.num_restarts = 0
-        """Times that it was started again."""
+        """Number of times that it was started again."""
         self.restarting = ""
-        """What is done about its death at the moment, for people."""
+        """Description of the restart that is going on, for people."""
         self._backend = backend
         self._restarts = restarts
-        self._on_death = on_death
-        self._on_life = on_life
-        self._is_wanted = is_wanted
+        self._queries = queries
 
     async def run(self, progress: Progress) -> None:
-        """Until it is given up, or this is cancelled."""
+        """Watch the engine until it is given up, or this is cancelled."""
         while isinstance(self._backend, HasHealth):
             await asyncio.sleep(CHECK_S)
             if (error := self.death()) is None:
                 continue
-            self._on_death(error)
+            self._queries.engine_died(error)
             if not await self._restart(error, progress):
                 self.given_up.set()
                 return
-            self._on_life()
+            self._queries.engine_restarted()
 
     def death(self) -> EngineDeadError | None:
-        """What it has died of, if it has."""
+        """Return the error that the engine has died of, if it has."""
         try:
             if isinstance(self._backend, HasHealth):
                 self._backend.check_health()
@@ -111,7 +109,7 @@ class EngineWatch:
         return None
 
     async def _restart(self, error: Exception, progress: Progress) -> bool:
-        while isinstance(self._backend, Startable) and self._is_wanted():
+        while isinstance(self._backend, Startable) and self._queries.wants_engine:
             if (wait_s := self._restarts.begin(time.monotonic())) is None:
                 break
             at_most = self._restarts.at_most

@@ -1,4 +1,4 @@
-"""What went wrong, as OpenAI's clients expect to be told."""
+"""Errors as clients see them, in OpenAI's form."""
 
 import json
 from dataclasses import dataclass
@@ -14,14 +14,16 @@ from streamrag.errors import (
     StreamRagError,
     TooManyQueriesError,
 )
-from streamrag.serve.observing import Outcome, Refusal
+from streamrag.serve.observe.observer import Outcome, Refusal
 
 ANONYMOUS = "anonymous"
 
 
 class RequestError(StreamRagError):
-    """A request that is refused as it stands. `status` is HTTP's, `param` the field that is wrong, `line` the number of
-    its line in a body of lines."""
+    """A request that is refused as it stands.
+
+    status: of HTTP. param: the field that is wrong. line: its number, in a body of lines.
+    """
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class RequestError(StreamRagError):
 
 
 class RefusedError(TooManyQueriesError):
-    """The service is full, or not there at the moment; `retry_after_s` says when to try again."""
+    """A query that was not admitted: the service is full, or not ready. `retry_after_s` says when to try again."""
 
     def __init__(self, message: str, why: Refusal, retry_after_s: float) -> None:
         super().__init__(message)
@@ -62,42 +64,40 @@ class Failure:
     line: int | None = None
 
     def body(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """Return the error in OpenAI's form."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error if self.line is None else {**error, "line": self.line}}
 
     def json(self) -> str:
-        """`body` as text."""
+        """Return `body` as text."""
         return json.dumps(self.body())
 
     def headers(self) -> dict[str, str]:
-        """What belongs into the response's headers."""
+        """Return its headers of the response."""
         return {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
 
 
 RETRIEVAL_FAILED = "retrieval failed; the service's log says why"
 ENGINE_DIED = "the engine died; ask again when it runs again"
 ENGINE_FAILED = "the engine failed; the service's log says why"
+INTERNAL_ERROR = "an error inside the service; its log says more"
 
 
 def failure_of(error: BaseException) -> Failure:
-    """How a client is told of `error`. What nobody foresaw, and what sources and engines say, which may name hosts,
-    addresses and files of the inside, is for the log, and not described to strangers."""
+    """Return an error as a client may see it.
+
+    Unforeseen errors, and the messages of sources and engines, may name hosts, addresses and files of the inside. They
+    are for the log.
+    """
     message = str(error)
     match error:
         case RequestError():
             kind = "authentication_error" if error.status == 401 else "invalid_request_error"
             return Failure(error.status, kind, error.code, message, "invalid", error.param, line=error.line)
+        case RefusedError(why="draining" | "not_ready"):
+            return _unavailable(error.why, message, error.retry_after_s)
         case RefusedError():
-            unavailable = error.why in ("draining", "not_ready")
-            return Failure(
-                503 if unavailable else 429,
-                "service_unavailable" if unavailable else "rate_limit_error",
-                error.why,
-                message,
-                "shut_down" if unavailable else "invalid",
-                retry_after_s=error.retry_after_s,
-            )
+            return Failure(429, "rate_limit_error", error.why, message, "invalid", retry_after_s=error.retry_after_s)
         case TooManyQueriesError():
             return Failure(429, "rate_limit_error", "queries", message, "invalid", retry_after_s=1.0)
         case DeadlineExceededError():
@@ -109,13 +109,13 @@ def failure_of(error: BaseException) -> Failure:
         case SourceError():
             return Failure(502, "server_error", "retrieval_failed", RETRIEVAL_FAILED, "source_error")
         case PipelineClosedError():
-            return Failure(
-                503, "service_unavailable", "draining", "the service is stopping", "shut_down", retry_after_s=5.0
-            )
+            return _unavailable("draining", "the service is stopping", 5.0)
         case ConfigurationError():
             return Failure(400, "invalid_request_error", "invalid_value", message, "invalid")
         case StreamRagError():
             return Failure(502, "server_error", "backend_failed", ENGINE_FAILED, "backend_error")
-    return Failure(
-        500, "server_error", "internal_error", "an error inside the service; its log says more", "internal_error"
-    )
+    return Failure(500, "server_error", "internal_error", INTERNAL_ERROR, "internal_error")
+
+
+def _unavailable(code: str, message: str, retry_after_s: float) -> Failure:
+    return Failure(503, "service_unavailable", code, message, "shut_down", retry_after_s=retry_after_s)

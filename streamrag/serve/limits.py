@@ -1,4 +1,4 @@
-"""What a service lets its clients do at once."""
+"""Bounds on what the clients of a service may do at once."""
 
 from typing import Any, get_args
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 
 class Checked(BaseModel):
-    """Values that are taken for what they are."""
+    """A frozen model without unknown fields, in which true and false are no numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -20,7 +20,7 @@ class Checked(BaseModel):
 
 
 class Limits(Checked):
-    """Bounds of a service. What is beyond them is refused with 429 or 413, and nobody else notices."""
+    """Bounds of a service. What exceeds them is refused with 429 or 413; no other client notices."""
 
     max_queries: int = Field(default=64, ge=1, description="queries that are open at once")
     max_queued_tokens: int = Field(
@@ -28,6 +28,11 @@ class Limits(Checked):
     )
     max_queries_per_client: int = Field(default=32, ge=1, description="queries of one client that are open at once")
     max_requests_per_minute: int = Field(default=600, ge=1, description="queries that one client may begin in a minute")
+    max_prompt_tokens_per_minute: int = Field(
+        default=1_000_000,
+        ge=1,
+        description="tokens of prompts that one client may have computed in a minute; a fifteenth of that at once",
+    )
     max_tokens: int = Field(default=1024, ge=1, description="tokens of one answer, also where the client asks for more")
     deadline_s: float = Field(default=120.0, gt=0, description="seconds from a query's admission to its last token")
     stream_s: float = Field(default=900.0, gt=0, description="the same of a stream, whose client brings its context")

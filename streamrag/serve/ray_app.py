@@ -24,10 +24,8 @@ from streamrag.backends.ray.source import RaySource
 from streamrag.core import Progress
 from streamrag.errors import ConfigurationError
 from streamrag.serve.app import create_app
-from streamrag.serve.config.checking import hosts_of
-from streamrag.serve.config.configuration import load
-from streamrag.serve.config.keys import read_keys
-from streamrag.serve.config.parts import (
+from streamrag.serve.config.checks import hosts_of
+from streamrag.serve.config.factories import (
     make_backend,
     make_observers,
     make_replicated,
@@ -35,9 +33,11 @@ from streamrag.serve.config.parts import (
     replica_options,
     service_of,
 )
+from streamrag.serve.config.keys import read_keys
+from streamrag.serve.config.layers import load
 from streamrag.serve.config.settings import Settings
-from streamrag.serve.config.source import make_source
-from streamrag.serve.gate import Gate
+from streamrag.serve.config.source_factory import make_source
+from streamrag.serve.connections.gate import Gate
 
 FRONT = "front"
 """The deployment's name."""
@@ -52,15 +52,15 @@ class Attached:
         self._handle = handle
 
     async def start(self, progress: Progress) -> DeploymentHandle:
-        """They are there."""
+        """Return the handle: the replicas are running."""
         return self._handle
 
     async def aclose(self) -> None:
-        """They stay."""
+        """Leave the replicas running."""
 
 
 class Front:
-    """The service in a replica: everything but engines, and sources that have a pool of their own."""
+    """The service in a replica: everything but engines and pooled sources."""
 
     async def __init__(  # type: ignore[misc]
         self, settings: Settings, engines: DeploymentHandle, sources: DeploymentHandle | None = None
@@ -80,26 +80,26 @@ class Front:
         return self._app
 
     async def __del__(self) -> None:
-        """Called once by Ray Serve, when the replica has no requests any more."""
+        """Drain and close the service. Ray Serve calls it once, when the replica has no requests any more."""
         await self._service.aclose(drain_s=self._drain_s)
         await self._close_observers()
 
 
-def ray_application(told: dict[str, str]) -> Any:
-    """The service as an application of Ray Serve's, for `serve run` and `serve deploy`.
+def ray_application(options: dict[str, str]) -> Any:
+    """Return the service as an application of Ray Serve's, for `serve run` and `serve deploy`.
 
-    told: `config`, the path of a TOML file, and any setting by name, as "replicas.number".
+    options: `config`, the path of a TOML file, and any setting by name, as "replicas.number".
 
     :raises ConfigurationError: something is wrong with them; says all of it.
     """
-    options = dict(told)
+    options = dict(options)
     config = options.pop("config", None)
     settings = load(None if config is None else Path(config), os.environ, options).settings
     return application(settings)
 
 
 def application(settings: Settings, *, make_engine: MakeBackend | None = None) -> Any:
-    """The service with these settings; `make_engine` makes another engine than they tell.
+    """Return the service with these settings; `make_engine` makes another engine than theirs.
 
     :raises ConfigurationError: there are no replicas to be made.
     """

@@ -6,12 +6,13 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from streamrag.errors import ConfigurationError
-from streamrag.serve.connections import bounded_protocol
+from streamrag.serve.connections.http import bounded_protocol
 from streamrag.serve.limits import Limits
 from streamrag.serve.service import Service
 
@@ -26,7 +27,7 @@ KEEPALIVE_S = 15
 
 
 class QuietServer(uvicorn.Server):
-    """Leaves signals to us: open queries end before connections do."""
+    """uvicorn without its signal handlers, so that open queries end before connections do."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -42,7 +43,7 @@ class QuietServer(uvicorn.Server):
 
 
 def listen(host: str, port: int, *, send_timeout_s: float = Limits().send_timeout_s) -> socket.socket:
-    """Return a socket with an address of its own; port 0 takes a free one. It refuses connections until it is served.
+    """Return a socket bound to an address; port 0 takes a free one. It refuses connections until it is served.
 
     Connections inherit its options. Each event is sent when it is written: Nagle's algorithm, beside a delayed ACK,
     held the first up for 40 ms. A peer that acknowledges nothing is noticed, later than one that reads too slowly.
@@ -67,7 +68,7 @@ def listen(host: str, port: int, *, send_timeout_s: float = Limits().send_timeou
 
 
 def config_of(app: ASGIApp, limits: Limits) -> uvicorn.Config:
-    """Return how uvicorn serves `app`."""
+    """Return uvicorn's configuration for `app`."""
     logging.getLogger("sse_starlette").setLevel(logging.WARNING)  # it would log what is sent
     return uvicorn.Config(
         app,
@@ -84,42 +85,45 @@ def config_of(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     )
 
 
+class Signals:
+    """SIGTERM, SIGINT and SIGHUP, which are this service's until the event loop ends: a third one does not end the
+    process before its exit status is known."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        """Set by the first signal."""
+        self.hurry = asyncio.Event()
+        """Set by the second one."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                asyncio.get_running_loop().add_signal_handler(number, self._note)
+
+    def _note(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
 async def serve(
     app: ASGIApp, service: Service, sock: socket.socket, *, on_ready: Callable[[], None] = lambda: None
 ) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP, or until the engine has died; a second signal aborts at once.
+    """Serve until a signal, or until the engine has died, and return the exit status. A second signal aborts at once.
 
-    The service must have been started; it is closed here. The exit status is one of those above. The signals are ours
-    until the event loop ends: a third one does not end the process before its status is known.
+    The service must have been started; it is closed here.
 
     :raises ConfigurationError: another program listens there already.
     """
-    server = QuietServer(config_of(app, service.limits))
-    told, hurry = asyncio.Event(), asyncio.Event()
-
-    def stop() -> None:
-        (hurry if told.is_set() else told).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            asyncio.get_running_loop().add_signal_handler(number, stop)
+    server, signals = QuietServer(config_of(app, service.limits)), Signals()
     serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
-    waits = [asyncio.create_task(event.wait()) for event in (server.listens, told, service.dead, hurry)]
-    listens, *ends, hurrying = waits
-    was_drained = False
     try:
-        await asyncio.wait([serving, listens], return_when=asyncio.FIRST_COMPLETED)
-        if listens.done():
+        await _wait_for_any(serving, server.listens)
+        if server.listens.is_set():
             on_ready()
-            await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
+            await _wait_for_any(serving, signals.stop, service.dead)
         closing = asyncio.create_task(service.aclose(drain_s=service.limits.drain_s))
-        await asyncio.wait([closing, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        await _wait_for_any(closing, signals.hurry)
         if not closing.done():
             await service.aclose()
         was_drained = await closing
     finally:
-        for wait in waits:
-            wait.cancel()
         await service.aclose()
         server.should_exit = True
         await asyncio.wait([serving])
@@ -130,3 +134,13 @@ async def serve(
     if service.dead.is_set():
         return ENGINE_DEAD
     return DRAINED if was_drained else ABORTED
+
+
+async def _wait_for_any(task: "asyncio.Task[Any]", *events: asyncio.Event) -> None:
+    """Wait until the task is done or one of the events is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait([task, *waits], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -20,12 +20,12 @@ _INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 def name_of(event: Event) -> str:
-    """As in "chunk_arrived"."""
+    """Return an event's name, as in "chunk_arrived"."""
     return _INNER_CAPITAL.sub("_", type(event).__name__).lower()
 
 
 def values_of(event: Event, before: tuple[Chunk, ...] = ()) -> dict[str, Any]:
-    """Its fields, for JSON. An answer's token ids and the engine's record of single steps stay here.
+    """Return an event's fields, for JSON. An answer's token ids and the engine's record of single steps stay here.
 
     Of a changed context there is what differs from the one before, as a splice: behind its first `at` chunks,
     `num_removed` go and `chunks` come. These have been told of when they arrived: `uri` and `passage` say which they
@@ -62,12 +62,12 @@ def _splice(before: tuple[Chunk, ...], after: tuple[Chunk, ...]) -> dict[str, An
 
 
 def _num_alike(one: Sequence[Chunk], other: Sequence[Chunk]) -> int:
-    """How many of the first are the same place in both."""
+    """Count the leading chunks that are from the same place in both."""
     pairs = enumerate(zip(one, other, strict=False))
     differ = (i for i, (a, b) in pairs if (a.uri, a.passage) != (b.uri, b.passage))
     return next(differ, min(len(one), len(other)))
 
 
 def json_of(values: Any) -> str:
-    """In one line, with nothing that a reader of lines might take for the end of one."""
+    """Return values as JSON in one line, without any character that a reader might take for its end."""
     return json.dumps(values, separators=(",", ":"))

@@ -140,10 +140,18 @@ def finite(score: float | None) -> float | None:
     return score if score is not None and isfinite(score) else None
 
 
+MAX_ERRORS = 1000
+"""Errors in a line up to which they are described: pydantic describes all of them, or none."""
+
+
 class LineError(ValueError):
     """A line that is not of the schema. `where` names the field, as in "chunk.text", or is empty."""
 
     def __init__(self, error: ValidationError, *, is_tagged: bool) -> None:
+        if error.error_count() > MAX_ERRORS:
+            self.where = ""
+            super().__init__(f"{error.error_count():,} values are not what they must be")
+            return
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         self.where = ".".join(map(str, first["loc"][is_tagged:]))[:200]
         super().__init__(f"{self.where}: {first['msg']:.200}" if self.where else first["msg"][:200])

@@ -10,8 +10,8 @@ import httpx
 
 from streamrag import Append, Chunk, SourceEvent
 from streamrag.serve import Limits, Service, create_app
-from streamrag.serve.gate import Gate
-from streamrag.serve.observing import Interface, Observer, Outcome, Refusal, ServedQuery
+from streamrag.serve.connections.gate import Gate
+from streamrag.serve.observe.observer import Interface, Observer, Outcome, Refusal, ServedQuery
 from streamrag.serve.server import QuietServer, config_of, listen
 from streamrag.telemetry import Answer, Event
 from streamrag.testing import ScriptedBackend, ScriptedSource, Step

@@ -18,11 +18,12 @@ from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.errors import BackendError, EngineDeadError, SourceError
 from streamrag.serve import Limits, Live, Metrics
 from streamrag.serve.admission import Admission, Place
-from streamrag.serve.config.parts import make_observers
+from streamrag.serve.config.factories import make_observers
 from streamrag.serve.config.settings import Settings
+from streamrag.serve.connections.gate import CALLER, Gate
 from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED, RefusedError
-from streamrag.serve.gate import CALLER, Gate
 from streamrag.serve.observe.logs import HIDDEN, QueryLog, hide, log_to
+from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw
 from tests.serve.responses.talking import talking
@@ -191,7 +192,36 @@ def test_thousands_of_clients_who_came_once_cost_the_next_one_nothing_and_are_fo
         looks_of(Name("ada"))
     now_s += 61.0
     looks_of(Name("cleo"))
-    assert list(admission._begun) == ["cleo"]
+    assert list(admission._usage) == ["cleo"]
+
+
+def test_prompt_tokens_of_a_client_are_bounded_in_a_minute_and_cost_another_nothing() -> None:
+    now_s = 0.0
+    admission = Admission(Limits(max_prompt_tokens_per_minute=60_000), clock=lambda: now_s)
+
+    def ask(client: str, *prompts: tuple[int, int]) -> str:
+        """Ask, and send these prompts: how many tokens each has, and how many of them the one before had."""
+        try:
+            place = admission.enter(client, max_tokens=1)
+        except RefusedError as refused:
+            return f"{refused.why}, {refused.retry_after_s:g} s"
+        for num_tokens, num_shared in prompts:
+            place.follow(ContextChanged(0.0, 1, num_tokens, num_shared, 0))
+        admission.leave(place, stayed_s=0.1)
+        return "answered"
+
+    assert ask("ada", (8_000, 0), (10_000, 8_000)) == "answered", "what nobody knows of cannot be refused"
+    assert ask("ada", (10_000, 0)) == "client_tokens, 10 s", "longer than the burst: it waits for all before it"
+    assert [ask("bob", (100, 0)) for _ in range(40)] == ["answered"] * 40, "four seconds' worth at once"
+    assert ask("bob", (100, 0)) == "client_tokens, 0.1 s"
+    assert ask("cleo", (100, 0)) == "answered"
+    now_s = 10.0
+    assert ask("ada", (1_000_000, 0)) == "answered"
+    now_s = 69.0
+    assert ask("ada", (100, 0)) == "client_tokens, 1 s", "a minute is the longest that anybody waits"
+    now_s = 70.0
+    assert ask("ada", (100, 0)) == "answered"
+    assert admission.enter("ada", max_tokens=1, num_prompt_tokens=0), "retrieval computes no prompt"
 
 
 def test_thousands_of_clients_who_found_no_place_cost_the_next_one_nothing() -> None:

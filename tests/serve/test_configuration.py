@@ -8,10 +8,10 @@ import pytest
 
 from streamrag.errors import ConfigurationError
 from streamrag.serve import Limits
-from streamrag.serve.config.configuration import SECTIONS, load
-from streamrag.serve.config.parts import name_on_ray
+from streamrag.serve.config.factories import name_on_ray
+from streamrag.serve.config.layers import SECTIONS, load
 from streamrag.serve.config.settings import Settings
-from streamrag.serve.config.showing import HIDDEN, commented_defaults, effective, toml_of
+from streamrag.serve.config.toml_text import HIDDEN, commented_defaults, effective, toml_of
 
 
 def file_of(folder: Path, text: str) -> Path:

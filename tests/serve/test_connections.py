@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 
 from streamrag import Append
 from streamrag.serve import Limits, Service, create_app
-from streamrag.serve.connections import MOST_TOLD, READ_BYTES, BoundedProtocol
+from streamrag.serve.connections.http import MOST_TOLD, READ_BYTES, BoundedProtocol
 from streamrag.serve.server import config_of, listen
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw

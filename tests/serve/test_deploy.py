@@ -14,10 +14,10 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-from streamrag.serve.config.configuration import load
-from streamrag.serve.observe.course import Phase
+from streamrag.serve.config.layers import load
 from streamrag.serve.observe.metrics import Metrics
-from streamrag.serve.observing import Interface, Outcome, Refusal
+from streamrag.serve.observe.observer import Interface, Outcome, Refusal
+from streamrag.serve.observe.progress import Phase
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/streamrag.json").read_text())

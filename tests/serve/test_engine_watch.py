@@ -26,10 +26,16 @@ async def test_an_engine_whose_health_check_fails_is_taken_for_dead_and_started_
             self.num_requests = 0
             await super().aclose()
 
-    monkeypatch.setattr("streamrag.serve.engine_watch.CHECK_S", 0)
     backend, lives = Healing(), asyncio.Event()
     deaths: list[EngineDeadError] = []
-    watch = EngineWatch(backend, Restarts(1, 60.0), on_death=deaths.append, on_life=lives.set, is_wanted=lambda: True)
+    monkeypatch.setattr("streamrag.serve.engine_watch.CHECK_S", 0)
+
+    class Guarded:
+        wants_engine = True
+        engine_died = deaths.append
+        engine_restarted = lives.set
+
+    watch = EngineWatch(backend, Restarts(1, 60.0), Guarded())
     await backend.start(lambda line: None)
     watching = asyncio.create_task(watch.run(lambda line: None))
     backend.num_requests = 1

@@ -2,18 +2,34 @@
 
 import asyncio
 import heapq
+import json
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from anyio import wait_all_tasks_blocked
 from starlette.types import Message
 
-from streamrag.serve import Limits, Service, connections
-from streamrag.serve.connections import READ_BYTES, Connection
-from streamrag.serve.fair_share import BUSY_SHARE, FREE_S, Account, FairShare
+from streamrag.serve import Limits, Service
+from streamrag.serve.connections import fair_share, json_body
+from streamrag.serve.connections import http as connections
+from streamrag.serve.connections.fair_share import BUSY_SHARE, FREE_S, Account, FairShare
+from streamrag.serve.connections.http import READ_BYTES, Connection
+from streamrag.serve.connections.json_body import (
+    MAX_VALUES,
+    MAX_WAITING,
+    SMALL_BYTES,
+    StrictModel,
+    parse,
+    parse_in_turn,
+)
+from streamrag.serve.failures import RequestError
 from streamrag.serve.protocols.stream_body import LINE_BYTES, LINES_A_TURN, StreamBody
 from streamrag.testing import ScriptedBackend
+from tests.serve.responses.talking import talking
+from tests.serve.serving import serving
 
 
 class Clock:
@@ -191,3 +207,110 @@ async def test_short_lines_that_wait_count_with_the_memory_that_they_take() -> N
     lines, counts = await reading(OPEN + line * 20_000)
     assert counts[-1] == counts[-100], "it waits for room"
     assert lines._waiting.qsize() <= Limits().max_frame_bytes / LINE_BYTES + LINES_A_TURN
+
+
+# ------------------------------------------------------------------------------------------------------- large bodies
+
+
+class Words(StrictModel):
+    """A request."""
+
+    words: list[str]
+
+
+def large(num_values: int = 10) -> bytes:
+    """Return a good body of `Words` that is parsed in turn."""
+    return json.dumps({"words": ["x" * SMALL_BYTES, *["x"] * (num_values - 1)]}).encode()
+
+
+async def test_large_bodies_of_one_client_are_parsed_one_at_a_time_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_s = Clock()
+    pauses_s: list[float] = []
+    is_over = asyncio.Semaphore(0)
+
+    async def sleep(seconds: float) -> None:
+        pauses_s.append(seconds)
+        await is_over.acquire()
+
+    account = Account(FairShare(Clock()))
+    monkeypatch.setattr(fair_share.time, "thread_time", cpu_s)
+    monkeypatch.setattr(fair_share.asyncio, "sleep", sleep)
+    parsed: list[int] = []
+
+    def parse(number: int) -> None:
+        cpu_s.now_s += 0.010
+        parsed.append(number)
+
+    tasks = [asyncio.create_task(account.take_turn(partial(parse, number))) for number in range(3)]
+    for number, task in enumerate(tasks):
+        await wait_all_tasks_blocked()
+        assert parsed == list(range(number + 1)), "the next one waits until the pause is over"
+        is_over.release()
+        await task
+    assert pauses_s == pytest.approx([0.010 / BUSY_SHARE] * 3)
+    assert account.num_waiting == 0
+
+
+async def test_no_more_than_some_large_bodies_of_one_client_wait() -> None:
+    account = Account(FairShare())
+    tasks = [asyncio.create_task(parse_in_turn(large(), Words, account)) for _ in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="wait to be read") as told:
+        await parse_in_turn(large(), Words, account)
+    assert told.value.status == 429
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert await parse_in_turn(large(), Words, account)
+
+
+@pytest.mark.parametrize("values", ["[]", "{}", '""', "1", '{"a":1}', r'"\\"', r'"\"\\\""', '"[,"', "[[[[[[[[]]]]]]]]"])
+def test_json_of_more_values_than_any_request_needs_is_refused_before_it_is_parsed(
+    values: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_body, "from_json", lambda *_, **__: pytest.fail("it was parsed"))
+    body = f'{{"words": [{",".join([values] * (MAX_VALUES + 1))}]}}'
+    for given in (body, body.encode()):
+        with pytest.raises(RequestError, match="more than 32,768 values") as told:
+            parse(given, Words)
+        assert told.value.status == 413
+
+
+@pytest.mark.parametrize("text", ["1, [2], {3}, ", r"\"key\": [1, 2], ", "\\\\", r"\\\"[,"])
+def test_a_text_may_hold_whatever_stands_between_values(text: str) -> None:
+    body = f'{{"words": ["{text * 30_000}", ""]}}'
+    parsed = parse(body.encode(), Words)
+    assert parsed.words == [json.loads(f'"{text}"') * 30_000, ""]
+    assert len(parse(large(MAX_VALUES - 10), Words).words) == MAX_VALUES - 10
+
+
+def test_errors_without_end_are_counted_and_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match=r"^words.0: Input should be a valid string"):
+        parse(f'{{"words": [{"1," * 999}1]}}', Words)
+    with pytest.raises(RequestError, match=r"^30,001 values are not what they must be"):
+        parse(f'{{"words": [{"1," * 30_000}1]}}', Words)
+
+
+async def test_large_bodies_and_frames_count_for_their_client_and_their_values_are_bounded() -> None:
+    paths = ["/v1/responses", "/v1/chat/completions", "/v1/ask", "/v1/retrieve", "/v1/sessions", "/mcp"]
+    body = f'{{"type": "response.create", "question": "Where?", "x": [{"[]," * MAX_VALUES}1]}}'
+    accounts: set[int] = set()
+    take_turn = Account.take_turn
+
+    async def noted(account: Account, work: Callable[[], Any]) -> Any:
+        accounts.add(id(account))
+        return await take_turn(account, work)
+
+    async with serving() as served:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Account, "take_turn", noted)
+            async with talking(served) as talk:
+                await talk.connection.send_raw(body)
+                (told,) = await talk.events()
+                assert (told.type, told.status) == ("error", 413)
+                for path in paths:
+                    answer = await served.http.post(path, content=body)
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_values")
+        assert len(accounts) == 1
+        answer = await served.http.post("/v1/streams", content=f"{body}\n")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "invalid_line")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from streamrag.errors import ConfigurationError
-from streamrag.serve.config.checking import check
-from streamrag.serve.config.configuration import load
+from streamrag.serve.config.checks import check
 from streamrag.serve.config.keys import read_keys
+from streamrag.serve.config.layers import load
 from streamrag.serve.config.settings import KeySettings
 from streamrag.serve.server import listen
 

@@ -183,7 +183,8 @@ async def test_a_key_is_wanted_and_names_the_client() -> None:
         (json.dumps(call_of(question=7)).encode(), 200),
         (json.dumps(call_of(question="  ")).encode(), 200),
         (json.dumps(call_of(nothing="x")).encode(), 200),
-        (b"[" * 100_000, 400),
+        (b"[" * 30_000, 400),
+        (b"[" * 100_000, 413),
         (b"x" * 2_000_000, 413),
     ],
 )

@@ -141,7 +141,8 @@ async def test_a_session_s_question_is_charged_by_its_own_length() -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tokens")
         await served.http.delete(url)
         await asyncio.gather(*asking)
-        assert served.service.admission._expected_prompt_tokens() == 2000, "they say nothing of other prompts"
+        place = served.service.admission.enter("anonymous", max_tokens=0)
+        assert place.num_queued_tokens == 2000, "they say nothing of other prompts"
 
 
 async def test_readers_of_a_session_are_bounded() -> None:

@@ -263,7 +263,7 @@ async def test_a_socket_that_is_not_read_is_closed_and_others_go_on() -> None:
 
 
 async def test_a_slow_reader_gets_the_newest_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    from streamrag.serve.frames import Frames
+    from streamrag.serve.connections.json_socket import Frames
 
     may_send, sends = anyio.Event(), Frames.send
 
@@ -366,7 +366,7 @@ async def test_each_question_hears_how_it_ended_before_its_session_closes_the_so
 
 
 async def test_questions_that_have_failed_wait_for_their_reader_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from streamrag.serve.frames import Frames
+    from streamrag.serve.connections.json_socket import Frames
 
     may_send, sends, begun = anyio.Event(), Frames.send, []
 

@@ -17,8 +17,8 @@ from websockets.asyncio.client import connect
 
 from streamrag.errors import ConfigurationError
 from streamrag.serve import Limits
-from streamrag.serve.config.configuration import load
-from streamrag.serve.config.parts import make_service
+from streamrag.serve.config.factories import make_service
+from streamrag.serve.config.layers import load
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import Serving, serving
 from tests.serve.test_sessions import Clock, events_of, opened

@@ -22,9 +22,9 @@ from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 from streamrag import Append, Chunk, SourceError, WebSource, search_engine
 from streamrag.propagation import trace_headers
 from streamrag.serve import Service
+from streamrag.serve.observe.observer import ServedQuery
 from streamrag.serve.observe.tracing import MAX_EVENTS, Tracing, context_of, to_otlp
-from streamrag.serve.observing import ServedQuery
-from streamrag.serve.service import Caller
+from streamrag.serve.open_queries import Caller
 from streamrag.telemetry import ChunkArrived
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.serving import CHUNKS, PARIS, serving

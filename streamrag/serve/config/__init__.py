@@ -1,1 +1,1 @@
-"""How a service is configured: settings, where they come from, what is wrong with them, the parts they name."""
+"""The configuration of a service: settings, where they come from, what is wrong with them, and the parts they name."""

@@ -1,4 +1,4 @@
-"""API keys, and the names of those who have them: from a file that only its owner reads, or from the environment."""
+"""API keys with the names of their clients, from a file that only its owner can read, or from the environment."""
 
 import os
 import stat
@@ -11,19 +11,19 @@ from streamrag.serve.config.settings import KeySettings
 MIN_KEY_CHARACTERS = 16
 
 
-def read_keys(told: KeySettings) -> dict[str, str]:
-    """Names of clients, by key; none if there are no keys.
+def read_keys(settings: KeySettings) -> dict[str, str]:
+    """Return names of clients, by key; none if there are no keys.
 
     :raises ConfigurationError: a file that others can read, or that cannot be read; a key that is too short, or twice
         there. No message holds a key.
     """
     pairs: list[tuple[str, str]] = []
-    if told.file is not None:
-        pairs += _of_file(told.file)
+    if settings.file is not None:
+        pairs += _of_file(settings.file)
         if not pairs:
-            raise ConfigurationError(f'{told.file} has no keys: write lines as name = "key"')
-    if told.pairs is not None:
-        given = told.pairs.get_secret_value().split()
+            raise ConfigurationError(f'{settings.file} has no keys: write lines as name = "key"')
+    if settings.pairs is not None:
+        given = settings.pairs.get_secret_value().split()
         if not given:  # as where a variable that should hold them is empty: nobody meant to let everybody in
             raise ConfigurationError("keys.pairs has no keys: write name=key, or leave it out")
         for number, pair in enumerate(given, 1):
@@ -65,6 +65,7 @@ def _of_file(file: Path) -> list[tuple[str, str]]:
 
 
 def _is_open_to_others(status: os.stat_result) -> bool:
-    """A group may read what belongs to another user, such as root: so are secrets handed to a service."""
+    """Whether others than the owner can read a file. Its group may if it belongs to another user, such as root, since
+    secrets are handed to services so."""
     for_group = stat.S_IRWXG if status.st_uid == os.geteuid() else stat.S_IWGRP | stat.S_IXGRP
     return bool(status.st_mode & (for_group | stat.S_IRWXO))

@@ -1,4 +1,4 @@
-"""Everything that a service is told: sections of a TOML file, of the environment and of the command line.
+"""All settings of a service: sections of a TOML file, of the environment and of the command line.
 
 [source]                                STREAMRAG__SOURCE__INDEX=./handbook-index
 index = "./handbook-index"              streamrag serve --source.index ./handbook-index
@@ -19,12 +19,12 @@ _PROMPT = PromptTemplate()
 
 
 def _words(value: Any) -> Any:
-    """A list, of a text too: words between commas or spaces."""
+    """Return a list, of a text too: words between commas or spaces."""
     return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
 def _object(value: Any) -> Any:
-    """A table, of JSON too."""
+    """Return a table, of JSON too."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -36,11 +36,11 @@ Table = Annotated[dict[str, Any], BeforeValidator(_object)]
 
 
 class Section(Checked):
-    """A section; what it does not know is an error."""
+    """A section; unknown names are errors."""
 
 
 class SourceSettings(Section):
-    """Where to look: one of `urls`, `index`, `postgres` and `trace`; with none, clients bring their context."""
+    """The place to search: one of `urls`, `index`, `postgres` and `trace`; with none, clients bring their context."""
 
     urls: Words = Field(default=(), description="crawl from these addresses")
     index: Path | None = Field(default=None, description="search an index made by `streamrag index build`")
@@ -77,7 +77,7 @@ class SourceSettings(Section):
 
 
 class ModelSettings(Section):
-    """Which model answers: one that vLLM loads here, or one of a server."""
+    """The model that answers: one that vLLM loads here, or one of a server."""
 
     name: str = Field(default="", description="path or name of a model for vLLM, or its name at `server`")
     server: str | None = Field(
@@ -184,7 +184,7 @@ class PromptSettings(Section):
 
 
 class AnswerSettings(Section):
-    """How answers are sampled where a client does not say."""
+    """Sampling of answers, where a client does not say."""
 
     max_tokens: int = Field(default=256, ge=1, description="most tokens of an answer")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
@@ -197,18 +197,18 @@ class AnswerSettings(Section):
 
 
 class LimitSettings(Limits):
-    """What clients may do at once. What is beyond it is refused with 429 or 413."""
+    """Bounds on what clients may do at once. What exceeds them is refused with 429 or 413."""
 
 
 class KeySettings(Section):
-    """Who may ask: `file` has lines `name = "key"`. Never on the command line, where everybody can read it."""
+    """API keys: `file` has lines `name = "key"`. Never on the command line, where everybody can read it."""
 
     file: Path | None = Field(default=None, description='lines of name = "key", readable by its owner only')
     pairs: SecretStr | None = Field(default=None, description="name=key pairs between spaces, for the environment")
 
 
 class ServerSettings(Section):
-    """Where it listens, and to whom."""
+    """The address to listen on, and the names and pages that may use it."""
 
     host: str = Field(
         default="127.0.0.1", description="the address to listen on; elsewhere than loopback it wants keys"
@@ -230,7 +230,7 @@ class ServerSettings(Section):
 
 
 class ObserveSettings(Section):
-    """What its operator sees."""
+    """Logs and traces for the operator."""
 
     logs: Literal["text", "json"] = Field(default="text", description="how lines of the log are written")
     content: bool = Field(default=False, description="questions and answers in logs and traces too")
@@ -238,7 +238,7 @@ class ObserveSettings(Section):
 
 
 class Settings(Section):
-    """All sections."""
+    """The settings of all sections."""
 
     source: SourceSettings = SourceSettings()
     model: ModelSettings = ModelSettings()

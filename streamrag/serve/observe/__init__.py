@@ -1,1 +1,1 @@
-"""Who watches: metrics, traces, logs, the live view."""
+"""Observers of queries: metrics, traces, logs, the live view."""

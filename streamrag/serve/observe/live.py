@@ -14,30 +14,30 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.failures import RequestError
-from streamrag.serve.gate import CALLER
-from streamrag.serve.observe.metrics import TellsKvUse
-from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.observe.metrics import kv_use_of
+from streamrag.serve.observe.observer import Interface, Observer, Outcome, Refusal, ServedQuery
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Event, TokensGenerated
 
 NUM_ENDED = 20
-"""Ended queries that are kept."""
+"""Number of ended queries that are kept."""
 NUM_TTFTS = 256
-"""Queries whose times to the first token the percentiles are of."""
+"""Number of queries whose times to the first token the percentiles are of."""
 NUM_OPEN = 500
-"""Open queries that are shown, the oldest; `num_open` counts all."""
+"""Number of open queries that are shown, the oldest; `num_open` counts all."""
 MAX_TEXT = 200
-"""Characters of a question."""
+"""Most characters of a question."""
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
-class Live:
-    """An observer that knows what every open query is doing, and how the last ones ended.
+class Live(Observer):
+    """An observer that shows what every open query is doing, and how the last ones ended.
 
     with_text: whether to show the beginnings of questions: to everybody those of their own, to `clients` all.
-    clients: names of those who may look, at the queries of all; None for everybody who has a key.
-    clock: seconds; of `time.monotonic` unless a test says otherwise.
+    clients: names of the clients that may see the queries of all; None for everybody who has a key.
+    clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -66,29 +66,32 @@ class Live:
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        course = query.course
         self._ended.appendleft({**self._shown(query), "outcome": outcome})
-        self._count("ended", 1)
-        if outcome == "answered":
-            self._count("answered", 1)
-        if course.ttft_s is not None:
-            self._ttfts_s.append(course.ttft_s)
-        if course.ttft_after_retrieval_s is not None:
-            self._ttfts_after_s.append(course.ttft_after_retrieval_s)
+        for name in ("ended", "answered") if outcome == "answered" else ("ended",):
+            self._count(name, 1)
+        progress = query.progress
+        for times_s, value_s in (
+            (self._ttfts_s, progress.ttft_s),
+            (self._ttfts_after_s, progress.ttft_after_retrieval_s),
+        ):
+            if value_s is not None:
+                times_s.append(value_s)
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
         self._refused[why] += 1
         self._count("refused", 1)
 
     def check(self, client: str) -> None:
-        """:raises RequestError: this client may not look."""
+        """Check that this client may look.
+
+        :raises RequestError: it may not.
+        """
         if self._clients is not None and client not in self._clients:
             raise RequestError("this key is not for looking at what others ask", status=403, code="not_an_operator")
 
     def snapshot(self, service: Service, client: str) -> dict[str, Any]:
-        """Everything that `client` may see, for JSON."""
-        backend = service.backend
-        use = backend.kv_use if isinstance(backend, TellsKvUse) else None
+        """Return everything that `client` may see, for JSON."""
+        use = kv_use_of(service)
         return {
             "model": service.model_name,
             "is_ready": service.is_ready,
@@ -119,47 +122,43 @@ class Live:
         return {name: value for name, value in shown.items() if name != "text"}
 
     def _shown(self, query: ServedQuery) -> dict[str, Any]:
-        course = query.course
+        progress = query.progress
         return {
             "id": query.id,
             "interface": query.interface,
             "client": query.client,
-            "phase": course.phase,
             "age_s": round(query.age_s, 3),
-            "ttft_s": course.ttft_s,
-            "num_chunks": course.num_chunks,
-            "num_prompt_tokens": course.num_prompt_tokens,
-            "num_prefilled": course.num_prefilled,
-            "num_output_tokens": course.num_output_tokens,
+            **{name: getattr(progress, name) for name in _SHOWN},
             **({"text": query.text[:MAX_TEXT]} if self._with_text else {}),
         }
 
 
+_SHOWN = ("phase", "ttft_s", "num_chunks", "num_prompt_tokens", "num_prefilled", "num_output_tokens")
 _COUNTED = ("started", "ended", "answered", "refused", "output_tokens")
 
 
 class Minute:
-    """Counts what happened in the last sixty seconds, by the second."""
+    """Counts of events in the last sixty seconds, by the second."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._slots: deque[tuple[int, Counter[str]]] = deque(maxlen=61)
 
     def add(self, name: str, num: int) -> None:
-        """It happened now, so many times."""
+        """Count `num` events that happened now."""
         second = int(self._clock())
         if not self._slots or self._slots[-1][0] != second:
             self._slots.append((second, Counter()))
         self._slots[-1][1][name] += num
 
     def count(self, name: str) -> int:
-        """How many times of late."""
+        """Return how many happened in the last minute."""
         first = self._clock() - 60
         return sum(counts[name] for second, counts in self._slots if second > first)
 
 
 def percentiles(values_s: Iterable[float]) -> dict[str, float]:
-    """By name, of values that there are; nothing if there are none."""
+    """Return percentiles by name; none if there are no values."""
     ordered = sorted(values_s)
     if not ordered:
         return {}
@@ -167,7 +166,7 @@ def percentiles(values_s: Iterable[float]) -> dict[str, float]:
 
 
 def routes(service: Service) -> list[Route]:
-    """`GET /v1/live`, if one of the service's observers knows."""
+    """Return `GET /v1/live`, if one of the service's observers shows it."""
     found = [observer for observer in service.observers if isinstance(observer, Live)]
 
     async def live(request: Request) -> Response:

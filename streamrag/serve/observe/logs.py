@@ -1,4 +1,4 @@
-"""What a service logs: one line for each query, and the query's id in every line that is logged while one is worked on.
+"""The log of a service: one line for each query, and the query's id in every line that is logged for it.
 
     {"time": "2026-11-23T02:03:04.567Z", "level": "info", "logger": "streamrag.serve.queries", "request_id": "8f0c…",
      "message": "answered", "interface": "chat", "client": "ada", "status": 200, "total_s": 1.93, "ttft_s": 0.84, …}
@@ -16,41 +16,41 @@ from typing import Any, Literal, TextIO, TypeAlias
 from urllib.parse import quote, quote_plus
 
 from streamrag.serve.failures import failure_of
-from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery, current_query
+from streamrag.serve.observe.observer import Interface, Observer, Outcome, Refusal, ServedQuery, current_query
 from streamrag.showing import one_line, shown
-from streamrag.telemetry import Answer, Event
+from streamrag.telemetry import Answer
 
 Form: TypeAlias = Literal["json", "text"]
 
 OF_QUERIES = "streamrag.serve.queries"
-"""The logger of lines that say how a query ended: that is their message."""
+"""The logger of lines whose message is how a query ended."""
 
 log = logging.getLogger(OF_QUERIES)
 
 FIELDS = "streamrag_fields"
-"""Where a record of the log has values of its own."""
+"""Attribute of a log record with values of its own."""
 QUESTION = "streamrag_question"
-"""Where it has the question that must not stand in it."""
+"""Attribute of a log record with the question that must not be in it."""
 
 OF_ERROR = "streamrag_query"
-"""Where an error has the query that it ended: the server logs it when that has long been left."""
+"""Attribute of an error with the query that it ended: the server logs it after the query has been left."""
 
 HIDDEN = "[question]"
 QUOTING = ("reason", "source_error", "cut_short")
-"""Fields that may hold a question. In others it is not looked for: nobody hides who asked by asking for that name."""
+"""Fields that may hold a question. In others it is not searched for: asking for a client's name must not hide it."""
 MAX_CHARACTERS = 2_000
-"""Of one value; a traceback may have ten times as many."""
+"""Most characters of one value; a traceback may have ten times as many."""
 MIN_HIDDEN = 4
-"""A question of fewer characters is not looked for: it stands in half of all words."""
+"""Fewest characters of a question that is searched for: a shorter one is in half of all words."""
 
 CHATTY = ("httpx", "httpcore", "uvicorn.access", "uvicorn.error", "sse_starlette", "vllm")
-"""Loggers that would log addresses and what is sent, for each request; and of vLLM, each step of its start."""
+"""Loggers that would log addresses and what is sent for each request, and vLLM's, each step of its start."""
 
 STATUS_OF_LEFT = 499
-"""What nginx logs of a client that has gone."""
+"""Status that nginx logs for a client that has gone."""
 
 
-class QueryLog:
+class QueryLog(Observer):
     """An observer that logs each query when it has ended, and each refusal.
 
     with_text: whether to log questions and answers.
@@ -58,12 +58,6 @@ class QueryLog:
 
     def __init__(self, *, with_text: bool = False) -> None:
         self._with_text = with_text
-
-    def query_started(self, query: ServedQuery) -> None:
-        """A query is logged when it has ended."""
-
-    def query_event(self, query: ServedQuery, event: Event) -> None:
-        """Its course knows."""
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
@@ -87,23 +81,21 @@ class QueryLog:
         log.warning("refused", extra={FIELDS: {"interface": interface, "client": client, "reason": why}})
 
 
+TIMES_S = ("queued_s", "retrieval_s", "ttft_s", "ttft_after_retrieval_s")
+COUNTS = (
+    "num_chunks", "num_skipped", "num_prompts", "num_updates",
+    "num_prompt_tokens", "num_invalidated", "num_output_tokens",
+)  # fmt: skip
+ENGINE_COUNTS = ("num_computed", "num_recomputed", "num_from_cache", "num_loaded")
+
+
 def _of_query(query: ServedQuery) -> dict[str, Any]:
-    course = query.course
+    times_s = {"total_s": query.age_s} | {name: getattr(query.progress, name) for name in TIMES_S}
     return {
         "interface": query.interface,
         "client": query.client,
-        "total_s": _rounded(query.age_s),
-        "queued_s": _rounded(course.queued_s),
-        "retrieval_s": _rounded(course.retrieval_s),
-        "ttft_s": _rounded(course.ttft_s),
-        "ttft_after_retrieval_s": _rounded(course.ttft_after_retrieval_s),
-        "num_chunks": course.num_chunks,
-        "num_skipped": course.num_skipped,
-        "num_prompts": course.num_prompts,
-        "num_updates": course.num_updates,
-        "num_prompt_tokens": course.num_prompt_tokens,
-        "num_invalidated": course.num_invalidated,
-        "num_output_tokens": course.num_output_tokens,
+        **{name: None if time_s is None else round(time_s, 4) for name, time_s in times_s.items()},
+        **{name: getattr(query.progress, name) for name in COUNTS},
     }
 
 
@@ -112,13 +104,8 @@ def _of_answer(answer: Answer) -> dict[str, Any]:
     if answer.source_error is not None:
         fields["source_error"] = str(answer.source_error)
     if record := answer.record:
-        fields |= {
-            "num_computed": record.num_computed,
-            "num_recomputed": record.num_recomputed,
-            "num_from_cache": record.num_from_cache,
-            "num_loaded": record.num_loaded,
-            "num_preemptions": len(record.preemptions),
-        }
+        fields |= {name: getattr(record, name) for name in ENGINE_COUNTS}
+        fields["num_preemptions"] = len(record.preemptions)
     return fields
 
 
@@ -130,12 +117,8 @@ def _of_error(outcome: Outcome, error: BaseException | None) -> dict[str, Any]:
     return {"status": failure_of(error).status, "error": type(error).__name__, "reason": str(error)}
 
 
-def _rounded(value_s: float | None) -> float | None:
-    return None if value_s is None else round(value_s, 4)
-
-
 class _WithQuery(logging.Filter):
-    """Notes the query that a line was logged for: the one that its task works for, or that ended with its error."""
+    """A filter that adds the query a line was logged for: that of its task, or the one that ended with its error."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         query = current_query.get()
@@ -154,7 +137,7 @@ class _Formatter(logging.Formatter):
         self._with_text = with_text
 
     def values(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
-        """What stands in the line, the question taken out."""
+        """Yield what the line has, without the question."""
         question = "" if self._with_text else getattr(record, QUESTION, "")
         yield "time", f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
         yield "level", record.levelname.lower()
@@ -192,9 +175,9 @@ class ForPeople(_Formatter):
 
 
 def hide(text: str, question: str) -> str:
-    """`text` without the question, as it is or as an address has it, in whatever case.
+    """Return `text` without the question, as it is or as an address has it, in upper or lower case.
 
-    In time that grows with both lengths only: a question is anybody's, and may be as long as a book.
+    The time grows with both lengths only: a question is untrusted, and may be as long as a book.
     """
     stripped = question.strip()
     if len(stripped) < MIN_HIDDEN or len(stripped) > len(text):  # no form of it is shorter
@@ -215,7 +198,7 @@ def _split(text: str, form: str) -> list[str]:
 
 
 def _small(text: str) -> str:
-    """In small letters, each in the place of its own."""
+    """Return `text` in lower case, each letter in its place."""
     small = text.lower()
     return small if len(small) == len(text) else "".join(map(_small_letter, text))
 
@@ -225,7 +208,7 @@ def _small_letter(letter: str) -> str:
 
 
 def log_to(stream: TextIO, *, form: Form = "json", level: int = logging.INFO, with_text: bool = False) -> None:
-    """Have everything that this program logs written to `stream`, in place of what was set up before.
+    """Write everything that this program logs to `stream`, in place of what was set up before.
 
     with_text: whether questions may stand in it. Libraries that log addresses are quieted all the same.
     """

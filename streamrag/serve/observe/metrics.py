@@ -1,10 +1,10 @@
-"""`GET /metrics` for Prometheus: what queries took and cost, and behind it what vLLM counts itself.
+"""`GET /metrics` for Prometheus: what queries took and cost, followed by vLLM's own metrics.
 
 Names follow vLLM's conventions: `streamrag:ttft_after_retrieval_seconds`. Labels have few values, and none of them is
-a client's text.
+text of a client.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol, get_args, runtime_checkable
 
 import anyio
@@ -17,29 +17,76 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.records import KvUse, RequestRecord
-from streamrag.serve.observe.course import Course, Phase
-from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.observe.observer import Interface, Observer, Outcome, Refusal, ServedQuery
+from streamrag.serve.observe.progress import Phase
 from streamrag.serve.service import Service
-from streamrag.telemetry import Answer, Event
+from streamrag.telemetry import Answer
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 COUNTS = (0, 1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 200, 500)
 TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
+TIMES = {
+    "queued_s": ("queue", "From a query's admission until retrieval began"),
+    "first_chunk_s": ("first_chunk", "From a query to the first chunk of context"),
+    "retrieval_s": ("retrieval", "From a query to the end of retrieval"),
+    "ttft_s": ("ttft", "From a query to the first token of the answer"),
+    "ttft_after_retrieval_s": ("ttft_after_retrieval", "From the end of retrieval to the first token of the answer"),
+}
+"""Histograms of seconds, by field of `QueryProgress`."""
+
+SIZES = {
+    "num_chunks": ("query_chunks", "Chunks of context that retrieval brought", COUNTS),
+    "num_prompts": ("query_prompts", "Prompts that a query sent to the engine", COUNTS),
+    "num_updates": ("query_updates", "Prompts that replaced something of the one before", COUNTS),
+    "num_prompt_tokens": ("query_prompt_tokens", "Tokens of the last prompt", TOKENS),
+    "num_output_tokens": ("query_output_tokens", "Tokens of the answer", TOKENS),
+}
+"""Histograms of sizes, by field of `QueryProgress`."""
+
+TOTALS = {
+    "num_skipped": ("documents_skipped", "Documents that sources could not use"),
+    "num_shared": ("shared_tokens", "Tokens that prompts shared with the prompt before"),
+    "num_invalidated": ("replaced_tokens", "Tokens of prompts that the next prompt replaced"),
+}
+"""Counters, by field of `QueryProgress`."""
+
+WORK = {
+    "num_computed": ("computed_tokens", "Prompt tokens that the engine computed"),
+    "num_recomputed": ("recomputed_tokens", "Prompt tokens computed again, because their KV had been lost"),
+    "num_invalidated": ("invalidated_tokens", "Computed prompt tokens that updates made useless"),
+    "num_from_cache": ("from_cache_tokens", "Prompt tokens found in the prefix cache"),
+    "num_loaded": ("loaded_tokens", "Prompt tokens loaded from host memory"),
+    "num_written_through": ("written_through_tokens", "Prompt tokens copied to host memory while they were still held"),
+}
+"""Counters, by field of `RequestRecord`; only answered queries have a record."""
+
+KV = {
+    "num_capacity": ("kv_capacity_tokens", "Tokens whose KV the device has room for"),
+    "num_host": ("host_kv_tokens", "Tokens whose KV is in host memory"),
+    "num_host_capacity": ("host_kv_capacity_tokens", "Tokens whose KV host memory has room for"),
+}
+"""Gauges, by field of `KvUse`."""
+
 OTHER = "other"
-"""Clients that have no name of their own in the metrics."""
+"""Label of clients that are not told apart."""
 
 
 @runtime_checkable
 class TellsKvUse(Protocol):
-    """A backend that knows what its KV memory is used for."""
+    """A backend that reports what its KV memory is used for."""
 
     @property
     def kv_use(self) -> KvUse | None:
-        """As of the engine's last step; None if it does not tell."""
+        """The use in the engine's last step; None if that is not known."""
 
 
-class Metrics:
+def kv_use_of(service: Service) -> KvUse | None:
+    """Return the use of the engine's KV memory, if its backend reports it."""
+    return service.backend.kv_use if isinstance(service.backend, TellsKvUse) else None
+
+
+class Metrics(Observer):
     """An observer that counts. Costs a query some microseconds.
 
     clients: names of clients that are told apart in `streamrag:queries` and `streamrag:refusals`; others are "other".
@@ -50,107 +97,54 @@ class Metrics:
 
     def __init__(self, *, clients: Collection[str] | None = None, with_default_registry: bool = True) -> None:
         self.registry = CollectorRegistry()
-        self._clients = None if clients is None else frozenset(clients)
+        self._kv_registry = CollectorRegistry()  # shown once the engine has reported it
         self._others = [REGISTRY] if with_default_registry else []
-        self._shown = _Shown()
+        self._clients = None if clients is None else frozenset(clients)
+        self._num_restarts = 0
         self._rendering = anyio.CapacityLimiter(1)
-        self._num_restarts_seen = 0
-        self._of_kv = CollectorRegistry()  # shown once the engine has told of it
         by_client = () if clients is None else ("client",)
-        interface = ("interface",)
-
-        self.queries = self._counter("queries", "Queries that ended", *interface, "outcome", *by_client)
-        self.refusals = self._counter("refusals", "Queries that were not admitted", *interface, "reason", *by_client)
+        self.queries = self._counter("queries", "Queries that ended", "interface", "outcome", *by_client)
+        self.refusals = self._counter("refusals", "Queries that were not admitted", "interface", "reason", *by_client)
         self.engine_restarts = self._counter("engine_restarts", "Times that a dead engine was started again")
         self.ready = self._gauge("ready", "1 if queries are admitted, else 0")
         self.open_queries = self._gauge("open_queries", "Queries that are open, by what they are doing", "phase")
         self.queued_tokens = self._gauge("queued_tokens", "Tokens of prompts and answers still to be computed")
-
-        self.queue = self._seconds("queue_seconds", "From a query's admission until retrieval began")
-        self.first_chunk = self._seconds("first_chunk_seconds", "From a query to the first chunk of context")
-        self.retrieval = self._seconds("retrieval_seconds", "From a query to the end of retrieval")
-        self.ttft = self._seconds("ttft_seconds", "From a query to the first token of the answer")
-        self.ttft_after_retrieval = self._seconds(
-            "ttft_after_retrieval_seconds", "From the end of retrieval to the first token of the answer"
-        )
-        self.total = self._seconds("query_seconds", "From a query's admission to its end, however it ended")
-
-        self.chunks = self._histogram("query_chunks", "Chunks of context that retrieval brought", COUNTS)
-        self.prompts = self._histogram("query_prompts", "Prompts that a query sent to the engine", COUNTS)
-        self.updates = self._histogram("query_updates", "Prompts that replaced something of the one before", COUNTS)
-        self.prompt_tokens = self._histogram("query_prompt_tokens", "Tokens of the last prompt", TOKENS)
-        self.output_tokens = self._histogram("query_output_tokens", "Tokens of the answer", TOKENS)
-        self.skipped = self._counter("documents_skipped", "Documents that sources could not use")
-
-        self.shared_tokens = self._counter("shared_tokens", "Tokens that prompts shared with the prompt before")
-        self.replaced_tokens = self._counter("replaced_tokens", "Tokens of prompts that the next prompt replaced")
-        self.of_record = {
-            name: self._counter(f"{name.removeprefix('num_')}_tokens", what)
-            for name, what in (
-                ("num_computed", "Prompt tokens that the engine computed"),
-                ("num_recomputed", "Prompt tokens computed again, because their KV had been lost"),
-                ("num_invalidated", "Computed prompt tokens that updates made useless"),
-                ("num_from_cache", "Prompt tokens found in the prefix cache"),
-                ("num_loaded", "Prompt tokens loaded from host memory"),
-                ("num_written_through", "Prompt tokens copied to host memory while they were still held"),
-            )
-        }
-        """By field of `RequestRecord`; only of answered queries, which have a record."""
+        self.total = self._seconds("query", "From a query's admission to its end, however it ended")
+        self.times = {field: self._seconds(*what) for field, what in TIMES.items()}
+        self.sizes = {field: self._sizes(*what) for field, what in SIZES.items()}
+        self.totals = {field: self._counter(*what) for field, what in TOTALS.items()}
+        self.work = {field: self._counter(*what) for field, what in WORK.items()}
         self.preemptions = self._counter("preemptions", "Times that a request lost its KV to others", "fate")
         self.preempted_tokens = self._counter("preempted_tokens", "Tokens whose KV was lost so", "fate")
         self.saved_tokens = self._counter("saved_tokens", "Lost tokens that were copied to host memory before")
         self.restores = self._counter("restores", "Times that a request got lost KV back", "choice")
-
         self.kv_tokens = self._kv_gauge("kv_tokens", "Tokens whose KV requests hold on the device, by state", "state")
         self.kv_requests = self._kv_gauge("kv_requests", "Requests in the engine, by state", "state")
-        self.kv_capacity = self._kv_gauge("kv_capacity_tokens", "Tokens whose KV the device has room for")
-        self.host_kv = self._kv_gauge("host_kv_tokens", "Tokens whose KV is in host memory")
-        self.host_kv_capacity = self._kv_gauge("host_kv_capacity_tokens", "Tokens whose KV host memory has room for")
+        self.kv = {field: self._kv_gauge(*what) for field, what in KV.items()}
 
     # ------------------------------------------------------------------------------------------------ as an observer
-
-    def query_started(self, query: ServedQuery) -> None:
-        """A query is counted when it ends."""
-
-    def query_event(self, query: ServedQuery, event: Event) -> None:
-        """Its course knows."""
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        course = query.course
-        interface = query.interface
-        self.queries.labels(interface, outcome, *self._client(query.client)).inc()
-        for histogram, value_s in (
-            (self.queue, course.queued_s),
-            (self.first_chunk, course.first_chunk_s),
-            (self.retrieval, course.retrieval_s),
-            (self.ttft, course.ttft_s),
-            (self.ttft_after_retrieval, course.ttft_after_retrieval_s),
-            (self.total, query.age_s),
-        ):
-            if value_s is not None:
-                histogram.labels(interface).observe(max(value_s, 0.0))
-        self._count(course)
+        self.queries.labels(query.interface, outcome, *self._client(query.client)).inc()
+        self.total.labels(query.interface).observe(query.age_s)
+        for field, histogram in self.times.items():
+            if (value_s := getattr(query.progress, field)) is not None:
+                histogram.labels(query.interface).observe(max(value_s, 0.0))
+        for field, histogram in self.sizes.items():
+            histogram.observe(getattr(query.progress, field))
+        for field, counter in self.totals.items():
+            counter.inc(getattr(query.progress, field))
         if answer is not None and answer.record is not None:
-            self._count_record(answer.record)
+            self._count_work(answer.record)
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
         self.refusals.labels(interface, why, *self._client(client)).inc()
 
-    def _count(self, course: Course) -> None:
-        self.chunks.observe(course.num_chunks)
-        self.prompts.observe(course.num_prompts)
-        self.updates.observe(course.num_updates)
-        self.prompt_tokens.observe(course.num_prompt_tokens)
-        self.output_tokens.observe(course.num_output_tokens)
-        self.skipped.inc(course.num_skipped)
-        self.shared_tokens.inc(course.num_shared)
-        self.replaced_tokens.inc(course.num_invalidated)
-
-    def _count_record(self, record: RequestRecord) -> None:
-        for name, counter in self.of_record.items():
-            counter.inc(getattr(record, name))
+    def _count_work(self, record: RequestRecord) -> None:
+        for field, counter in self.work.items():
+            counter.inc(getattr(record, field))
         for preemption in record.preemptions:
             self.preemptions.labels(preemption.fate).inc()
             self.preempted_tokens.labels(preemption.fate).inc(preemption.num_tokens_lost)
@@ -166,35 +160,35 @@ class Metrics:
     # --------------------------------------------------------------------------------------------------- as a scrape
 
     async def render(self, service: Service) -> bytes:
-        """All metrics as they are now, in Prometheus' text format.
+        """Return all metrics as they are now, in Prometheus' text format.
 
         Not as OpenMetrics, which Prometheus asks for first: prometheus_client 0.26 writes the names of samples with
         an underscore there, in which vLLM's and ours have a colon.
         """
-        self._look_at(service)
+        self._read_state(service)
+        if use := kv_use_of(service):
+            self._read_kv(use)
+        shown = _Registries([self.registry, *([self._kv_registry] if use else []), *self._others])
         # vLLM's are thousands of lines.
-        return await anyio.to_thread.run_sync(generate_latest, self._shown, limiter=self._rendering)
+        return await anyio.to_thread.run_sync(generate_latest, shown, limiter=self._rendering)
 
-    def _look_at(self, service: Service) -> None:
-        """Set what is not counted, but seen."""
-        phases = [query.course.phase for query in service.queries]
+    def _read_state(self, service: Service) -> None:
+        phases = [query.progress.phase for query in service.queries]
         for phase in get_args(Phase):
             self.open_queries.labels(phase).set(phases.count(phase))
         self.queued_tokens.set(service.admission.num_queued_tokens)
-        self.engine_restarts.inc(service.num_restarts - self._num_restarts_seen)
-        self._num_restarts_seen = service.num_restarts
+        self.engine_restarts.inc(service.num_restarts - self._num_restarts)
+        self._num_restarts = service.num_restarts
         self.ready.set(service.is_ready)
-        backend = service.backend
-        use = backend.kv_use if isinstance(backend, TellsKvUse) else None
-        self._shown.registries = [self.registry, *([self._of_kv] if use else []), *self._others]
-        if use is None:
-            return
+
+    def _read_kv(self, use: KvUse) -> None:
         for state, of_state in use.by_state.items():
             self.kv_tokens.labels(state).set(of_state.num_tokens)
             self.kv_requests.labels(state).set(of_state.num_requests)
-        self.kv_capacity.set(use.num_capacity)
-        self.host_kv.set(use.num_host)
-        self.host_kv_capacity.set(use.num_host_capacity)
+        for field, gauge in self.kv.items():
+            gauge.set(getattr(use, field))
+
+    # ------------------------------------------------------------------------------------------------------- metrics
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"streamrag:{name}", f"{what}.", labels, registry=self.registry)
@@ -203,30 +197,32 @@ class Metrics:
         return Gauge(f"streamrag:{name}", f"{what}.", labels, registry=self.registry)
 
     def _kv_gauge(self, name: str, what: str, *labels: str) -> Gauge:
-        return Gauge(f"streamrag:{name}", f"{what}.", labels, registry=self._of_kv)
+        return Gauge(f"streamrag:{name}", f"{what}.", labels, registry=self._kv_registry)
 
     def _seconds(self, name: str, what: str) -> Histogram:
-        return Histogram(f"streamrag:{name}", f"{what}.", ("interface",), buckets=SECONDS, registry=self.registry)
+        return Histogram(
+            f"streamrag:{name}_seconds", f"{what}.", ("interface",), buckets=SECONDS, registry=self.registry
+        )
 
-    def _histogram(self, name: str, what: str, buckets: tuple[int, ...]) -> Histogram:
+    def _sizes(self, name: str, what: str, buckets: tuple[int, ...]) -> Histogram:
         return Histogram(f"streamrag:{name}", f"{what}.", buckets=buckets, registry=self.registry)
 
 
-class _Shown(Collector):
-    """What is registered, without the times at which each series was made, which double it."""
+class _Registries(Collector):
+    """The metrics of several registries, without the times at which each series was made, which double them."""
 
-    def __init__(self) -> None:
-        self.registries: list[CollectorRegistry] = []
+    def __init__(self, registries: Sequence[CollectorRegistry]) -> None:
+        self._registries = registries
 
     def collect(self) -> Iterator[Metric]:
-        for registry in self.registries:
+        for registry in self._registries:
             for metric in registry.collect():
                 metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
                 yield metric
 
 
 def routes(service: Service) -> list[Route]:
-    """`GET /metrics`, if one of the service's observers counts."""
+    """Return `GET /metrics`, if one of the service's observers counts."""
     found = [observer for observer in service.observers if isinstance(observer, Metrics)]
 
     async def metrics(request: Request) -> Response:

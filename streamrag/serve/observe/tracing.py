@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import anyio.to_thread
@@ -22,9 +23,9 @@ from streamrag.errors import MissingDependencyError
 from streamrag.propagation import trace_headers
 from streamrag.records import RequestRecord
 from streamrag.serve.failures import failure_of
-from streamrag.serve.observe.course import Course
 from streamrag.serve.observe.logs import hide
-from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery
+from streamrag.serve.observe.observer import Observer, Outcome, ServedQuery
+from streamrag.serve.observe.progress import QueryProgress
 from streamrag.telemetry import (
     Answer,
     ChunkArrived,
@@ -49,44 +50,45 @@ except ImportError as error:
     raise MissingDependencyError("opentelemetry-sdk", "pip install 'streamrag[otel]'") from error
 
 MAX_EVENTS = 100
-"""Events of one retrieval; `streamrag.num_events_left_out` counts the others."""
+"""Most events of one retrieval; `streamrag.num_events_left_out` counts the others."""
 MAX_PREEMPTIONS = 32
-"""Spans of preemptions of one query; `streamrag.num_preemptions` counts all."""
+"""Most spans of preemptions of one query; `streamrag.num_preemptions` counts all."""
 MAX_TEXT = 4_000
-"""Characters of a text, where texts are switched on."""
+"""Most characters of a text, where texts are switched on."""
 
 EXPORT_TIMEOUT_S = 5
 
 _TRACEPARENT = re.compile(r"[0-9a-f-]{55,80}", re.ASCII)
 _TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}", re.ASCII)
+_NO_TEXTS: Mapping[str, str] = MappingProxyType({})
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 OPERATION = {"retrieve": "retrieval"}
-"""By interface; the others are chats."""
+"""Operation by protocol; the others are chats."""
 
 
 @dataclass(slots=True)
 class _Traced:
-    """A query under way."""
+    """An open query with its spans."""
 
     query: ServedQuery
     span: Span
     before: Context
-    """What was current when it began."""
+    """The context that was current when it began."""
     wall_ns: int
-    """To be added to nanoseconds of `time.monotonic`."""
+    """Nanoseconds to be added to those of `time.monotonic`."""
     retrieval: Span | None = None
     num_events: int = 0
 
     def at_ns(self, monotonic_s: float) -> int:
-        """A time of the monotonic clock on the wall clock, which was looked at once, when the query began."""
+        """Return a time of the monotonic clock on the wall clock, which was read once, when the query began."""
         return self.wall_ns + int(monotonic_s * 1e9)
 
     def event_ns(self, at_s: float) -> int:
         return self.at_ns(self.query.started_s + at_s)
 
 
-class Tracing:
+class Tracing(Observer):
     """An observer that makes spans.
 
     provider: makes and exports them; `to_otlp` makes one. `aclose` shuts it down.
@@ -111,7 +113,7 @@ class Tracing:
         self._traced: dict[int, _Traced] = {}
 
     async def aclose(self) -> None:
-        """Export what is left, and stop. Takes seconds if nobody takes it."""
+        """Export what is left, and stop. Takes seconds if no collector takes it."""
         await anyio.to_thread.run_sync(self._provider.shutdown)
 
     def query_started(self, query: ServedQuery) -> None:
@@ -144,42 +146,20 @@ class Tracing:
         traced = self._traced[id(query)]
         match event:
             case RetrievalStarted():
-                traced.retrieval = self._child(
-                    traced,
-                    "retrieval",
-                    traced.event_ns(event.at_s),
-                    {"gen_ai.operation.name": "retrieval", "gen_ai.data_source.id": self._data_source},
-                )
+                attributes = {"gen_ai.operation.name": "retrieval", "gen_ai.data_source.id": self._data_source}
+                traced.retrieval = self._child(traced, "retrieval", traced.event_ns(event.at_s), attributes)
             case ContextComplete():
-                self._end_of_search(traced, event.at_s)
+                self._end_retrieval(traced, event.at_s)
             case ChunkArrived(chunk=chunk):
-                texts = {"streamrag.uri": chunk.uri, "streamrag.text": chunk.text[:MAX_TEXT]}
-                self._add_event(
-                    traced,
-                    "streamrag.chunk",
-                    event.at_s,
-                    {
-                        "streamrag.passage": chunk.passage,
-                        "streamrag.num_characters": len(chunk.text),
-                        **(texts if self._with_text else {}),
-                    },
-                )
+                sizes = {"passage": chunk.passage, "num_characters": len(chunk.text)}
+                self._add_event(traced, "chunk", event.at_s, sizes, {"uri": chunk.uri, "text": chunk.text})
             case ContextChanged():
-                self._add_event(
-                    traced,
-                    "streamrag.prompt",
-                    event.at_s,
-                    {
-                        "streamrag.num_tokens": event.num_tokens,
-                        "streamrag.num_shared": event.num_shared,
-                        "streamrag.num_invalidated": event.num_invalidated,
-                    },
-                )
+                names = ("num_tokens", "num_shared", "num_invalidated")
+                self._add_event(traced, "prompt", event.at_s, {name: getattr(event, name) for name in names})
             case DocumentSkipped():
-                texts = {"streamrag.uri": event.uri, "streamrag.reason": event.reason[:MAX_TEXT]}
-                self._add_event(traced, "streamrag.skipped", event.at_s, texts if self._with_text else {})
+                self._add_event(traced, "skipped", event.at_s, {}, {"uri": event.uri, "reason": event.reason})
             case RetrievalCutShort() | SourceFailed():
-                self._add_event(traced, "streamrag.cut_short", event.at_s, {})
+                self._add_event(traced, "cut_short", event.at_s, {})
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
@@ -188,9 +168,9 @@ class Tracing:
         attach(traced.before)
         trace_headers.set({})
         now_s = time.monotonic()
-        self._end_of_search(traced, now_s - query.started_s)
+        self._end_retrieval(traced, now_s - query.started_s)
         self._add_generation(traced, answer, now_s)
-        traced.span.set_attributes(_given(self._of_end(traced.query.course, outcome, answer)))
+        traced.span.set_attributes(_given(self._of_end(traced.query.progress, outcome, answer)))
         if error is not None and outcome not in ("answered", "left"):
             kind = type(error).__name__
             reason = str(error) if self._with_text else hide(str(error), query.text)
@@ -198,44 +178,41 @@ class Tracing:
             traced.span.set_status(StatusCode.ERROR, f"{kind}: {reason[:MAX_TEXT]}")
         traced.span.end(traced.at_ns(now_s))
 
-    def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
-        """Nothing was done for it; metrics and the log have it."""
-
-    def _of_end(self, course: Course, outcome: Outcome, answer: Answer | None) -> dict[str, Any]:
+    def _of_end(self, progress: QueryProgress, outcome: Outcome, answer: Answer | None) -> dict[str, Any]:
         record = None if answer is None else answer.record
         return {
             "streamrag.outcome": outcome,
-            "gen_ai.usage.input_tokens": course.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": course.num_output_tokens,
+            "gen_ai.usage.input_tokens": progress.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": progress.num_output_tokens,
             "gen_ai.usage.cache_read.input_tokens": None if record is None else record.num_from_cache,
-            "gen_ai.response.time_to_first_chunk": course.ttft_s,
+            "gen_ai.response.time_to_first_chunk": progress.ttft_s,
             "gen_ai.response.finish_reasons": None if answer is None else (answer.finish_reason,),
             "gen_ai.response.text": answer.text[:MAX_TEXT] if answer is not None and self._with_text else None,
-            "streamrag.ttft_after_retrieval_s": course.ttft_after_retrieval_s,
-            "streamrag.num_chunks": course.num_chunks,
-            "streamrag.num_prompts": course.num_prompts,
-            "streamrag.num_invalidated": course.num_invalidated,
+            "streamrag.ttft_after_retrieval_s": progress.ttft_after_retrieval_s,
+            "streamrag.num_chunks": progress.num_chunks,
+            "streamrag.num_prompts": progress.num_prompts,
+            "streamrag.num_invalidated": progress.num_invalidated,
             "streamrag.num_computed": None if record is None else record.num_computed,
             "streamrag.num_preemptions": None if record is None else len(record.preemptions),
         }
 
     def _add_generation(self, traced: _Traced, answer: Answer | None, now_s: float) -> None:
-        """Prefill and decode, by the engine's record if there is one, else by the events."""
-        course, started_s = traced.query.course, traced.query.started_s
+        """Add the spans of prefill and decode, by the engine's record if there is one, else by the events."""
+        progress, started_s = traced.query.progress, traced.query.started_s
         record = None if answer is None else answer.record
-        first_s = None if course.queued_s is None else started_s + course.queued_s
-        token_s = None if course.ttft_s is None else started_s + course.ttft_s
+        first_s = None if progress.queued_s is None else started_s + progress.queued_s
+        token_s = None if progress.ttft_s is None else started_s + progress.ttft_s
         if record is not None and record.scheduled_s is not None:
             first_s = record.scheduled_s
         computed_s = record.last_kv_s if record is not None and record.last_kv_s is not None else token_s
-        if first_s is not None and course.num_prompts:
-            tokens = {"streamrag.num_tokens": course.num_prompt_tokens}
+        if first_s is not None and progress.num_prompts:
+            tokens = {"streamrag.num_tokens": progress.num_prompt_tokens}
             prefill = self._child(traced, "prefill", traced.at_ns(first_s), tokens)
             if record is not None:
                 self._add_preemptions(traced, prefill, record)
             prefill.end(traced.at_ns(max(computed_s or now_s, first_s)))
         if token_s is not None:
-            tokens = {"streamrag.num_tokens": course.num_output_tokens}
+            tokens = {"streamrag.num_tokens": progress.num_output_tokens}
             decode = self._child(traced, "decode", traced.at_ns(token_s), tokens)
             decode.end(traced.at_ns(now_s if answer is None else started_s + answer.timings.total_s))
 
@@ -257,24 +234,28 @@ class Tracing:
         context = set_span_in_context(parent or traced.span)
         return self._tracer.start_span(name, context=context, start_time=start_ns, attributes=_given(attributes))
 
-    def _end_of_search(self, traced: _Traced, at_s: float) -> None:
+    def _end_retrieval(self, traced: _Traced, at_s: float) -> None:
         if traced.retrieval is None:
             return
-        traced.retrieval.set_attribute("streamrag.num_chunks", traced.query.course.num_chunks)
+        traced.retrieval.set_attribute("streamrag.num_chunks", traced.query.progress.num_chunks)
         if traced.num_events > MAX_EVENTS:
             traced.retrieval.set_attribute("streamrag.num_events_left_out", traced.num_events - MAX_EVENTS)
         traced.retrieval.end(traced.event_ns(at_s))
         traced.retrieval = None
 
-    def _add_event(self, traced: _Traced, name: str, at_s: float, attributes: Mapping[str, Any]) -> None:
+    def _add_event(
+        self, traced: _Traced, name: str, at_s: float, sizes: Mapping[str, Any], texts: Mapping[str, str] = _NO_TEXTS
+    ) -> None:
         span = traced.retrieval or traced.span
         traced.num_events += 1
         if traced.num_events <= MAX_EVENTS:
-            span.add_event(name, attributes, traced.event_ns(at_s))
+            cut = {key: text[:MAX_TEXT] for key, text in texts.items()} if self._with_text else {}
+            attributes = {f"streamrag.{key}": value for key, value in {**sizes, **cut}.items()}
+            span.add_event(f"streamrag.{name}", attributes, traced.event_ns(at_s))
 
 
 def context_of(query: ServedQuery) -> Context:
-    """What the caller's headers say that the query belongs to; nothing, if they say anything else than W3C has it."""
+    """Return the trace context of the caller's headers; an empty one if they are not as W3C defines them."""
     carrier = {}
     if query.traceparent and _TRACEPARENT.fullmatch(query.traceparent):
         carrier["traceparent"] = query.traceparent
@@ -286,7 +267,7 @@ def context_of(query: ServedQuery) -> Context:
 def to_otlp(
     endpoint: str, *, headers: Mapping[str, str] | None = None, service_name: str = "streamrag"
 ) -> TracerProvider:
-    """Sends spans to a collector, in the background: OTLP over HTTP, with protobuf.
+    """Return a provider that sends spans to a collector in the background: OTLP over HTTP, with protobuf.
 
     endpoint: of the collector, as in "http://127.0.0.1:4318"; "/v1/traces" is added.
     headers: sent along, such as a key.

@@ -13,12 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
-from streamrag.serve.bodies import SAMPLING, StrictModel, read_body, sampling, turn_of
-from streamrag.serve.gate import CALLER
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import StrictModel, read_body
+from streamrag.serve.connections.sse import Write
 from streamrag.serve.protocols.chat import Message
 from streamrag.serve.protocols.event_stream import respond_with_events, write_events
+from streamrag.serve.request_fields import SAMPLING, sampling, turn_of
 from streamrag.serve.service import Service
-from streamrag.serve.sse import Write
 
 QUERY_FIELDS = {"max_context_tokens", "deadline_s", "late_share", "overlap"}
 

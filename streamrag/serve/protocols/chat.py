@@ -16,13 +16,14 @@ from starlette.routing import Route
 
 from streamrag.asked import QueryOptions
 from streamrag.core import MAX_INT, SamplingParams, Turn
-from streamrag.serve.bodies import SAMPLING, read_body, refuse_fields, sampling, split_turns, turn_of
 from streamrag.serve.citations import url_citations
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import read_body
+from streamrag.serve.connections.sse import Write, respond, unless_gone
 from streamrag.serve.failures import Failure, RequestError
-from streamrag.serve.gate import CALLER
 from streamrag.serve.protocols.event_stream import answer_of
+from streamrag.serve.request_fields import SAMPLING, refuse_fields, sampling, split_turns, turn_of
 from streamrag.serve.service import Service
-from streamrag.serve.sse import Write, respond, unless_gone
 from streamrag.serve.wire import json_of
 from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated
 

@@ -9,9 +9,9 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from streamrag.core import Chunk
+from streamrag.serve.connections.sse import Produce, Write, respond
 from streamrag.serve.failures import Failure
 from streamrag.serve.service import Service
-from streamrag.serve.sse import Produce, Write, respond
 from streamrag.serve.wire import json_of, name_of, values_of
 from streamrag.telemetry import Answer, Answered, ContextChanged, Event
 

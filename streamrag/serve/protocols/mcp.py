@@ -16,10 +16,11 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from streamrag.serve.citations import marks_in
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import checked_body
+from streamrag.serve.connections.sse import unless_gone
 from streamrag.serve.failures import failure_of
-from streamrag.serve.gate import CALLER
 from streamrag.serve.service import Service
-from streamrag.serve.sse import unless_gone
 from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, Event, TokensGenerated
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
-        body = await Request(scope, receive).body()
+        body = await checked_body(Request(scope, receive))
         is_read = False
 
         async def receive_body() -> Message:

@@ -19,12 +19,13 @@ from streamrag.core import Append, Chunk, CutShort, Skipped, Source, SourceEvent
 from streamrag.errors import SourceError, StreamRagError
 from streamrag.kinds import short
 from streamrag.retrieving import Retrieval
-from streamrag.serve.bodies import StrictModel, read_body
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import StrictModel, read_body
+from streamrag.serve.connections.sse import Write
 from streamrag.serve.failures import RequestError
-from streamrag.serve.gate import CALLER
+from streamrag.serve.open_queries import OpenQuery
 from streamrag.serve.protocols.event_stream import encode, respond_with_events
-from streamrag.serve.service import OpenQuery, Service
-from streamrag.serve.sse import Write
+from streamrag.serve.service import Service
 from streamrag.serve.wire import json_of
 from streamrag.tasks import LET_GO_S
 from streamrag.telemetry import ChunkArrived, DocumentSkipped, RetrievalCutShort, RetrievalStarted

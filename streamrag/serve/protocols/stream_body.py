@@ -16,9 +16,9 @@ from typing import Literal, TypeAlias
 from starlette.types import Message, Receive
 
 from streamrag.core import SourceEvent
-from streamrag.serve.bodies import StrictModel
+from streamrag.serve.connections.fair_share import Account
+from streamrag.serve.connections.json_body import StrictModel, check_num_values
 from streamrag.serve.failures import RequestError
-from streamrag.serve.fair_share import Account
 from streamrag.serve.protocols.ask import QueryRequest
 from streamrag.serve.service import Service
 from streamrag.trace.events import EventLine, LineCodec, LineError
@@ -59,9 +59,12 @@ def parse_line(line: bytes, number: int) -> Line:
     :raises RequestError: it is not of the schema; the message names the line and the field.
     """
     try:
+        check_num_values(line)
         return _CODEC.decode(line)
     except LineError as error:
         raise bad_line(number, str(error), error.where or None) from None
+    except RequestError as error:
+        raise bad_line(number, str(error), status=413) from None
 
 
 def bad_line(number: int, message: str, param: str | None = None, *, status: int = 400) -> RequestError:

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.core import SourceEvent
-from streamrag.serve.gate import CALLER
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.sse import Write
 from streamrag.serve.protocols.event_stream import respond_with_events, write_events
 from streamrag.serve.protocols.stream_body import StreamBody
 from streamrag.serve.service import Service
-from streamrag.serve.sse import Write
 from streamrag.tasks import cancel_regardless
 
 

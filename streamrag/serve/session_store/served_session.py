@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from streamrag.errors import StreamRagError
+from streamrag.serve.connections.json_socket import MAX_ID
 from streamrag.serve.failures import RequestError, failure_of
-from streamrag.serve.frames import MAX_ID
 from streamrag.serve.limits import Limits
-from streamrag.serve.service import Caller
+from streamrag.serve.open_queries import Caller
 from streamrag.sessions import Session, Watch
 from streamrag.sessions.log import SessionLog
 from streamrag.tasks import Broadcast, cancel_regardless

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from streamrag.errors import SessionLogError, SessionLogInUseError, TooManySessionsError
 from streamrag.serve.failures import RefusedError, RequestError
-from streamrag.serve.observing import Refusal
+from streamrag.serve.observe.observer import Refusal
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.folder import SessionFolder
 from streamrag.serve.session_store.served_session import ServedSession

@@ -327,8 +327,8 @@ def test_what_an_engine_needs_of_its_node_is_passed_to_ray() -> None:
 
 
 def test_sources_and_the_service_take_no_cpus_that_engines_may_have_taken_unless_they_are_told(tmp_path: Path) -> None:
-    from streamrag.serve.config.configuration import load
-    from streamrag.serve.config.parts import make_sources
+    from streamrag.serve.config.factories import make_sources
+    from streamrag.serve.config.layers import load
     from streamrag.serve.ray_app import application
 
     (tmp_path / "search.jsonl").touch()

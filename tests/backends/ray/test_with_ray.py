@@ -29,8 +29,8 @@ from streamrag.backends.ray.source import RaySource
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import AnswerChunk, Append, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, SourceError
-from streamrag.serve.config.configuration import load
-from streamrag.serve.config.parts import make_pooled
+from streamrag.serve.config.factories import make_pooled
+from streamrag.serve.config.layers import load
 from streamrag.serve.server import listen
 from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write_trace
 

@@ -9,7 +9,8 @@ from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams, Turn,
 from streamrag.errors import BackendError
 from streamrag.modes.conversation import Conversation, ConversationPrompt
 from streamrag.retrieving import closing
-from streamrag.serve.service import OpenQuery, Service
+from streamrag.serve.open_queries import OpenQuery
+from streamrag.serve.service import Service
 from streamrag.telemetry import (
     Answer,
     Answered,

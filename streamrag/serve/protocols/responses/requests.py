@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from streamrag.core import SamplingParams, Turn
-from streamrag.serve.bodies import refuse_fields, sampling, turn_of
 from streamrag.serve.failures import RequestError
 from streamrag.serve.protocols.chat import HARMLESS, check_model
 from streamrag.serve.protocols.responses.states import State
+from streamrag.serve.request_fields import refuse_fields, sampling, turn_of
 from streamrag.serve.service import Service
 
 INCLUDES = frozenset(

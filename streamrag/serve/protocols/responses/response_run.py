@@ -5,13 +5,14 @@ from contextlib import aclosing, asynccontextmanager
 from typing import TypeAlias
 
 from streamrag.core import Turn
-from streamrag.serve.observing import Interface
+from streamrag.serve.observe.observer import Interface
+from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.chat import conversation_options
 from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
 from streamrag.serve.protocols.responses.encoder import ResponseEncoder, ServerEvent
 from streamrag.serve.protocols.responses.requests import CheckedRequest
 from streamrag.serve.protocols.responses.states import State
-from streamrag.serve.service import Caller, Service, first_question
+from streamrag.serve.service import Service, first_question
 from streamrag.serve.wire import json_of
 from streamrag.telemetry import Answered, Event
 

@@ -9,16 +9,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from streamrag.serve.bodies import read_body
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import read_body
+from streamrag.serve.connections.sse import Write, respond, unless_gone
 from streamrag.serve.failures import Failure, RequestError
-from streamrag.serve.gate import CALLER
+from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.responses.encoder import ServerEvent
 from streamrag.serve.protocols.responses.requests import ResponseRequest, check_request
 from streamrag.serve.protocols.responses.response_run import ResponseRun
 from streamrag.serve.protocols.responses.socket import ResponseSocket
 from streamrag.serve.protocols.responses.states import StateStore
-from streamrag.serve.service import Caller, Service
-from streamrag.serve.sse import Write, respond, unless_gone
+from streamrag.serve.service import Service
 from streamrag.serve.wire import json_of
 
 

@@ -3,11 +3,12 @@
 from anyio.abc import TaskGroup
 from starlette.websockets import WebSocket
 
+from streamrag.serve.connections.json_socket import Frames
 from streamrag.serve.failures import RequestError
-from streamrag.serve.frames import Frames
+from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.responses.socket_stream import CreateEvent, SocketContext, SocketStream
 from streamrag.serve.protocols.responses.states import StateStore
-from streamrag.serve.service import Caller, Service
+from streamrag.serve.service import Service
 
 
 class ResponseSocket(Frames):

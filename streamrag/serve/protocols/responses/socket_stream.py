@@ -18,14 +18,15 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from streamrag.errors import ConfigurationError, DeadlineExceededError, PromptTooLongError, StreamRagError
+from streamrag.serve.connections.json_socket import Frames
+from streamrag.serve.connections.sse import MAX_UNSENT
 from streamrag.serve.failures import RequestError, failure_of
-from streamrag.serve.frames import Frames
+from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
 from streamrag.serve.protocols.responses.requests import ResponseRequest, check_request
 from streamrag.serve.protocols.responses.response_run import ResponseRun
 from streamrag.serve.protocols.responses.states import StateStore
-from streamrag.serve.service import Caller, Service, first_question
-from streamrag.serve.sse import MAX_UNSENT
+from streamrag.serve.service import Service, first_question
 from streamrag.tasks import cancel_regardless
 from streamrag.telemetry import Event
 

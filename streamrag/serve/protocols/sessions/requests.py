@@ -9,9 +9,11 @@ from pydantic import Field
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Chunk
 from streamrag.errors import PipelineClosedError, SessionLogError, StreamRagError
-from streamrag.serve.bodies import StrictModel, sampling
+from streamrag.serve.connections.json_body import StrictModel
 from streamrag.serve.failures import RequestError
-from streamrag.serve.service import Caller, Service
+from streamrag.serve.open_queries import Caller
+from streamrag.serve.request_fields import sampling
+from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import MAX_SHOWN, ServedSession
 from streamrag.serve.session_store.store import session_not_found
 from streamrag.sessions.choosing import DECISIVE_GAP

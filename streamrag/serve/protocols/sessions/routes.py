@@ -25,9 +25,10 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from streamrag.errors import StreamRagError
-from streamrag.serve.bodies import read_body, sampling
-from streamrag.serve.frames import Frames
-from streamrag.serve.gate import CALLER
+from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import read_body
+from streamrag.serve.connections.json_socket import Frames
+from streamrag.serve.connections.sse import Write, unless_gone
 from streamrag.serve.protocols.event_stream import answer_of, encode, respond_with_events
 from streamrag.serve.protocols.sessions.requests import (
     Data,
@@ -43,10 +44,10 @@ from streamrag.serve.protocols.sessions.requests import (
     state_of,
 )
 from streamrag.serve.protocols.sessions.socket import SessionSocket
+from streamrag.serve.request_fields import sampling
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import ServedSession
 from streamrag.serve.session_store.store import SessionStore
-from streamrag.serve.sse import Write, unless_gone
 from streamrag.serve.wire import json_of, values_of
 from streamrag.telemetry import Answered
 

@@ -19,11 +19,12 @@ from pydantic import Field, RootModel
 from starlette.websockets import WebSocket
 
 from streamrag.errors import StreamRagError
-from streamrag.serve.bodies import StrictModel
+from streamrag.serve.connections.json_body import StrictModel
+from streamrag.serve.connections.json_socket import MAX_ID, Frames
 from streamrag.serve.failures import RequestError
-from streamrag.serve.frames import MAX_ID, Frames
+from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.sessions.requests import Data, Question, answer_events, append_data, state_of
-from streamrag.serve.service import Caller, Service
+from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import ServedSession, SessionEvent
 from streamrag.serve.wire import name_of, values_of
 from streamrag.telemetry import Answered

@@ -1,4 +1,4 @@
-"""What has happened so far in one query: what observers count, trace, log and show."""
+"""The progress of one query, which observers count, trace, log and show."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -19,36 +19,36 @@ Phase: TypeAlias = Literal["queued", "retrieving", "prefilling", "answering"]
 
 
 @dataclass(slots=True)
-class Course:
-    """Follows one query, whatever interface it came by. Times count from its admission, in seconds."""
+class QueryProgress:
+    """The progress of one query of any protocol. Times are seconds since its admission."""
 
     phase: Phase = "queued"
     """Queued: admitted, but not begun. Prefilling: the context is complete, and there is no token of the answer yet."""
     queued_s: float | None = None
-    """When retrieval began, or the first prompt went to the engine. None if it did not come to that; so the others."""
+    """Time at which retrieval began, or the first prompt went to the engine. All times are None before they come."""
     first_chunk_s: float | None = None
     retrieval_s: float | None = None
-    """When the context was complete."""
+    """Time at which the context was complete."""
     ttft_s: float | None = None
     num_chunks: int = 0
     num_skipped: int = 0
-    """Documents that the source could not use."""
+    """Number of documents that the source could not use."""
     num_prompts: int = 0
-    """Prompts that went to the engine."""
+    """Number of prompts that went to the engine."""
     num_updates: int = 0
-    """Those that replaced something of the prompt before."""
+    """Number of prompts that replaced something of the prompt before."""
     num_prompt_tokens: int = 0
-    """Of the newest prompt."""
+    """Length of the newest prompt."""
     num_shared: int = 0
-    """Tokens that prompts shared with the prompt before, over all prompts."""
+    """Number of tokens that prompts shared with the prompt before, over all prompts."""
     num_invalidated: int = 0
-    """Tokens of prompts that the next one replaced, over all prompts."""
+    """Number of tokens that the next prompt replaced, over all prompts."""
     num_prefilled: int = 0
-    """Leading tokens of the newest prompt whose KV is known to be there."""
+    """Number of leading tokens of the newest prompt whose KV is known to be there."""
     num_output_tokens: int = 0
 
     def follow(self, event: Event) -> None:
-        """Take in what happened."""
+        """Update the progress by an event."""
         match event:
             case TokensGenerated():
                 self.num_output_tokens += len(event.token_ids)
@@ -80,7 +80,7 @@ class Course:
                 self.num_skipped += 1
 
     def end(self, answer: Answer | None) -> None:
-        """It ended; an answer knows its times better."""
+        """Take the times of an answer, which are more precise."""
         if answer is not None:
             timings = answer.timings
             self.queued_s, self.first_chunk_s = timings.queued_s, timings.first_chunk_s
@@ -88,7 +88,7 @@ class Course:
 
     @property
     def ttft_after_retrieval_s(self) -> float | None:
-        """From the end of retrieval to the first token."""
+        """Seconds from the end of retrieval to the first token."""
         return None if self.ttft_s is None or self.retrieval_s is None else self.ttft_s - self.retrieval_s
 
     def _begin(self, at_s: float) -> None:

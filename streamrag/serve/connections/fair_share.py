@@ -1,7 +1,11 @@
 """Event loop time for work that a client causes by sending bytes: a little is free, and the rest is shared."""
 
+import asyncio
 import time
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 FREE_S = 0.002
 """CPU seconds that an account has free at first. A request of some KiB needs .3 ms."""
@@ -16,8 +20,10 @@ BUSY_SHARE = 0.2
 class FairShare:
     """Pauses between pieces of work, so that clients who cause much of it leave time for all others.
 
-    The pauses of an account grow with the number of accounts that pause, so together they take no more than
-    `BUSY_SHARE` of the event loop, however many they are.
+    The pauses of an account grow with the number of accounts that pause. What goes beyond the free part of each account
+    therefore takes no more than `BUSY_SHARE` of the event loop in total, however many accounts there are. The free part
+    is per account: the total of these grows with the accounts, and where an account belongs to a connection, a client
+    gets `FREE_S` more with each connection that it opens. Only a limit of the rate of connections bounds that.
 
     now_s: the clock.
     """
@@ -28,10 +34,13 @@ class FairShare:
 
 
 class Account:
-    """Work that one connection or stream has caused."""
+    """Work that one client, connection or stream has caused."""
 
     def __init__(self, share: FairShare) -> None:
+        self.num_waiting = 0
+        """Number of pieces of work in `take_turn` that have not begun, or whose pause is not over."""
         self._share = share
+        self._lock = asyncio.Lock()
         self._used_s = 0.0
         self._since_s = share.now_s()
 
@@ -49,3 +58,20 @@ class Account:
         pause_s = took_s * (len(busy) + 1) / BUSY_SHARE
         busy[self] = now_s + pause_s
         return pause_s
+
+    async def take_turn(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, called once the turns before it are over, and pause for as long as it costs.
+
+        For large pieces: those that arrive at the same moment on several connections would else be done one right after
+        the other, each before the pause of any.
+        """
+        self.num_waiting += 1
+        try:
+            async with self._lock:
+                began_s = time.thread_time()
+                try:
+                    return work()
+                finally:
+                    await asyncio.sleep(self.pause_s(time.thread_time() - began_s))
+        finally:
+            self.num_waiting -= 1

@@ -1,4 +1,4 @@
-"""A WebSocket of JSON objects, whatever they say: bounded frames, errors that are frames too, and no slow readers."""
+"""A WebSocket of JSON objects: bounded frames, errors that are frames too, and no slow readers."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -11,29 +11,29 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from streamrag.serve.bodies import parsed
+from streamrag.serve.connections.fair_share import Account
+from streamrag.serve.connections.gate import CALLER, SUBPROTOCOL
+from streamrag.serve.connections.json_body import check_num_values, parse_frame
 from streamrag.serve.failures import RequestError, failure_of
-from streamrag.serve.fair_share import Account
-from streamrag.serve.gate import SUBPROTOCOL
 from streamrag.serve.service import Service
 from streamrag.serve.wire import json_of
 
 CLOSE_S = 1.0
-"""For a client to take the frame that closes its socket; whoever has stopped reading does not."""
+"""Seconds for a client to read the frame that closes its socket; one that has stopped reading never does."""
 
 ERROR_S = 0.000_2
 """CPU seconds for a frame that is an error, from reading it to sending what is wrong with it."""
 
 MAX_ID = 128
-"""Characters of a name that a client gives to what it asks."""
+"""Most characters of an id that a client gives to a request."""
 
 M = TypeVar("M", bound=BaseModel)
 
 
 class Frames:
-    """One socket, either way.
+    """A WebSocket whose frames are JSON objects.
 
-    id_field: where a frame says what it belongs to; an error says it there too.
+    id_field: the field with the id of the request that a frame belongs to; errors have it too.
     """
 
     def __init__(self, socket: WebSocket, service: Service, id_field: str) -> None:
@@ -47,7 +47,7 @@ class Frames:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[TaskGroup]:
-        """From the handshake to the end of the block, which takes everything with it that its tasks hold."""
+        """Accept the socket for the length of the block; the block's end cancels its tasks."""
         await self._accept()
         async with anyio.create_task_group() as tasks:
             self._scope = tasks.cancel_scope
@@ -57,18 +57,18 @@ class Frames:
             await self._send_close(*self._close)
 
     async def refuse(self, error: Exception) -> None:
-        """Say why there is no socket, in one frame: a browser would not be told of a status."""
+        """Accept the socket, send the error in one frame, and close it: a browser hides the status of a refusal."""
         await self._accept()
         await self.tell(error)
         await self._send_close(1008, "refused")
 
     def end(self, code: int, reason: str) -> None:
-        """Close it: the block of `open` is cancelled."""
+        """Close the socket: the block of `open` is cancelled."""
         self._close = self._close or (code, reason)
         self._scope.cancel()
 
     async def next(self, model: type[M]) -> tuple[M, int] | None:
-        """The next good frame and its size, None once the client has gone. Of bad ones the client is told."""
+        """Return the next good frame and its size; None once the client has gone. Bad frames get errors."""
         while True:
             await anyio.lowlevel.checkpoint()  # many small frames may have come at once
             message = await self._socket.receive()
@@ -80,7 +80,8 @@ class Frames:
                 if len(frame) > most:
                     what = f"the frame has more than {most:,} bytes, which is the most"
                     raise RequestError(what, status=413, code="frame_too_long")
-                return parsed(frame, model), len(frame)
+                client = self._socket.scope[CALLER].account
+                return await parse_frame(frame, model, client, self._account), len(frame)
             except RequestError as error:
                 await self.tell(error, self._id_of(frame))
 
@@ -90,7 +91,7 @@ class Frames:
         await anyio.sleep(self._account.pause_s(ERROR_S))
 
     def told(self, error: Exception, id: str | None = None) -> dict[str, Any]:
-        """An error as a frame."""
+        """Return an error as a frame."""
         failure = failure_of(error)
         told = failure.body()["error"]
         if headers := failure.headers():
@@ -99,7 +100,7 @@ class Frames:
         return {"type": "error", "status": failure.status, "error": told, **of}
 
     async def send(self, values: dict[str, Any]) -> None:
-        """One frame; everything is cancelled if the client has gone, or does not read."""
+        """Send a frame. Cancel the block of `open` if the client has gone, or does not read."""
         async with self._sending:
             try:
                 with anyio.fail_after(self._limits.send_timeout_s):
@@ -119,12 +120,13 @@ class Frames:
         await self._socket.accept(SUBPROTOCOL if SUBPROTOCOL in self._socket.scope["subprotocols"] else None)
 
     def _id_of(self, frame: str | bytes) -> str | None:
-        """What a bad frame belongs to, as far as it can be read."""
+        """Return the id of a bad frame, if it can be read."""
         if len(frame) > self._limits.max_frame_bytes:
             return None
         try:
+            check_num_values(frame)
             values = from_json(frame)
-        except ValueError:
+        except (ValueError, RequestError):
             return None
         id = values.get(self._id_field) if isinstance(values, dict) else None
         return id if isinstance(id, str) and 0 < len(id) <= MAX_ID else None

@@ -1,4 +1,4 @@
-"""The parts of a service, made as its settings say."""
+"""Makes a service and its parts from settings."""
 
 import importlib.util
 import secrets
@@ -23,11 +23,11 @@ from streamrag.serve.config.settings import (
     Settings,
     SourceSettings,
 )
-from streamrag.serve.config.source import make_source
+from streamrag.serve.config.source_factory import make_source
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
-from streamrag.serve.observing import Observer
+from streamrag.serve.observe.observer import Observer
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.folder import SessionFolder
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
-    """The backend, not started.
+    """Return the backend, not started.
 
     :raises ConfigurationError: values that cannot work.
     """
@@ -59,12 +59,12 @@ def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
 def make_replicated(
     model: ModelSettings,
     engine: EngineSettings,
-    told: ReplicaSettings,
+    replicas: ReplicaSettings,
     *,
     cluster: "Connects | None" = None,
     name: str = "streamrag",
 ) -> Backend:
-    """Engines in replicas, not started; those of `cluster`, or else as they are told, with this name on Ray.
+    """Return engines in replicas, not started: those of `cluster`, or else new ones with this name on Ray.
 
     :raises ConfigurationError: values that cannot work.
     """
@@ -75,34 +75,37 @@ def make_replicated(
     return RayBackend(
         cluster
         or Cluster(
-            partial(make_engines, model, engine, told),
-            address=told.address,
+            partial(make_engines, model, engine, replicas),
+            address=replicas.address,
             app_name=f"{name}-engines",
-            place_s=told.place_s,
+            place_s=replicas.place_s,
         ),
         make_tokenizer=partial(HuggingFaceTokenizer.of_engine, model.name, engine.engine_args),
-        router=make_router(told.router),
-        max_replays=told.max_replays,
+        router=make_router(replicas.router),
+        max_replays=replicas.max_replays,
     )
 
 
-def make_engines(model: ModelSettings, engine: EngineSettings, told: ReplicaSettings) -> Any:
-    """The engines as an application of Ray Serve's.
+def make_engines(model: ModelSettings, engine: EngineSettings, replicas: ReplicaSettings) -> Any:
+    """Return the engines as an application of Ray Serve's.
 
     :raises ConfigurationError: values that cannot work.
     """
     from streamrag.backends.ray.deployment import engines
 
-    return engines(partial(make_backend, model, engine), replica_options(told))
+    return engines(partial(make_backend, model, engine), replica_options(replicas))
 
 
-def replica_options(told: ReplicaSettings) -> ReplicaOptions:
-    """:raises ConfigurationError: values that cannot work."""
-    return ReplicaOptions(**told.model_dump(include={field.name for field in fields(ReplicaOptions)}))
+def replica_options(replicas: ReplicaSettings) -> ReplicaOptions:
+    """Return the options of replicas.
+
+    :raises ConfigurationError: values that cannot work.
+    """
+    return ReplicaOptions(**replicas.model_dump(include={field.name for field in fields(ReplicaOptions)}))
 
 
-def make_pooled(told: SourceSettings, replicas: ReplicaSettings, *, name: str = "streamrag") -> Source:
-    """The source in replicas of its own, not started, with this name on Ray.
+def make_pooled(source: SourceSettings, replicas: ReplicaSettings, *, name: str = "streamrag") -> Source:
+    """Return the source in replicas of its own, not started, with this name on Ray.
 
     :raises MissingDependencyError: Ray is not installed.
     """
@@ -112,7 +115,7 @@ def make_pooled(told: SourceSettings, replicas: ReplicaSettings, *, name: str = 
 
     return RaySource(
         Cluster(
-            partial(make_sources, told, replicas),
+            partial(make_sources, source, replicas),
             address=replicas.address,
             app_name=f"{name}-sources",
             place_s=replicas.place_s,
@@ -120,22 +123,24 @@ def make_pooled(told: SourceSettings, replicas: ReplicaSettings, *, name: str = 
     )
 
 
-def make_sources(told: SourceSettings, replicas: ReplicaSettings) -> Any:
-    """The sources as an application of Ray Serve's."""
+def make_sources(source: SourceSettings, replicas: ReplicaSettings) -> Any:
+    """Return the sources as an application of Ray Serve's."""
     from streamrag.backends.ray.deployment import sources
 
     return sources(
-        partial(make_source, told), replicas.sources, replicas.max_sources, num_cpus=replicas.source_num_cpus
+        partial(make_source, source), replicas.sources, replicas.max_sources, num_cpus=replicas.source_num_cpus
     )
 
 
 def name_on_ray(settings: Settings) -> str:
-    """What begins the names of its engines and sources there. Of two services with one name on a cluster the second
-    would take over the first one's, and end them when it ends; the same service, started again, is to take over what
-    it has left behind."""
-    told, port = settings.replicas, settings.server.port
-    if told.name is not None or told.address is None:
-        return told.name or "streamrag"
+    """Return the prefix of the names of its engines and sources on Ray.
+
+    Of two services with one name on a cluster, the second would take over those of the first, and end them when it
+    ends. The same service, started again, is to take over what it has left behind.
+    """
+    replicas, port = settings.replicas, settings.server.port
+    if replicas.name is not None or replicas.address is None:
+        return replicas.name or "streamrag"
     return f"streamrag-{socket.gethostname()}-{port or secrets.token_hex(4)}"
 
 
@@ -144,16 +149,16 @@ def _require_ray() -> None:
         raise MissingDependencyError("ray", "pip install 'streamrag[ray]'")
 
 
-def make_template(told: PromptSettings) -> PromptTemplate:
-    """The words around the context.
+def make_template(prompt: PromptSettings) -> PromptTemplate:
+    """Return the words around the context.
 
     :raises ConfigurationError: a part names a placeholder that it does not have.
     """
-    return PromptTemplate(**told.model_dump(exclude={"max_context_tokens"}))
+    return PromptTemplate(**prompt.model_dump(exclude={"max_context_tokens"}))
 
 
 def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> Service:
-    """The service, not started.
+    """Return the service, not started.
 
     :raises ConfigurationError: values that cannot work.
     """
@@ -171,7 +176,7 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
 def service_of(
     settings: Settings, backend: Backend, source: Source | None, observers: Sequence[Observer] = ()
 ) -> Service:
-    """The service with this backend and source, not started.
+    """Return the service with this backend and source, not started.
 
     :raises ConfigurationError: values that cannot work.
     """
@@ -199,27 +204,27 @@ def service_of(
 
 
 MAX_COUNTED_CLIENTS = 100
-"""Keys whose clients metrics tell apart. With 10,000, each look at them took two seconds of a core and 4 MiB."""
+"""Most keys whose clients metrics tell apart. With 10,000, each scrape took two seconds of a core and 4 MiB."""
 
 
 def make_observers(settings: Settings, keys: Mapping[str, str]) -> tuple[list[Observer], Callable[[], Awaitable[None]]]:
-    """Who watches the service, as it is told to, and what ends that. The program's log is set up as well.
+    """Return the observers of the service and what closes them, and set up the program's log.
 
     :raises MissingDependencyError: traces are to be sent, and what sends them is not installed.
     """
-    told = settings.observe
-    log_to(sys.stderr, form=told.logs, with_text=told.content)
+    observe = settings.observe
+    log_to(sys.stderr, form=observe.logs, with_text=observe.content)
     observers: list[Observer] = [
         Metrics(clients=set(keys.values()) if 0 < len(keys) <= MAX_COUNTED_CLIENTS else None),
-        Live(with_text=told.content),
-        QueryLog(with_text=told.content),
+        Live(with_text=observe.content),
+        QueryLog(with_text=observe.content),
     ]
-    if told.otel_endpoint is None:
+    if observe.otel_endpoint is None:
         return observers, _nothing
     from streamrag.serve.observe.tracing import Tracing, to_otlp
 
     model = settings.model.served_name or settings.model.name
-    tracing = Tracing(to_otlp(told.otel_endpoint), model=model or None, with_text=told.content)
+    tracing = Tracing(to_otlp(observe.otel_endpoint), model=model or None, with_text=observe.content)
     return [*observers, tracing], tracing.aclose
 
 

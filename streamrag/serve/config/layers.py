@@ -1,4 +1,4 @@
-"""Settings from a file, the environment and the command line, with all that is wrong with them at once.
+"""Settings from a file, the environment and the command line, with all of their errors at once.
 
 options  ▶  environment  ▶  file  ▶  defaults          what stands further left wins
 """
@@ -19,7 +19,7 @@ from streamrag.errors import ConfigurationError
 from streamrag.serve.config.settings import Settings
 
 PREFIX = "STREAMRAG__"
-"""Of variables in the environment, as in STREAMRAG__LIMITS__MAX_QUERIES."""
+"""Prefix of variables in the environment, as in STREAMRAG__LIMITS__MAX_QUERIES."""
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -32,7 +32,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {name: type(section) for name, section
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong: where it stands, what it is, what to do."""
+    """An error in the configuration: its place, what it is, and a remedy."""
 
     where: str
     what: str
@@ -44,21 +44,21 @@ class Problem:
 
 @dataclass(slots=True)
 class Loaded:
-    """What was read. Values that are wrong are left out of the sections, and stand in `wrong`."""
+    """Settings as they were read. Invalid values are left out of the sections and listed in `wrong`."""
 
     sections: dict[str, BaseModel] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     places: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Where each value stands that is not a default."""
+    """The place of each value that is not a default, by section and key."""
     wrong: set[tuple[str, str]] = field(default_factory=set)
 
     def where(self, section: str, key: str) -> str:
-        """Where a value stands, for a message."""
+        """Return a value's place, for a message."""
         return self.places.get((section, key), f"{section}.{key}")
 
     @property
     def settings(self) -> Settings:
-        """All of it.
+        """The settings of all sections.
 
         :raises ConfigurationError: something is wrong; says all of it.
         """
@@ -66,8 +66,17 @@ class Loaded:
             raise ConfigurationError("the configuration is wrong:\n  " + "\n  ".join(map(str, self.problems)))
         return Settings.model_validate(self.sections)
 
-
-Values = dict[tuple[str, str], Any]
+    def validate(self, section: str, values: Mapping[str, Any]) -> None:
+        """Add a section, or as much of it as is valid."""
+        model = SECTIONS[section]
+        try:
+            self.sections[section] = model.model_validate(values)
+        except ValidationError as error:
+            for each in error.errors(include_url=False):
+                self.problems.append(_explained(self, section, model, each))
+                self.wrong.add((section, str(each["loc"][0])))
+            valid = {key: value for key, value in values.items() if (section, key) not in self.wrong}
+            self.sections[section] = model.model_validate(valid)
 
 
 def load(
@@ -77,13 +86,13 @@ def load(
     *,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Loaded:
-    """The settings of all three.
+    """Load the settings of a file, the environment and the command line.
 
     environment: as `os.environ`. options: by name, as "limits.max_queries"; texts are read as of the environment.
     defaults: by name too, in place of those that settings have.
     """
     loaded = Loaded()
-    values: Values = {}
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for layer in (
         ((name, f"default {name}", value) for name, value in defaults.items()),
         _of_file(file, loaded) if file is not None else (),
@@ -92,18 +101,11 @@ def load(
     ):
         for name, place, value in layer:
             section, _, key = name.partition(".")
-            values[section, key] = value
-            loaded.places[section, key] = place
-    for section, model in SECTIONS.items():
-        given = {key: value for (of, key), value in values.items() if of == section}
-        try:
-            loaded.sections[section] = model.model_validate(given)
-        except ValidationError as error:
-            for each in error.errors(include_url=False):
-                loaded.problems.append(_explained(loaded, section, model, each))
-                loaded.wrong.add((section, str(each["loc"][0])))
-            right = {key: value for key, value in given.items() if (section, key) not in loaded.wrong}
-            loaded.sections[section] = model.model_validate(right)
+            if section in values:
+                values[section][key] = value
+                loaded.places[section, key] = place
+    for section, given in values.items():
+        loaded.validate(section, given)
     return loaded
 
 
@@ -125,6 +127,7 @@ def _suggested(name: str, known: Any) -> str:
 
 
 def _of_environment(environment: Mapping[str, str], loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
+    names = [f"{PREFIX}{name.upper()}__" for name in SECTIONS]
     for variable, text in environment.items():
         if not variable.startswith(PREFIX):
             continue
@@ -132,40 +135,32 @@ def _of_environment(environment: Mapping[str, str], loaded: Loaded) -> Iterator[
         if section in SECTIONS and key:
             yield f"{section}.{key}", f"environment {variable}", text
         else:
-            names = [f"{PREFIX}{name.upper()}__" for name in SECTIONS]
-            loaded.problems.append(
-                Problem(
-                    f"environment {variable}",
-                    "there is no such setting",
-                    _suggested(variable.rpartition("__")[0] + "__", names),
-                )
-            )
+            remedy = _suggested(variable.rpartition("__")[0] + "__", names)
+            loaded.problems.append(Problem(f"environment {variable}", "there is no such setting", remedy))
 
 
 def _of_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
     try:
         with file.open("rb") as opened:
-            text = opened.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
+            content = opened.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"has more than {MAX_FILE_BYTES:,} bytes")
-        values = tomllib.loads(text.decode())
+        values = tomllib.loads(text := content.decode())
     except OSError as error:
         loaded.problems.append(Problem(str(file), f"cannot be read: {error.strerror or error}"))
         return
     except (ValueError, RecursionError) as error:  # of TOML, of UTF-8; of arrays in arrays
         loaded.problems.append(Problem(str(file), f"is no TOML: {error}"))
         return
-    lines = _lines_of(text.decode())
+    lines = _lines_of(text)
     for section, table in values.items():
         if section not in SECTIONS:
-            line = lines.get((section, ""), lines.get(("", section), 0))
-            loaded.problems.append(
-                Problem(_place(file, line), f"there is no section [{section}]", _suggested(section, SECTIONS))
-            )
+            place = _place(file, lines.get((section, ""), lines.get(("", section), 0)))
+            what, remedy = f"there is no section [{section}]", _suggested(section, SECTIONS)
+            loaded.problems.append(Problem(place, what, remedy))
         elif not isinstance(table, dict):
-            loaded.problems.append(
-                Problem(_place(file, lines.get(("", section), 0)), f"{section} is a section: write [{section}]")
-            )
+            place = _place(file, lines.get(("", section), 0))
+            loaded.problems.append(Problem(place, f"{section} is a section: write [{section}]"))
         else:
             for key, value in table.items():
                 place = f"{_place(file, lines.get((section, key), 0))}: {section}.{key}"
@@ -173,7 +168,7 @@ def _of_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
 
 
 def _beside(file: Path, section: str, key: str, value: Any) -> Any:
-    """A path in the file is relative to it; a text that may be a name too, if it begins like one."""
+    """Return a value with a path made relative to the file; a text that may be a name too, if it begins like a path."""
     field = SECTIONS[section].model_fields.get(key)
     if not isinstance(value, str) or field is None:
         return value
@@ -192,7 +187,7 @@ _KEY = re.compile(r"\s*(?:([\w-]+)\s*\.\s*)?([\w-]+)\s*=")
 
 
 def _lines_of(text: str) -> dict[tuple[str, str], int]:
-    """The line of each section and key, as far as lines tell."""
+    """Return the line of each section and key, as far as single lines tell."""
     found: dict[tuple[str, str], int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), 1):

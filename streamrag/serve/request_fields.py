@@ -1,58 +1,20 @@
-"""Reading what clients send: JSON objects, and the fields of OpenAI's requests that several interfaces have."""
+"""The fields that the requests of several protocols share: messages, sampling parameters, and what is not supported."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import from_json
-from starlette.requests import Request
+from pydantic import BaseModel
 
 from streamrag.core import SamplingParams, Turn
 from streamrag.serve.failures import RequestError
-
-M = TypeVar("M", bound=BaseModel)
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "stop"}
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-
-
-class StrictModel(BaseModel):
-    """A base of what clients send. It refuses unknown fields: to ignore one could change the answer."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-async def read_body(request: Request, model: type[M]) -> M:
-    """The request's body as `model`.
-
-    :raises RequestError: it is no JSON object, or not such a one; says where.
-    """
-    return parsed(await request.body(), model)
-
-
-def parsed(body: bytes | str, model: type[M]) -> M:
-    """`body` as `model`.
-
-    :raises RequestError: it is no JSON object, or not such a one; says where.
-    """
-    try:
-        # No half characters, as json.loads has them, and no NaN, which no answer can hold.
-        values = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from None
-    if not isinstance(values, dict):
-        raise RequestError("the body must be a JSON object", code="invalid_json")
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise RequestError(f"{where}: {first['msg']}" if where else first["msg"], param=where or None) from None
 
 
 def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mapping[str, bool]) -> None:
@@ -71,7 +33,7 @@ def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mappi
 
 
 def text_of(content: object, param: str) -> str:
-    """The text of a message's content: a text, or parts of text.
+    """Return the text of a message's content: a text, or parts of text.
 
     :raises RequestError: there is something else in it.
     """
@@ -91,7 +53,7 @@ def text_of(content: object, param: str) -> str:
 
 
 def turn_of(role: str, content: object, param: str) -> Turn:
-    """One message.
+    """Return one message.
 
     :raises RequestError: a role or a content that this service does not have.
     """
@@ -101,7 +63,7 @@ def turn_of(role: str, content: object, param: str) -> Turn:
 
 
 def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...], str]:
-    """System texts in front, the turns between, and the question, which is the last user message.
+    """Return the system texts in front, the turns between, and the question, which is the last user message.
 
     :raises RequestError: the last message is not a user's.
     """
@@ -113,7 +75,7 @@ def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...
 
 
 def sampling(default: SamplingParams, **given: Any) -> SamplingParams:
-    """`default`, with what the client gave; what it gave as null is not given."""
+    """Return `default` with the values that the client gave; null counts as not given."""
     named = {name: value for name, value in given.items() if value is not None and name != "extra"}
     extra = {name: value for name, value in given.get("extra", {}).items() if value is not None}
     return replace(default, **named, extra={**default.extra, **extra})

@@ -1,4 +1,4 @@
-"""What every request passes before anything of it is read: size, origin, key, and an id of its own."""
+"""The gate that every request passes before it is read: host, origin, key, length, and an id of its own."""
 
 import asyncio
 import base64
@@ -7,39 +7,44 @@ import hashlib
 import re
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from urllib.parse import SplitResult, urlsplit
+from weakref import WeakValueDictionary
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.failures import ANONYMOUS, RequestError, failure_of
 from streamrag.serve.limits import Limits
-from streamrag.serve.service import Caller
+from streamrag.serve.open_queries import Caller
 
 CALLER = "streamrag.caller"
-"""Where the caller stands in a request's scope."""
+"""Key of the `Caller` in a request's scope."""
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
-"""Asked without a key: by load balancers, and by a browser that has none yet. So is all below /page/."""
+"""Paths that need no key: for load balancers, and for a browser that has none yet. Nor does anything below /page/."""
 
 SUBPROTOCOL = "streamrag"
-"""Of WebSockets. A browser's can set no headers: its key is offered beside this one, base64url behind `KEY_PREFIX`."""
+"""Subprotocol of WebSockets. A browser can set no headers: it offers its key beside this one, base64url behind
+`KEY_PREFIX`."""
 
 KEY_PREFIX = "streamrag-key."
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
-_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Gate:
-    """ASGI middleware.
+    """ASGI middleware that lets requests in, or refuses them.
 
-    keys: names of clients, by key. With none everybody is "anonymous".
-    hosts: names that the service may be asked by, in the Host header; None for any. A page of a stranger that makes its
-        own name mean 127.0.0.1 is kept out by it.
+    keys: names of clients, by key. Without any, everybody is "anonymous".
+    hosts: names that the service may be asked by, in the Host header; None for any. It keeps out a foreign page that
+        makes its own name resolve to 127.0.0.1.
     origins: origins whose pages may ask, besides the service's own; "*" is any.
+    share: of the event loop, for what clients cause.
     """
 
     def __init__(
@@ -48,23 +53,26 @@ class Gate:
         *,
         limits: Limits,
         keys: Mapping[str, str] | None = None,
-        hosts: frozenset[str] | None = _LOCAL,
+        hosts: frozenset[str] | None = LOOPBACK,
         origins: frozenset[str] = frozenset(),
+        share: FairShare | None = None,
     ) -> None:
         self._app = app
         self._limits = limits
         self.set_keys(keys or {})
         self._hosts = hosts
         self._origins = origins
+        self._share = share or FairShare()
+        self._accounts: WeakValueDictionary[str, Account] = WeakValueDictionary()
         self._open: Counter[str] = Counter()
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients must have one."""
+        """Whether clients must have a key."""
         return bool(self._keys)
 
     def set_keys(self, keys: Mapping[str, str]) -> None:
-        """Accept these keys alone from now on; requests that were let in go on, and a WebSocket until it asks."""
+        """Accept these keys alone from now on. Open requests go on, and a WebSocket until its next frame."""
         # By digest: one among thousands costs as much as one, and no time tells how near a guess was.
         self._keys = {_digest(key.encode()): client for key, client in keys.items()}
 
@@ -76,7 +84,6 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         cors = self._cors(headers.get("origin"))
-
         body = _Body(scope["path"], headers, receive, self._limits)
 
         async def send_with_id(message: Message) -> None:
@@ -93,43 +100,62 @@ class Gate:
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and cors:
                 await JSONResponse({}, headers=_PREFLIGHT)(scope, receive, send_with_id)
                 return
-            client = self._client(scope)
-            scope[CALLER] = Caller(
-                request_id,
-                client,
-                headers.get("traceparent"),
-                headers.get("tracestate"),
-                lambda: self._is_known(client, scope),
-            )
+            caller = scope[CALLER] = self._caller(scope, headers, request_id)
             body.check_length()
-            self._check_open(client)
+            self._check_open(caller.client)
         except RequestError as error:
             await _refuse(error, scope, receive, send_with_id)
             return
-        self._open[client] += 1
-        try:
+        with self._counted(caller.client):
             if scope["type"] == "http":
                 await self._app(scope, body.receive, send_with_id)
             else:
-                await self._connect(scope, receive, send_with_id, client)
+                await self._connect(scope, receive, send_with_id, caller)
+
+    @contextmanager
+    def _counted(self, client: str) -> Iterator[None]:
+        """Count an open request of a client."""
+        self._open[client] += 1
+        try:
+            yield
         finally:
             self._open[client] -= 1
             if not self._open[client]:
                 del self._open[client]
 
-    async def _connect(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:
-        """A WebSocket, for as long as its client has a key."""
-        is_known = True
+    async def _connect(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
+        """Run a WebSocket for as long as its client has a key."""
+        has_key = True
 
         async def receive_with_key() -> Message:
-            nonlocal is_known
+            nonlocal has_key
             message = await receive()
-            is_known = self._is_known(client, scope)
-            return message if is_known else {"type": "websocket.disconnect", "code": 1008}
+            has_key = caller.has_key()
+            return message if has_key else {"type": "websocket.disconnect", "code": 1008}
 
         await self._app(scope, receive_with_key, send)
-        if not is_known:
+        if not has_key:
             await send({"type": "websocket.close", "code": 1008, "reason": "this API key is no longer valid"})
+
+    def _caller(self, scope: Scope, headers: Headers, request_id: str) -> Caller:
+        if (client := self._client(scope)) is None:
+            raise RequestError(
+                "this service wants an API key: send `Authorization: Bearer KEY`", status=401, code="invalid_api_key"
+            )
+        return Caller(
+            request_id,
+            client,
+            headers.get("traceparent"),
+            headers.get("tracestate"),
+            lambda: self._client(scope) == client,
+            self._accounts.setdefault(client, Account(self._share)),
+        )
+
+    def _client(self, scope: Scope) -> str | None:
+        """Return the name of the client whose key a request has; None if it should have one."""
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith("/page/"):
+            return ANONYMOUS
+        return self._keys.get(_digest(key)) if (key := _key(scope)) else None
 
     def _check_open(self, client: str) -> None:
         most = self._limits.max_connections_per_client
@@ -138,27 +164,9 @@ class Gate:
                 f"{most:,} requests of yours are open, which is the most", status=429, code="too_many_connections"
             )
 
-    def _is_known(self, client: str, scope: Scope) -> bool:
-        try:
-            return self._client(scope) == client
-        except RequestError:
-            return False
-
-    def _client(self, scope: Scope) -> str:
-        if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith("/page/"):
-            return ANONYMOUS
-        client = self._keys.get(_digest(key)) if (key := _key(scope)) else None
-        if client is None:
-            raise RequestError(
-                "this service wants an API key: send `Authorization: Bearer KEY`", status=401, code="invalid_api_key"
-            )
-        return client
-
     def _check_host(self, headers: Headers) -> None:
-        if self._hosts is None:
-            return
         host = _split(f"//{headers.get('host', '')}").hostname or ""
-        if host not in self._hosts:
+        if self._hosts is not None and host not in self._hosts:
             raise RequestError(
                 f"this service is not asked by the name {host[:80]!r}: configure it as one of its hosts",
                 status=421,
@@ -167,17 +175,19 @@ class Gate:
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
-        if origin is None or "*" in self._origins or origin in self._origins:
+        if origin is None or self._is_listed(origin) or _split(origin).netloc == headers.get("host"):
             return
-        if _split(origin).netloc != headers.get("host"):
-            raise RequestError(
-                f"pages of {origin[:80]!r} may not ask this service: configure it as one of its origins",
-                status=403,
-                code="wrong_origin",
-            )
+        raise RequestError(
+            f"pages of {origin[:80]!r} may not ask this service: configure it as one of its origins",
+            status=403,
+            code="wrong_origin",
+        )
+
+    def _is_listed(self, origin: str) -> bool:
+        return "*" in self._origins or origin in self._origins
 
     def _cors(self, origin: str | None) -> dict[str, str]:
-        if origin is None or not ("*" in self._origins or origin in self._origins):
+        if origin is None or not self._is_listed(origin):
             return {}
         return {
             "access-control-allow-origin": origin,
@@ -187,7 +197,7 @@ class Gate:
 
 
 class _Body:
-    """A request's body, of a bounded length and in a bounded time; that of a stream may take as long as it wants."""
+    """A request's body, bounded in length and in time; that of a stream may take as long as it needs."""
 
     def __init__(self, path: str, headers: Headers, receive: Receive, limits: Limits) -> None:
         is_stream = path == "/v1/streams"
@@ -198,16 +208,19 @@ class _Body:
         self._end_s: float | None = None
         self._num_bytes = 0
         self.is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
-        """Whether there is no more of it. An answer that comes before that is the connection's last."""
+        """Whether nothing more will come. An answer before that is the connection's last."""
 
     def check_length(self) -> None:
-        """:raises RequestError: it says that it is too long."""
+        """Check the length that the headers announce.
+
+        :raises RequestError: it is too long.
+        """
         length = self._headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._most:
             raise self._too_long()
 
     async def receive(self) -> Message:
-        """The next message.
+        """Return the next message.
 
         :raises RequestError: it is too long, or too late.
         """

@@ -20,8 +20,8 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.failures import Failure, RequestError, failure_of
-from streamrag.serve.fair_share import Account, FairShare
 from streamrag.serve.limits import Limits
 
 LINGER_S = 2.0
@@ -34,10 +34,10 @@ AGAIN_S = 5.0
 """Seconds after which such a client may try again."""
 
 MAX_LINES = 128
-"""Lines of an unfinished head, or of its trailers. h11 parses all of them at once, and takes 3 us for each line."""
+"""Most lines of an unfinished head, or of trailers. h11 parses all of them at once, and takes 3 us for each line."""
 
 READ_BYTES = 4096
-"""Bytes that are read from a connection in one turn of the event loop. Parsing the worst of them takes 8 ms."""
+"""Bytes that are read from a connection in one turn of the event loop. Parsing them takes 8 ms at most."""
 
 WORST_S = 0.000_004
 """CPU seconds that parsing one byte takes at most. What takes longer was something else, such as garbage collection."""

@@ -1,7 +1,8 @@
-"""Answers that are written while they come about: a task does the work, a response sends what it writes.
+"""Streams of events as responses: a task produces the events, and a response sends them meanwhile.
 
 The work stays in one task from its first step to its last, because what it holds (a query, a scope) belongs to a task.
-It is cancelled, and waited for, when the response ends in whatever way: all was sent, or the client is gone, or slow.
+The task is cancelled, and waited for, when the response ends in whatever way: all was sent, or the client is gone, or
+slow.
 """
 
 import asyncio
@@ -14,13 +15,13 @@ from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from streamrag.serve.failures import Failure, failure_of
 from streamrag.tasks import cancel_regardless
 
 MAX_UNSENT = 16
-"""Events that wait for a slow reader; then its query waits, and nobody else's."""
+"""Most events that wait for a slow reader; then its query waits, and no other."""
 
 PING_S = 15
 
@@ -34,45 +35,43 @@ TellFailure: TypeAlias = Callable[[Failure], Sequence[ServerSentEvent]]
 async def respond(
     request: Request, produce: Produce, *, failed: TellFailure, send_timeout_s: float, receive: Receive | None = None
 ) -> Response:
-    """A response that sends what `produce` writes, begun with its first event.
+    """Return a response that sends what `produce` writes, once there is a first event.
 
-    What `produce` raises before that is raised here, so that it becomes a status; later, `failed` says how the client
-    is told. With `receive` the response hears from that when the client has gone.
+    An error of `produce` before the first event is raised here, so that it becomes a status; after it, `failed` makes
+    the events that report it. `receive` replaces the request's own, which reports that the client has gone.
     """
     send, events = anyio.create_memory_object_stream[ServerSentEvent](MAX_UNSENT)
+    has_begun = False
 
     async def work() -> None:
         async with send:
             try:
                 await produce(send.send)
             except Exception as error:  # whatever it is, the client is told, and it is raised on
-                if not has_begun:
-                    raise
-                for event in failed(failure_of(error)):
-                    await send.send(event)
+                if has_begun:
+                    for event in failed(failure_of(error)):
+                        await send.send(event)
                 raise
 
-    has_begun = False
+    async def first_event() -> ServerSentEvent:
+        try:
+            return await events.receive()
+        except anyio.EndOfStream:
+            await task
+            raise RuntimeError("a response ended before it had begun") from None
+
     task = asyncio.create_task(work(), name="streamrag response")
     try:
-        first = await unless_gone(_first(events, task), receive or request.receive)
-        has_begun = True
+        first = await unless_gone(first_event(), receive or request.receive)
     except BaseException:
         events.close()
         await cancel_regardless([task])
         raise
-    return _Produced(first, events, task, receive, send_timeout_s)
+    has_begun = True
+    return _EventStream(first, events, task, receive, send_timeout_s)
 
 
-async def _first(events: MemoryObjectReceiveStream[ServerSentEvent], task: "asyncio.Task[None]") -> ServerSentEvent:
-    try:
-        return await events.receive()
-    except anyio.EndOfStream:
-        await task
-        raise RuntimeError("a response ended before it had begun") from None
-
-
-class _Produced(EventSourceResponse):
+class _EventStream(EventSourceResponse):
     def __init__(
         self,
         first: ServerSentEvent,
@@ -84,9 +83,9 @@ class _Produced(EventSourceResponse):
         self._task = task
         self._events = events
         self._receive = receive
-        super().__init__(self._content(first), ping=PING_S, sep="\n", send_timeout=send_timeout_s)
+        super().__init__(self._all(first), ping=PING_S, sep="\n", send_timeout=send_timeout_s)
 
-    async def _content(self, first: ServerSentEvent) -> AsyncGenerator[ServerSentEvent, None]:
+    async def _all(self, first: ServerSentEvent) -> AsyncGenerator[ServerSentEvent, None]:
         yield first
         async for event in self._events:
             yield event
@@ -102,17 +101,16 @@ class _Produced(EventSourceResponse):
 
 
 async def unless_gone(work: Awaitable[T], receive: Receive) -> T:
-    """What `work` returns; it is cancelled when the client goes away. The request's body must have been read.
+    """Return the result of `work`, which is cancelled when the client goes away. The body must have been read.
 
     :raises ClientDisconnect: it has gone.
     """
 
-    async def gone() -> None:
-        message: Message = {}
-        while message.get("type") != "http.disconnect":
-            message = await receive()
+    async def wait_until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
-    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(work), asyncio.create_task(gone())]
+    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(work), asyncio.create_task(wait_until_gone())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():

@@ -1,4 +1,4 @@
-"""Settings as TOML: all defaults with what they mean, or those that hold, without secrets."""
+"""Settings as TOML: all defaults with their meaning, or those in effect, without secrets."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ HIDDEN = "(hidden)"
 
 
 def commented_defaults() -> str:
-    """A file with every setting, what it means, and its default; what has none is commented out."""
+    """Return a file with every setting, its meaning and its default; a setting without one is commented out."""
     lines = [
         "# What `streamrag serve --config FILE` reads. Everything is at its default; a line that begins with #",
         "# and has a name has none. What is left out keeps its default.",
@@ -28,7 +28,7 @@ def commented_defaults() -> str:
 
 
 def effective(settings: Settings) -> str:
-    """What holds, as a file; secrets are hidden."""
+    """Return the settings in effect as a file; secrets are hidden."""
     lines = []
     for section, values in settings:
         lines += ["", f"[{section}]"]
@@ -37,7 +37,7 @@ def effective(settings: Settings) -> str:
 
 
 def toml_of(value: Any) -> str:
-    """A value in TOML."""
+    """Return a value in TOML."""
     match value:
         case SecretStr():
             return toml_of(HIDDEN)

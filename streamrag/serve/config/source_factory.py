@@ -1,0 +1,65 @@
+"""Makes the source of a service, or of a command that retrieves, without the packages that a service needs."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from streamrag.core import Source
+from streamrag.errors import ConfigurationError
+from streamrag.serve.config.settings import SourceSettings
+
+CRAWL = (
+    "max_depth", "max_pages", "crawl_timeout_s", "same_host", "allow_private", "obey_robots", "sitemaps",
+    "send_traceparent", "cache_folder", "cdp_url",
+)  # fmt: skip
+"""Settings of a crawl."""
+
+
+def make_source(settings: SourceSettings) -> Source | None:
+    """Return the source, or None if clients bring their context.
+
+    :raises ConfigurationError: values that cannot work.
+    """
+    if settings.index is not None:
+        return _index_source(settings.index, settings)
+    if settings.postgres is not None:
+        from streamrag.sources.embedder import DEFAULT_EMBEDDER
+        from streamrag.sources.postgres.source import PgVectorSource
+
+        dsn = dsn_of(settings.postgres.get_secret_value())
+        embedder = settings.embedder or DEFAULT_EMBEDDER
+        return PgVectorSource(dsn, table=settings.table, k=settings.k, embedder=embedder)
+    if settings.trace is not None:
+        from streamrag.sources.replay import ReplaySource
+
+        return ReplaySource(settings.trace)
+    if not settings.urls:
+        return None
+    from streamrag.sources.crawl.web import WebSource
+
+    return WebSource(list(settings.urls), **{name: getattr(settings, name) for name in CRAWL})
+
+
+def _index_source(index: Path, settings: SourceSettings) -> Source:
+    options: dict[str, Any] = {"k": settings.k, "embedder": settings.embedder}
+    if settings.hybrid or settings.rerank is not None or settings.sentences is not None:
+        from streamrag.sources.search.hybrid import HybridSource
+
+        return HybridSource(index, reranker=settings.rerank, sentences=settings.sentences, **options)
+    from streamrag.sources.search.ivf import index_source
+
+    return index_source(index, **options)
+
+
+def dsn_of(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return a DSN, or that in an environment variable, as `env:NAME`.
+
+    :raises ConfigurationError: there is no such variable.
+    """
+    if not text.startswith("env:"):
+        return text
+    name = text.removeprefix("env:")
+    if not environment.get(name):
+        raise ConfigurationError(f"{text}: there is no environment variable {name}")
+    return environment[name]
