@@ -147,7 +147,7 @@ async def rungs(source: PgVectorSource, queries: list[str], values: tuple[int, .
     assert opened.table.ladder
     stages = [(f"{opened.table.ladder.setting} = {value}", opened.table.ladder.settings(value)) for value in values]
     stages.append(("exact", {"enable_indexscan": "off"}))
-    vectors = [await opened.embedding.query(query, Share()) for query in queries]
+    vectors = [await opened.embedder.query(query, Share()) for query in queries]
     found: dict[str, list[Places]] = {name: [] for name, _ in stages}
     taken: dict[str, list[float]] = {name: [] for name, _ in stages}
     with Progress(console=console, transient=True) as progress:

@@ -18,9 +18,10 @@ from streamrag.serve.observe.logs import OF_ERROR
 from streamrag.serve.page import routes as page
 from streamrag.serve.protocols import ask, chat, mcp, retrieve, streams
 from streamrag.serve.protocols.responses import routes as responses
+from streamrag.serve.protocols.sessions import routes as sessions
 from streamrag.serve.service import Service
 
-PROTOCOLS = (chat, metrics, live, mcp, session_routes, ask, retrieve, streams, page, responses)
+PROTOCOLS = (chat, metrics, live, mcp, sessions, ask, retrieve, streams, page, responses)
 """Modules whose `routes` make the routes of one protocol."""
 
 log = logging.getLogger("streamrag.serve")
