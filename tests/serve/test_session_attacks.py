@@ -11,7 +11,7 @@ import websockets
 from streamrag.serve import Limits
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.failures import RefusedError
-from streamrag.sessions.at_once import AtOnce
+from streamrag.sessions.watches import ConcurrencyEstimator
 from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import Serving, serving
@@ -26,7 +26,7 @@ async def until_open(served: Serving, num: int) -> None:
 
 
 async def test_watched_questions_take_half_of_their_client_s_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AtOnce, "most", 32)
+    monkeypatch.setattr(ConcurrencyEstimator, "limit", 32)
     backend = ScriptedBackend(answer="yes", is_endless=True)
     limits = Limits(max_queries_per_client=8, max_requests_per_minute=10_000)
     async with serving(backend=backend, limits=limits) as served:

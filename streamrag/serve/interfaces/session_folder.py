@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from streamrag.errors import ConfigurationError, SessionLogError, SessionLogInUseError
-from streamrag.sessions.log_file import LogFile, read_header
-from streamrag.sessions.log_lines import Header
+from streamrag.sessions.log.contents import Header
+from streamrag.sessions.log.file import LogFile, read_header
 
-_NAME = re.compile(r"(sess_[0-9a-f]{32})\.jsonl")
+_NAME = re.compile(r"(sess_[0-9a-f]{32})\.sqlite")
 
 log = logging.getLogger("streamrag.serve")
 
@@ -35,7 +35,7 @@ class SessionFolder:
 
     def path_of(self, id: str) -> Path:
         """Where the log of this session is."""
-        return self._path / f"{id}.jsonl"
+        return self._path / f"{id}.sqlite"
 
     def found(self) -> Iterator[tuple[str, Header, float]]:
         """Each session that is there: its id, how it is made again, and seconds since it was last used.

@@ -13,7 +13,7 @@ from streamrag.serve.bodies import StrictModel, sampling
 from streamrag.serve.failures import RequestError
 from streamrag.serve.interfaces.session_store import MAX_SHOWN, Held, gone
 from streamrag.serve.service import Caller, Service
-from streamrag.sessions.choosing import DECISIVE_GAP
+from streamrag.sessions.question import DECISIVE_GAP
 from streamrag.sessions.session import MAX_WAITING
 from streamrag.telemetry import Event
 

@@ -19,9 +19,9 @@ from streamrag.serve.limits import Limits
 from streamrag.serve.observing import Refusal
 from streamrag.serve.service import Caller, Service
 from streamrag.sessions import Session, SessionLimits, Watch
-from streamrag.sessions.asking import Asked
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog
+from streamrag.sessions.question import Question
 from streamrag.tasks import Broadcast, cancel_regardless, run_regardless
 
 MAX_KEPT_EVENTS = 256
@@ -282,10 +282,10 @@ class SessionStore:
             asyncio.create_task(_tell_drops(held), name="streamrag session's drops"),
         )
 
-    def _admit(self, client: str, asked: Asked) -> Callable[[], None]:
+    def _admit(self, client: str, question: Question) -> Callable[[], None]:
         """Claim a place for a watched question, as for any other of its client."""
         admission, began_s = self._service.admission, time.monotonic()
-        max_tokens, num_prompt_tokens = asked.params.max_tokens, len(asked.question)
+        max_tokens, num_prompt_tokens = question.params.max_tokens, len(question.text)
         place = admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens, is_ahead=True)
         return lambda: admission.leave(place, stayed_s=time.monotonic() - began_s)
 
