@@ -156,7 +156,7 @@ async def at_thresholds(answers: dict[TokenIds, str], one_pass: Pass) -> list[An
                 known[begun] = await one_pass(begun, allowed)
             return known[begun]
 
-        text = (await chosen(answers, counted, threshold)).text
+        text = (await choose_answer(answers, counted, threshold)).text
         found.append(Answered(text, num_passes))
     return found
 
@@ -179,7 +179,7 @@ async def asked(backend: VllmBackend, question: Question) -> tuple[int, list[Ans
         ]
         return chunks[0].token_ids[0], chunks[0].logprobs and chunks[0].logprobs[0]
 
-    answers = spelled(backend.model.tokenizer, question.answers)
+    answers = encode_answers(backend.model.tokenizer, question.answers)
     found = await at_thresholds(answers, one_pass)
     (num_tokens,) = (len(each) for each, name in answers.items() if name == found[-1].text)
     return num_tokens, found

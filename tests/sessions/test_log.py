@@ -310,7 +310,7 @@ async def test_pages_that_are_damaged_are_noticed(tmp_path: Path) -> None:
         damaged = content.copy()
         damaged[start : start + 64] = os.urandom(64)
         path.write_bytes(damaged)
-        with pytest.raises(SessionLogError, match="is damaged|is no log"):
+        with pytest.raises(SessionLogError, match=r"is damaged|is no log"):
             await opened(path).start()
         assert path.read_bytes() == damaged
     path.write_bytes(content[:8192])
@@ -352,7 +352,9 @@ async def test_another_program_s_database_is_not_changed_also_while_it_is_used(t
         assert again.execute("SELECT value FROM mine").fetchall() == [(1,), (2,)]
 
 
-@pytest.mark.parametrize("name", ["a?mode=memory", "a#b", "file:a?immutable=1", ":memory:", "%41", "a 'b' \";--", "ü€😀"])
+@pytest.mark.parametrize(
+    "name", ["a?mode=memory", "a#b", "file:a?immutable=1", ":memory:", "%41", "a 'b' \";--", "ü€😀"]
+)
 async def test_a_name_is_a_name_and_no_address(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     await make_log(Path(name))

@@ -38,7 +38,7 @@ class Header:
     """How a session is made again, and what it has counted."""
 
     system: str
-    window_tokens: Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
+    window_tokens: Annotated[int, Field(ge=1)]
     slide_share: Annotated[float, Field(gt=0, lt=1)]
     owner: str = ""
     num_appended: Count = 0
