@@ -561,7 +561,7 @@ async def test_appending_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch:
         for number in range(1, 10_001):
             await session.append(line(number))
         assert session._log is not None
-        assert len(session._log._new) <= 4096 + 100
+        assert len(session._log._held) <= 4096 + 300
         flushing = asyncio.create_task(session.flush())
         before = await window_of(session)
         assert not flushing.done()

@@ -27,6 +27,8 @@ SCHEMA = (
     "CREATE TABLE watches (name TEXT PRIMARY KEY, options)",
 )
 
+CHUNK_COLUMNS = ("text", "uri", "title", "passage", "score")
+
 MAX_NUMBER = 1 << 52
 """Above all numbers that a session counts to, and below what SQLite has room for: a log that has more is damaged."""
 
@@ -52,15 +54,13 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class LogContents:
-    """Everything that a log holds, or what has changed since it was written."""
+    """Everything that a log holds."""
 
     header: Header
-    chunks: dict[int, Chunk]
-    """By number, in order."""
-    watches: dict[str, WatchOptions | None]
-    """By name; None where a watch has ended."""
-    gone: list[int] = field(default_factory=list)
-    """Numbers of chunks to delete."""
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    """Chunks by number, in order."""
+    watches: dict[str, WatchOptions] = field(default_factory=dict)
+    """Watched questions by name."""
 
     @property
     def system(self) -> str:
@@ -78,24 +78,31 @@ class _ChunkRow:
     score: float | None
 
 
-def write_contents(connection: sqlite3.Connection, changes: LogContents, before: Header | None) -> None:
-    """Commit the changes in one transaction.
+def write_contents(connection: sqlite3.Connection, contents: LogContents, before: LogContents | None) -> None:
+    """Have a log hold `contents`, by one transaction.
 
-    before: the header that the log has.
+    before: what it holds; None if it has no tables yet.
 
     :raises sqlite3.Error: nothing was changed.
     """
-    old = {} if before is None else asdict(before)
-    meta = [(name, value) for name, value in asdict(changes.header).items() if name not in old or old[name] != value]
-    chunks = [(number, *(getattr(chunk, name) for name in _CHUNK)) for number, chunk in changes.chunks.items()]
-    watches = [(name, encode_watch(watch)) for name, watch in changes.watches.items() if watch is not None]
-    ended = [(name,) for name, watch in changes.watches.items() if watch is None]
+    old_meta = {} if before is None else asdict(before.header)
+    old_chunks, old_watches = ({}, {}) if before is None else (before.chunks, before.watches)
+    meta = [pair for pair in asdict(contents.header).items() if pair not in old_meta.items()]
+    gone = [(number,) for number in old_chunks.keys() - contents.chunks.keys()]
+    new = [
+        (number, *(getattr(contents.chunks[number], name) for name in CHUNK_COLUMNS))
+        for number in contents.chunks.keys() - old_chunks.keys()
+    ]
+    ended = [(name,) for name in old_watches if name not in contents.watches]
+    watches = [
+        (name, encode_watch(watch)) for name, watch in contents.watches.items() if old_watches.get(name) is not watch
+    ]
     connection.execute("BEGIN IMMEDIATE")
     try:
         for statement, rows in (
             ("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta),
-            ("DELETE FROM chunks WHERE number = ?", [(number,) for number in changes.gone]),
-            ("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?)", chunks),
+            ("DELETE FROM chunks WHERE number = ?", gone),
+            ("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", new),
             ("DELETE FROM watches WHERE name = ?", ended),
             ("INSERT OR REPLACE INTO watches VALUES (?, ?)", watches),
         ):
@@ -117,13 +124,13 @@ def read_contents(connection: sqlite3.Connection) -> LogContents:
         raise ValueError(verdict)
     header = read_header_rows(connection)
     chunks: dict[int, Chunk] = {}
-    for number, *values in connection.execute(f"SELECT number, {', '.join(_CHUNK)} FROM chunks ORDER BY number"):
+    for number, *values in connection.execute(f"SELECT number, {', '.join(CHUNK_COLUMNS)} FROM chunks ORDER BY number"):
         with _located(f"chunk {number}"):
-            row = as_dataclass(_ChunkRow, {"number": number, **dict(zip(_CHUNK, values, strict=True))})
+            row = as_dataclass(_ChunkRow, {"number": number, **dict(zip(CHUNK_COLUMNS, values, strict=True))})
             if number > header.num_appended:
                 raise ValueError(f"only {header.num_appended} were appended")
         chunks[number] = Chunk(row.text, row.uri, row.title, row.passage, row.score)
-    watches: dict[str, WatchOptions | None] = {}
+    watches: dict[str, WatchOptions] = {}
     for name, options in connection.execute("SELECT name, options FROM watches ORDER BY rowid"):
         with _located(f"watch {name!r:.80}"):
             if not isinstance(name, str) or not isinstance(options, str):
@@ -165,9 +172,6 @@ def _decode_watch(name: str, options: str) -> WatchOptions:
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
     return as_dataclass(WatchOptions, {**values, "name": name})
-
-
-_CHUNK = ("text", "uri", "title", "passage", "score")
 
 
 def _storable(value: Any) -> Any:

@@ -70,13 +70,8 @@ class LogFile:
         self._connection: sqlite3.Connection | None = None
         self._status: os.stat_result | None = None
         """Which file it is."""
-        self._header: Header | None = None
-        """The header that is in the file."""
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the database is there. If not, the next `write` makes it, and must have all that it is to hold."""
-        return self._connection is not None
+        self._contents: LogContents | None = None
+        """What the file holds."""
 
     def open(self) -> LogContents | None:
         """Take the log for this process and read it; return None if it is new. Nothing in it is changed.
@@ -91,28 +86,27 @@ class LogFile:
                     return None
                 self._status = self.path.stat()
                 self._connection = _connect(self.path)
-                contents = read_contents(self._connection)
+                self._contents = read_contents(self._connection)
         except BaseException:
             self.close()
             raise
-        self._header = contents.header
-        return contents
+        return self._contents
 
-    def write(self, changes: LogContents) -> None:
-        """Commit the changes, and wait until they are on the disk.
+    def write(self, contents: LogContents) -> None:
+        """Have the file hold this, and wait until it does.
 
         :raises OSError, SessionLogError: nothing was written.
         """
         try:
             self._lock.take()
             if self._connection is None:
-                self._create(changes)
+                self._create(contents)
             elif not self._is_ours():
                 self._disconnect()
                 raise SessionLogError("the file was removed or replaced by somebody else")
             else:
-                write_contents(self._connection, changes, self._header)
-                self._header = changes.header
+                write_contents(self._connection, contents, self._contents)
+                self._contents = contents
                 wal = _beside(self.path, "-wal")
                 if wal.exists() and wal.stat().st_size > MAX_WAL_BYTES:
                     _execute(self._connection, COMPACTION)
@@ -170,7 +164,7 @@ class LogFile:
             _remove_unfinished(self.path)
         with suppress(OSError):  # a file system that cannot sync folders does it by itself
             sync(self.path.parent)
-        self._header, self._status = contents.header, self.path.stat()
+        self._contents, self._status = contents, self.path.stat()
         self._connection = _connect(self.path)
 
     def _is_ours(self) -> bool:

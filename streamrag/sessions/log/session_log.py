@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -84,13 +83,8 @@ class SessionLog:
         self._max_watches = max_watches
         self._file = LogFile(Path(path))
         self._header: Header
-        self._held: OrderedDict[int, Chunk] = OrderedDict()
+        self._held: dict[int, Chunk] = {}
         """All that the session holds: in its window, and not there yet."""
-        self._new: dict[int, Chunk] = {}
-        """Those of them that are not in the file."""
-        self._gone: list[int] = []
-        """Chunks that are in the file, and not held any more."""
-        self._new_watches: dict[str, WatchOptions | None] = {}
         self._is_dirty = True
         self._has_events = False
         self._is_closing = False
@@ -119,11 +113,9 @@ class SessionLog:
             raise
         if contents is not None:
             self.state = LogState(is_resumed=True)
-            watches = {name: watch for name, watch in contents.watches.items() if watch is not None}
-            self.watches = dict(islice(watches.items(), self._max_watches))
-            if len(self.watches) < len(watches):
+            self.watches = dict(islice(contents.watches.items(), self._max_watches))
+            if len(self.watches) < len(contents.watches):
                 log.warning("%s: watches beyond the first %d are left out", self.path, len(self.watches))
-                self._new_watches = dict.fromkeys(watches.keys() - self.watches.keys())
             self.num_events = contents.header.num_events
             self._held.update(contents.chunks)
         return contents
@@ -136,7 +128,7 @@ class SessionLog:
         self.check_system(system)
         before = Header(system, window_tokens, slide_share, self._owner) if contents is None else contents.header
         self._header = replace(before, window_tokens=window_tokens, slide_share=slide_share)
-        self._reserve_events(self.num_events + EVENTS_AHEAD)
+        self._change(num_events=self.num_events + EVENTS_AHEAD)
         self._is_closing = False
         self._task = asyncio.create_task(self._write_all(), name="streamrag session's log")
 
@@ -154,7 +146,7 @@ class SessionLog:
         end = self._file.remove if removes else self._file.close
         if self._task is not None:
             if self._has_events:
-                self._reserve_events(self.num_events)
+                self._change(num_events=self.num_events)
             self._is_closing = True
             self._has_work.set()
             self._hurry.set()
@@ -188,7 +180,7 @@ class SessionLog:
 
     def append(self, numbered: Numbered) -> None:
         """Keep a chunk that was appended. Never waits."""
-        self._held[numbered.number] = self._new[numbered.number] = numbered.chunk
+        self._held[numbered.number] = numbered.chunk
         self._change(num_appended=numbered.number)
 
     def freeze(self, number: int, system: str) -> None:
@@ -202,15 +194,13 @@ class SessionLog:
 
     def forget(self, number: int) -> None:
         """Delete a chunk that takes no room in the window."""
-        if self._held.pop(number, None) is not None and self._new.pop(number, None) is None:
-            self._gone.append(number)
+        self._held.pop(number, None)
         self._change()
 
     def slide(self, oldest: int, num_slid: int) -> None:
         """Delete what went out of the window, which begins with the chunk of number `oldest` now."""
-        while self._held and (number := next(iter(self._held))) < oldest:
-            self.forget(number)
         if num_slid != self._header.num_slid:
+            self._held = {number: chunk for number, chunk in self._held.items() if number >= oldest}
             self._change(num_slid=num_slid)
 
     def add_watch(self, watch: WatchOptions) -> None:
@@ -222,13 +212,12 @@ class SessionLog:
         assert watch.name is not None
         if len(encode_watch(watch)) > MAX_CHARACTERS:
             raise SessionLogError(f"a watch has more than {MAX_CHARACTERS:,} characters, the most in a log: shorten it")
-        self.watches[watch.name] = self._new_watches[watch.name] = watch
+        self.watches[watch.name] = watch
         self._change()
 
     def remove_watch(self, name: str) -> None:
         """Delete a watched question."""
         del self.watches[name]
-        self._new_watches[name] = None
         self._change()
 
     def next_event(self) -> int:
@@ -236,11 +225,8 @@ class SessionLog:
         self.num_events += 1
         self._has_events = True
         if self.num_events + EVENTS_AHEAD // 2 > self._header.num_events:
-            self._reserve_events(self.num_events + EVENTS_AHEAD)
+            self._change(num_events=self.num_events + EVENTS_AHEAD)
         return self.num_events
-
-    def _reserve_events(self, num_events: int) -> None:
-        self._change(num_events=num_events)
 
     async def flush(self) -> int:
         """Wait until all that was appended is on the disk, as far as the system knows; return the version that is.
@@ -289,25 +275,16 @@ class SessionLog:
         """Write what has changed; return whether the disk has taken it."""
         if not self._is_dirty:
             return True
-        changes = contents = LogContents(self._header, self._new, self._new_watches, self._gone)
-        if not self._file.is_connected:
-            contents = LogContents(self._header, dict(self._held), dict(self.watches))
-        self._new, self._new_watches, self._gone, self._is_dirty = {}, {}, [], False
+        contents = LogContents(self._header, dict(self._held), dict(self.watches))
+        self._is_dirty = False
         try:
             await _in_thread(partial(self._file.write, contents))
         except (OSError, SessionLogError) as error:
-            self._put_back(changes)
+            self._is_dirty = True
             self._count_failure((isinstance(error, OSError) and error.strerror) or message_of(error))
             return False
-        self.state = replace(self.state, flushed=changes.header.num_appended, error=None)
+        self.state = replace(self.state, flushed=contents.header.num_appended, error=None)
         return True
-
-    def _put_back(self, changes: LogContents) -> None:
-        """Have changes that were not written among those that are to be."""
-        self._new = {number: chunk for number, chunk in changes.chunks.items() if number in self._held} | self._new
-        self._gone = changes.gone + [number for number in self._gone if number not in changes.chunks]
-        self._new_watches = changes.watches | self._new_watches
-        self._is_dirty = True
 
     def _count_failure(self, reason: str) -> None:
         is_news = self.state.error is None
