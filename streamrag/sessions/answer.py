@@ -57,36 +57,34 @@ async def compute_answer(
     :raises ConfigurationError: the answers that there may be cannot be told from each other.
     """
     waited_s = clock() - submitted_s
-    tokenizer = snapshot.prompts.tokenizer
-    answers = question.answers
+    tokenizer, answers = snapshot.prompts.tokenizer, question.answers
     choices = await in_thread(tokenizer, partial(encode_answers, tokenizer, answers)) if answers else {}
     token_ids = await in_thread(tokenizer, partial(snapshot.prompts.complete, snapshot.token_ids, question.text))
     chunks: list[AnswerChunk] = []
+    pieces: list[TokensGenerated] = []
+
+    async def put(chunk: AnswerChunk) -> None:
+        at_s = clock() - submitted_s
+        pieces.append(TokensGenerated(at_s, chunk.text, chunk.token_ids, chunk.finish_reason))
+        await emit(pieces[-1])
+
     if choices:
-        choice = await choose_answer(
-            choices, _passes(backend, token_ids, question, choices, chunks), question.decisive_gap
-        )
-        text, answer_ids, finish_reason, first_s = choice.text, choice.token_ids, "stop", clock() - submitted_s
+        one_pass = _passes(backend, token_ids, question, choices, chunks)
+        choice = await choose_answer(choices, one_pass, question.decisive_gap)
         gap = choice.gap if question.with_gap else None
-        await emit(TokensGenerated(first_s, text, answer_ids, finish_reason))
+        await put(AnswerChunk(choice.text, choice.token_ids, "stop"))
     else:
-        first_s = inf
-        async with aclosing(_generate(backend, token_ids, question.params_for())) as pieces:
-            async for chunk in pieces:
-                at_s = clock() - submitted_s
-                first_s = min(first_s, at_s) if chunk.text or chunk.token_ids else first_s
+        async with aclosing(_generate(backend, token_ids, question.params_for())) as generated:
+            async for chunk in generated:
                 chunks.append(chunk)
-                await emit(TokensGenerated(at_s, chunk.text, chunk.token_ids, chunk.finish_reason))
-        text = "".join(chunk.text for chunk in chunks)
-        answer_ids = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
-        finish_reason = chunks[-1].finish_reason or ""
+                await put(chunk)
         gap = next((_gap(chunk.logprobs) for chunk in chunks if chunk.token_ids), None)
     total_s = clock() - submitted_s
-    first_s = min(first_s, total_s)
+    first_s = next((piece.at_s for piece in pieces if piece.text or piece.token_ids), total_s)
     return Answer(
-        text=text,
-        token_ids=answer_ids,
-        finish_reason=finish_reason,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        finish_reason=pieces[-1].finish_reason or "",
         citations=(),
         left_out=(),
         shortened=(),

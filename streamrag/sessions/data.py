@@ -83,7 +83,8 @@ class SessionData:
         self._slide_share = slide_share
         self._batch_interval_s = batch_interval_s
         self._name = name
-        self._buffer = Buffer(max_waiting, max_waiting_characters, self._on_drop)
+        self.buffer = Buffer(max_waiting, max_waiting_characters, self._on_drop)
+        """Chunks that wait for the prompt."""
         self._drops = Drops()
         self._num_in_turn = 0
         self._ingestion: Ingestion | None = None
@@ -116,14 +117,14 @@ class SessionData:
         prompts.check_window(window_tokens)
         admit(window_tokens)
         window = Window(window_tokens, self._slide_share, prompts.passage_end)
-        ingestion = Ingestion(self._backend, self._name, self._buffer, window, prompts, self._log)
+        ingestion = Ingestion(self._backend, self._name, self.buffer, window, prompts, self._log)
         pieces = []
         if contents is not None:
             numbered = [Numbered(number, chunk) for number, chunk in contents.chunks.items()]
             pieces = await prompts.pieces_in_background(numbered)
             window.num_slid = contents.header.num_slid
-            self._buffer.num_appended = contents.header.num_appended
-            self._buffer.num_dropped = contents.header.num_dropped
+            self.buffer.num_appended = contents.header.num_appended
+            self.buffer.num_dropped = contents.header.num_dropped
         if self._log is not None:
             self._log.start(template.system, window_tokens, self._slide_share, contents)
             if contents is not None:
@@ -140,10 +141,11 @@ class SessionData:
         """Refuse data and questions from now on."""
         self._is_closed = True
 
-    async def aclose(self) -> None:
-        """Stop, and free what the engine holds."""
+    async def aclose(self) -> bool:
+        """Stop, and free what the engine holds; return whether it was started."""
         if self._ingestion is not None:
             await self._ingestion.aclose()
+        return self._ingestion is not None
 
     def check_not_closed(self) -> None:
         """Check that the session was not closed.
@@ -175,29 +177,14 @@ class SessionData:
         return self._ingestion
 
     @property
-    def is_started(self) -> bool:
-        """Whether it was started."""
-        return self._ingestion is not None
-
-    @property
-    def version(self) -> int:
-        """Version of the data that questions are answered from at once."""
-        return self.ingestion.ready.version
-
-    @property
-    def num_appended(self) -> int:
-        """The newest version."""
-        return self._buffer.num_appended
-
-    @property
     def state(self) -> SessionState:
         """How the session stands."""
         ready, window = self.ingestion.ready, self.ingestion.window
         return SessionState(
             version=ready.version,
-            num_appended=self._buffer.num_appended,
-            num_waiting=len(self._buffer),
-            num_dropped=self._buffer.num_dropped,
+            num_appended=self.buffer.num_appended,
+            num_waiting=len(self.buffer),
+            num_dropped=self.buffer.num_dropped,
             num_slid=window.num_slid,
             num_tokens=len(ready.token_ids),
             num_frozen_tokens=len(ready.prompts.head),
@@ -229,7 +216,7 @@ class SessionData:
 
     async def versions(self) -> AsyncGenerator[int, None]:
         """Yield the version that questions are answered from, whenever it has changed."""
-        version = self.version
+        version = self.ingestion.ready.version
         while True:
             version = (await self.at_least(version + 1)).version
             yield version
@@ -245,7 +232,7 @@ class SessionData:
     def _on_drop(self, number: int) -> None:
         if self._log is not None:
             self._log.drop(number)
-        self._drops.put(number, self._buffer.num_dropped)
+        self._drops.put(number, self.buffer.num_dropped)
 
     # --------------------------------------------------------------------------------------------------------- changes
 
@@ -267,17 +254,17 @@ class SessionData:
             chunks.append(self._checked(each))
             await self._give_turn()
         self.check_open()
-        self._buffer.check(chunks)
+        self.buffer.check(chunks)
         for chunk in chunks:
             self.ingestion.append(chunk)
-        return self._buffer.num_appended
+        return self.buffer.num_appended
 
     async def follow(self, source: Source | AsyncIterable[Chunk | str], query: str, tasks: SessionTasks) -> int:
         """Append all that a source or an async iterator yields, and return the newest version."""
         check_followed(source, query)
         self.check_open()
         await tasks.begin(partial(append_all, source, query, self.append), "source")
-        return self._buffer.num_appended
+        return self.buffer.num_appended
 
     @validated
     async def freeze(self, system: Annotated[str, Field()]) -> int:
@@ -301,6 +288,6 @@ class SessionData:
 
     async def _give_turn(self) -> None:
         self._num_in_turn += 1
-        if self._num_in_turn >= CHUNKS_PER_TURN or self._buffer.is_half_full:
+        if self._num_in_turn >= CHUNKS_PER_TURN or self.buffer.is_half_full:
             self._num_in_turn = 0
             await asyncio.sleep(0)

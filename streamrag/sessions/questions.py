@@ -95,10 +95,10 @@ class Questions:
         """
         params = SamplingParams() if params is None else params
         question = Question(text, answers, params, with_gap, decisive_gap)
-        if at_least is not None and at_least > self._data.num_appended:
+        if at_least is not None and at_least > self._data.buffer.num_appended:
             raise ConfigurationError(
                 f"at_least={short(at_least)} must be a version that append returned: "
-                f"{self._data.num_appended} is the newest"
+                f"{self._data.buffer.num_appended} is the newest"
             )
         return self.prepare(question, at_least or 0, deadline_s)
 
@@ -133,7 +133,7 @@ class Questions:
 
     async def _compute(self, snapshot: Snapshot, question: Question, submitted_s: float, emit: Emit) -> Answer:
         answer = await compute_answer(self._backend, snapshot, question, submitted_s, self._clock, emit)
-        if question.is_repeatable and answer.version == self._data.version:
+        if question.is_repeatable and answer.version == self._data.ingestion.ready.version:
             parts = (question.text, *question.answers, answer.text, answer.token_ids, *answer.token_ids)
             self.cache.put((question.key, question.with_gap), answer, sum(map(sys.getsizeof, parts)))
         return answer

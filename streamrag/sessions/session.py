@@ -132,8 +132,8 @@ class Session:
         try:
             await self._watches.aclose()
             await self._tasks.aclose()
-            await self._data.aclose()
-            if self._log is not None and (self._data.is_started or forgets):
+            was_started = await self._data.aclose()
+            if self._log is not None and (was_started or forgets):
                 await self._log.aclose(removes=forgets)
         finally:
             self._books.remove(self)
@@ -152,7 +152,7 @@ class Session:
     @property
     def version(self) -> int:
         """Version of the data that questions are answered from at once."""
-        return self._data.version
+        return self._data.ingestion.ready.version
 
     @property
     def watches(self) -> dict[str, Watch]:

@@ -11,10 +11,10 @@ import websockets
 from streamrag.serve import Limits
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.failures import RefusedError
+from streamrag.sessions.concurrency import ConcurrencyEstimator
 from streamrag.sessions.log.contents import Header, LogContents
 from streamrag.sessions.log.file import LogFile
 from streamrag.sessions.question import WatchOptions
-from streamrag.sessions.watches import ConcurrencyEstimator
 from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import Serving, serving

@@ -92,7 +92,7 @@ MUTANTS = (
     mutant(
         "an answer to older data is kept for the newest",
         QUESTIONS,
-        "if question.is_repeatable and answer.version == self._data.version:",
+        "if question.is_repeatable and answer.version == self._data.ingestion.ready.version:",
         "if question.is_repeatable:",
         100,
     ),

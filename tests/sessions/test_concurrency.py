@@ -1,6 +1,6 @@
 """How many watched questions go at once."""
 
-from streamrag.sessions.watches import MAX_CONCURRENT, ConcurrencyEstimator
+from streamrag.sessions.concurrency import MAX_CONCURRENT, ConcurrencyEstimator
 
 
 def measured(fixed_s: float, each_s: float, interval_s: float | None, num_rounds: int = 30) -> list[int]:
