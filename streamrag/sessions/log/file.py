@@ -68,8 +68,8 @@ class LogFile:
         self.path = Path(os.path.realpath(path))  # what a link names is written, and the link stays
         self._lock = FileLock(_beside(self.path, "-lock"), self.path)
         self._connection: sqlite3.Connection | None = None
-        self._status: os.stat_result | None = None
-        """Which file it is."""
+        self._statuses: dict[Path, os.stat_result] = {}
+        """The database and the files beside it: which they are."""
         self._contents: LogContents | None = None
         """What the file holds."""
 
@@ -84,8 +84,8 @@ class LogFile:
                 _remove_unfinished(self.path)
                 if _is_free(self.path):
                     return None
-                self._status = self.path.stat()
-                self._connection = _connect(self.path)
+                self._statuses = {self.path: self.path.stat()}
+                self._connection = self._connect()
                 self._contents = read_contents(self._connection)
         except BaseException:
             self.close()
@@ -112,7 +112,8 @@ class LogFile:
                     _execute(self._connection, COMPACTION)
         except sqlite3.Error as error:
             is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-            raise SessionLogError("No space left on device" if is_full else str(error)) from error
+            full = f"the disk is full, or the log has {MAX_FILE_BYTES >> 20} MiB, which is the most"
+            raise SessionLogError(full if is_full else str(error)) from error
 
     def touch(self, at_s: float) -> None:
         """Set the file's time: the session was last used then, on the wall clock."""
@@ -164,18 +165,27 @@ class LogFile:
             _remove_unfinished(self.path)
         with suppress(OSError):  # a file system that cannot sync folders does it by itself
             sync(self.path.parent)
-        self._contents, self._status = contents, self.path.stat()
-        self._connection = _connect(self.path)
+        self._contents, self._statuses = contents, {self.path: self.path.stat()}
+        self._connection = self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = _connect(self.path)
+        beside = (_beside(self.path, suffix) for suffix in SIDECARS)
+        self._statuses |= {path: path.lstat() for path in beside if path.exists()}
+        return connection
 
     def _is_ours(self) -> bool:
-        return self._status is not None and is_same(self._status, self.path)
+        return self.path in self._statuses and is_same(self._statuses[self.path], self.path)
 
     def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()  # by SQLite, whatever has taken the place of a file that was moved stays as it is
-            self._connection = self._status = None
-            if not self.path.exists():
-                _remove_sidecars(self.path)
+        if self._connection is None:
+            return
+        if not self._is_ours():  # of a database that was removed or replaced, SQLite leaves what lies beside it
+            for path, status in self._statuses.items():
+                if is_same(status, path):
+                    path.unlink()
+        self._connection.close()
+        self._connection, self._statuses = None, {}
 
 
 def read_header(path: Path) -> Header:

@@ -50,6 +50,6 @@ class FileLock:
 
 def is_same(status: os.stat_result, path: Path) -> bool:
     """Whether `path` is the file of this status."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(status, path.stat())
+    with suppress(OSError):
+        return os.path.samestat(status, path.lstat())
     return False
