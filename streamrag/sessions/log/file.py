@@ -112,7 +112,7 @@ class LogFile:
                     _execute(self._connection, COMPACTION)
         except sqlite3.Error as error:
             is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-            full = f"the disk is full, or the log has {MAX_FILE_BYTES >> 20} MiB, which is the most"
+            full = f"No space left on the disk, or the log has {MAX_FILE_BYTES >> 20} MiB, the most that it may have"
             raise SessionLogError(full if is_full else str(error)) from error
 
     def touch(self, at_s: float) -> None:
