@@ -17,7 +17,7 @@ from functools import partial
 from math import inf, isfinite
 from typing import Any, TypeAlias
 
-from streamrag.core import AnswerChunk, Backend, Prompt, SamplingParams, Tokenizer
+from streamrag.core import AnswerChunk, Backend, ModelInfo, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.handle import Emit
 from streamrag.retrieving import closing
@@ -38,9 +38,53 @@ class Choice:
 
     text: str
     token_ids: TokenIds
-    """Its tokens, as far as they had to be computed."""
+    """Tokens of the answer, as far as they had to be computed."""
     gap: float | None
     """The lead of the answer; None where the engine has no log-probabilities, or no other answer is possible."""
+
+
+class _Draft:
+    """An answer that is being computed: its pieces so far, and when they came."""
+
+    def __init__(self, snapshot: Snapshot, submitted_s: float, clock: Callable[[], float], emit: Emit) -> None:
+        self._snapshot = snapshot
+        self._submitted_s = submitted_s
+        self._clock = clock
+        self._emit = emit
+        self._waited_s = clock() - submitted_s
+        self._pieces: list[TokensGenerated] = []
+        self.chunks: list[AnswerChunk] = []
+        """Chunks of the newest request."""
+
+    async def put(self, chunk: AnswerChunk) -> None:
+        """Add a piece of the answer."""
+        at_s = self._clock() - self._submitted_s
+        self._pieces.append(TokensGenerated(at_s, chunk.text, chunk.token_ids, chunk.finish_reason))
+        await self._emit(self._pieces[-1])
+
+    def finish(self, model: ModelInfo, num_prompt_tokens: int, gap: float | None) -> Answer:
+        """Return the whole answer."""
+        total_s = self._clock() - self._submitted_s
+        first_s = next((piece.at_s for piece in self._pieces if piece.text or piece.token_ids), total_s)
+        return Answer(
+            text="".join(piece.text for piece in self._pieces),
+            token_ids=tuple(token_id for piece in self._pieces for token_id in piece.token_ids),
+            finish_reason=self._pieces[-1].finish_reason or "",
+            citations=(),
+            left_out=(),
+            shortened=(),
+            num_prompt_tokens=num_prompt_tokens,
+            num_invalidated=0,
+            is_exact=model.is_exact,
+            source_error=None,
+            cut_short=None,
+            submitted_s=self._submitted_s,
+            timings=Timings(0.0, None, self._waited_s, first_s, first_s - self._waited_s, total_s),
+            record=self.chunks[-1].record if self.chunks else None,
+            breaks_look_alikes=model.breaks_look_alikes,
+            version=self._snapshot.version,
+            gap=gap,
+        )
 
 
 async def compute_answer(
@@ -56,50 +100,21 @@ async def compute_answer(
     :raises PromptTooLongError, BackendError: there is none.
     :raises ConfigurationError: the answers that there may be cannot be told from each other.
     """
-    waited_s = clock() - submitted_s
+    draft = _Draft(snapshot, submitted_s, clock, emit)
     tokenizer, answers = snapshot.prompts.tokenizer, question.answers
     choices = await in_thread(tokenizer, partial(encode_answers, tokenizer, answers)) if answers else {}
     token_ids = await in_thread(tokenizer, partial(snapshot.prompts.complete, snapshot.token_ids, question.text))
-    chunks: list[AnswerChunk] = []
-    pieces: list[TokensGenerated] = []
-
-    async def put(chunk: AnswerChunk) -> None:
-        at_s = clock() - submitted_s
-        pieces.append(TokensGenerated(at_s, chunk.text, chunk.token_ids, chunk.finish_reason))
-        await emit(pieces[-1])
-
     if choices:
-        one_pass = _passes(backend, token_ids, question, choices, chunks)
+        one_pass = _passes(backend, token_ids, question, choices, draft.chunks)
         choice = await choose_answer(choices, one_pass, question.decisive_gap)
-        gap = choice.gap if question.with_gap else None
-        await put(AnswerChunk(choice.text, choice.token_ids, "stop"))
-    else:
-        async with aclosing(_generate(backend, token_ids, question.params_for())) as generated:
-            async for chunk in generated:
-                chunks.append(chunk)
-                await put(chunk)
-        gap = next((_gap(chunk.logprobs) for chunk in chunks if chunk.token_ids), None)
-    total_s = clock() - submitted_s
-    first_s = next((piece.at_s for piece in pieces if piece.text or piece.token_ids), total_s)
-    return Answer(
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        finish_reason=pieces[-1].finish_reason or "",
-        citations=(),
-        left_out=(),
-        shortened=(),
-        num_prompt_tokens=len(token_ids),
-        num_invalidated=0,
-        is_exact=backend.model.is_exact,
-        source_error=None,
-        cut_short=None,
-        submitted_s=submitted_s,
-        timings=Timings(0.0, None, waited_s, first_s, first_s - waited_s, total_s),
-        record=chunks[-1].record if chunks else None,
-        breaks_look_alikes=backend.model.breaks_look_alikes,
-        version=snapshot.version,
-        gap=gap,
-    )
+        await draft.put(AnswerChunk(choice.text, choice.token_ids, "stop"))
+        return draft.finish(backend.model, len(token_ids), choice.gap if question.with_gap else None)
+    async with aclosing(_generate(backend, token_ids, question.params_for())) as generated:
+        async for chunk in generated:
+            draft.chunks.append(chunk)
+            await draft.put(chunk)
+    gap = next((_gap(chunk.logprobs) for chunk in draft.chunks if chunk.token_ids), None)
+    return draft.finish(backend.model, len(token_ids), gap)
 
 
 def encode_answers(tokenizer: Tokenizer, answers: Sequence[str]) -> dict[TokenIds, str]:

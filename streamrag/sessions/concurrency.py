@@ -44,7 +44,7 @@ class ConcurrencyEstimator:
 
     @property
     def limit(self) -> int:
-        """How many may be answered at a time."""
+        """Most questions to answer at a time."""
         if not self._weight:
             return 1
         num, took_s = self._num / self._weight, self._took_s / self._weight

@@ -30,7 +30,7 @@ CHUNKS_PER_TURN = 64
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """What a session holds, and what became of its data."""
+    """Counts of a session's data, and the state of its log."""
 
     version: int
     """Version of the data that questions are answered from at once."""
@@ -49,13 +49,13 @@ class SessionState:
     window_tokens: int
     """Most tokens that the data may take."""
     num_failures: int
-    """How often the engine gave the stream up."""
+    """Number of times that the engine gave the stream up."""
     log: LogState | None = None
-    """How the log stands, if there is one."""
+    """State of the log, if there is one."""
 
 
 class SessionData:
-    """Everything of a session but its questions.
+    """The data of one session, from the first call of `append` to the prompt.
 
     window_tokens: None takes three quarters of what the head leaves, or the window of the log.
     """
@@ -178,7 +178,7 @@ class SessionData:
 
     @property
     def state(self) -> SessionState:
-        """How the session stands."""
+        """Counts of the data, and the state of the log."""
         ready, window = self.ingestion.ready, self.ingestion.window
         return SessionState(
             version=ready.version,

@@ -26,7 +26,7 @@ class SessionLimits:
 
 
 class SessionBooks:
-    """Which sessions are open, whose they are, and how many tokens their windows may hold."""
+    """A register of open sessions: their tenants, and the tokens that their windows may hold."""
 
     def __init__(self, limits: SessionLimits) -> None:
         self._limits = limits

@@ -13,8 +13,8 @@ from streamrag.kinds import plain_text, short
 from streamrag.support.validation import NonEmptyText, Number, SecondsOrZero, Whole, validated
 
 DECISIVE_GAP = 2.0
-"""In log-probability: an answer that leads by this much needs no further pass, though it has tokens left. The default
-is the paper's; each question may have its own."""
+"""Lead in log-probability with which an answer needs no further pass, though it has tokens left. The default is the
+paper's; each question may have its own."""
 
 Answers: TypeAlias = Annotated[tuple[NonEmptyText, ...], Field(strict=False)]
 """The only answers that there may be; any answer, if there are none. A list will do."""

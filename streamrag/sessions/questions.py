@@ -32,7 +32,7 @@ Compute: TypeAlias = Callable[[Emit], Coroutine[Any, Any, Answer]]
 
 
 class AskOptions(TypedDict, total=False):
-    """How a question is answered."""
+    """Options of a question."""
 
     answers: tuple[str, ...]
     """The only answers there may be, none another's beginning. As few tokens are computed as tell them apart, mostly
@@ -213,7 +213,7 @@ class InFlightAnswers:
 
 
 class _Computation:
-    """One answer that is being computed, and its pieces so far."""
+    """An answer that is being computed, and its pieces so far."""
 
     def __init__(self, compute: Compute) -> None:
         self.num_callers = 0

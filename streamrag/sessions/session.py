@@ -161,7 +161,7 @@ class Session:
 
     @property
     def state(self) -> SessionState:
-        """How the session stands."""
+        """Counts of the data, and the state of the log."""
         return self._data.state
 
     # ------------------------------------------------------------------------------------------------------------ data

@@ -49,7 +49,7 @@ class WatchedAnswer:
 
 
 class Watch(AsyncIterator[WatchedAnswer]):
-    """One registered question. Iterate it for its answers, each when it differs from the one before.
+    """A registered question. Iterate it for its answers, each when it differs from the one before.
 
     A reader that is slow misses answers that were overtaken, and gets the newest. `aclose` ends it.
     """
@@ -62,7 +62,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         """The answer to the newest version that it was computed for."""
         self.num_answered = 0
         self.error: StreamRagError | None = None
-        """Why the last attempt failed; it is made again with the next data."""
+        """Error of the last attempt, if it failed; it is made again with the next data."""
         self.due_s = 0.0
         self.work: asyncio.Task[None] | None = None
         """The task that answers it."""

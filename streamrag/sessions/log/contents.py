@@ -37,7 +37,7 @@ Count = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """How a session is made again, and what it has counted."""
+    """Options and counts of a session, from which it is made again."""
 
     system: str
     window_tokens: Annotated[int, Field(ge=1)]

@@ -62,7 +62,7 @@ SIDECARS = ("-wal", "-shm", "-journal")
 
 
 class LogFile:
-    """One log, which this process has from `open` to `close`. For one thread at a time."""
+    """A log that this process has from `open` to `close`. For one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.realpath(path))  # what a link names is written, and the link stays
@@ -71,7 +71,7 @@ class LogFile:
         self._statuses: dict[Path, os.stat_result] = {}
         """The database and the files beside it: which they are."""
         self._contents: LogContents | None = None
-        """What the file holds."""
+        """Contents of the file."""
 
     def open(self) -> LogContents | None:
         """Take the log for this process and read it; return None if it is new. Nothing in it is changed.

@@ -46,20 +46,20 @@ _limiter = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("streamrag session logs"
 
 @dataclass(frozen=True, slots=True)
 class LogState:
-    """How a session's log stands."""
+    """State of a session's log."""
 
     is_resumed: bool = False
     """Whether it was there when the session was opened."""
     flushed: int = 0
     """The version that is on the disk, with all before it."""
     num_failures: int = 0
-    """How often the disk did not take what was to be written."""
+    """Number of attempts to write that failed."""
     error: str | None = None
-    """Why the disk does not take it at the moment. The session goes on, and it is tried again."""
+    """Reason why the last attempt to write failed, if it did. The session goes on, and it is tried again."""
 
 
 class SessionLog:
-    """One session's log. Appending never waits: a task writes what has changed meanwhile, and waits for the disk.
+    """The log of a session. Appending never waits: a task writes what has changed meanwhile, and waits for the disk.
 
     owner: kept in the log, and read by `read_header`.
     on_failure: called with the reason when the disk does not take something, the first time in a row.
@@ -96,7 +96,7 @@ class SessionLog:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the log, with links resolved."""
         return self._file.path
 
     # --------------------------------------------------------------------------------------------- starting and ending
