@@ -103,10 +103,10 @@ class SessionData:
         """
         contents = None if self._log is None else await self._log.open()
         template, window_tokens = self._template, self._window_tokens
-        if contents is not None:
+        if self._log is not None and contents is not None:
             if self._is_text_given and template.system not in (contents.header.system, contents.system):
                 raise SessionLogError(
-                    f"{self._log and self._log.path} is of a session with another system text: give none, or that one, "
+                    f"{self._log.path} is of a session with another system text: give none, or that one, "
                     "or choose another file"
                 )
             template = replace(template, system=contents.system)

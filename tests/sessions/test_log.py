@@ -617,6 +617,35 @@ async def test_a_log_that_is_removed_is_gone_with_all_that_lay_beside_it(tmp_pat
     assert names_in(tmp_path) == []
 
 
+async def test_a_database_that_another_program_locks_is_waited_for_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrag.sessions.log.file.BUSY_S", 0.01)
+    path = tmp_path / "log"
+    await make_log(path)
+    with database(path) as theirs:
+        async with opened(path) as session:
+            theirs.execute("BEGIN IMMEDIATE")
+            await session.append(line(4))
+            with pytest.raises(SessionLogError, match="database is locked"):
+                await session.flush()
+            theirs.execute("ROLLBACK")
+            assert await session.flush() == 4
+        theirs.execute("PRAGMA locking_mode=EXCLUSIVE")
+        theirs.execute("UPDATE meta SET value = 9 WHERE name = 'num_slid'")
+        with pytest.raises(SessionLogError, match="cannot be read: database is locked"):
+            await opened(path).start()
+
+
+async def test_reading_the_header_of_a_killed_process_s_log_is_no_use_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    flushed = flushed_until_killed(path, 2)
+    os.utime(path, (1000, 1000))
+    assert read_header(path).num_appended >= flushed
+    assert path.stat().st_mtime == 1000
+    assert sorted(names_in(tmp_path)) == ["log", "log-lock"]
+
+
 async def test_a_session_whose_lock_was_removed_takes_it_again(tmp_path: Path) -> None:
     path = tmp_path / "log"
     async with opened(path) as session:

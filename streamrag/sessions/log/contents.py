@@ -91,7 +91,7 @@ def write_contents(connection: sqlite3.Connection, contents: LogContents, before
     gone = [(number,) for number in old_chunks.keys() - contents.chunks.keys()]
     new = [
         (number, *(getattr(contents.chunks[number], name) for name in CHUNK_COLUMNS))
-        for number in contents.chunks.keys() - old_chunks.keys()
+        for number in sorted(contents.chunks.keys() - old_chunks.keys())
     ]
     ended = [(name,) for name in old_watches if name not in contents.watches]
     watches = [

@@ -193,8 +193,13 @@ def read_header(path: Path) -> Header:
 
     :raises SessionLogError: it cannot be read, or is no log.
     """
-    with _translated(path), closing(_connect(path)) as connection:
-        return read_header_rows(connection)
+    with _translated(path):
+        status = path.stat()
+        try:
+            with closing(_connect(path)) as connection:
+                return read_header_rows(connection)
+        finally:  # SQLite may have finished what a killed process had begun, which is no use of the session
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def _connect(path: Path) -> sqlite3.Connection:
