@@ -17,7 +17,7 @@ from streamrag.propagation import conversation
 from streamrag.sessions.data import SessionData, SessionState
 from streamrag.sessions.drops import DataDropped
 from streamrag.sessions.limits import SessionBooks, SessionLimits
-from streamrag.sessions.log import SessionLog, make_log
+from streamrag.sessions.log import SessionLog
 from streamrag.sessions.question import DECISIVE_GAP, WatchOptions
 from streamrag.sessions.questions import AskOptions, Questions
 from streamrag.sessions.tasks import SessionTasks
@@ -66,7 +66,7 @@ class Session:
         admit: Admit = lambda question: lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._log = make_log(log)
+        self._log = SessionLog(log) if log is not None and not isinstance(log, SessionLog) else log
         self._tenant = tenant
         self._books = SessionBooks(SessionLimits()) if books is None else books
         self._conversation_id = f"session {uuid.uuid4().hex}"

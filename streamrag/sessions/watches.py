@@ -126,7 +126,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self.error = error
         self._is_closed = True
         self._news.wake()
-        self._watches.remove(self)
+        self._watches.active.remove(self)
         if self.work is not None:
             self.work.cancel()
 
@@ -152,7 +152,6 @@ class Watches:
     After each new version they are answered in order of priority. When another version stands before all are answered,
     those that were left go first among their equals, so that none starves.
 
-    log: keeps those that have a name.
     admit: called before each answer; while it refuses, none is begun.
     """
 
@@ -161,7 +160,8 @@ class Watches:
         self._data = data
         self._log = log
         self._admit = admit
-        self._watches: list[Watch] = []
+        self.active: list[Watch] = []
+        """Watches that are answered."""
         self.named: dict[str, Watch] = {}
         """Watches that have a name, also those that cannot be answered, until their owner ends them."""
         self._concurrency = ConcurrencyEstimator()
@@ -191,20 +191,14 @@ class Watches:
         """Register a question that is in the log, or has no name."""
         watch = Watch(self, options)
         if watch.name is not None:
-            before = self.named.get(watch.name)
-            self.named[watch.name] = watch
+            before, self.named[watch.name] = self.named.get(watch.name), watch
             if before is not None:
                 before.stop()
-        self._watches.append(watch)
+        self.active.append(watch)
         self._has_work.set()
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="streamrag watches")
         return watch
-
-    def remove(self, watch: Watch) -> None:
-        """Answer it no longer."""
-        with suppress(ValueError):
-            self._watches.remove(watch)
 
     def forget(self, watch: Watch) -> None:
         """Remove it from the log: its owner has ended it, and no session that is resumed has it."""
@@ -220,7 +214,7 @@ class Watches:
 
     def find(self, question: Question, version: int) -> Answer | None:
         """Return the answer that was computed ahead for this very question and version, if there is one."""
-        for watch in self._watches:
+        for watch in self.active:
             if watch.newest is None or watch.version != version or not question.is_repeatable:
                 continue
             if watch.spec.key == question.key and watch.spec.with_gap >= question.with_gap:
@@ -230,9 +224,8 @@ class Watches:
     async def aclose(self) -> None:
         """End all watches; a log keeps those with a name."""
         self._is_closed = True
-        working = [watch.work for watch in self._watches if watch.work is not None]
-        await cancel_regardless([*working, *([self._task] if self._task else [])])
-        for watch in list(self._watches):
+        await cancel_regardless([task for task in (self._task, *(each.work for each in self.active)) if task])
+        for watch in list(self.active):
             watch.stop()
 
     async def _run(self) -> None:
@@ -253,14 +246,14 @@ class Watches:
         except PipelineClosedError:
             return None
         except BackendError as error:  # the session has failed: there will be no other version
-            for watch in list(self._watches):
+            for watch in list(self.active):
                 watch.stop(error)
         now, version = _now_s(), self._data.ingestion.ready.version
-        stale = [watch for watch in self._watches if watch.version < version and watch.work is None]
+        stale = [watch for watch in self.active if watch.version < version and watch.work is None]
+        stale.sort(key=lambda watch: (-watch.options.priority, watch.version))
         due = [watch for watch in stale if watch.due_s <= now]
-        due.sort(key=lambda watch: (-watch.options.priority, watch.version))
         wait_s = min((watch.due_s - now for watch in stale if watch.due_s > now), default=None)
-        num_working = sum(watch.work is not None for watch in self._watches)
+        num_working = sum(watch.work is not None for watch in self.active)
         starting: list[tuple[Watch, Callable[[], None]]] = []
         try:
             for watch in due[: max(self._concurrency.limit - num_working, 0)]:

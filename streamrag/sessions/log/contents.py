@@ -69,6 +69,20 @@ class LogContents:
 
 
 @dataclass(frozen=True, slots=True)
+class LogState:
+    """State of a session's log."""
+
+    is_resumed: bool = False
+    """Whether it was there when the session was opened."""
+    flushed: int = 0
+    """The version that is on the disk, with all before it."""
+    num_failures: int = 0
+    """Number of attempts to write that failed."""
+    error: str | None = None
+    """Reason why the last attempt to write failed, if it did. The session goes on, and it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
 class _ChunkRow:
     number: Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
     text: str

@@ -57,7 +57,6 @@ CONNECTION = (
     "temp_store=MEMORY",
 )
 COMPACTION = ("incremental_vacuum", "wal_checkpoint(TRUNCATE)")
-
 SIDECARS = ("-wal", "-shm", "-journal")
 
 

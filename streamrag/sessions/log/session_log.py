@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ import anyio.to_thread
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SessionLogError
 from streamrag.kinds import message_of, short
-from streamrag.sessions.log.contents import Header, LogContents, encode_watch
+from streamrag.sessions.log.contents import Header, LogContents, LogState, encode_watch
 from streamrag.sessions.log.file import LogFile
 from streamrag.sessions.question import WatchOptions
 from streamrag.sessions.window import Numbered, num_characters
@@ -44,26 +44,14 @@ log = logging.getLogger("streamrag.sessions")
 _limiter = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("streamrag session logs")
 
 
-@dataclass(frozen=True, slots=True)
-class LogState:
-    """State of a session's log."""
-
-    is_resumed: bool = False
-    """Whether it was there when the session was opened."""
-    flushed: int = 0
-    """The version that is on the disk, with all before it."""
-    num_failures: int = 0
-    """Number of attempts to write that failed."""
-    error: str | None = None
-    """Reason why the last attempt to write failed, if it did. The session goes on, and it is tried again."""
-
-
 class SessionLog:
     """The log of a session. Appending never waits: a task writes what has changed meanwhile, and waits for the disk.
 
     owner: kept in the log, and read by `read_header`.
     on_failure: called with the reason when the disk does not take something, the first time in a row.
     max_watches: most watches that are read from the file; None reads all.
+
+    :raises ConfigurationError: the path is none.
     """
 
     def __init__(
@@ -81,7 +69,10 @@ class SessionLog:
         self._owner = owner
         self._on_failure = on_failure
         self._max_watches = max_watches
-        self._file = LogFile(Path(path))
+        try:
+            self._file = LogFile(Path(path))
+        except (TypeError, ValueError):
+            raise ConfigurationError(f"log={short(path)} must be the path of a file") from None
         self._header: Header
         self._held: dict[int, Chunk] = {}
         """All that the session holds: in its window, and not there yet."""
@@ -113,11 +104,10 @@ class SessionLog:
             raise
         if contents is not None:
             self.state = LogState(is_resumed=True)
+            self.num_events, self._held = contents.header.num_events, dict(contents.chunks)
             self.watches = dict(islice(contents.watches.items(), self._max_watches))
             if len(self.watches) < len(contents.watches):
                 log.warning("%s: watches beyond the first %d are left out", self.path, len(self.watches))
-            self.num_events = contents.header.num_events
-            self._held.update(contents.chunks)
         return contents
 
     def start(self, system: str, window_tokens: int, slide_share: float, contents: LogContents | None) -> None:
@@ -308,16 +298,3 @@ async def _in_thread(function: Callable[[], T]) -> T:
     task = asyncio.create_task(anyio.to_thread.run_sync(function, limiter=limiter), name="streamrag log")
     await wait_regardless([task])
     return task.result()
-
-
-def make_log(given: "SessionLog | str | os.PathLike[str] | None") -> SessionLog | None:
-    """Return the log that was asked for.
-
-    :raises ConfigurationError: it is no path.
-    """
-    if given is None or isinstance(given, SessionLog):
-        return given
-    try:
-        return SessionLog(given)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"log={short(given)} must be the path of a file") from None
