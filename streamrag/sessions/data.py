@@ -208,11 +208,7 @@ class SessionData:
         self.check_open()
         pieces = self.ingestion.window.newest(behind, at_most)
         prompts = self.ingestion.ready.prompts
-
-        def texts() -> list[tuple[int, str]]:
-            return [(piece.number, prompts.text_of(piece)) for piece in pieces]
-
-        return await in_thread(prompts.tokenizer, texts, is_background=True)
+        return await in_thread(prompts.tokenizer, partial(prompts.texts_of, pieces), is_background=True)
 
     async def versions(self) -> AsyncGenerator[int, None]:
         """Yield the version that questions are answered from, whenever it has changed."""

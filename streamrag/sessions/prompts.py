@@ -97,9 +97,9 @@ class SessionPrompts:
                 some, size = [], 0
         return pieces
 
-    def text_of(self, piece: Piece) -> str:
-        """Return the text of a piece, without what each chunk ends with."""
-        return self.tokenizer.decode(piece.token_ids).removesuffix(self._end)
+    def texts_of(self, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        """Return the number and text of each piece, without what each chunk ends with."""
+        return [(each.number, self.tokenizer.decode(each.token_ids).removesuffix(self._end)) for each in pieces]
 
     def complete(self, data: tuple[int, ...], question: str) -> tuple[int, ...]:
         """Return the prompt for a question.

@@ -18,6 +18,7 @@ SESSION, INGESTION = "streamrag.sessions.session", "streamrag.sessions.ingestion
 WINDOW, PROMPTS = "streamrag.sessions.window", "streamrag.sessions.prompts"
 QUESTION, QUESTIONS = "streamrag.sessions.question", "streamrag.sessions.questions"
 ANSWER, WATCHES, TASKS = "streamrag.sessions.answer", "streamrag.sessions.watches", "streamrag.sessions.tasks"
+CONTENTS, FILE = "streamrag.sessions.log.contents", "streamrag.sessions.log.file"
 STREAMS = "streamrag.backends.vllm.client.token_streams"
 INTAKE = "streamrag.backends.vllm.scheduler.intake"
 HOST_MEMORY, SCHEDULER = "streamrag.backends.vllm.scheduler.host_memory", "streamrag.backends.vllm.scheduler.scheduler"
@@ -140,6 +141,46 @@ MUTANTS = (
         50,
     ),
     mutant("a stream that is left goes on", INGESTION, "            await end_or_leave(", "            _ = (", 5),
+    Mutant(
+        "data that have gone stay in the log",
+        CONTENTS,
+        "in old_chunks.keys() - contents.chunks.keys()]",
+        "in ()]",
+        0,
+        "tests/sessions/test_log.py::test_a_session_goes_on_where_it_ended",
+    ),
+    Mutant(
+        "text that has gone is not overwritten",
+        FILE,
+        '"secure_delete=ON"',
+        '"secure_delete=OFF"',
+        0,
+        "tests/sessions/test_log.py::test_texts_that_have_gone_are_overwritten",
+    ),
+    Mutant(
+        "two sessions have one log",
+        FILE,
+        "                self._lock.take()\n                _remove",
+        "                _remove",
+        0,
+        "tests/sessions/test_log.py::test_one_log_has_one_session",
+    ),
+    Mutant(
+        "a database with other tables is opened",
+        FILE,
+        "if found != set(SCHEMA):",
+        "if not found:",
+        0,
+        "tests/sessions/test_log.py::test_a_database_that_is_damaged_or_means_harm_is_explained_and_stays",
+    ),
+    Mutant(
+        "a journal that was planted is played back",
+        FILE,
+        'suffix == "-journal" or ',
+        "",
+        0,
+        "tests/sessions/test_log.py::test_a_journal_that_is_planted_is_not_played_back",
+    ),
     mutant(
         "leaving aborts nothing",
         STREAMS,

@@ -18,7 +18,7 @@ from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError
 from streamrag.kinds import message_of
 from streamrag.reading import as_dataclass, parse_json, without_lone_surrogates
-from streamrag.retrieving import MAX_COUNT
+from streamrag.retrieving import checked_chunk
 from streamrag.sessions.question import WatchOptions
 
 SCHEMA = (
@@ -82,16 +82,6 @@ class LogState:
     """Reason why the last attempt to write failed, if it did. The session goes on, and it is tried again."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ChunkRow:
-    number: Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
-    text: str
-    uri: str
-    title: str
-    passage: Annotated[int, Field(ge=0, le=MAX_COUNT)]
-    score: float | None
-
-
 def write_contents(connection: sqlite3.Connection, contents: LogContents, before: LogContents | None) -> None:
     """Have a log hold `contents`, by one transaction.
 
@@ -140,10 +130,9 @@ def read_contents(connection: sqlite3.Connection) -> LogContents:
     chunks: dict[int, Chunk] = {}
     for number, *values in connection.execute(f"SELECT number, {', '.join(CHUNK_COLUMNS)} FROM chunks ORDER BY number"):
         with _located(f"chunk {number}"):
-            row = as_dataclass(_ChunkRow, {"number": number, **dict(zip(CHUNK_COLUMNS, values, strict=True))})
-            if number > header.num_appended:
+            if not 1 <= number <= header.num_appended:
                 raise ValueError(f"only {header.num_appended} were appended")
-        chunks[number] = Chunk(row.text, row.uri, row.title, row.passage, row.score)
+            chunks[number] = checked_chunk(as_dataclass(Chunk, dict(zip(CHUNK_COLUMNS, values, strict=True))))
     watches: dict[str, WatchOptions] = {}
     for name, options in connection.execute("SELECT name, options FROM watches ORDER BY rowid"):
         with _located(f"watch {name!r:.80}"):
