@@ -5,7 +5,7 @@
 Sixty questions, half about log lines and half about what was said in a meeting, half of them yes-or-no and half with
 three answers, in the prompts of a session, asked of the demo's model (SmolLM2, 135 M) on the real engine. The full
 answer is the likeliest of those there may be, all of whose tokens were computed; a threshold takes one that leads by so
-much in log-probability as it stands (`streamrag.sessions.choosing`). A threshold's passes are among those of the full
+much in log-probability as it stands (`streamrag.sessions.answer`). A threshold's passes are among those of the full
 answer, so each of them is computed once. Answers of one token take one pass in any case.
 """
 
@@ -28,7 +28,8 @@ from session_arms import Text
 from streamrag import AnswerChunk, Prompt, SamplingParams, VllmBackend
 from streamrag.bench.provenance import versions
 from streamrag.files import write_whole
-from streamrag.sessions.choosing import DECISIVE_GAP, Pass, TokenIds, chosen, spelled
+from streamrag.sessions.answer import Pass, TokenIds, choose_answer, encode_answers
+from streamrag.sessions.question import DECISIVE_GAP
 from streamrag.testing import make_demo_model
 
 THRESHOLDS = (0.5, 1.0, DECISIVE_GAP, 4.0, inf)
@@ -155,7 +156,7 @@ async def at_thresholds(answers: dict[TokenIds, str], one_pass: Pass) -> list[An
                 known[begun] = await one_pass(begun, allowed)
             return known[begun]
 
-        text = (await chosen(answers, counted, threshold)).text
+        text = (await choose_answer(answers, counted, threshold)).text
         found.append(Answered(text, num_passes))
     return found
 
@@ -178,7 +179,7 @@ async def asked(backend: VllmBackend, question: Question) -> tuple[int, list[Ans
         ]
         return chunks[0].token_ids[0], chunks[0].logprobs and chunks[0].logprobs[0]
 
-    answers = spelled(backend.model.tokenizer, question.answers)
+    answers = encode_answers(backend.model.tokenizer, question.answers)
     found = await at_thresholds(answers, one_pass)
     (num_tokens,) = (len(each) for each, name in answers.items() if name == found[-1].text)
     return num_tokens, found

@@ -22,8 +22,8 @@ from streamrag.core import Chunk, ModelInfo, SamplingParams
 from streamrag.errors import BackendError
 from streamrag.records import RequestRecord
 from streamrag.sessions import Session
-from streamrag.sessions.buffer import Numbered
 from streamrag.sessions.prompts import SESSION_TEMPLATE, SessionPrompts
+from streamrag.sessions.window import Numbered
 from streamrag.tasks import cancel_regardless
 
 SESSION, INSIDE, BESIDE = "session", "vLLM session, inside", "vLLM session, beside"

@@ -42,7 +42,7 @@ SECTIONS = {
 }
 """Groups of the names of `streamrag`, in the order of the page. Errors come after them."""
 
-GIVEN = {"AnswerStream", "EventStream", "TokenStream", "TokenStreams"}
+GIVEN = {"AnswerStream", "EventStream", "TokenStream", "TokenStreams", "Watch"}
 """Classes whose objects a caller is given: how they are made is no promise."""
 
 INTERNAL = {
@@ -50,6 +50,10 @@ INTERNAL = {
     "StreamragChatModel.home",
     "StreamragRetriever.home",
     "TokenStream.fail",
+    "Watch.put",
+    "Watch.spec",
+    "Watch.stop",
+    "Watch.work",
     "WorthSending.num_others",
 }
 """Members of public classes that are there for other parts of the package."""

@@ -5,14 +5,17 @@ arrive. Each question is a request of its own, which shares that stream's KV blo
 system text is frozen, the data slide, question and answer are ephemeral.
 """
 
-from streamrag.sessions.dropping import DataDropped as DataDropped
+# session.py: the public class. data.py: buffer, window and ingestion. questions.py: ask, cache, in flight.
+# watches.py: questions that are kept answered. answer.py: one answer. log/: the text on disk, in SQLite.
+
+from streamrag.sessions.data import SessionState as SessionState
+from streamrag.sessions.drops import DataDropped as DataDropped
 from streamrag.sessions.limits import SessionLimits as SessionLimits
-from streamrag.sessions.session import AskOptions as AskOptions
+from streamrag.sessions.log import LogState as LogState
+from streamrag.sessions.questions import AskOptions as AskOptions
 from streamrag.sessions.session import Session as Session
-from streamrag.sessions.state import LogState as LogState
-from streamrag.sessions.state import SessionState as SessionState
-from streamrag.sessions.watch import Watch as Watch
-from streamrag.sessions.watch import WatchedAnswer as WatchedAnswer
+from streamrag.sessions.watches import Watch as Watch
+from streamrag.sessions.watches import WatchedAnswer as WatchedAnswer
 
 __all__ = [
     "AskOptions",

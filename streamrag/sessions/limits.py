@@ -1,37 +1,32 @@
 """How many sessions may be open at once, of one tenant and of all."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from streamrag.errors import ConfigurationError, PipelineClosedError, TooManySessionsError
-from streamrag.kinds import is_whole, short
+from streamrag.errors import PipelineClosedError, TooManySessionsError
+from streamrag.support.validation import CountOrZero, validated
 
 
+@validated
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
     """Bounds of sessions that are open at once; None is no bound.
 
     Tokens are those that the windows may hold: a window counts as a whole, however full it is.
 
-    Raises ConfigurationError for what is no whole number, or less than 0.
+    :raises ConfigurationError: a value is no whole number, or less than 0.
     """
 
-    max_sessions: int | None = None
-    max_sessions_per_tenant: int | None = None
-    max_tokens: int | None = None
-    max_tokens_per_tenant: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self)):
-            value = getattr(self, name)
-            if value is not None and (not is_whole(value) or value < 0):
-                raise ConfigurationError(f"{name}={short(value)} must be a whole number, 0 or more, or None")
+    max_sessions: CountOrZero | None = None
+    max_sessions_per_tenant: CountOrZero | None = None
+    max_tokens: CountOrZero | None = None
+    max_tokens_per_tenant: CountOrZero | None = None
 
 
 class SessionBooks:
-    """Which sessions are open, whose they are, and how many tokens their windows may hold."""
+    """A register of open sessions: their tenants, and the tokens that their windows may hold."""
 
     def __init__(self, limits: SessionLimits) -> None:
         self._limits = limits
@@ -43,8 +38,16 @@ class SessionBooks:
         self._is_closed = True
         return list(self._open)
 
+    def enter(self, session: Hashable, tenant: str, num_tokens: int) -> None:
+        """Count a session that is opened.
+
+        :raises TooManySessionsError, PipelineClosedError: there is no place for it; see `check`.
+        """
+        self.check(tenant, num_tokens)
+        self.put(session, tenant, num_tokens)
+
     def check(self, tenant: str, num_tokens: int, *, longest_window: float = inf) -> None:
-        """Whether this tenant may open another. No window counts for more than the longest that there can be.
+        """Check that this tenant may open another. No window counts for more than the longest that there can be.
 
         :raises TooManySessionsError: there are as many as may be, or their windows hold as much.
         :raises PipelineClosedError: the pipeline was closed.
@@ -70,9 +73,9 @@ class SessionBooks:
                 )
 
     def put(self, session: Hashable, tenant: str, num_tokens: int) -> None:
-        """It is open, whatever the limits; or has another window than was thought."""
+        """Count a session, whatever the limits; or the tokens that its window turned out to have."""
         self._open[session] = tenant, num_tokens
 
     def remove(self, session: Hashable) -> None:
-        """It is not open any more."""
+        """Forget a session that is closed."""
         self._open.pop(session, None)

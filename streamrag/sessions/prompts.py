@@ -1,4 +1,4 @@
-"""What a session's prompts are made of, as token ids. What does not await is blocking, and for one thread at a time."""
+"""The prompts of a session, as token ids. Functions that are not async block, and are for one thread at a time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,18 +7,16 @@ from string import Formatter
 from typing import Any
 
 from streamrag.core import Chunk, ModelInfo
-from streamrag.errors import ConfigurationError, PromptTooLongError
-from streamrag.kinds import plain_text, short
+from streamrag.errors import PromptTooLongError
 from streamrag.modes import PromptAssembler, PromptTemplate
-from streamrag.sessions.buffer import Numbered, num_characters
-from streamrag.sessions.window import Piece
+from streamrag.sessions.window import Numbered, Piece, num_characters
 from streamrag.tokenizing import in_thread
 
 MAX_CHARACTERS = 50_000
-"""Of chunks that are tokenised at once: some ten milliseconds."""
+"""Characters that are tokenised at once, in some ten milliseconds."""
 
 PASSAGE = {"number": 1, "title": "", "uri": "", "text": ""}
-"""What a template's `passage` may name."""
+"""The names that a template's `passage` may have."""
 
 SESSION_TEMPLATE = PromptTemplate(
     system="Answer the question from the data below, in a few words. The newest data stand last.",
@@ -30,9 +28,9 @@ SESSION_TEMPLATE = PromptTemplate(
 
 
 class SessionPrompts:
-    """The three regions of one session: frozen head, data, and a tail for each question.
+    """The three regions of a session's prompts: frozen head, data, and a tail for each question.
 
-    Raises PromptTooLongError if the head alone does not fit the model's length.
+    :raises PromptTooLongError: the head alone does not fit the model's length.
     """
 
     def __init__(self, model: ModelInfo, template: PromptTemplate) -> None:
@@ -52,7 +50,7 @@ class SessionPrompts:
             end = end + literal if name is None else ""
         self._end = end
         self.passage_end = tuple(model.tokenizer.encode(end)) if end else ()
-        """What each chunk ends with, behind all that is its own: its line break."""
+        """Tokens that each chunk ends with, behind all that is its own: its line break."""
         self._no_data = tuple(model.tokenizer.encode(template.no_context))
 
     @property
@@ -61,14 +59,14 @@ class SessionPrompts:
         return self._model.max_model_len - len(self.head)
 
     def with_system(self, system: str) -> "SessionPrompts":
-        """The same with another system text. Blocking.
+        """Return the same prompts with another system text. Blocking.
 
         :raises PromptTooLongError: it alone does not fit the model's length.
         """
         return SessionPrompts(self._model, replace(self._template, system=system))
 
     def check_window(self, window_tokens: int) -> None:
-        """Whether there is room for a question beside it.
+        """Check that there is room for a question beside the window.
 
         :raises PromptTooLongError: there is none.
         """
@@ -78,20 +76,16 @@ class SessionPrompts:
                 f"question: the model's length is {self._model.max_model_len}"
             )
 
-    def shown(self, chunk: Chunk) -> Chunk:
-        """What of it stands in the prompt: no window would ever bound the rest."""
+    def without_hidden(self, chunk: Chunk) -> Chunk:
+        """Return what the prompt shows of a chunk: no window would ever bound the rest."""
         return replace(chunk, **self._hidden)
 
     def pieces(self, numbered: Sequence[Numbered]) -> list[Piece]:
-        """Chunks as they stand in the prompt."""
+        """Return chunks as they stand in the prompt."""
         return [Piece(each.number, tuple(self._assembler.encode_passage(each.number, each.chunk))) for each in numbered]
 
-    def text_of(self, piece: Piece) -> str:
-        """As it stands in the prompt, without what each chunk ends with."""
-        return self.tokenizer.decode(piece.token_ids).removesuffix(self._end)
-
     async def pieces_in_background(self, numbered: Sequence[Numbered]) -> list[Piece]:
-        """The same in threads: the tokenizer is there for others every `MAX_CHARACTERS` characters."""
+        """Return the same from threads, which give the tokenizer to others every `MAX_CHARACTERS` characters."""
         pieces: list[Piece] = []
         some: list[Numbered] = []
         size = 0
@@ -103,8 +97,14 @@ class SessionPrompts:
                 some, size = [], 0
         return pieces
 
+    def texts_of(self, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+        """Return the number and text of each piece, without what each chunk ends with."""
+        return [(each.number, self.tokenizer.decode(each.token_ids).removesuffix(self._end)) for each in pieces]
+
     def complete(self, data: tuple[int, ...], question: str) -> tuple[int, ...]:
-        """The prompt for `question`, about what is a session's head and data, or its head alone.
+        """Return the prompt for a question.
+
+        data: a session's head and data, or its head alone.
 
         :raises PromptTooLongError: the question is too long, by itself or beside the data.
         """
@@ -116,16 +116,3 @@ class SessionPrompts:
                 f"answer beside it in the model's length of {self._model.max_model_len}: lower window_tokens"
             )
         return token_ids
-
-
-def session_template(template: PromptTemplate | None, system: str | None) -> PromptTemplate:
-    """The words around a session's data.
-
-    :raises ConfigurationError: of another type.
-    """
-    if not isinstance(template, PromptTemplate | None):
-        raise ConfigurationError(f"template={short(template)} must be a PromptTemplate")
-    if not isinstance(system, str | None):
-        raise ConfigurationError(f"system={short(system)} must be a str")
-    chosen = SESSION_TEMPLATE if template is None else template
-    return chosen if system is None else replace(chosen, system=plain_text(system))

@@ -1,30 +1,110 @@
-"""The data that a session's prompt holds: the newest, up to so many tokens."""
+"""Data of a session: those that wait for the prompt, and those that are in it."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
+
+from streamrag.core import Chunk
+from streamrag.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A chunk and its number, which is 1 for the first that was appended."""
+
+    number: int
+    chunk: Chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk of data as it stands in the prompt."""
+    """A chunk as it stands in the prompt."""
 
     number: int
     token_ids: tuple[int, ...]
 
 
+def num_characters(chunk: Chunk) -> int:
+    """Return the characters of all texts of a chunk."""
+    return len(chunk.text) + len(chunk.uri) + len(chunk.title)
+
+
+class Buffer:
+    """A bounded queue of chunks that wait. The oldest is dropped for a new one, and counted.
+
+    on_drop: called with the number of each chunk that is dropped, once it is counted.
+    """
+
+    def __init__(
+        self, max_chunks: int, max_characters: int, on_drop: Callable[[int], None] = lambda number: None
+    ) -> None:
+        self._on_drop = on_drop
+        self._max_chunks = max_chunks
+        self._max_characters = max_characters
+        self._waiting: deque[Numbered] = deque()
+        self._num_characters = 0
+        self.num_appended = 0
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_half_full(self) -> bool:
+        """Whether half of the chunks or characters that may wait do."""
+        return 2 * len(self._waiting) >= self._max_chunks or 2 * self._num_characters >= self._max_characters
+
+    def check(self, chunks: Sequence[Chunk]) -> None:
+        """Check that these chunks may wait at once. A single one may, whatever its length.
+
+        :raises ConfigurationError: some of them would be dropped for others.
+        """
+        num = sum(map(num_characters, chunks))
+        if len(chunks) > self._max_chunks or (len(chunks) > 1 and num > self._max_characters):
+            raise ConfigurationError(
+                f"{len(chunks):,} chunks of {num:,} characters are more than may wait at once, {self._max_chunks:,} of "
+                f"{self._max_characters:,}: append them in parts"
+            )
+
+    def append(self, chunk: Chunk) -> int:
+        """Add a chunk and return its number."""
+        self.num_appended += 1
+        self._waiting.append(Numbered(self.num_appended, chunk))
+        self._num_characters += num_characters(chunk)
+        while len(self._waiting) > 1 and (
+            len(self._waiting) > self._max_chunks or self._num_characters > self._max_characters
+        ):
+            dropped = self._waiting.popleft()
+            self._num_characters -= num_characters(dropped.chunk)
+            self.num_dropped += 1
+            self._on_drop(dropped.number)
+        return self.num_appended
+
+    def skip_number(self) -> int:
+        """Return the next number, which no chunk has."""
+        self.num_appended += 1
+        return self.num_appended
+
+    def take(self, max_chunks: int, to: int = 0) -> list[Numbered]:
+        """Remove and return the oldest `max_chunks`, or all up to the number `to`, if these are more."""
+        taken: list[Numbered] = []
+        while self._waiting and (len(taken) < max_chunks or self._waiting[0].number <= to):
+            taken.append(self._waiting.popleft())
+        self._num_characters -= sum(num_characters(each.chunk) for each in taken)
+        return taken
+
+
 class Window:
-    """Grows at its end. When it is full, its oldest part goes in one large step.
+    """The newest data, up to a number of tokens. It grows at its end; when it is full, a large part goes at once.
 
-    All positions behind what goes move, so all that stays has to be computed anew: with a share s of the window going
-    at a time, (1 - s) / s tokens for each that comes. Half of it going is one token for each, a tenth nine.
+    All positions behind the part that goes move, so all that stays is computed anew: with a share s of the window going
+    at a time, (1 - s) / s tokens for each that comes. With half of it that is one token for each, with a tenth nine.
 
-    What it holds follows from the pieces alone, not from how many come at once.
+    What a window holds follows from the pieces alone, not from how many come at once.
 
-    max_tokens: of the data.
-    slide_share: share of `max_tokens` that is free after a step.
-    end: what a piece that is cut ends with all the same, such as its line break.
+    slide_share: share of `max_tokens` that is free after a slide.
+    end: what a piece that is cut still ends with, such as its line break.
     """
 
     def __init__(self, max_tokens: int, slide_share: float, end: tuple[int, ...] = ()) -> None:
@@ -39,12 +119,27 @@ class Window:
     def __len__(self) -> int:
         return len(self._pieces)
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of all pieces, in order."""
+        return tuple(self._token_ids)
+
+    @property
+    def oldest(self) -> int | None:
+        """Number of the oldest piece."""
+        return self._pieces[0].number if self._pieces else None
+
+    def newest(self, behind: int, most: int) -> list[Piece]:
+        """Return the last `most` pieces behind the number `behind`, in order."""
+        newer = takewhile(lambda piece: piece.number > behind, reversed(self._pieces))
+        return list(islice(newer, most))[::-1]
+
     def add(self, pieces: Iterable[Piece]) -> bool:
-        """Whether the oldest had to go for them. Of a piece that is longer than what is kept, its end goes."""
+        """Add pieces, and return whether old ones had to go. A piece longer than what is kept loses its end."""
         has_slid = False
         for piece in pieces:
             cut = Piece(piece.number, self._cut(piece.token_ids))
-            if cut.token_ids:  # of those without, nothing would ever push any out
+            if cut.token_ids:  # pieces without tokens would never be pushed out
                 self._pieces.append(cut)
                 self._token_ids += cut.token_ids
             if len(self._token_ids) > self.max_tokens:
@@ -64,18 +159,3 @@ class Window:
             num_gone += len(self._pieces.popleft().token_ids)
             self.num_slid += 1
         del self._token_ids[:num_gone]
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Of all pieces, in order."""
-        return tuple(self._token_ids)
-
-    def newest(self, behind: int, most: int) -> list[Piece]:
-        """Pieces behind the one of this number, in order; the last of them, if there are more."""
-        newer = takewhile(lambda piece: piece.number > behind, reversed(self._pieces))
-        return list(islice(newer, most))[::-1]
-
-    @property
-    def oldest(self) -> int | None:
-        """Number of the oldest piece."""
-        return self._pieces[0].number if self._pieces else None

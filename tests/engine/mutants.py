@@ -784,15 +784,18 @@ def seeds_to_catch(mutant: Mutant) -> tuple[int | None, str]:
 
 def is_caught_by_test(mutant: Mutant) -> bool:
     """In a process of its own, into which nothing has been imported yet. An error of collection is no catch."""
-    command = [sys.executable, "-m", "tests.engine.mutants", "--run-test-of", mutant.name]
+    module = sys.modules["__main__"].__spec__  # which has this mutant among its own
+    command = [sys.executable, "-m", module.name if module else "tests.engine.mutants", "--run-test-of", mutant.name]
     result = subprocess.run(command, capture_output=True, check=False)
     assert result.returncode in (0, 1), result.stdout.decode()
     return result.returncode == 1
 
 
-def run_test_of(name: str) -> int:
-    """pytest's verdict on a mutant, this process's only one."""
-    (mutant,) = (m for m in MUTANTS if m.name == name)
+def run_test_of(name: str, mutants: Sequence[Mutant]) -> int:
+    """Return pytest's verdict on a mutant, this process's only one; 2 if there is no such mutant."""
+    mutant = next((m for m in mutants if m.name == name), None)
+    if mutant is None:
+        return 2
     finder: Any = _MutantFinder(mutant)
     sys.meta_path.insert(0, finder)
     pytest = importlib.import_module("pytest")
@@ -805,7 +808,7 @@ def main(mutants: Sequence[Mutant] = MUTANTS) -> int:
     parser.add_argument("--run-test-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run_test_of:
-        return run_test_of(arguments.run_test_of)
+        return run_test_of(arguments.run_test_of, mutants)
     num_alive = 0
     for mutant in mutants:
         if arguments.only not in mutant.name:

@@ -6,7 +6,7 @@ from typing import Any
 
 from early_exit import THRESHOLDS, at_thresholds, grouped, questions
 
-from streamrag.sessions.choosing import TokenIds
+from streamrag.sessions.answer import TokenIds
 
 
 def test_there_are_sixty_questions_and_one_right_answer_to_each() -> None:

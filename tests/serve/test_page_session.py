@@ -93,10 +93,10 @@ async def test_what_was_dropped_or_cannot_be_kept_is_told(tmp_path: Path, monkey
             await served.http.post(f"/v1/sessions/{session}/data", json={"data": ["x"] * 4096})
         await expect(seen.page.locator("#notice")).to_contain_text("chunks of data were dropped")
 
-        def full(file: int) -> None:
+        def full(file: object, changes: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on <b>device</b>")
 
-        monkeypatch.setattr("streamrag.sessions.log_file.os.fsync", full)
+        monkeypatch.setattr("streamrag.sessions.log.file.LogFile.write", full)
         await served.http.put(f"/v1/sessions/{session}/watches/alarm", json={"question": "Any?"})
         notice = seen.page.locator("#notice")
         await expect(notice).to_contain_text("cannot keep the session's text at the moment: No space left")

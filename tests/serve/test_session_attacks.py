@@ -11,7 +11,10 @@ import websockets
 from streamrag.serve import Limits
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.failures import RefusedError
-from streamrag.sessions.at_once import AtOnce
+from streamrag.sessions.concurrency import ConcurrencyEstimator
+from streamrag.sessions.log.contents import Header, LogContents
+from streamrag.sessions.log.file import LogFile
+from streamrag.sessions.question import WatchOptions
 from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import Serving, serving
@@ -26,7 +29,7 @@ async def until_open(served: Serving, num: int) -> None:
 
 
 async def test_watched_questions_take_half_of_their_client_s_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AtOnce, "most", 32)
+    monkeypatch.setattr(ConcurrencyEstimator, "limit", 32)
     backend = ScriptedBackend(answer="yes", is_endless=True)
     limits = Limits(max_queries_per_client=8, max_requests_per_minute=10_000)
     async with serving(backend=backend, limits=limits) as served:
@@ -207,10 +210,11 @@ async def test_versions_that_follow_each_other_are_told_of_together(monkeypatch:
 
 
 async def test_a_planted_log_has_no_more_watches_than_a_session_may_have(tmp_path: Path) -> None:
-    header = {"format": "streamrag-session", "version": 1, "system": "Watch.", "window_tokens": 500, "slide_share": 0.5}
-    lines = [{**header, "owner": "anonymous"}, *({"watch": f"w{i}", "question": f"{i}?"} for i in range(500))]
     id = f"sess_{'0' * 32}"
-    (tmp_path / f"{id}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    watches: dict[str, WatchOptions | None] = {f"w{i}": WatchOptions(f"{i}?", name=f"w{i}") for i in range(500)}
+    planted = LogFile(tmp_path / f"{id}.sqlite")
+    planted.write(LogContents(Header("Watch.", 500, 0.5, "anonymous"), {}, watches))
+    planted.close()
     backend = ScriptedBackend(answer="yes")
     async with serving(backend=backend, session_log_dir=tmp_path, limits=Limits(max_watches=3)) as served:
         state = (await served.http.get(f"/v1/sessions/{id}")).json()
@@ -224,7 +228,7 @@ async def test_no_error_of_a_session_s_log_says_where_it_is(tmp_path: Path) -> N
     async with serving(session_log_dir=tmp_path) as served:
         url = await opened(served)
         assert (await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})).status_code == 202
-        path = tmp_path / f"{url.rpartition('/')[2]}.jsonl"
+        path = tmp_path / f"{url.rpartition('/')[2]}.sqlite"
         path.unlink()
         path.write_text("something else")
         answer = await served.http.post(f"{url}/data", json={"data": ["y"], "flush": True})

@@ -56,7 +56,7 @@ async def test_none_of_a_request_is_dropped_for_the_rest_of_it() -> None:
 
 
 async def test_a_client_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sessions.dropping.TOGETHER_S", 0.01)
+    monkeypatch.setattr("streamrag.sessions.drops.TOGETHER_S", 0.01)
     hold = anyio.Event()
     async with serving(backend=ScriptedBackend(hold=hold)) as served:  # it takes nothing in
         url = await opened(served)

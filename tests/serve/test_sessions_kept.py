@@ -19,10 +19,11 @@ from streamrag.errors import ConfigurationError
 from streamrag.serve import Limits
 from streamrag.serve.config.factories import make_service
 from streamrag.serve.config.layers import load
+from streamrag.sessions.log.file import read_header
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import Serving, serving
 from tests.serve.test_sessions import Clock, events_of, opened
-from tests.sessions.test_log import FullDisk, names_in
+from tests.sessions.test_log import FullDisk, database, disk, names_in
 
 
 class Clocks(Clock):
@@ -32,6 +33,14 @@ class Clocks(Clock):
 
 
 KEYS = {"a" * 16: "alice", "b" * 16: "bob"}
+
+__all__ = ["disk"]
+
+
+def damage(path: Path) -> None:
+    """Have a row in a log that no session writes."""
+    with database(path) as connection:
+        connection.execute("UPDATE chunks SET text = 5")
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +59,7 @@ async def kept(folder: Path, **options: Any) -> AsyncIterator[tuple[Serving, htt
 
 async def until_gone(served: Serving, url: str, folder: Path) -> None:
     """Looks at the folder: asking for the session would use it."""
-    path = folder / f"{url.rpartition('/')[2]}.jsonl"
+    path = folder / f"{url.rpartition('/')[2]}.sqlite"
     async with asyncio.timeout(20):
         while path.exists():  # noqa: ASYNC110 - nobody says when
             await asyncio.sleep(0.01)
@@ -66,9 +75,8 @@ async def test_sessions_are_there_after_a_restart_for_those_who_had_them(tmp_pat
         assert (await served.http.post(f"{url}/data", json=data)).json()["flushed"] == 2
     (name,) = names_in(folder)
     assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, folder / name)] == [0o700, 0o600]
-    text = (folder / name).read_text()
-    assert '"owner":"alice"' in text
-    assert not any(key in text for key in KEYS)
+    assert read_header(folder / name).owner == "alice"
+    assert not any(key.encode() in (folder / name).read_bytes() for key in KEYS)
     for version in (3, 4):
         async with kept(folder) as (served, bob):
             assert served.backend.num_requests == 0, "nothing is computed before somebody asks for it"
@@ -103,7 +111,7 @@ async def test_a_session_that_expires_is_gone_from_the_disk_also_one_of_before(t
         early, late = await opened(served), await opened(served)
         for url in (early, late):
             await served.http.post(f"{url}/data", json={"data": ["x"]})
-    path = tmp_path / f"{early.rpartition('/')[2]}.jsonl"
+    path = tmp_path / f"{early.rpartition('/')[2]}.sqlite"
     os.utime(path, (time.time() - 2000,) * 2)
     async with kept(tmp_path, limits=limits.model_copy(update={"session_unused_s": 0.1})) as (served, _):
         await until_gone(served, early, tmp_path)
@@ -137,7 +145,7 @@ async def test_a_session_that_is_only_asked_says_on_disk_that_it_is_used(tmp_pat
     limits = Limits(session_idle_s=1000)
     async with kept(tmp_path, limits=limits) as (served, _):
         url = await opened(served)
-    path = tmp_path / f"{url.rpartition('/')[2]}.jsonl"
+    path = tmp_path / f"{url.rpartition('/')[2]}.sqlite"
     before_s = time.time() - 900
     os.utime(path, (before_s, before_s))
     async with kept(tmp_path, limits=limits) as (served, _):
@@ -155,10 +163,10 @@ async def test_what_cannot_be_read_is_left_and_said_and_may_be_deleted(
     async with kept(tmp_path) as (served, _):
         url = await opened(served)
         await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})
-    path = tmp_path / f"{url.rpartition('/')[2]}.jsonl"
-    damaged = path.read_text() + "rubbish\n"
-    path.write_text(damaged)
-    (tmp_path / f"sess_{'0' * 32}.jsonl").write_text("rubbish\n")
+    path = tmp_path / f"{url.rpartition('/')[2]}.sqlite"
+    damage(path)
+    damaged = path.read_bytes()
+    (tmp_path / f"sess_{'0' * 32}.sqlite").write_text("rubbish\n")
     (tmp_path / "notes.txt").write_text("mine")
     async with kept(tmp_path) as (served, _):
         assert "is no log of a session" in caplog.text
@@ -166,29 +174,28 @@ async def test_what_cannot_be_read_is_left_and_said_and_may_be_deleted(
             answer = await served.http.get(url)
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "session_log_failed")
             assert str(tmp_path) not in answer.text
-        assert path.read_text() == damaged
+        assert path.read_bytes() == damaged
         assert "is damaged" in caplog.text
         assert (await served.http.delete(url)).status_code == 204
-    assert sorted(names_in(tmp_path)) == ["notes.txt", f"sess_{'0' * 32}.jsonl"]
+    assert sorted(names_in(tmp_path)) == ["notes.txt", f"sess_{'0' * 32}.sqlite"]
 
 
-async def test_a_full_disk_is_told_of_and_the_session_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = FullDisk(monkeypatch)
+async def test_a_full_disk_is_told_of_and_the_session_goes_on(tmp_path: Path, disk: FullDisk) -> None:
     async with kept(tmp_path) as (served, _):
         url = await opened(served)
         events = events_of(served, url)
         await anext(events)
         await served.http.post(f"{url}/data", json={"data": ["one"], "flush": True})
-        disk.is_full = True
+        disk.fill()
         answer = await served.http.post(f"{url}/data", json={"data": ["two"], "flush": True})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "session_log_failed")
         async with asyncio.timeout(20):
             while (told := await anext(events)).event != "log_failed":
                 pass
         await events.aclose()
-        assert json.loads(told.data)["reason"] == "No space left on device"
+        assert json.loads(told.data)["reason"] == "disk I/O error"
         assert (await served.http.get(url)).json()["log"]["num_failures"] == 1
-        disk.is_full = False
+        disk.free()
         answer = await served.http.post(f"{url}/data", json={"data": ["three"], "flush": True})
         assert answer.json()["flushed"] == 3
 
@@ -236,7 +243,7 @@ async def test_what_each_client_has_is_counted_right_whatever_becomes_of_it(
         assert (await may_open(bob, 900)).startswith("/v1")
         assert await may_open(bob, 1) == "sessions"
         assert (await alice.delete(three)).status_code == (await alice.delete(four)).status_code == 204
-    os.utime(tmp_path / f"{two.rpartition('/')[2]}.jsonl", (time.time() - 2000,) * 2)
+    os.utime(tmp_path / f"{two.rpartition('/')[2]}.sqlite", (time.time() - 2000,) * 2)
     async with kept(tmp_path, limits=limits) as (served, bob):
         alice = served.http
         clock.now_s += limits.session_unused_s + 1
@@ -355,9 +362,9 @@ async def test_a_service_that_stops_says_of_no_session_that_it_is_gone(tmp_path:
 async def test_a_log_of_a_window_that_no_model_has_keeps_nobody_out(tmp_path: Path) -> None:
     async with kept(tmp_path) as (served, _):
         url = await opened(served)
-    path = tmp_path / f"{url.rpartition('/')[2]}.jsonl"
-    header = json.loads(path.read_text())
-    path.write_text(json.dumps({**header, "window_tokens": 10**17}) + "\n")
+    path = tmp_path / f"{url.rpartition('/')[2]}.sqlite"
+    with database(path) as connection:
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'window_tokens'", (10**17,))
     async with kept(tmp_path) as (served, bob):
         assert (await served.http.get(url)).status_code == 400
         for who in (served.http, bob):
@@ -373,7 +380,7 @@ async def test_data_are_appended_all_or_none_and_of_each_its_text_is_kept(tmp_pa
         data = [{"text": "x", "uri": "u" * 900_000, "title": "t"}]
         answer = await served.http.post(f"{url}/data", json={"data": data, "flush": True})
         assert answer.json()["flushed"] == 1
-        assert len((tmp_path / f"{url.rpartition('/')[2]}.jsonl").read_text()) < 1000
+        assert not any(b"u" * 100 in (tmp_path / name).read_bytes() for name in names_in(tmp_path))
 
 
 async def named(events: AsyncIterator[ServerSentEvent], name: str) -> ServerSentEvent:
@@ -442,9 +449,9 @@ async def test_a_damaged_log_is_said_once_without_a_traceback_and_an_empty_one_g
     async with kept(tmp_path) as (served, _):
         url = await opened(served)
         await served.http.post(f"{url}/data", json={"data": ["x"], "flush": True})
-    path = tmp_path / f"{url.rpartition('/')[2]}.jsonl"
-    path.write_text(path.read_text() + "rubbish\n")
-    empty = tmp_path / f"sess_{'0' * 32}.jsonl"
+    path = tmp_path / f"{url.rpartition('/')[2]}.sqlite"
+    damage(path)
+    empty = tmp_path / f"sess_{'0' * 32}.sqlite"
     empty.touch()
     caplog.clear()
     async with kept(tmp_path) as (served, _):

@@ -15,11 +15,10 @@ def mutant(name: str, module: str, old: str, new: str, within: int) -> Mutant:
 
 
 SESSION, INGESTION = "streamrag.sessions.session", "streamrag.sessions.ingestion"
-WINDOW, BUFFER = "streamrag.sessions.window", "streamrag.sessions.buffer"
-PROMPTS, ANSWERING = "streamrag.sessions.prompts", "streamrag.sessions.answering"
-ASKING, CHOOSING = "streamrag.sessions.asking", "streamrag.sessions.choosing"
-WATCH, WATCHING = "streamrag.sessions.watch", "streamrag.sessions.watching"
-RUNNING, LANE = "streamrag.sessions.running", "streamrag.sessions.lane"
+WINDOW, PROMPTS = "streamrag.sessions.window", "streamrag.sessions.prompts"
+QUESTION, QUESTIONS = "streamrag.sessions.question", "streamrag.sessions.questions"
+ANSWER, WATCHES, TASKS = "streamrag.sessions.answer", "streamrag.sessions.watches", "streamrag.sessions.tasks"
+CONTENTS, FILE = "streamrag.sessions.log.contents", "streamrag.sessions.log.file"
 STREAMS = "streamrag.backends.vllm.client.token_streams"
 HOST_MEMORY = "streamrag.backends.vllm.scheduler.host_memory.memory"
 HOOKS, QUEUES = "streamrag.backends.vllm.scheduler.hooks", "streamrag.backends.vllm.scheduler.queues"
@@ -75,69 +74,113 @@ MUTANTS = (
     ),
     mutant("a version is thought to be there too soon", INGESTION, "version < version:", "version < version - 1:", 20),
     mutant("data are forgotten while others are computed", INGESTION, "if not len(self._buffer):", "if True:", 20),
-    mutant("the stream before a slide stays open", INGESTION, "num_kept=int(stands)", "num_kept=2", 20),
+    mutant("the stream before a slide stays open", INGESTION, "num_kept=int(is_computed)", "num_kept=2", 20),
     mutant(
-        "closing leaves the stream open", INGESTION, "            await self._close_lanes()\n", "            pass\n", 5
+        "closing leaves the stream open",
+        INGESTION,
+        "            await self._close_streams()\n",
+        "            pass\n",
+        5,
     ),
     mutant(
         "the newest is dropped for what is new",
-        BUFFER,
+        WINDOW,
         "dropped = self._waiting.popleft()",
         "dropped = self._waiting.pop()",
         20,
     ),
-    mutant("answers outlive their version", SESSION, "        self._answers.clear()\n", "        pass\n", 20),
+    mutant("answers outlive their version", SESSION, "        self._questions.cache.clear()\n", "        pass\n", 20),
     mutant(
         "an answer to older data is kept for the newest",
-        SESSION,
-        "if asked.key[-1] and answer.version == self.version:",
-        "if asked.key[-1]:",
+        QUESTIONS,
+        "if question.is_repeatable and answer.version == self._data.ingestion.ready.version:",
+        "if question.is_repeatable:",
         100,
     ),
-    mutant("answers are kept for other parameters", ASKING, "0.0, _exact(params))", '0.0, "x")', 20),
-    mutant("answers are kept for other questions", ASKING, "key = (question,", 'key = ("",', 20),
+    mutant("answers are kept for other parameters", QUESTION, "0.0, _exact(params))", '0.0, "x")', 20),
+    mutant("answers are kept for other questions", QUESTION, "key = (text,", 'key = ("",', 20),
     mutant(
         "the model is not told that there are no data", PROMPTS, "self._no_data if data == self.head else ()", "()", 10
     ),
     mutant(
         "an answer is labelled with a version that follows",
-        ANSWERING,
-        "version=snapshot.version",
-        "version=snapshot.version + 1",
+        ANSWER,
+        "version=self._snapshot.version",
+        "version=self._snapshot.version + 1",
         5,
     ),
     mutant(
         "a watched answer to older data is given",
-        WATCHING,
+        WATCHES,
         "watch.newest is None or watch.version != version or",
         "watch.newest is None or",
         50,
     ),
     mutant(
         "a restricted answer is given to whoever asks",
-        ASKING,
-        "frozenset(answers), decisive",
-        "frozenset(), decisive",
+        QUESTION,
+        "frozenset(answers), self.decisive",
+        "frozenset(), self.decisive",
         50,
     ),
-    mutant("answers that begin alike are not told apart", CHOOSING, "len(left) == 1 and ", "", 50),
-    mutant("a further pass forgets what was begun", ANSWERING, "token_ids + begun", "token_ids", 50),
-    mutant("a watch is answered once", WATCHING, "watch.version < version and", "watch.version < 0 and", 20),
+    mutant("answers that begin alike are not told apart", ANSWER, "len(left) == 1 and ", "", 50),
+    mutant("a further pass forgets what was begun", ANSWER, "token_ids + begun", "token_ids", 50),
+    mutant("a watch is answered once", WATCHES, "watch.version < version and", "watch.version < 0 and", 20),
     mutant(
         "a watch tells what its reader knows",
-        WATCH,
-        "answered if answered.text != self._told else None",
-        "answered",
+        WATCHES,
+        "answer if answer.text != self._last_read else None",
+        "answer",
         50,
     ),
     mutant(
         "who leaves is forgotten, and their request is not",
-        RUNNING,
+        TASKS,
         '            await end_or_leave(task, f"a {what} of {self._name} that was stopped")\n',
         "            pass\n",
         50,
     ),
-    mutant("a stream that is left goes on", LANE, "            await end_or_leave(", "            _ = (", 5),
+    mutant("a stream that is left goes on", INGESTION, "            await end_or_leave(", "            _ = (", 5),
+    Mutant(
+        "data that have gone stay in the log",
+        CONTENTS,
+        "in old_chunks.keys() - contents.chunks.keys()]",
+        "in ()]",
+        0,
+        "tests/sessions/test_log.py::test_a_session_goes_on_where_it_ended",
+    ),
+    Mutant(
+        "text that has gone is not overwritten",
+        FILE,
+        '"secure_delete=ON"',
+        '"secure_delete=OFF"',
+        0,
+        "tests/sessions/test_log.py::test_texts_that_have_gone_are_overwritten",
+    ),
+    Mutant(
+        "two sessions have one log",
+        FILE,
+        "                self._lock.take()\n                _remove",
+        "                _remove",
+        0,
+        "tests/sessions/test_log.py::test_one_log_has_one_session",
+    ),
+    Mutant(
+        "a database with other tables is opened",
+        FILE,
+        "if found != set(SCHEMA):",
+        "if not found:",
+        0,
+        "tests/sessions/test_log.py::test_a_database_that_is_damaged_or_means_harm_is_explained_and_stays",
+    ),
+    Mutant(
+        "a journal that was planted is played back",
+        FILE,
+        'suffix == "-journal" or ',
+        "",
+        0,
+        "tests/sessions/test_log.py::test_a_journal_that_is_planted_is_not_played_back",
+    ),
     mutant(
         "leaving aborts nothing",
         STREAMS,

@@ -30,7 +30,7 @@ from tests.sessions.test_session import Engine, lines_of, settled
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sessions.ingestion.RETRY_S", 0.01)
-    monkeypatch.setattr("streamrag.sessions.watching.RETRY_S", 0.01)
+    monkeypatch.setattr("streamrag.sessions.watches.RETRY_S", 0.01)
 
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -195,8 +195,8 @@ async def test_an_engines_own_timeout_is_no_deadline() -> None:
 
 
 async def test_an_engine_that_reads_no_prompts_is_given_the_newest_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sessions.lane.SETTLE_S", 0.001)
-    monkeypatch.setattr("streamrag.sessions.lane.SETTLE_TOKEN_S", 0.0)
+    monkeypatch.setattr("streamrag.sessions.ingestion.SETTLE_S", 0.001)
+    monkeypatch.setattr("streamrag.sessions.ingestion.SETTLE_TOKEN_S", 0.0)
     engine = Engine(answer="yes", hold=(hold := anyio.Event()))
     async with Session(engine) as session:
         for i in range(5):
@@ -271,7 +271,7 @@ async def test_texts_without_tokens_take_no_room() -> None:
         for _ in range(3):
             await session.append("")
             await settled(session)
-        assert len(session._ingestion.window) == 0
+        assert len(session._data.ingestion.window) == 0
         assert session.state.version == 3
 
 
@@ -280,7 +280,7 @@ async def test_answers_to_versions_that_have_gone_are_not_kept() -> None:
         for i in range(3):
             await session.append(f"line {i}")
             await settled(session)
-        assert len(session._answers) == 1
+        assert len(session._questions.cache) == 1
 
 
 async def test_answers_are_shared_only_where_the_parameters_are_the_same() -> None:

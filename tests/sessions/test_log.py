@@ -1,15 +1,19 @@
 """Sessions whose text is on disk: closed, killed, torn, damaged, on a full disk."""
 
 import asyncio
-import errno
 import json
 import os
+import resource
+import shutil
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import anyio
@@ -17,9 +21,9 @@ import pytest
 
 from streamrag import Chunk, ConfigurationError, Pipeline, SamplingParams, SessionLogError
 from streamrag.sessions import Session
-from streamrag.sessions.buffer import Numbered
 from streamrag.sessions.log import SessionLog
-from streamrag.sessions.log_file import LogFile, read_header
+from streamrag.sessions.log.file import LogFile, read_header
+from streamrag.sessions.window import Numbered
 from streamrag.tasks import cancel_regardless
 from streamrag.testing import ScriptedSource
 from tests.sessions.test_faults import until
@@ -34,7 +38,7 @@ def line(number: int) -> str:
 
 async def window_of(session: Session) -> list[str]:
     """The data that questions are asked about, at the newest version."""
-    engine = session._backend
+    engine = session._data._backend
     assert isinstance(engine, Engine)
     await settled(session)
     return lines_of(engine.asked[-1])
@@ -46,6 +50,25 @@ def names_in(folder: Path) -> list[str]:
 
 def opened(path: Path, **options: Any) -> Session:
     return Session(Engine(answer="yes"), log=path, window_tokens=WINDOW, **options)
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes of a log, with what SQLite keeps beside it."""
+    return sum(each.stat().st_size for each in folder.iterdir() if not each.name.endswith("-shm"))
+
+
+@contextmanager
+def database(path: Path) -> Iterator[sqlite3.Connection]:
+    """A log that is closed, as anybody may change it."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        yield connection
+
+
+async def make_log(path: Path, num_lines: int = 3) -> None:
+    async with opened(path, system="s") as session:
+        for number in range(1, num_lines + 1):
+            await session.append(line(number))
+        await session.flush()
 
 
 async def test_a_session_goes_on_where_it_ended(tmp_path: Path) -> None:
@@ -85,7 +108,7 @@ async def test_what_was_dropped_stays_dropped(tmp_path: Path) -> None:
 
 
 async def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sessions.log_file.SLACK_BYTES", 2000)
+    monkeypatch.setattr("streamrag.sessions.log.file.MAX_WAL_BYTES", 30_000)
     path = tmp_path / "log"
     sizes = []
     async with opened(path) as session:
@@ -94,20 +117,37 @@ async def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             if number % 10 == 0:
                 await settled(session)
                 assert await session.flush() == number
-                sizes.append(path.stat().st_size)
+                sizes.append(bytes_in(tmp_path))
         held = await window_of(session)
-        assert max(sizes[40:]) < 9000
+        assert max(sizes[40:]) < 30_000 + 60_000
+    assert bytes_in(tmp_path) < 40_000
     async with opened(path) as resumed:
         assert await window_of(resumed) == held
         assert resumed.state.version == 1499
 
 
+async def test_texts_that_have_gone_are_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    async with opened(path) as session:
+        for number in range(10):
+            await session.append(f"secret number {number:02}")
+        await settled(session)
+        await session.flush()
+    async with Session(Engine(answer="yes"), log=path, window_tokens=40) as session:  # where few have room
+        held = await window_of(session)
+    content = path.read_bytes()
+    there = [number for number in range(10) if f"secret number {number:02}".encode() in content]
+    assert [f"secret number {number:02}" for number in there] == held
+    assert 0 < len(held) < 4
+
+
 KILLED = """
 import asyncio, sys
-from streamrag.sessions import Session, log_file
+from streamrag.sessions import Session
+from streamrag.sessions.log import file
 from streamrag.testing import ScriptedBackend
 
-log_file.SLACK_BYTES = 500  # written anew all the time
+file.MAX_WAL_BYTES = 20_000  # copied into the database all the time
 
 async def main():
     async with Session(ScriptedBackend(answer="yes"), log=sys.argv[1], window_tokens=300) as session:
@@ -144,29 +184,42 @@ async def test_what_was_flushed_is_there_after_a_kill(tmp_path: Path) -> None:
         assert not [name for name in names_in(tmp_path) if "writing" in name], "what was not finished is removed"
 
 
-@pytest.mark.parametrize("num_bytes", [1, 2, 20])
-async def test_a_line_that_was_not_finished_is_left_out_and_said(
-    num_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "log"
+@pytest.mark.parametrize("num_bytes", [1, 2, 20, 5000])
+async def test_a_transaction_that_was_not_finished_is_left_out(num_bytes: int, tmp_path: Path) -> None:
+    path, torn = tmp_path / "log", tmp_path / "torn" / "log"
+    torn.parent.mkdir()
     async with opened(path) as session:
         for number in range(1, 4):
             await session.append(line(number))
             await session.flush()
-    path.write_bytes(path.read_bytes()[:-num_bytes])
-    async with opened(path) as resumed:
+        for name in ("log", "log-wal"):  # as a killed process leaves them
+            shutil.copy(tmp_path / name, torn.parent)
+    wal = torn.with_name("log-wal")
+    os.truncate(wal, wal.stat().st_size - num_bytes)
+    async with opened(torn) as resumed:
         assert await window_of(resumed) == [line(1), line(2)]
         assert await resumed.append(line(3)) == 3
-        assert resumed.state.log is not None
-        assert resumed.state.log.is_torn
-    assert "not finished" in caplog.text
-    async with opened(path) as again:
+    async with opened(torn) as again:
         assert await window_of(again) == [line(1), line(2), line(3)]
-        assert again.state.log is not None
-        assert not again.state.log.is_torn
+    assert names_in(torn.parent) == ["log"]
 
 
-HEADER = {"format": "streamrag-session", "version": 1, "system": "s", "window_tokens": 300, "slide_share": 0.5}
+async def test_what_was_flushed_is_in_the_files_whatever_is_lost_behind_it(tmp_path: Path) -> None:
+    """As on a disk that lost its power: what was not synced is garbage."""
+    path, copy = tmp_path / "log", tmp_path / "copy" / "log"
+    copy.parent.mkdir()
+    async with opened(path) as session:
+        await session.append(line(1))
+        assert await session.flush() == 1
+        for name in ("log", "log-wal"):
+            shutil.copy(tmp_path / name, copy.parent)
+    with copy.with_name("log-wal").open("ab") as file:
+        file.write(os.urandom(10_000))
+    async with opened(copy) as resumed:
+        assert await window_of(resumed) == [line(1)]
+
+
+OLD_LOG = {"format": "streamrag-session", "version": 1, "system": "s", "window_tokens": 300, "slide_share": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -176,50 +229,140 @@ HEADER = {"format": "streamrag-session", "version": 1, "system": "s", "window_to
         (b"root:x:0:0", "is no log of a session"),
         (b"\x00" * 4096, "is no log of a session"),
         (b"[" * 100_000 + b"\n", "is no log of a session"),
-        (b'{"format": "streamrag-session"}\n', "system: field required"),
-        ({**HEADER, "version": 2}, "newer streamrag"),
-        ({**HEADER, "window_tokens": -1}, "window_tokens"),
-        ({**HEADER, "slide_share": 1}, "slide_share"),
-        ({**HEADER, "num_appended": 10**30}, "is no log"),
-        ({**HEADER, "__class__": "x"}, "not known"),
-        (
-            [HEADER, {"number": 2, "text": "a"}, {"number": 2, "text": "b"}],
-            "line 3, .*: version 2 stands behind",
-        ),
-        ([HEADER, {"number": 0, "text": "a"}], "line 2, is damaged: number"),
-        ([HEADER, {"number": 1, "text": 5}, {"number": 2, "text": "a"}], "line 2, is damaged: text"),
-        ([HEADER, {"number": 1, "text": "a", "run": "rm"}], "line 2, is damaged: it has 'run'"),
-        ([HEADER, {"number": 1, "text": "a", "passage": -1}], "line 2, is damaged: passage"),
-        ([HEADER, {"dropped": "all"}], "line 2, is damaged: dropped"),
-        ([HEADER, 7], "line 2, is damaged: it is no JSON object"),
-        ([HEADER, {"watch": "a", "question": " "}], "line 2, is damaged: the question is empty"),
-        ([HEADER, {"watch": "a", "question": "?", "every_s": -1}], "line 2, is damaged: every_s"),
-        ([HEADER, {"watch": "a", "question": "?", "params": {"max_tokens": 0}}], "line 2, is damaged: .*max_tokens"),
-        ([HEADER, {"watch": "a", "question": "?", "run": "rm"}], "line 2, is damaged: it has 'run'"),
-        ([HEADER, {"num_events": -1}], "line 2, is damaged: num_events"),
-        ([HEADER, {"frozen": 0, "system": "x"}], "line 2, is damaged: frozen"),
-        ([HEADER, {"frozen": 1}], "line 2, is damaged: system"),
-        (
-            [HEADER, {"number": 2, "text": "a"}, {"frozen": 2, "system": "x"}],
-            "line 3, .*: version 2 stands behind",
-        ),
-        (json.dumps(HEADER).encode() + b'\n{"number": 1, "te\n{"number": 2, "text": "x"}\n', "line 2, is damaged"),
-        (json.dumps(HEADER).encode() + b"\n" + b"x" * 17_000_000, "line of more than"),
+        (json.dumps(OLD_LOG).encode() + b"\n", "older streamrag wrote it as text. Move it away"),
+        (b"SQLite format 3\0" + b"\xff" * 5000, "is no log of a session|is damaged"),
     ],
 )
-async def test_a_file_that_is_damaged_or_means_harm_is_explained_and_stays(
-    content: Any, said: str, tmp_path: Path
-) -> None:
-    if not isinstance(content, bytes):
-        lines = content if isinstance(content, list) else [content]
-        content = "".join(json.dumps(each) + "\n" for each in lines).encode()
+async def test_a_file_that_is_something_else_is_explained_and_stays(content: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(content)
     for _ in range(2):
         with pytest.raises(SessionLogError, match=said):
             await opened(path).start()
+        with pytest.raises(SessionLogError, match=said):
+            read_header(path)
     assert path.read_bytes() == content
     assert names_in(tmp_path) == ["log"]
+
+
+WATCH = "INSERT INTO watches VALUES ('a', '{}')"
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("PRAGMA user_version = 2", "newer streamrag"),
+        ("PRAGMA application_id = 5", "another program's database"),
+        ("PRAGMA journal_mode = DELETE", "another program's database"),
+        ("CREATE TRIGGER t AFTER DELETE ON chunks BEGIN DELETE FROM meta; END", "other tables"),
+        ("CREATE VIEW v AS SELECT randomblob(1000000000)", "other tables"),
+        ("CREATE INDEX i ON chunks(abs(number))", "other tables"),
+        ("CREATE VIRTUAL TABLE f USING fts5(text)", "other tables"),
+        ("ALTER TABLE chunks ADD COLUMN run AS (upper(text))", "other tables"),
+        ("DROP TABLE watches", "other tables"),
+        ("DELETE FROM meta", "meta: .*field required"),
+        ("UPDATE meta SET value = -1 WHERE name = 'window_tokens'", "window_tokens"),
+        ("UPDATE meta SET value = 1 WHERE name = 'slide_share'", "slide_share"),
+        ("UPDATE meta SET value = 'many' WHERE name = 'num_slid'", "num_slid"),
+        ("UPDATE meta SET value = 1e30 WHERE name = 'num_appended'", "num_appended"),
+        ("INSERT INTO meta VALUES ('__class__', 'x')", "not known"),
+        ("INSERT INTO meta VALUES (5, 5)", "not known"),
+        ("INSERT INTO meta VALUES (NULL, 5)", "not known"),
+        ("INSERT INTO chunks VALUES (4, 'a', '', '', 0, NULL)", "chunk 4: only 3 were appended"),
+        ("INSERT INTO chunks VALUES (0, 'a', '', '', 0, NULL)", "chunk 0: only 3 were appended"),
+        ("INSERT INTO chunks VALUES (-9223372036854775808, 'a', '', '', 0, NULL)", "chunk -9.*: only 3 were appended"),
+        ("UPDATE chunks SET text = 5 WHERE number = 2", "chunk 2: text"),
+        ("UPDATE chunks SET text = x'ff' WHERE number = 2", "chunk 2: text"),
+        ("UPDATE chunks SET text = CAST(x'ff' AS TEXT) WHERE number = 2", "is damaged: .*UTF-8"),
+        ("UPDATE chunks SET text = zeroblob(17000000) WHERE number = 2", "too big"),
+        ("UPDATE chunks SET uri = NULL WHERE number = 2", "chunk 2: uri"),
+        ("UPDATE chunks SET passage = -1 WHERE number = 2", "chunk 2: .*passage"),
+        ("UPDATE chunks SET score = 'high' WHERE number = 2", "chunk 2: score"),
+        (WATCH, "watch 'a': question"),
+        (WATCH.replace("'a'", "NULL"), "watch None: .*no text"),
+        (WATCH.replace("'{}'", "x'00'"), "watch 'a': .*no text"),
+        (WATCH.replace("{}", "7"), "watch 'a': it is no JSON object"),
+        (WATCH.replace("{}", "[" * 100_000), "watch 'a'"),
+        (WATCH.replace("{}", '{"question": " "}'), "watch 'a': the question is empty"),
+        (WATCH.replace("{}", '{"question": "?", "every_s": -1}'), "watch 'a': every_s"),
+        (WATCH.replace("{}", '{"question": "?", "params": {"max_tokens": 0}}'), "watch 'a': .*max_tokens"),
+        (WATCH.replace("{}", '{"question": "?", "run": "rm"}'), "watch 'a': it has 'run'"),
+    ],
+)
+async def test_a_database_that_is_damaged_or_means_harm_is_explained_and_stays(
+    statement: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "log"
+    await make_log(path)
+    with database(path) as connection:
+        connection.execute(statement).fetchall()
+    content = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(SessionLogError, match=said):
+            await opened(path).start()
+    assert path.read_bytes() == content
+    assert names_in(tmp_path) == ["log"]
+
+
+async def test_pages_that_are_damaged_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    await make_log(path, 200)
+    content = bytearray(path.read_bytes())
+    for start in range(4096, len(content), 4096):
+        damaged = content.copy()
+        damaged[start : start + 64] = os.urandom(64)
+        path.write_bytes(damaged)
+        with pytest.raises(SessionLogError, match=r"is damaged|is no log"):
+            await opened(path).start()
+        assert path.read_bytes() == damaged
+    path.write_bytes(content[:8192])
+    with pytest.raises(SessionLogError, match="is damaged"):
+        await opened(path).start()
+
+
+@pytest.mark.parametrize("suffix", ["-wal", "-shm", "-journal", "-lock"])
+async def test_a_link_that_is_planted_beside_a_log_is_not_followed(suffix: str, tmp_path: Path) -> None:
+    path, mine = tmp_path / "log", tmp_path / "mine"
+    await make_log(path)
+    mine.write_text("mine")
+    path.with_name("log" + suffix).symlink_to(mine)
+    with pytest.raises(SessionLogError):
+        await opened(path).start()
+    assert mine.read_text() == "mine"
+
+
+async def test_a_journal_that_is_planted_is_not_played_back(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    await make_log(path)
+    content = path.read_bytes()
+    path.with_name("log-journal").write_bytes(b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7" + bytes(4096))
+    with pytest.raises(SessionLogError, match="log-journal is not of a session's log"):
+        await opened(path).start()
+    assert path.read_bytes() == content
+
+
+async def test_another_program_s_database_is_not_changed_also_while_it_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.db"
+    with database(path) as theirs:
+        theirs.execute("PRAGMA journal_mode=WAL")
+        theirs.execute("CREATE TABLE mine (value)")
+        theirs.execute("INSERT INTO mine VALUES (1)")
+        with pytest.raises(SessionLogError, match="another program's database"):
+            await opened(path).start()
+        theirs.execute("INSERT INTO mine VALUES (2)")
+    with database(path) as again:
+        assert again.execute("SELECT value FROM mine").fetchall() == [(1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    "name", ["a?mode=memory", "a#b", "file:a?immutable=1", ":memory:", "%41", "a 'b' \";--", "ü€😀"]
+)
+async def test_a_name_is_a_name_and_no_address(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    await make_log(Path(name))
+    assert names_in(tmp_path) == [name]
+    async with opened(Path(name)) as resumed:
+        assert resumed.state.version == 3
 
 
 def as_folder(path: Path) -> None:
@@ -289,7 +432,7 @@ async def test_a_system_text_that_was_frozen_is_there_again(tmp_path: Path) -> N
     async def system(session: Session) -> str:
         async with session.ask(f"{session.version}?", at_least=session.state.num_appended) as stream:
             _ = [chunk async for chunk in stream]
-        engine = session._backend
+        engine = session._data._backend
         assert isinstance(engine, Engine)
         return engine.asked[-1].split("User:")[0].strip()
 
@@ -315,78 +458,116 @@ async def test_a_system_text_that_was_frozen_is_there_again(tmp_path: Path) -> N
 
 async def test_a_forged_log_that_has_counted_farther_than_any_session_is_refused(tmp_path: Path) -> None:
     path, most = tmp_path / "log", 2**52 - 1
-    for counted in ("num_appended", "num_dropped", "num_slid", "num_events"):
-        path.write_text(json.dumps({**HEADER, counted: most + 1}) + "\n")
-        with pytest.raises(SessionLogError, match=counted):
-            await opened(path).start()
-        path.write_text(json.dumps({**HEADER, counted: most}) + "\n")
+    await make_log(path)
+    made = path.read_bytes()
+    for name in ("num_appended", "num_dropped", "num_slid", "num_events"):
+        for value in (most + 1, most):
+            path.write_bytes(made)
+            with database(path) as connection:
+                connection.execute("UPDATE meta SET value = ? WHERE name = ?", (value, name))
+            if value > most:
+                with pytest.raises(SessionLogError, match=name):
+                    await opened(path).start()
         async with opened(path) as session:
             assert await session.append("one") == session.state.num_appended
             await session.flush()
 
 
 class FullDisk:
-    """A disk that takes nothing while it is full; half of what is written is there all the same."""
+    """A disk that takes nothing while it is full, but for the beginning of what is written."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_full = False
-        self._write = os.write
-        monkeypatch.setattr("streamrag.sessions.log_file.os.write", self.write)
+    def __init__(self) -> None:
+        self._most = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def write(self, file: int, content: memoryview) -> int:
-        if not self.is_full:
-            return self._write(file, content)
-        self._write(file, content[: len(content) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fill(self, num_bytes: int = 0) -> None:
+        """Let no file of this process have more bytes."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, self._most[1]))
+
+    def free(self) -> None:
+        """Let files grow again."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._most)
+
+
+@pytest.fixture
+def disk() -> Iterator[FullDisk]:
+    """A disk that is not full at the end."""
+    made = FullDisk()
+    yield made
+    made.free()
 
 
 async def test_a_session_goes_on_though_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk = FullDisk(monkeypatch)
-    path = tmp_path / "log"
+    path, copy = tmp_path / "log", tmp_path / "copy" / "log"
+    copy.parent.mkdir()
     async with opened(path) as session:
         await session.append(line(1))
         assert await session.flush() == 1
-        disk.is_full = True
+        wal = path.with_name("log-wal")
+        disk.fill(wal.stat().st_size + 100)
         await session.append(line(2))
         for _ in range(3):
-            with pytest.raises(SessionLogError, match="No space left"):
+            with pytest.raises(SessionLogError, match="disk I/O error"):
                 await session.flush()
         state = session.state.log
         assert state is not None
-        assert (state.flushed, state.num_failures, state.error) == (1, 3, "No space left on device")
-        assert caplog.text.count("No space left") == 1
+        assert (state.flushed, state.num_failures, state.error) == (1, 3, "disk I/O error")
+        assert caplog.text.count("disk I/O error") == 1
         assert await window_of(session) == [line(1), line(2)]
-        lines = path.read_bytes().splitlines(keepends=True)
-        assert all(json.loads(each) for each in lines), "half a line is taken back"
-        disk.is_full = False
+        disk.free()
+        for name in ("log", "log-wal"):
+            shutil.copy(tmp_path / name, copy.parent)
         assert await session.flush() == 2
         assert session.state.log is not None
         assert session.state.log.error is None
-        disk.is_full = True
+        disk.fill()
         await session.append(line(3))
-    disk.is_full = False
+    disk.free()
     async with opened(path) as resumed:
         assert await window_of(resumed) == [line(1), line(2)]
+    async with opened(copy) as resumed:
+        assert await window_of(resumed) == [line(1)], "half a transaction counts for nothing"
+
+
+async def test_a_log_that_takes_no_more_pages_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    await make_log(path)
+    async with opened(path) as session:
+        assert session._log is not None
+        connection = session._log._file._connection
+        assert connection is not None
+        (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count={num_pages}")
+        await session.append("x" * 20_000)
+        with pytest.raises(SessionLogError, match="No space left on the disk"):
+            await session.flush()
+        connection.execute("PRAGMA max_page_count=10000")
+        assert await session.flush() == 4
+
+
+class SlowDisk:
+    """A disk that does not answer until it may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes_on, write = Event(), LogFile.write
+        waiting = lambda file, changes: (self.goes_on.wait(20), write(file, changes))  # noqa: E731
+        monkeypatch.setattr(LogFile, "write", waiting)
 
 
 async def test_appending_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it cannot take is not queued without end."""
-    from threading import Event
-
-    goes_on, fsync = Event(), os.fsync
-    monkeypatch.setattr("streamrag.sessions.log_file.os.fsync", lambda file: (goes_on.wait(20), fsync(file)))
+    disk = SlowDisk(monkeypatch)
     path = tmp_path / "log"
     async with opened(path) as session:
         for number in range(1, 10_001):
             await session.append(line(number))
         assert session._log is not None
-        assert len(session._log._queued) <= 4096
+        assert len(session._log._held) <= 4096 + 300
         flushing = asyncio.create_task(session.flush())
         before = await window_of(session)
         assert not flushing.done()
-        goes_on.set()
+        disk.goes_on.set()
         assert await flushing == 10_000
         assert len(session._log._held) < 100
     async with opened(path) as resumed:
@@ -412,6 +593,74 @@ async def test_a_log_that_somebody_removes_or_replaces_is_told_from_ours(tmp_pat
     assert path.read_text() == "somebody's"
 
 
+async def test_another_s_log_that_takes_the_place_of_ours_stays_as_it_is(tmp_path: Path) -> None:
+    path, other = tmp_path / "log", tmp_path / "other"
+    async with opened(path) as session:
+        await session.append(line(1))
+        await session.flush()
+        await make_log(other, 5)
+        content = other.read_bytes()
+        other.replace(path)
+        await session.append(line(2))
+        with pytest.raises(SessionLogError, match="replaced"):
+            await session.flush()
+    assert path.read_bytes() == content
+    assert names_in(tmp_path) == ["log"], "nothing of ours is played back into it"
+    async with opened(path) as resumed:
+        assert resumed.state.version == 5
+
+
+async def test_a_log_that_is_removed_is_gone_with_all_that_lay_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    async with opened(path) as session:
+        await session.append(line(1))
+        await session.flush()
+        path.unlink()
+    assert names_in(tmp_path) == []
+
+
+async def test_a_database_that_another_program_locks_is_waited_for_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrag.sessions.log.file.BUSY_S", 0.01)
+    path = tmp_path / "log"
+    await make_log(path)
+    with database(path) as theirs:
+        async with opened(path) as session:
+            theirs.execute("BEGIN IMMEDIATE")
+            await session.append(line(4))
+            with pytest.raises(SessionLogError, match="database is locked"):
+                await session.flush()
+            theirs.execute("ROLLBACK")
+            assert await session.flush() == 4
+        theirs.execute("PRAGMA locking_mode=EXCLUSIVE")
+        theirs.execute("UPDATE meta SET value = 9 WHERE name = 'num_slid'")
+        with pytest.raises(SessionLogError, match="cannot be read: database is locked"):
+            await opened(path).start()
+
+
+async def test_reading_the_header_of_a_killed_process_s_log_is_no_use_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    flushed = flushed_until_killed(path, 2)
+    os.utime(path, (1000, 1000))
+    assert read_header(path).num_appended >= flushed
+    assert path.stat().st_mtime == 1000
+    assert sorted(names_in(tmp_path)) == ["log", "log-lock"]
+
+
+async def test_a_session_whose_lock_was_removed_takes_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    async with opened(path) as session:
+        await session.append(line(1))
+        await session.flush()
+        path.with_name("log-lock").unlink()
+        await session.append(line(2))
+        assert await session.flush() == 2
+        with pytest.raises(SessionLogError, match="in another process"):
+            await opened(path).start()
+    assert names_in(tmp_path) == ["log"]
+
+
 async def test_texts_of_all_kinds_are_kept(tmp_path: Path) -> None:
     texts = ["", "\n\r\u2028\0", "ü€😀", '"}\n{"dropped": 1}', "x" * 999_000, "\ud800"]
     async with opened(tmp_path / "log") as session:
@@ -420,9 +669,9 @@ async def test_texts_of_all_kinds_are_kept(tmp_path: Path) -> None:
         with pytest.raises(SessionLogError, match="split it"):
             await session.append("x" * 1_000_001)
         await settled(session)
-        before = session._ingestion.window.token_ids  # type: ignore[union-attr]
+        before = session._data.ingestion.window.token_ids
     async with opened(tmp_path / "log") as resumed:
-        assert resumed._ingestion.window.token_ids == before  # type: ignore[union-attr]
+        assert resumed._data.ingestion.window.token_ids == before
         assert resumed.state.version == len(texts)
 
 
@@ -466,17 +715,14 @@ async def test_a_start_that_fails_or_is_cancelled_lets_others_have_the_log(tmp_p
 async def test_closing_waits_no_longer_for_a_disk_than_for_anything_else_and_ends_once_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forgets: bool
 ) -> None:
-    from threading import Event
-
-    goes_on, fsync = Event(), os.fsync
-    monkeypatch.setattr("streamrag.sessions.log.LET_GO_S", 0.05)
-    monkeypatch.setattr("streamrag.sessions.log_file.os.fsync", lambda file: (goes_on.wait(20), fsync(file)))
+    disk = SlowDisk(monkeypatch)
+    monkeypatch.setattr("streamrag.sessions.log.session_log.LET_GO_S", 0.05)
     session = opened(tmp_path / "log")
     await session.start()
     await session.append(line(1))
     await session.aclose(forgets=forgets)
     assert "left as it is" in caplog.text
-    goes_on.set()
+    disk.goes_on.set()
     await until(lambda: len(asyncio.all_tasks()) == 1)
     assert names_in(tmp_path) == ([] if forgets else ["log"])
     async with opened(tmp_path / "log") as session:
@@ -491,14 +737,24 @@ async def test_a_session_may_forget(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_a_header_is_read_alone(tmp_path: Path) -> None:
+async def test_a_header_is_read_also_while_a_session_has_the_log(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_text(json.dumps({**HEADER, "owner": "ada"}) + "\nrubbish\n")
-    assert read_header(path).owner == "ada"
+    log = SessionLog(path, owner="ada")
+    async with opened(path, system="s"):
+        pass
+    async with Session(Engine(answer="yes"), log=SessionLog(tmp_path / "hers", owner="ada")) as session:
+        await session.append("one")
+        await session.flush()
+        for _ in range(2):
+            header = read_header(tmp_path / "hers")
+            assert (header.owner, header.num_appended) == ("ada", 1)
+        await session.append("two")
+        assert await session.flush() == 2
+    assert read_header(tmp_path / "hers").num_appended == 2
+    assert log.path == path
     with pytest.raises(SessionLogError, match="cannot be read"):
         read_header(tmp_path / "none")
-    with pytest.raises(SessionLogError):
-        LogFile(path).open()
+    assert sorted(names_in(tmp_path)) == ["hers", "log"]
 
 
 async def test_watches_with_a_name_are_there_again(tmp_path: Path) -> None:
@@ -517,9 +773,9 @@ async def test_watches_with_a_name_are_there_again(tmp_path: Path) -> None:
             watches = resumed.watches
             assert sorted(watches) == ["alarm", "news", "replaced"]
             alarm, news = watches["alarm"], watches["news"]
-            assert (alarm.question, alarm.asked.answers, alarm.every_s) == ("Any over 90?", ("yes", "no"), 2.5)
-            assert (alarm.priority, alarm.asked.with_gap, alarm.asked.params.max_tokens) == (3, True, 1)
-            assert (news.asked.params, news.asked.decisive_gap) == (params, 4.0)
+            assert (alarm.question, alarm.spec.answers, alarm.options.every_s) == ("Any over 90?", ("yes", "no"), 2.5)
+            assert (alarm.options.priority, alarm.spec.with_gap, alarm.spec.params.max_tokens) == (3, True, 1)
+            assert (news.spec.params, news.spec.decisive_gap) == (params, 4.0)
             assert watches["replaced"].question == "Version 1?"
             assert (await news.at_least(0)).text == "yes"
     async with opened(path) as resumed:
@@ -541,7 +797,7 @@ async def test_what_cannot_be_kept_of_a_watch_is_refused(tmp_path: Path) -> None
 
 
 async def test_watches_that_come_and_go_leave_a_log_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sessions.log_file.SLACK_BYTES", 2000)
+    monkeypatch.setattr("streamrag.sessions.log.file.MAX_WAL_BYTES", 30_000)
     path = tmp_path / "log"
     async with opened(path) as session:
         session.watch("Kept?", name="kept")
@@ -549,7 +805,7 @@ async def test_watches_that_come_and_go_leave_a_log_bounded(tmp_path: Path, monk
             await session.watch(f"Number {i}?", name=f"watch {i}").aclose()
             await session.append(line(i))
             await session.flush()
-            assert path.stat().st_size < 20_000
+            assert bytes_in(tmp_path) < 90_000
     async with opened(path) as resumed:
         assert sorted(resumed.watches) == ["kept"]
 
@@ -560,14 +816,14 @@ async def test_no_event_has_a_number_of_before(tmp_path: Path) -> None:
         log = SessionLog(path)
         logged = await log.open()
         log.start("s", 300, 0.5, logged)
-        await log.begun()
+        await log.wait_for_attempt()
         assert log.num_events >= told
         for _ in range(1500):
             number = log.next_event()
             assert number > told
             told = number
             if number % 100 == 0:  # as time passes
-                log.append(Numbered(log._newest + 1, Chunk("x", "")))
+                log.append(Numbered(log._header.num_appended + 1, Chunk("x", "")))
                 await log.flush()
         if is_killed:
             assert log._task is not None
@@ -579,5 +835,5 @@ async def test_no_event_has_a_number_of_before(tmp_path: Path) -> None:
             logged = file.open()
             file.close()
             assert logged is not None
-            assert logged.num_events == told
+            assert logged.header.num_events == told
     assert told < 30_000

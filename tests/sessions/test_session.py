@@ -28,8 +28,8 @@ from streamrag import (
     Update,
 )
 from streamrag.sessions import Session
-from streamrag.sessions.buffer import Buffer
 from streamrag.sessions.prompts import SESSION_TEMPLATE
+from streamrag.sessions.window import Buffer
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -111,7 +111,7 @@ async def test_appending_never_waits_and_what_is_too_much_is_dropped_and_counted
 
 
 async def test_whoever_wants_to_know_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sessions.dropping.TOGETHER_S", 0.01)
+    monkeypatch.setattr("streamrag.sessions.drops.TOGETHER_S", 0.01)
     engine = Engine(answer="yes")
     async with Session(engine, max_waiting=10) as session:
         await settled(session)
@@ -298,17 +298,17 @@ async def test_the_same_question_of_the_same_data_is_computed_once() -> None:
 
 
 async def test_the_answers_last_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sessions.session.MAX_ANSWERS", 2)
+    monkeypatch.setattr("streamrag.sessions.questions.MAX_ANSWERS", 2)
     engine = Engine(answer="yes")
     async with Session(engine) as session:
         for question, num_asked in (("A?", 1), ("B?", 2), ("A?", 2), ("C?", 3), ("A?", 3), ("C?", 3), ("B?", 4)):
             assert [chunk.text async for chunk in session.ask(question)]
             assert len(engine.asked) == num_asked, question
-        assert len(session._answers) == 2
+        assert len(session._questions.cache) == 2
 
 
 async def test_answers_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sessions.session.MAX_ANSWER_BYTES", 10_000)
+    monkeypatch.setattr("streamrag.sessions.questions.MAX_ANSWER_BYTES", 10_000)
     engine = Engine(answer="yes")
     async with Session(engine) as session:
         for question, num_asked in (
@@ -321,10 +321,10 @@ async def test_answers_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPa
             assert [chunk.text async for chunk in session.ask(question)]
             assert len(engine.asked) == num_asked, question[0]
         assert [chunk.text async for chunk in session.ask("D" * 20_000)]
-        assert len(session._answers) == 0, "one that takes more than there is room for"
+        assert len(session._questions.cache) == 0, "one that takes more than there is room for"
         assert [chunk.text async for chunk in session.ask("A" * 4000)]
         await settled(session)
-        assert len(session._answers) == 2
+        assert len(session._questions.cache) == 2
 
 
 async def test_the_same_question_at_the_same_time_is_one_request() -> None:
@@ -348,7 +348,7 @@ async def test_the_same_question_at_the_same_time_is_one_request() -> None:
         for stream in (streams[1], streams[2], late):
             await stream.aclose()
         assert engine.num_requests == 1, "the last one ends it"
-        assert not session._under_way._under_way
+        assert not session._questions.in_flight
         async with session.ask("Which?") as anew:
             await anext(anew)
         assert len(engine.asked) == 4
@@ -423,7 +423,7 @@ async def test_closing_ends_questions_that_wait_and_that_run() -> None:
 
 async def test_a_batch_does_not_wait_for_longer_than_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine computes all of a partial prompt but its last token, and says so."""
-    monkeypatch.setattr("streamrag.sessions.lane.SETTLE_S", 60.0)
+    monkeypatch.setattr("streamrag.sessions.ingestion.SETTLE_S", 60.0)
 
     class AllButOne(ScriptedBackend):
         async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
@@ -753,7 +753,7 @@ async def test_the_newest_data_can_be_read_as_the_prompt_has_them() -> None:
         for i in range(12):
             await session.append(f"line {i}")
             await settled(session)
-        held = lines_of(session._backend.asked[-1])
+        held = lines_of(session._data._backend.asked[-1])
         assert await session.newest() == [(int(line.split()[1]) + 1, line) for line in held]
         assert await session.newest(behind=10) == [(11, "line 10"), (12, "line 11")]
         assert await session.newest(at_most=1) == [(12, "line 11")]

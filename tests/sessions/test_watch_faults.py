@@ -18,7 +18,7 @@ from streamrag import (
     TooManyQueriesError,
 )
 from streamrag.sessions import Session
-from streamrag.sessions.asking import Asked
+from streamrag.sessions.question import Question
 from streamrag.testing import ScriptedBackend
 from tests.sessions.test_faults import Failing, soon, until
 from tests.sessions.test_session import Engine
@@ -46,12 +46,12 @@ async def test_a_restricted_answer_is_nobody_elses() -> None:
         assert (await anext(one)).text == "no"
         assert (await anext(two)).text == "high"
         assert [chunk.text async for chunk in session.ask("Which?")] == ["?"]
-        num_asked = len(session._backend.prompts)
+        num_asked = len(session._data._backend.prompts)
         for answers, expected in ((("yes", "no"), "no"), (("no", "yes"), "no"), (("high", "low"), "high")):
             for params in (None, SamplingParams(max_tokens=5, temperature=0.7)):  # which make no difference
                 stream = session.ask("Which?", answers=answers, params=params)
                 assert [chunk.text async for chunk in stream] == [expected]
-        assert len(session._backend.prompts) == num_asked, "kept answers take no engine"
+        assert len(session._data._backend.prompts) == num_asked, "kept answers take no engine"
         assert [chunk.text async for chunk in session.ask("Which?", answers=("a", "b"))] == ["a"]
 
 
@@ -151,7 +151,7 @@ class Room:
         self.num_free = num_free
         self.num_refused = 0
 
-    def admit(self, asked: Asked) -> Callable[[], None]:
+    def admit(self, question: Question) -> Callable[[], None]:
         if not self.num_free:
             self.num_refused += 1
             raise TooManyQueriesError("full")
@@ -185,7 +185,7 @@ async def test_a_watch_that_is_closed_before_or_while_it_is_answered_gives_back_
         await watch.aclose()
         await until(lambda: room.num_free == 1)
         watch = session.watch("Another?")
-        session._watching()._start_due()
+        session._watches._start_due()
         assert room.num_free == 0
         await watch.aclose()  # in the same turn of the event loop: its work is cancelled before it has begun
         await until(lambda: room.num_free == 1)

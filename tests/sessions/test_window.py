@@ -3,9 +3,8 @@
 import pytest
 
 from streamrag import Chunk, PromptTemplate
-from streamrag.sessions.buffer import Numbered
 from streamrag.sessions.prompts import SessionPrompts
-from streamrag.sessions.window import Piece, Window
+from streamrag.sessions.window import Numbered, Piece, Window
 from streamrag.testing import ScriptedBackend
 
 PIECES = [Piece(number, (number,) * (1 + number * 7 % 23)) for number in range(1, 60)]

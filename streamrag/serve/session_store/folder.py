@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from streamrag.errors import ConfigurationError, SessionLogError, SessionLogInUseError
-from streamrag.sessions.log_file import LogFile, read_header
-from streamrag.sessions.log_lines import Header
+from streamrag.sessions.log.contents import Header
+from streamrag.sessions.log.file import LogFile, read_header
 
-_NAME = re.compile(r"(sess_[0-9a-f]{32})\.jsonl")
+_NAME = re.compile(r"(sess_[0-9a-f]{32})\.sqlite")
 
 log = logging.getLogger("streamrag.serve")
 
@@ -35,7 +35,7 @@ class SessionFolder:
 
     def path_of(self, id: str) -> Path:
         """Return the path of this session's log."""
-        return self._path / f"{id}.jsonl"
+        return self._path / f"{id}.sqlite"
 
     def sessions(self) -> Iterator[tuple[str, Header, float]]:
         """Yield each session's id, the header of its log, and the seconds since it was last used.

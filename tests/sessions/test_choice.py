@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamrag import BackendError, ConfigurationError
-from streamrag.sessions.choosing import chosen, spelled
+from streamrag.sessions.answer import choose_answer, encode_answers
 from streamrag.testing import CodePointTokenizer
 
 Ids = tuple[int, ...]
@@ -38,13 +38,13 @@ class Model:
 def answers_of(rng: random.Random) -> dict[Ids, str]:
     """Some, of which none is another's beginning."""
     texts = {"".join(rng.choice("ab") for _ in range(4)) for _ in range(rng.randint(2, 6))}
-    return spelled(CodePointTokenizer(), sorted(texts | {"c", "dd"}))
+    return encode_answers(CodePointTokenizer(), sorted(texts | {"c", "dd"}))
 
 
 @pytest.mark.parametrize("seed", range(50))
 async def test_without_a_threshold_it_is_the_likeliest_of_all(seed: int) -> None:
     answers, model = answers_of(random.Random(seed)), Model(seed)
-    found = await chosen(answers, model.one_pass, math.inf)
+    found = await choose_answer(answers, model.one_pass, math.inf)
     best, second, *_ = sorted(map(model.of, answers), reverse=True)
     assert model.of(tuple(map(ord, found.text))) == best
     assert found.gap is not None
@@ -56,8 +56,8 @@ async def test_with_a_threshold_passes_are_saved_and_only_close_answers_may_chan
     for seed in range(200):
         answers = answers_of(random.Random(seed))
         exact, quick = Model(seed), Model(seed)
-        likeliest = await chosen(answers, exact.one_pass, math.inf)
-        found = await chosen(answers, quick.one_pass, 2.0)
+        likeliest = await choose_answer(answers, exact.one_pass, math.inf)
+        found = await choose_answer(answers, quick.one_pass, 2.0)
         num_passes.append((len(exact.asked), len(quick.asked)))
         if found.text != likeliest.text:  # what was not computed of it was worth more than its lead
             begun = len(found.token_ids)
@@ -69,14 +69,14 @@ async def test_with_a_threshold_passes_are_saved_and_only_close_answers_may_chan
 
 async def test_one_token_answers_take_one_pass() -> None:
     model = Model(1)
-    found = await chosen(spelled(CodePointTokenizer(), ("y", "n")), model.one_pass)
+    found = await choose_answer(encode_answers(CodePointTokenizer(), ("y", "n")), model.one_pass)
     assert model.asked == [()]
     assert found.gap == abs(model.logprob((), ord("y")) - model.logprob((), ord("n")))
 
 
 async def test_a_decisive_first_token_is_enough_and_its_answer_is_whole() -> None:
     model = Model(0)
-    found = await chosen(spelled(CodePointTokenizer(), ("yes", "no")), model.one_pass, 0.0)
+    found = await choose_answer(encode_answers(CodePointTokenizer(), ("yes", "no")), model.one_pass, 0.0)
     assert found.text in ("yes", "no")
     assert found.token_ids == tuple(map(ord, found.text[:1]))
     assert model.asked == [()]
@@ -84,10 +84,10 @@ async def test_a_decisive_first_token_is_enough_and_its_answer_is_whole() -> Non
 
 async def test_what_all_answers_begin_with_takes_no_pass_and_where_they_part_takes_one() -> None:
     model = Model(3)
-    found = await chosen(spelled(CodePointTokenizer(), ("very high", "very low")), model.one_pass, 0.0)
+    found = await choose_answer(encode_answers(CodePointTokenizer(), ("very high", "very low")), model.one_pass, 0.0)
     assert model.asked == [tuple(map(ord, "very "))]
     assert found.text in ("very high", "very low")
-    alone = await chosen(spelled(CodePointTokenizer(), ("yes",)), model.one_pass)
+    alone = await choose_answer(encode_answers(CodePointTokenizer(), ("yes",)), model.one_pass)
     assert (alone.text, alone.gap) == ("yes", None)
     assert len(model.asked) == 1
 
@@ -95,7 +95,7 @@ async def test_what_all_answers_begin_with_takes_no_pass_and_where_they_part_tak
 @pytest.mark.parametrize("seed", range(4))
 async def test_an_engine_without_log_probabilities_is_followed(seed: int) -> None:
     model = Model(seed, has_logprobs=False)
-    found = await chosen(spelled(CodePointTokenizer(), ("very high", "very low", "no")), model.one_pass)
+    found = await choose_answer(encode_answers(CodePointTokenizer(), ("very high", "very low", "no")), model.one_pass)
     assert found.gap is None
     begun = tuple(map(ord, "very "))
     if found.text == "no":
@@ -111,13 +111,13 @@ async def test_a_token_that_is_in_no_answer_is_an_error() -> None:
         return None, None
 
     with pytest.raises(BackendError, match="none of the answers"):
-        await chosen(spelled(CodePointTokenizer(), ("yes", "no")), other)
+        await choose_answer(encode_answers(CodePointTokenizer(), ("yes", "no")), other)
 
 
 @pytest.mark.parametrize("answers", [("yes", "yesterday"), ("yesterday", "yes"), ("yes", "yes")])
 def test_an_answer_that_begins_another_is_refused(answers: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError, match="begin with the same tokens"):
-        spelled(CodePointTokenizer(), answers)
+        encode_answers(CodePointTokenizer(), answers)
 
 
 def test_an_answer_without_tokens_is_refused() -> None:
@@ -126,7 +126,7 @@ def test_an_answer_without_tokens_is_refused() -> None:
             return []
 
     with pytest.raises(ConfigurationError, match="no tokens"):
-        spelled(Deaf(), ("yes", "no"))
+        encode_answers(Deaf(), ("yes", "no"))
 
 
 async def test_where_nothing_else_is_possible_there_is_no_gap() -> None:
@@ -134,5 +134,5 @@ async def test_where_nothing_else_is_possible_there_is_no_gap() -> None:
         values = {each: 0.0 if each == ord("y") else -math.inf for each in allowed}
         return ord("y"), {each: SimpleNamespace(logprob=value) for each, value in values.items()}
 
-    found = await chosen(spelled(CodePointTokenizer(), ("yes", "no")), certain)
+    found = await choose_answer(encode_answers(CodePointTokenizer(), ("yes", "no")), certain)
     assert (found.text, found.token_ids, found.gap) == ("yes", (ord("y"),), None)

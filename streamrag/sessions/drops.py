@@ -1,12 +1,12 @@
-"""Telling of data that were dropped: some at a time, to whoever wants to know."""
+"""News of data that were dropped, for readers: the drops of some time as one."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 TOGETHER_S = 0.25
-"""What is dropped within that time is told of as one."""
+"""Drops within this time are told of as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,24 +14,26 @@ class DataDropped:
     """Chunks that never came into the prompt: more came than the engine could take in."""
 
     num_chunks: int
-    """How many, since a reader was told last."""
+    """Chunks dropped since a reader was told last."""
     from_version: int
     to_version: int
-    """Those of the first and the last of them; some between may have been taken in."""
+    """Versions of the first and the last of them; some between may have been taken in."""
     num_dropped: int
-    """All, since the session began."""
+    """All chunks dropped since the session began."""
 
 
+@dataclass(eq=False)
 class _Reader:
-    """What one reader has not been told of yet."""
+    """The drops that one reader has not been told of yet."""
 
-    def __init__(self) -> None:
-        self.num_chunks = self.first = self.last = 0
-        self.has_news = asyncio.Event()
+    num_chunks: int = 0
+    first: int = 0
+    last: int = 0
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Drops:
-    """Those of one session."""
+    """The drops of one session, and who reads of them."""
 
     def __init__(self) -> None:
         self._readers: list[_Reader] = []
@@ -39,7 +41,7 @@ class Drops:
         self._has_ended = asyncio.Event()
 
     def put(self, number: int, num_dropped: int) -> None:
-        """Tell readers that the chunk of this number was dropped, one of so many."""
+        """Tell readers that the chunk of this number was dropped, the `num_dropped`-th of all."""
         self._num_dropped = num_dropped
         for reader in self._readers:
             reader.first = reader.first if reader.num_chunks else number
@@ -54,7 +56,7 @@ class Drops:
             reader.has_news.set()
 
     async def read(self) -> AsyncGenerator[DataDropped, None]:
-        """Yield what is dropped from now on, within some time each, up to the end."""
+        """Yield drops from now on up to the end."""
         reader = _Reader()
         self._readers.append(reader)
         try:
@@ -64,9 +66,9 @@ class Drops:
                     async with asyncio.timeout(TOGETHER_S):
                         await self._has_ended.wait()
                 if reader.num_chunks:
-                    told = DataDropped(reader.num_chunks, reader.first, reader.last, self._num_dropped)
+                    news = DataDropped(reader.num_chunks, reader.first, reader.last, self._num_dropped)
                     reader.num_chunks = 0
                     reader.has_news.clear()
-                    yield told
+                    yield news
         finally:
             self._readers.remove(reader)

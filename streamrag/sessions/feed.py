@@ -1,4 +1,4 @@
-"""What is new in the events of a source that a session follows, or what an async iterator yields."""
+"""What a source or an async iterator brings into a session that follows it."""
 
 from collections.abc import AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
@@ -13,8 +13,9 @@ MAX_SEEN = 4096
 
 
 def check_followed(given: object, query: str) -> None:
-    """
-    :raises ConfigurationError: it is nothing that can be followed.
+    """Check that this can be followed.
+
+    :raises ConfigurationError: it cannot.
     """
     if isinstance(given, type):
         raise ConfigurationError(f"what is followed is the class {given.__name__}, and must be an object of it")
@@ -29,7 +30,7 @@ def check_followed(given: object, query: str) -> None:
 async def append_all(
     followed: Source | AsyncIterable[Chunk | str], query: str, append: Callable[[Chunk], Awaitable[int]]
 ) -> None:
-    """Each chunk that a source appends, and of its updates those that it has not yielded before; or all of an iterator.
+    """Append each new chunk of a source, or each item of an async iterator, until it ends.
 
     :raises SourceError: it failed, or yielded something else.
     """
@@ -48,7 +49,7 @@ async def _append_source(source: Source, query: str, append: Callable[[Chunk], A
     seen: dict[Chunk, None] = {}
     async with aclosing(Retrieval(source, query).events()) as events:
         async for event in events:
-            for chunk in _new(event, seen):
+            for chunk in _new_chunks(event, seen):
                 await append(chunk)
 
 
@@ -67,18 +68,19 @@ def _name(followed: object) -> str:
     return name if isinstance(name, str) else part_name(followed)
 
 
-def _new(event: SourceEvent, seen: dict[Chunk, None]) -> list[Chunk]:
+def _new_chunks(event: SourceEvent, seen: dict[Chunk, None]) -> list[Chunk]:
+    """Return the chunks of an event that were not seen, and add all to `seen`."""
     if isinstance(event, Append):
-        given: tuple[Chunk, ...] = (event.chunk,)
+        chunks: tuple[Chunk, ...] = (event.chunk,)
         new = [event.chunk]  # also one that is as another was: a log says the same thing twice
     elif isinstance(event, Update):
-        given = event.chunks
-        new = [chunk for chunk in dict.fromkeys(given) if chunk not in seen]
+        chunks = event.chunks
+        new = [chunk for chunk in dict.fromkeys(chunks) if chunk not in seen]
     else:
         return []
-    for chunk in given:  # the newest stand last
+    for chunk in chunks:  # the newest stand last
         seen.pop(chunk, None)
         seen[chunk] = None
-    while len(seen) > MAX_SEEN + len(given):
+    while len(seen) > MAX_SEEN + len(chunks):
         del seen[next(iter(seen))]
     return new

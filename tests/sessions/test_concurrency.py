@@ -1,24 +1,24 @@
 """How many watched questions go at once."""
 
-from streamrag.sessions.at_once import MOST, AtOnce
+from streamrag.sessions.concurrency import MAX_CONCURRENT, ConcurrencyEstimator
 
 
 def measured(fixed_s: float, each_s: float, interval_s: float | None, num_rounds: int = 30) -> list[int]:
     """How many went at once in each round, where n take `fixed_s + n * each_s`."""
-    at_once, sizes, now_s = AtOnce(), [], 0.0
+    at_once, sizes, now_s = ConcurrencyEstimator(), [], 0.0
     for _ in range(num_rounds):
         if interval_s is not None:
-            at_once.stands(now_s)
+            at_once.observe_version(now_s)
             now_s += interval_s
-        sizes.append(at_once.most)
+        sizes.append(at_once.limit)
         for _ in range(sizes[-1]):
-            at_once.took(sizes[-1], fixed_s + each_s * sizes[-1])
+            at_once.observe_answer(sizes[-1], fixed_s + each_s * sizes[-1])
     return sizes
 
 
 def test_one_goes_first_and_twice_as_many_each_time_while_they_are_in_time() -> None:
-    assert measured(0.01, 0.001, 1.0)[:6] == [1, 2, 4, 8, 16, MOST]
-    assert measured(0.01, 0.001, None)[-1] == MOST, "nothing changes: all may go"
+    assert measured(0.01, 0.001, 1.0)[:6] == [1, 2, 4, 8, 16, MAX_CONCURRENT]
+    assert measured(0.01, 0.001, None)[-1] == MAX_CONCURRENT, "nothing changes: all may go"
 
 
 def test_as_many_go_as_end_before_the_data_change() -> None:
@@ -26,14 +26,14 @@ def test_as_many_go_as_end_before_the_data_change() -> None:
 
 
 def test_where_not_even_one_ends_in_time_those_go_that_cost_little_more() -> None:
-    assert measured(0.1, 0.001, 0.01)[-1] == MOST
+    assert measured(0.1, 0.001, 0.01)[-1] == MAX_CONCURRENT
     assert measured(0.1, 0.1, 0.01)[-1] in (2, 3)
 
 
 def test_times_that_say_nothing_do_no_harm() -> None:
     for took_s in (0.0, 1e-12):
-        assert measured(took_s, 0.0, 1.0)[-1] == MOST
-    at_once = AtOnce()
+        assert measured(took_s, 0.0, 1.0)[-1] == MAX_CONCURRENT
+    at_once = ConcurrencyEstimator()
     for num, seconds in ((1, 5.0), (2, 0.1), (4, 9.0), (3, 0.0)):  # less for more
-        at_once.took(num, seconds)
-        assert 1 <= at_once.most <= MOST
+        at_once.observe_answer(num, seconds)
+        assert 1 <= at_once.limit <= MAX_CONCURRENT

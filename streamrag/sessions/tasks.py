@@ -1,4 +1,4 @@
-"""What a session does for those who ask it: work in tasks that end with it, or before."""
+"""The work of a session, in tasks that end with it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -12,8 +12,8 @@ from streamrag.tasks import cancel_regardless, end_or_leave
 T = TypeVar("T")
 
 
-class Running:
-    """All that is under way. Each piece of work is foreign code in part, and has a task of its own to be left behind.
+class SessionTasks:
+    """All work that is running. Each piece is foreign code in part, and has a task of its own to be left behind.
 
     name: the session's, for errors.
     """
@@ -26,7 +26,7 @@ class Running:
     def begin(
         self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None = None
     ) -> "asyncio.Task[T]":
-        """A task that does `work`, and can be cancelled.
+        """Return a task that does `work`, and can be cancelled.
 
         It raises DeadlineExceededError after `deadline_s` seconds, and PipelineClosedError when the session is closed.
         """
@@ -36,16 +36,16 @@ class Running:
         return task
 
     async def aclose(self) -> None:
-        """End all."""
+        """End all work."""
         self._is_closed = True
-        with suppress(asyncio.CancelledError):  # what has begun says itself why it ends, once it has had its first turn
+        with suppress(asyncio.CancelledError):  # work that has begun says why it ends, once it has had its first turn
             await asyncio.sleep(0)
         await cancel_regardless(list(self._tasks))
 
     def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waits for it is told, unless they have left
+            task.exception()  # its caller raises it, unless they have left
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None) -> T:
         self._check_open(what)

@@ -163,7 +163,7 @@ async def test_watches_of_a_version_are_answered_together_the_higher_priorities_
         assert 1 < engine.most_open <= 20
         engine.holds_questions, num_before = True, len(engine.asked)
         version = await session.append("last")
-        await session._at_least(version)
+        await session._data.at_least(version)
         async with asyncio.timeout(20):
             while len(engine.asked) < num_before + 2:
                 await anyio.lowlevel.checkpoint()

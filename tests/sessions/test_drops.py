@@ -2,7 +2,7 @@
 
 import asyncio
 
-from streamrag.sessions.dropping import DataDropped, Drops
+from streamrag.sessions.drops import DataDropped, Drops
 
 
 async def test_what_is_dropped_while_a_reader_handles_the_news_before_is_told_at_the_end_too() -> None:

@@ -1,0 +1,289 @@
+"""The data of a session: what was appended, what the prompt holds, and what was dropped."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
+
+from streamrag.core import Backend, Chunk, Source
+from streamrag.errors import ConfigurationError, PipelineClosedError, SessionLogError
+from streamrag.kinds import plain_text, short
+from streamrag.modes import PromptTemplate
+from streamrag.retrieving import checked_chunk
+from streamrag.sessions.drops import DataDropped, Drops
+from streamrag.sessions.feed import append_all, check_followed
+from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
+from streamrag.sessions.log import LogState, SessionLog
+from streamrag.sessions.prompts import SESSION_TEMPLATE, SessionPrompts
+from streamrag.sessions.tasks import SessionTasks
+from streamrag.sessions.window import Buffer, Numbered, Window
+from streamrag.support.validation import Count, CountOrZero, validated
+from streamrag.tokenizing import in_thread
+
+CHUNKS_PER_TURN = 64
+"""Chunks that are appended before others have a turn of the event loop: half a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """Counts of a session's data, and the state of its log."""
+
+    version: int
+    """Version of the data that questions are answered from at once."""
+    num_appended: int
+    """Chunks, and system texts that took another's place: the newest version."""
+    num_waiting: int
+    """Chunks that are neither in the prompt nor being computed yet."""
+    num_dropped: int
+    """Chunks that never came into the prompt: more came than could be taken in."""
+    num_slid: int
+    """Chunks that were in the prompt, and have gone for newer ones."""
+    num_tokens: int
+    """Tokens of head and data."""
+    num_frozen_tokens: int
+    """Tokens of the head."""
+    window_tokens: int
+    """Most tokens that the data may take."""
+    num_failures: int
+    """Number of times that the engine gave the stream up."""
+    log: LogState | None = None
+    """State of the log, if there is one."""
+
+
+class SessionData:
+    """The data of one session, from the first call of `append` to the prompt.
+
+    window_tokens: None takes three quarters of what the head leaves, or the window of the log.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        log: SessionLog | None,
+        *,
+        system: str | None,
+        template: PromptTemplate | None,
+        window_tokens: int | None,
+        slide_share: float,
+        max_waiting: int,
+        max_waiting_characters: int,
+        batch_interval_s: float,
+        name: str,
+    ) -> None:
+        self._backend = backend
+        self._log = log
+        words = SESSION_TEMPLATE if template is None else template
+        self._template = words if system is None else replace(words, system=plain_text(system))
+        self._is_text_given = system is not None or template is not None
+        self._window_tokens = window_tokens
+        self._slide_share = slide_share
+        self._batch_interval_s = batch_interval_s
+        self._name = name
+        self.buffer = Buffer(max_waiting, max_waiting_characters, self._on_drop)
+        """Chunks that wait for the prompt."""
+        self._drops = Drops()
+        self._num_in_turn = 0
+        self._ingestion: Ingestion | None = None
+        self._is_closed = False
+
+    # --------------------------------------------------------------------------------------------- starting and ending
+
+    async def open(self, admit: Callable[[int], None]) -> Ingestion:
+        """Return ingestion that is not started, with what the log holds.
+
+        admit: called with the tokens of the window; raises TooManySessionsError if there is no place for it.
+
+        :raises PromptTooLongError: window and system text do not fit the model's length.
+        :raises SessionLogError: the log cannot be opened, or is of another session.
+        :raises TooManySessionsError: there is no place for the window.
+        """
+        contents = None if self._log is None else await self._log.open()
+        template, window_tokens = self._template, self._window_tokens
+        if self._log is not None and contents is not None:
+            if self._is_text_given and template.system not in (contents.header.system, contents.system):
+                raise SessionLogError(
+                    f"{self._log.path} is of a session with another system text: give none, or that one, "
+                    "or choose another file"
+                )
+            template = replace(template, system=contents.system)
+            window_tokens = window_tokens or contents.header.window_tokens
+        model = self._backend.model
+        prompts = await in_thread(model.tokenizer, partial(SessionPrompts, model, template))
+        window_tokens = window_tokens or max(prompts.room * 3 // 4, 1)
+        prompts.check_window(window_tokens)
+        admit(window_tokens)
+        window = Window(window_tokens, self._slide_share, prompts.passage_end)
+        ingestion = Ingestion(self._backend, self._name, self.buffer, window, prompts, self._log)
+        pieces = []
+        if contents is not None:
+            numbered = [Numbered(number, chunk) for number, chunk in contents.chunks.items()]
+            pieces = await prompts.pieces_in_background(numbered)
+            window.num_slid = contents.header.num_slid
+            self.buffer.num_appended = contents.header.num_appended
+            self.buffer.num_dropped = contents.header.num_dropped
+        if self._log is not None:
+            self._log.start(template.system, window_tokens, self._slide_share, contents)
+            if contents is not None:
+                await self._log.wait_for_attempt()
+        ingestion.resume(pieces)
+        return ingestion
+
+    def start(self, ingestion: Ingestion, on_version: Callable[[], None]) -> None:
+        """Begin to take data in. `on_version` is called for each version, and at the end."""
+        self._ingestion = ingestion
+        ingestion.start(on_version, self._drops.end, self._batch_interval_s)
+
+    def close(self) -> None:
+        """Refuse data and questions from now on."""
+        self._is_closed = True
+
+    async def aclose(self) -> bool:
+        """Stop, and free what the engine holds; return whether it was started."""
+        if self._ingestion is not None:
+            await self._ingestion.aclose()
+        return self._ingestion is not None
+
+    def check_not_closed(self) -> None:
+        """Check that the session was not closed.
+
+        :raises PipelineClosedError: it was.
+        """
+        if self._is_closed:
+            raise PipelineClosedError(f"{CLOSED}: open another one")
+
+    def check_open(self) -> None:
+        """Check that data and questions are taken.
+
+        :raises PipelineClosedError: the session was closed.
+        :raises BackendError: it has failed.
+        """
+        self.check_not_closed()
+        self.ingestion.check()
+
+    # --------------------------------------------------------------------------------------------------------- reading
+
+    @property
+    def ingestion(self) -> Ingestion:
+        """The ingestion of a session that was started.
+
+        :raises ConfigurationError: it was not.
+        """
+        if self._ingestion is None:
+            raise ConfigurationError("the session has not been started: use `async with pipeline.session(...)`")
+        return self._ingestion
+
+    @property
+    def state(self) -> SessionState:
+        """Counts of the data, and the state of the log."""
+        ready, window = self.ingestion.ready, self.ingestion.window
+        return SessionState(
+            version=ready.version,
+            num_appended=self.buffer.num_appended,
+            num_waiting=len(self.buffer),
+            num_dropped=self.buffer.num_dropped,
+            num_slid=window.num_slid,
+            num_tokens=len(ready.token_ids),
+            num_frozen_tokens=len(ready.prompts.head),
+            window_tokens=window.max_tokens,
+            num_failures=self.ingestion.num_failures,
+            log=self._log.state if self._log else None,
+        )
+
+    async def at_least(self, version: int) -> Snapshot:
+        """Return the data of this version or a newer one, once they are computed.
+
+        :raises PipelineClosedError: the session was closed.
+        """
+        snapshot = await self.ingestion.at_least(version)
+        self.check_open()
+        return snapshot
+
+    @validated
+    async def newest(self, behind: CountOrZero, at_most: Count) -> list[tuple[int, str]]:
+        """Return the last data in the window behind a version, oldest first, each with its version and its text."""
+        self.check_open()
+        pieces = self.ingestion.window.newest(behind, at_most)
+        prompts = self.ingestion.ready.prompts
+        return await in_thread(prompts.tokenizer, partial(prompts.texts_of, pieces), is_background=True)
+
+    async def versions(self) -> AsyncGenerator[int, None]:
+        """Yield the version that questions are answered from, whenever it has changed."""
+        version = self.ingestion.ready.version
+        while True:
+            version = (await self.at_least(version + 1)).version
+            yield version
+
+    async def drops(self) -> AsyncGenerator[DataDropped, None]:
+        """Yield data that are dropped from now on, those of a quarter of a second together."""
+        self.check_open()
+        async with aclosing(self._drops.read()) as drops:
+            async for dropped in drops:
+                yield dropped
+        self.check_open()
+
+    def _on_drop(self, number: int) -> None:
+        if self._log is not None:
+            self._log.drop(number)
+        self._drops.put(number, self.buffer.num_dropped)
+
+    # --------------------------------------------------------------------------------------------------------- changes
+
+    async def append(self, data: Chunk | str) -> int:
+        """Add data at the end, and return the version; see `Session.append`."""
+        self.check_open()
+        chunk = self._checked(data)
+        await self._give_turn()
+        self.check_open()
+        return self.ingestion.append(chunk)
+
+    async def extend(self, data: Sequence[Chunk | str]) -> int:
+        """Add several chunks, or none of them, and return the newest version; see `Session.extend`."""
+        if isinstance(data, str) or not isinstance(data, Sequence):
+            raise ConfigurationError(f"data={short(data)} must be a list of chunks or texts; one of them is for append")
+        self.check_open()
+        chunks = []
+        for each in data:
+            chunks.append(self._checked(each))
+            await self._give_turn()
+        self.check_open()
+        self.buffer.check(chunks)
+        for chunk in chunks:
+            self.ingestion.append(chunk)
+        return self.buffer.num_appended
+
+    async def follow(self, source: Source | AsyncIterable[Chunk | str], query: str, tasks: SessionTasks) -> int:
+        """Append all that a source or an async iterator yields, and return the newest version."""
+        check_followed(source, query)
+        self.check_open()
+        await tasks.begin(partial(append_all, source, query, self.append), "source")
+        return self.buffer.num_appended
+
+    @validated
+    async def freeze(self, system: Annotated[str, Field()]) -> int:
+        """Have another system text from the version on that is returned; see `Session.freeze`."""
+        self.check_open()
+        system = plain_text(system)
+        if self._log is not None:
+            self._log.check_system(system)
+        before = self.ingestion.ready.prompts
+        prompts = await in_thread(before.tokenizer, partial(before.with_system, system))
+        prompts.check_window(self.ingestion.window.max_tokens)
+        self.check_open()
+        return self.ingestion.freeze(prompts, system)
+
+    def _checked(self, data: Chunk | str) -> Chunk:
+        chunk = checked_chunk(Chunk(data, "") if isinstance(data, str) else data)
+        chunk = self.ingestion.ready.prompts.without_hidden(chunk)
+        if self._log is not None:
+            self._log.check(chunk)
+        return chunk
+
+    async def _give_turn(self) -> None:
+        self._num_in_turn += 1
+        if self._num_in_turn >= CHUNKS_PER_TURN or self.buffer.is_half_full:
+            self._num_in_turn = 0
+            await asyncio.sleep(0)

@@ -1,0 +1,189 @@
+"""The tables of a session's log, and what is written to and read from them. Blocking.
+
+meta       one row for each field of `Header`
+chunks     data in the window, and data that wait for it
+watches    watched questions that have a name, each as JSON
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from streamrag.core import Chunk
+from streamrag.errors import ConfigurationError
+from streamrag.kinds import message_of
+from streamrag.reading import as_dataclass, parse_json, without_lone_surrogates
+from streamrag.retrieving import checked_chunk
+from streamrag.sessions.question import WatchOptions
+
+SCHEMA = (
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value)",
+    "CREATE TABLE chunks (number INTEGER PRIMARY KEY, text, uri, title, passage, score)",
+    "CREATE TABLE watches (name TEXT PRIMARY KEY, options)",
+)
+
+CHUNK_COLUMNS = ("text", "uri", "title", "passage", "score")
+
+MAX_NUMBER = 1 << 52
+"""Above all numbers that a session counts to, and below what SQLite has room for: a log that has more is damaged."""
+
+Count = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Options and counts of a session, from which it is made again."""
+
+    system: str
+    window_tokens: Annotated[int, Field(ge=1)]
+    slide_share: Annotated[float, Field(gt=0, lt=1)]
+    owner: str = ""
+    num_appended: Count = 0
+    num_dropped: Count = 0
+    num_slid: Count = 0
+    num_events: Count = 0
+    """Events up to this number may have been told to readers."""
+    frozen: str | None = None
+    """The system text that took the place of `system`, if one did."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogContents:
+    """Everything that a log holds."""
+
+    header: Header
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    """Chunks by number, in order."""
+    watches: dict[str, WatchOptions] = field(default_factory=dict)
+    """Watched questions by name."""
+
+    @property
+    def system(self) -> str:
+        """The newest system text."""
+        return self.header.system if self.header.frozen is None else self.header.frozen
+
+
+@dataclass(frozen=True, slots=True)
+class LogState:
+    """State of a session's log."""
+
+    is_resumed: bool = False
+    """Whether it was there when the session was opened."""
+    flushed: int = 0
+    """The version that is on the disk, with all before it."""
+    num_failures: int = 0
+    """Number of attempts to write that failed."""
+    error: str | None = None
+    """Reason why the last attempt to write failed, if it did. The session goes on, and it is tried again."""
+
+
+def write_contents(connection: sqlite3.Connection, contents: LogContents, before: LogContents | None) -> None:
+    """Have a log hold `contents`, by one transaction.
+
+    before: what it holds; None if it has no tables yet.
+
+    :raises sqlite3.Error: nothing was changed.
+    """
+    old_meta = {} if before is None else asdict(before.header)
+    old_chunks, old_watches = ({}, {}) if before is None else (before.chunks, before.watches)
+    meta = [pair for pair in asdict(contents.header).items() if pair not in old_meta.items()]
+    gone = [(number,) for number in old_chunks.keys() - contents.chunks.keys()]
+    new = [
+        (number, *(getattr(contents.chunks[number], name) for name in CHUNK_COLUMNS))
+        for number in sorted(contents.chunks.keys() - old_chunks.keys())
+    ]
+    ended = [(name,) for name in old_watches if name not in contents.watches]
+    watches = [
+        (name, encode_watch(watch)) for name, watch in contents.watches.items() if old_watches.get(name) is not watch
+    ]
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for statement, rows in (
+            ("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta),
+            ("DELETE FROM chunks WHERE number = ?", gone),
+            ("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", new),
+            ("DELETE FROM watches WHERE name = ?", ended),
+            ("INSERT OR REPLACE INTO watches VALUES (?, ?)", watches),
+        ):
+            connection.executemany(statement, ([_storable(value) for value in row] for row in rows))
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def read_contents(connection: sqlite3.Connection) -> LogContents:
+    """Return everything that a log holds, checked.
+
+    :raises ValueError, sqlite3.Error: the log is damaged.
+    """
+    (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise ValueError(verdict)
+    header = read_header_rows(connection)
+    chunks: dict[int, Chunk] = {}
+    for number, *values in connection.execute(f"SELECT number, {', '.join(CHUNK_COLUMNS)} FROM chunks ORDER BY number"):
+        with _located(f"chunk {number}"):
+            if not 1 <= number <= header.num_appended:
+                raise ValueError(f"only {header.num_appended} were appended")
+            chunks[number] = checked_chunk(as_dataclass(Chunk, dict(zip(CHUNK_COLUMNS, values, strict=True))))
+    watches: dict[str, WatchOptions] = {}
+    for name, options in connection.execute("SELECT name, options FROM watches ORDER BY rowid"):
+        with _located(f"watch {name!r:.80}"):
+            if not isinstance(name, str) or not isinstance(options, str):
+                raise ValueError("its name or its options are no text")
+            watches[name] = watch = _decode_watch(name, options)
+            watch.parse()
+    return LogContents(header, chunks, watches)
+
+
+def read_header_rows(connection: sqlite3.Connection) -> Header:
+    """Return a log's header, checked.
+
+    :raises ValueError, sqlite3.Error: the log is damaged.
+    """
+    rows = connection.execute("SELECT name, value FROM meta LIMIT 100")
+    with _located("meta"):
+        return as_dataclass(Header, {str(name): value for name, value in rows})
+
+
+def encode_watch(watch: WatchOptions) -> str:
+    """Return a watch as it is kept.
+
+    :raises ConfigurationError: its parameters cannot be kept.
+    """
+    try:
+        values = asdict(watch)
+        text = json.dumps({name: value for name, value in values.items() if name != "name"})
+        _decode_watch(watch.name or "", text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"the watch {watch.name!r:.80} cannot be kept in the session's log: {message_of(error):.300}. Leave its "
+            "parameters plain, or watch without a name"
+        ) from error
+    return text
+
+
+def _decode_watch(name: str, options: str) -> WatchOptions:
+    values = parse_json(options)
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    return as_dataclass(WatchOptions, {**values, "name": name})
+
+
+def _storable(value: Any) -> Any:
+    return without_lone_surrogates(value) if isinstance(value, str) else value
+
+
+@contextmanager
+def _located(place: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error

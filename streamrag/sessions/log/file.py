@@ -1,0 +1,300 @@
+"""The SQLite database that a session's text is kept in, written by one process at a time. Blocking.
+
+It is in WAL mode with synchronous=FULL: what was committed survives a killed process and a power failure. While it is
+open, SQLite keeps `-wal` and `-shm` beside it, and `-lock` says that a session has it.
+"""
+
+import glob
+import os
+import secrets
+import sqlite3
+import stat
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from streamrag.errors import SessionLogError, SessionLogInUseError
+from streamrag.files import sync
+from streamrag.reading import open_regular
+from streamrag.sessions.log.contents import (
+    SCHEMA,
+    Header,
+    LogContents,
+    read_contents,
+    read_header_rows,
+    write_contents,
+)
+from streamrag.sessions.log.lock import FileLock, is_same
+
+APPLICATION_ID = 0x73726C67
+FORMAT_VERSION = 1
+OLD_FORMAT = b'{"format":"streamrag-session"'
+
+MAX_FILE_BYTES = 256 << 20
+"""Bytes of a log, as it is written and as it is read. Texts take up to four times as much in memory."""
+MAX_VALUE_BYTES = 16_000_000
+"""Bytes of one value in it: a chunk has a million characters at most."""
+MAX_WAL_BYTES = 1 << 20
+"""Beyond this the WAL is copied into the database and emptied. Until then deleted text may be in it."""
+BUSY_S = 1.0
+"""Longest wait for another program that uses the database."""
+PAGE_BYTES = 4096
+
+CREATION = (
+    "journal_mode=MEMORY",
+    f"page_size={PAGE_BYTES}",
+    "auto_vacuum=INCREMENTAL",
+    f"application_id={APPLICATION_ID}",
+    f"user_version={FORMAT_VERSION}",
+)
+CONNECTION = (
+    "trusted_schema=OFF",
+    "cell_size_check=ON",
+    "secure_delete=ON",
+    "synchronous=FULL",
+    "wal_autocheckpoint=0",
+    "mmap_size=0",
+    "temp_store=MEMORY",
+)
+COMPACTION = ("incremental_vacuum", "wal_checkpoint(TRUNCATE)")
+SIDECARS = ("-wal", "-shm", "-journal")
+
+
+class LogFile:
+    """A log that this process has from `open` to `close`. For one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(os.path.realpath(path))  # what a link names is written, and the link stays
+        self._lock = FileLock(_beside(self.path, "-lock"), self.path)
+        self._connection: sqlite3.Connection | None = None
+        self._statuses: dict[Path, os.stat_result] = {}
+        """The database and the files beside it: which they are."""
+        self._contents: LogContents | None = None
+        """Contents of the file."""
+
+    def open(self) -> LogContents | None:
+        """Take the log for this process and read it; return None if it is new. Nothing in it is changed.
+
+        :raises SessionLogError: it cannot be opened, another process has it, or it is damaged.
+        """
+        try:
+            with _translated(self.path):
+                self._lock.take()
+                _remove_unfinished(self.path)
+                if _is_free(self.path):
+                    return None
+                self._statuses = {self.path: self.path.stat()}
+                self._connection = self._connect()
+                self._contents = read_contents(self._connection)
+        except BaseException:
+            self.close()
+            raise
+        return self._contents
+
+    def write(self, contents: LogContents) -> None:
+        """Have the file hold this, and wait until it does.
+
+        :raises OSError, SessionLogError: nothing was written.
+        """
+        try:
+            self._lock.take()
+            if self._connection is None:
+                self._create(contents)
+            elif not self._is_ours():
+                self._disconnect()
+                raise SessionLogError("the file was removed or replaced by somebody else")
+            else:
+                write_contents(self._connection, contents, self._contents)
+                self._contents = contents
+                wal = _beside(self.path, "-wal")
+                if wal.exists() and wal.stat().st_size > MAX_WAL_BYTES:
+                    _execute(self._connection, COMPACTION)
+        except sqlite3.Error as error:
+            is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            full = f"No space left on the disk, or the log has {MAX_FILE_BYTES >> 20} MiB, the most that it may have"
+            raise SessionLogError(full if is_full else str(error)) from error
+
+    def touch(self, at_s: float) -> None:
+        """Set the file's time: the session was last used then, on the wall clock."""
+        with suppress(OSError):
+            os.utime(self.path, (at_s, at_s))
+
+    def remove(self) -> None:
+        """Delete the log, which need not be open, and let others have its name.
+
+        :raises SessionLogInUseError: another process has it; it stays.
+        """
+        try:
+            self._lock.take()
+            if stat.S_ISREG(self.path.lstat().st_mode) and (self._connection is None or self._is_ours()):
+                self.path.unlink()
+                _remove_sidecars(self.path)
+        except SessionLogInUseError:
+            raise
+        except OSError:
+            return  # there is none, or it cannot be removed
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let others have the log."""
+        if self._connection is not None and self._is_ours():
+            with suppress(sqlite3.Error):
+                _execute(self._connection, COMPACTION)
+        self._disconnect()
+        self._lock.release()
+
+    def _create(self, contents: LogContents) -> None:
+        """Make the database beside its place, and move it there when it is whole."""
+        if not _is_free(self.path) and not self._is_ours():
+            raise SessionLogError("the file was replaced by somebody else")
+        unfinished = self.path.with_name(f".writing-{secrets.token_hex(4)}-{self.path.name}")
+        os.close(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        try:
+            with closing(sqlite3.connect(unfinished, isolation_level=None)) as connection:
+                _execute(connection, CREATION)
+                for statement in SCHEMA:
+                    connection.execute(statement)
+                write_contents(connection, contents, None)
+                _execute(connection, ("journal_mode=WAL",))
+            sync(unfinished)
+            _remove_sidecars(self.path)  # of a database that was removed: they must not be taken for this one's
+            unfinished.replace(self.path)
+        finally:
+            _remove_unfinished(self.path)
+        with suppress(OSError):  # a file system that cannot sync folders does it by itself
+            sync(self.path.parent)
+        self._contents, self._statuses = contents, {self.path: self.path.stat()}
+        self._connection = self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = _connect(self.path)
+        beside = (_beside(self.path, suffix) for suffix in SIDECARS)
+        self._statuses |= {path: path.lstat() for path in beside if path.exists()}
+        return connection
+
+    def _is_ours(self) -> bool:
+        return self.path in self._statuses and is_same(self._statuses[self.path], self.path)
+
+    def _disconnect(self) -> None:
+        if self._connection is None:
+            return
+        if not self._is_ours():  # of a database that was removed or replaced, SQLite leaves what lies beside it
+            for path, status in self._statuses.items():
+                if is_same(status, path):
+                    path.unlink()
+        self._connection.close()
+        self._connection, self._statuses = None, {}
+
+
+def read_header(path: Path) -> Header:
+    """Read how the session of this log is made again, which another process may have.
+
+    :raises SessionLogError: it cannot be read, or is no log.
+    """
+    with _translated(path):
+        status = path.stat()
+        try:
+            with closing(_connect(path)) as connection:
+                return read_header_rows(connection)
+        finally:  # SQLite may have finished what a killed process had begun, which is no use of the session
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open the database of a log, once it is clear that it is one.
+
+    :raises OSError, SessionLogError, sqlite3.Error: it cannot be opened, or is none.
+    """
+    _check_files(path)
+    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    try:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+        _execute(connection, CONNECTION)
+        application_id, version, mode = (
+            connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("application_id", "user_version", "journal_mode")
+        )
+        if application_id != APPLICATION_ID or mode != "wal":
+            raise SessionLogError(f"{path} is no log of a session: it is another program's database")
+        if version > FORMAT_VERSION:
+            raise SessionLogError(f"{path} was written by a newer streamrag: update this one")
+        found = {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+        if found != set(SCHEMA):
+            raise SessionLogError(f"{path} is no log of a session: it has other tables. Nothing was changed")
+        _execute(connection, (f"max_page_count={MAX_FILE_BYTES // PAGE_BYTES}",))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_files(path: Path) -> None:
+    """Refuse what SQLite would follow, wait for or read without end."""
+    num_bytes = path.stat().st_size
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise SessionLogError(f"{path} cannot be a session's log: it is no regular file")
+    for suffix in SIDECARS:
+        with suppress(FileNotFoundError):
+            status = _beside(path, suffix).lstat()
+            num_bytes += status.st_size
+            if suffix == "-journal" or not stat.S_ISREG(status.st_mode):
+                raise SessionLogError(f"{path}{suffix} is not of a session's log: move it away. Nothing was changed")
+    if num_bytes > 2 * MAX_FILE_BYTES:
+        raise SessionLogError(f"{path} has more than {2 * MAX_FILE_BYTES >> 20} MiB, the most that is read of a log")
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Raise a SessionLogError for whatever is wrong with a log that is opened."""
+    try:
+        yield
+    except SessionLogError:
+        raise
+    except OSError as error:
+        raise SessionLogError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (sqlite3.Error, ValueError) as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+        if code == sqlite3.SQLITE_NOTADB:
+            message = f"{path} is no log of a session{_old_format(path)}. Nothing was changed"
+        elif isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_CORRUPT:
+            message = f"{path} cannot be read: {error}"
+        else:
+            message = f"{path} is damaged: {error}. Nothing was changed. Move the file away to begin anew"
+        raise SessionLogError(message) from error
+
+
+def _old_format(path: Path) -> str:
+    with suppress(OSError), open_regular(path) as file:
+        if file.read(64).replace(b" ", b"").startswith(OLD_FORMAT):
+            return " that can be read: an older streamrag wrote it as text. Move it away to begin anew"
+    return ""
+
+
+def _execute(connection: sqlite3.Connection, pragmas: tuple[str, ...]) -> None:
+    for pragma in pragmas:
+        connection.execute(f"PRAGMA {pragma}").fetchall()
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nothing is there, or an empty file."""
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        return stat.S_ISREG(status.st_mode) and not status.st_size
+    return True
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _remove_sidecars(path: Path) -> None:
+    for suffix in SIDECARS:
+        _beside(path, suffix).unlink(missing_ok=True)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove what a killed process was making. The caller has the lock."""
+    for unfinished in path.parent.glob(f".writing-????????-{glob.escape(path.name)}"):
+        unfinished.unlink(missing_ok=True)
+        _remove_sidecars(unfinished)

@@ -1,0 +1,238 @@
+"""Questions that are asked of a session, and the answers to its newest version that are kept."""
+
+import asyncio
+import sys
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias, TypedDict
+
+from streamrag.core import Backend, SamplingParams
+from streamrag.errors import ConfigurationError
+from streamrag.handle import Emit, StartQuery
+from streamrag.kinds import short
+from streamrag.propagation import conversation
+from streamrag.sessions.answer import compute_answer
+from streamrag.sessions.data import SessionData
+from streamrag.sessions.ingestion import Snapshot
+from streamrag.sessions.question import DECISIVE_GAP, Question
+from streamrag.sessions.tasks import SessionTasks
+from streamrag.support.validation import Seconds, Whole, validated
+from streamrag.tasks import Broadcast, cancel_regardless
+from streamrag.telemetry import Answer, Answered, Event, Timings, TokensGenerated
+
+MAX_ANSWERS = 1024
+MAX_ANSWER_BYTES = 4_000_000
+"""Greedy answers that are kept for the same question to the same data: those last asked for."""
+
+Compute: TypeAlias = Callable[[Emit], Coroutine[Any, Any, Answer]]
+"""Emits an answer's pieces, and returns the whole."""
+
+
+class AskOptions(TypedDict, total=False):
+    """Options of a question."""
+
+    answers: tuple[str, ...]
+    """The only answers there may be, none another's beginning. As few tokens are computed as tell them apart, mostly
+    one."""
+    at_least: int | None
+    """Wait until the data of this version are there, as `append` returned it."""
+    params: SamplingParams | None
+    deadline_s: float | None
+    """Most seconds until the last token."""
+    with_gap: bool
+    """Say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities."""
+    decisive_gap: float
+    """With `answers`: the one that leads by this much, in log-probability, is taken before all its tokens are
+    computed."""
+
+
+class Questions:
+    """Answers the questions of one session, each from the newest version that is computed.
+
+    conversation_id: tells a router which questions have their context in common.
+    find_ahead: returns the answer to a question and version that was computed before anybody asked.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        data: SessionData,
+        tasks: SessionTasks,
+        *,
+        conversation_id: str,
+        clock: Callable[[], float],
+        find_ahead: Callable[[Question, int], Answer | None],
+    ) -> None:
+        self._backend = backend
+        self._data = data
+        self._tasks = tasks
+        self._conversation_id = conversation_id
+        self._clock = clock
+        self._find_ahead = find_ahead
+        self.cache = AnswerCache(MAX_ANSWERS, MAX_ANSWER_BYTES)
+        """Answers to the version that stands, by question."""
+        self.in_flight = InFlightAnswers(clock)
+        """Answers to any version that are being computed."""
+
+    @validated
+    def ask(
+        self,
+        text: str,
+        *,
+        answers: tuple[str, ...] = (),
+        at_least: Whole | None = None,
+        params: SamplingParams | None = None,
+        deadline_s: Seconds | None = None,
+        with_gap: bool = False,
+        decisive_gap: float = DECISIVE_GAP,
+    ) -> StartQuery:
+        """Return what starts a question that somebody asks.
+
+        :raises ConfigurationError: options that cannot work.
+        """
+        params = SamplingParams() if params is None else params
+        question = Question(text, answers, params, with_gap, decisive_gap)
+        if at_least is not None and at_least > self._data.buffer.num_appended:
+            raise ConfigurationError(
+                f"at_least={short(at_least)} must be a version that append returned: "
+                f"{self._data.buffer.num_appended} is the newest"
+            )
+        return self.prepare(question, at_least or 0, deadline_s)
+
+    def prepare(self, question: Question, at_least: int = 0, deadline_s: float | None = None) -> StartQuery:
+        """Return what starts a question."""
+
+        def start(emit: Emit) -> "asyncio.Task[Answer]":
+            self._data.check_open()
+            return self._tasks.begin(partial(self._answer, question, at_least, emit), "question", deadline_s)
+
+        return start
+
+    async def _answer(self, question: Question, at_least: int, emit: Emit) -> Answer:
+        conversation.set(self._conversation_id)  # this task is this question's alone
+        submitted_s = self._clock()
+        snapshot = await self._data.at_least(at_least)
+        key = (question.key, question.with_gap)
+        ahead = self._find_ahead(question, snapshot.version) or self.cache.get(key)
+        if ahead is not None:
+            after_s = self._clock() - submitted_s
+            timings = Timings(0.0, None, 0.0, after_s, after_s, after_s)
+            answer = replace(ahead, submitted_s=submitted_s, timings=timings, record=None)
+            await emit(TokensGenerated(after_s, answer.text, answer.token_ids, answer.finish_reason))
+        else:
+            compute = partial(self._compute, snapshot, question, submitted_s)
+            if question.is_repeatable:
+                answer = await self.in_flight.answer((key, snapshot.version), compute, submitted_s, emit)
+            else:
+                answer = await compute(emit)
+        await emit(Answered(answer.timings.total_s, answer))
+        return answer
+
+    async def _compute(self, snapshot: Snapshot, question: Question, submitted_s: float, emit: Emit) -> Answer:
+        answer = await compute_answer(self._backend, snapshot, question, submitted_s, self._clock, emit)
+        if question.is_repeatable and answer.version == self._data.ingestion.ready.version:
+            parts = (question.text, *question.answers, answer.text, answer.token_ids, *answer.token_ids)
+            self.cache.put((question.key, question.with_gap), answer, sum(map(sys.getsizeof, parts)))
+        return answer
+
+
+class AnswerCache:
+    """An LRU cache of answers, bounded in number and bytes."""
+
+    def __init__(self, max_answers: int, max_bytes: int) -> None:
+        self._max_answers = max_answers
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._answers: OrderedDict[Hashable, tuple[Answer, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get(self, key: Hashable) -> Answer | None:
+        """Return the answer that is kept under this key."""
+        if key not in self._answers:
+            return None
+        self._answers.move_to_end(key)
+        return self._answers[key][0]
+
+    def put(self, key: Hashable, answer: Answer, num_bytes: int) -> None:
+        """Keep an answer, which takes `num_bytes` with its key."""
+        _, num_before = self._answers.pop(key, (answer, 0))
+        self._answers[key] = answer, num_bytes
+        self._num_bytes += num_bytes - num_before
+        while len(self._answers) > self._max_answers or self._num_bytes > self._max_bytes:
+            _, (_, num_gone) = self._answers.popitem(last=False)
+            self._num_bytes -= num_gone
+
+    def clear(self) -> None:
+        """Forget all answers: another version stands."""
+        self._answers.clear()
+        self._num_bytes = 0
+
+
+class InFlightAnswers:
+    """Coalesces identical questions into one computation (single flight). Its last caller who leaves cancels it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._computations: dict[Hashable, _Computation] = {}
+
+    def __len__(self) -> int:
+        return len(self._computations)
+
+    async def answer(self, key: Hashable, compute: Compute, submitted_s: float, emit: Emit) -> Answer:
+        """Return what `compute` returns, or an earlier caller's; its times are this caller's."""
+        computation = self._computations.get(key)
+        is_own = computation is None
+        if computation is None:
+            computation = self._computations[key] = _Computation(compute)
+        computation.num_callers += 1
+        waited_s, first_s = self._clock() - submitted_s, None
+        try:
+            async with aclosing(computation.pieces()) as pieces:
+                async for piece in pieces:
+                    at_s = self._clock() - submitted_s
+                    first_s = at_s if first_s is None and (piece.text or piece.token_ids) else first_s
+                    await emit(replace(piece, at_s=at_s))
+            answer = computation.task.result()
+        finally:
+            computation.num_callers -= 1
+            if not computation.num_callers:
+                if self._computations.get(key) is computation:  # the next caller begins anew
+                    del self._computations[key]
+                await cancel_regardless([computation.task])
+        if is_own:
+            return answer
+        total_s = self._clock() - submitted_s
+        first_s = total_s if first_s is None else first_s
+        timings = Timings(0.0, None, waited_s, first_s, first_s - waited_s, total_s)
+        return replace(answer, submitted_s=submitted_s, timings=timings)
+
+
+class _Computation:
+    """An answer that is being computed, and its pieces so far."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.num_callers = 0
+        self._pieces: list[TokensGenerated] = []
+        self._news = Broadcast()
+        self.task = asyncio.create_task(compute(self._put), name="streamrag shared answer")
+        self.task.add_done_callback(lambda _: self._news.wake())
+
+    async def pieces(self) -> AsyncGenerator[TokensGenerated, None]:
+        """Yield all pieces from the first on."""
+        num_read = 0
+        while num_read < len(self._pieces) or not self.task.done():
+            if num_read == len(self._pieces):
+                await self._news.wait()
+            for piece in self._pieces[num_read:]:
+                num_read += 1
+                yield piece
+
+    async def _put(self, event: Event) -> None:
+        assert isinstance(event, TokensGenerated)
+        self._pieces.append(event)
+        self._news.wake()
