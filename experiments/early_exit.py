@@ -27,9 +27,9 @@ from session_arms import Text
 
 from streamrag import AnswerChunk, Prompt, SamplingParams, VllmBackend
 from streamrag.bench.provenance import versions
-from streamrag.files import write_whole
 from streamrag.sessions.answer import Pass, TokenIds, choose_answer, encode_answers
 from streamrag.sessions.question import DECISIVE_GAP
+from streamrag.support.files import write_whole
 from streamrag.testing import make_demo_model
 
 THRESHOLDS = (0.5, 1.0, DECISIVE_GAP, 4.0, inf)

@@ -40,9 +40,9 @@ from streamrag import Chunk, HybridSource, Source, Update, VectorSource, build_i
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.choice import relevant_terms, terms
-from streamrag.files import write_whole
 from streamrag.sources.index.index_folder import KEYWORDS, PASSAGES, passage_line
 from streamrag.sources.index.keywords import KeywordIndex, new_stem, write_keywords
+from streamrag.support.files import write_whole
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 K, CANDIDATES, BATCH_SIZE = 5, 20, 4

@@ -29,11 +29,11 @@ from rich.table import Table
 from streamrag import PgVectorSource, Update
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
-from streamrag.files import write_whole
 from streamrag.sources.index.document_passages import read_document, split_document
 from streamrag.sources.index.embedder_pool import EmbedderPool
 from streamrag.sources.postgres.query import Rows
 from streamrag.sources.workers.pool import Share
+from streamrag.support.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = "streamrag_bench"

@@ -49,11 +49,10 @@ from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.ray.wire import Delta, Open, Opened, WireEvent
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
-from streamrag.files import write_whole
 from streamrag.routing import Opening, ReplicaState, make_router
 from streamrag.routing.basic_routers import RoundRobin
-from streamrag.scripted import ScriptedBackend
-from streamrag.testing import make_tiny_llama
+from streamrag.support.files import write_whole
+from streamrag.testing import ScriptedBackend, make_tiny_llama
 from streamrag.versions import installed_versions
 
 MODEL: dict[str, Any] = {

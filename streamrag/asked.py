@@ -9,8 +9,8 @@ from pydantic import Field, InstanceOf, PlainValidator
 
 from streamrag.core import SamplingParams, Turn
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import plain_text
 from streamrag.modes import PromptTemplate
+from streamrag.support.messages import plain_text
 from streamrag.support.validation import CountOrZero, Flag, Number, Seconds, Text, validated
 
 LATE_SHARE = 0.25

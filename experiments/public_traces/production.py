@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, ValidationError
 
 from streamrag.errors import TraceError
-from streamrag.reading import parse_json
+from streamrag.support.bounded_reading import parse_json
 from streamrag.trace.events import MAX_COUNT, MAX_SECONDS, Count, LineError
 from streamrag.trace.lines import KeyQuota
 from streamrag.trace.values import Trace, TracedChunk, TracedQuery, TracedUpdate

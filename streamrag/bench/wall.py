@@ -29,7 +29,7 @@ from streamrag.bench.workload import (
 )
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 from streamrag.trace.values import Trace, TracedQuery
 
 PATIENCE_S = 60.0

@@ -11,7 +11,7 @@ from streamrag.cli import trace_generate
 from streamrag.cli.output import Output
 from streamrag.cli.record import WORDS, WORDS_NOTE
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.showing import one_line
+from streamrag.support.display_text import one_line
 
 if TYPE_CHECKING:
     from streamrag.trace.statistics import Distribution, TraceStatistics

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import short
 from streamrag.routing.basic_routers import ConsistentHash, RoundRobin
 from streamrag.routing.prefix_affinity import PrefixAffinity
 from streamrag.routing.router import Router
 from streamrag.routing.soonest import Soonest
+from streamrag.support.messages import short
 
 ROUTERS: Mapping[str, Callable[..., Router]] = {
     "soonest": Soonest,

@@ -20,7 +20,7 @@ from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Interface, Observer, Observers, ServedQuery
 from streamrag.serve.open_queries import Caller, Claim, OpenQueries, OpenQuery
 from streamrag.starting import start_all
-from streamrag.tasks import cancel_regardless, run_regardless
+from streamrag.support.tasks import cancel_regardless, run_regardless
 from streamrag.telemetry import Event
 
 STOPPING = "the service is stopping"

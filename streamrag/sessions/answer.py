@@ -17,9 +17,9 @@ from functools import partial
 from math import inf, isfinite
 from typing import Any, TypeAlias
 
+from streamrag.answer_stream import Emit
 from streamrag.core import AnswerChunk, Backend, ModelInfo, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.handle import Emit
 from streamrag.retrieving import closing
 from streamrag.sessions.ingestion import Snapshot
 from streamrag.sessions.question import DECISIVE_GAP, Question

@@ -11,7 +11,6 @@ from pydantic import Field
 
 from streamrag.core import Backend, Chunk, Source
 from streamrag.errors import ConfigurationError, PipelineClosedError, SessionLogError
-from streamrag.kinds import plain_text, short
 from streamrag.modes import PromptTemplate
 from streamrag.retrieving import checked_chunk
 from streamrag.sessions.drops import DataDropped, Drops
@@ -21,6 +20,7 @@ from streamrag.sessions.log import LogState, SessionLog
 from streamrag.sessions.prompts import SESSION_TEMPLATE, SessionPrompts
 from streamrag.sessions.tasks import SessionTasks
 from streamrag.sessions.window import Buffer, Numbered, Window
+from streamrag.support.messages import plain_text, short
 from streamrag.support.validation import Count, CountOrZero, validated
 from streamrag.tokenizing import in_thread
 

@@ -11,7 +11,7 @@ from streamrag.retrieving import closing
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.prompts import SessionPrompts
 from streamrag.sessions.window import Buffer, Numbered, Piece, Window
-from streamrag.tasks import Broadcast, cancel_regardless, end_or_leave, wait_regardless
+from streamrag.support.tasks import Broadcast, cancel_regardless, end_or_leave, wait_regardless
 
 MAX_BATCH = 256
 """Chunks that go into the prompt at once; those that come while they are computed make the next batch."""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from streamrag.core import SamplingParams
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import plain_text, short
+from streamrag.support.messages import plain_text, short
 from streamrag.support.validation import NonEmptyText, Number, SecondsOrZero, Whole, validated
 
 DECISIVE_GAP = 2.0

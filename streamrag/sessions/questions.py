@@ -9,18 +9,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypedDict
 
+from streamrag.answer_stream import Emit, StartQuery
 from streamrag.core import Backend, SamplingParams
 from streamrag.errors import ConfigurationError
-from streamrag.handle import Emit, StartQuery
-from streamrag.kinds import short
 from streamrag.propagation import conversation
 from streamrag.sessions.answer import compute_answer
 from streamrag.sessions.data import SessionData
 from streamrag.sessions.ingestion import Snapshot
 from streamrag.sessions.question import DECISIVE_GAP, Question
 from streamrag.sessions.tasks import SessionTasks
+from streamrag.support.messages import short
+from streamrag.support.tasks import Broadcast, cancel_regardless
 from streamrag.support.validation import Seconds, Whole, validated
-from streamrag.tasks import Broadcast, cancel_regardless
 from streamrag.telemetry import Answer, Answered, Event, Timings, TokensGenerated
 
 MAX_ANSWERS = 1024

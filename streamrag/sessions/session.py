@@ -9,9 +9,9 @@ from typing import Annotated, Self, Unpack
 
 from pydantic import Field
 
+from streamrag.answer_stream import AnswerStream, EventStream
 from streamrag.core import Backend, Chunk, SamplingParams, Source
 from streamrag.errors import ConfigurationError
-from streamrag.handle import AnswerStream, EventStream
 from streamrag.modes import PromptTemplate
 from streamrag.propagation import conversation
 from streamrag.sessions.data import SessionData, SessionState
@@ -22,8 +22,8 @@ from streamrag.sessions.question import DECISIVE_GAP, WatchOptions
 from streamrag.sessions.questions import AskOptions, Questions
 from streamrag.sessions.tasks import SessionTasks
 from streamrag.sessions.watches import Admit, Watch, Watches
+from streamrag.support.tasks import run_regardless
 from streamrag.support.validation import Count, Number, SecondsOrZero, validated
-from streamrag.tasks import run_regardless
 
 MAX_WAITING = 4096
 MAX_WAITING_CHARACTERS = 4_000_000

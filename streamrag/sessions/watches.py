@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self, TypeAlias
 
+from streamrag.answer_stream import AnswerStream
 from streamrag.errors import (
     BackendError,
     ConfigurationError,
@@ -15,14 +16,13 @@ from streamrag.errors import (
     StreamRagError,
     TooManyQueriesError,
 )
-from streamrag.handle import AnswerStream
-from streamrag.kinds import plain_text
 from streamrag.sessions.concurrency import ConcurrencyEstimator
 from streamrag.sessions.data import SessionData
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.question import Question, WatchOptions
 from streamrag.sessions.questions import Questions
-from streamrag.tasks import Broadcast, cancel_regardless
+from streamrag.support.messages import plain_text
+from streamrag.support.tasks import Broadcast, cancel_regardless
 from streamrag.telemetry import Answer
 
 RETRY_S = 1.0

@@ -13,8 +13,8 @@ from streamrag.core import Append, CutShort, Skipped, Source, SourceEvent, Updat
 from streamrag.errors import ConfigurationError
 from streamrag.retrieving import Retrieval
 from streamrag.sources.wrapper import SourceWrapper
+from streamrag.support.tasks import cancel_regardless
 from streamrag.support.validation import Number, SecondsOrZero, validated
-from streamrag.tasks import cancel_regardless
 
 MAX_WAITING = 1024
 """Events held back at most; with more, the source waits."""

@@ -5,10 +5,10 @@ from typing import Any
 
 from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.kinds import message_of
 from streamrag.sources.passage_reader import WANTED, PassageReader, describe_result
 from streamrag.sources.threads import Threads
 from streamrag.sources.user_functions import call_for_list, name_of
+from streamrag.support.messages import message_of
 
 MAX_CALLS = 32
 """Concurrent calls. Further queries wait: a retriever that hangs takes no threads but these."""

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import plain_text, short
+from streamrag.support.messages import plain_text, short
 
 T = TypeVar("T", bound=Callable[..., Any])
 

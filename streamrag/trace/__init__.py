@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.lazy import attributes
+from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.trace.generate import anns as anns

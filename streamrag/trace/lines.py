@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from streamrag.errors import TraceError
-from streamrag.reading import MAX_LINE_BYTES, parse_json
+from streamrag.support.bounded_reading import MAX_LINE_BYTES, parse_json
 from streamrag.trace.events import (
     MAX_COUNT,
     Count,

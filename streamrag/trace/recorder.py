@@ -12,11 +12,11 @@ import anyio
 
 from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.errors import SourceError, TraceError
-from streamrag.kinds import message_of
 from streamrag.retrieving import Retrieval
 from streamrag.starting import start_all, started_once
+from streamrag.support.messages import message_of
+from streamrag.support.tasks import cancel_regardless, run_regardless
 from streamrag.support.validation import validated
-from streamrag.tasks import cancel_regardless, run_regardless
 from streamrag.trace.lines import EndLine, Line, QueryLine, TextMode
 from streamrag.trace.values import Outcome, TracedAppend, TracedChunk, TracedSkip, TracedUpdate
 from streamrag.trace.write import SessionEncoder, chunk_key, clean, make_header, seconds

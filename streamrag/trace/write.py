@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from streamrag.errors import TraceError
-from streamrag.reading import parse_json, without_lone_surrogates
+from streamrag.support.bounded_reading import parse_json, without_lone_surrogates
 from streamrag.trace.events import HintFields, LineError, finite
 from streamrag.trace.files import replace_file
 from streamrag.trace.lines import (

@@ -13,7 +13,7 @@ from streamrag.backends.ray.deployment import engines
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.wire import Delta, Open
 from streamrag.core import Prompt, SamplingParams
-from streamrag.scripted import ScriptedBackend
+from streamrag.testing import ScriptedBackend
 from tests.backends.ray.ray_calls import call_of, replica_of_ray, router_of
 
 FIRST = Prompt((1, 2, 3), 0, is_complete=False, source_name="search")

@@ -24,7 +24,7 @@ from streamrag.sessions import Session
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.log.file import LogFile, read_header
 from streamrag.sessions.window import Numbered
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 from streamrag.testing import ScriptedSource
 from tests.sessions.test_faults import until
 from tests.sessions.test_session import Engine, lines_of, settled

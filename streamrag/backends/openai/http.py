@@ -17,7 +17,7 @@ from httpx_sse import EventSource, SSEError
 
 from streamrag.backends.openai.bytes import Bounds, CountingTransport, TooMuchError, bound_body
 from streamrag.errors import ConfigurationError, ServerError
-from streamrag.reading import parse_json
+from streamrag.support.bounded_reading import parse_json
 from streamrag.support.counted_stream import ResponseTooLargeError
 
 MAX_MESSAGE_CHARS = 500

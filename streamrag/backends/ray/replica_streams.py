@@ -18,8 +18,8 @@ from streamrag.backends.ray.replica_chooser import ReplicaChooser, Ticket
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, EngineDeadError
-from streamrag.kinds import kind_of
-from streamrag.tasks import cancel_regardless
+from streamrag.support.messages import kind_of
+from streamrag.support.tasks import cancel_regardless
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.025, 0.5
 """Seconds before a stream for which no replica had room is offered again; twice as long each time."""

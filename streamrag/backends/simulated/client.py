@@ -35,7 +35,7 @@ from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.step_profiles import Part
 from streamrag.errors import BackendError
 from streamrag.records import RequestRecord
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
 from streamrag.bench.profile.step_times import FreshTokens, Pass, StepTime, answer, steps_since
 from streamrag.engine.costs.step_parts import Part
 from streamrag.errors import BackendError
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 FIRST_SIZE = 64
 NUM_REPEATS, NUM_REPEATS_SMALL = 3, 9

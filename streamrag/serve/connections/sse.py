@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from streamrag.serve.failures import Failure, failure_of
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 MAX_UNSENT = 16
 """Most events that wait for a slow reader; then its query waits, and no other."""

@@ -17,7 +17,6 @@ from starlette.routing import Route
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Append, Chunk, CutShort, Skipped, Source, SourceEvent, part_name
 from streamrag.errors import SourceError, StreamRagError
-from streamrag.kinds import short
 from streamrag.retrieving import Retrieval
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel, read_body
@@ -27,7 +26,8 @@ from streamrag.serve.open_queries import OpenQuery
 from streamrag.serve.protocols.event_stream import encode, respond_with_events
 from streamrag.serve.service import Service
 from streamrag.serve.wire import json_of
-from streamrag.tasks import LET_GO_S
+from streamrag.support.messages import short
+from streamrag.support.tasks import LET_GO_S
 from streamrag.telemetry import ChunkArrived, DocumentSkipped, RetrievalCutShort, RetrievalStarted
 from streamrag.trace.events import encode_event
 

@@ -18,7 +18,7 @@ from streamrag.serve.connections.sse import Write
 from streamrag.serve.protocols.event_stream import respond_with_events, write_events
 from streamrag.serve.protocols.stream_body import StreamBody
 from streamrag.serve.service import Service
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 
 class PushedSource:

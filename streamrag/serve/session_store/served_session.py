@@ -15,7 +15,7 @@ from streamrag.serve.limits import Limits
 from streamrag.serve.open_queries import Caller
 from streamrag.sessions import Session, Watch
 from streamrag.sessions.log import SessionLog
-from streamrag.tasks import Broadcast, cancel_regardless
+from streamrag.support.tasks import Broadcast, cancel_regardless
 
 MAX_KEPT_EVENTS = 256
 """Events of a session that are kept for readers that come back with the id of the last event that they saw."""

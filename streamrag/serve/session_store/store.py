@@ -19,7 +19,7 @@ from streamrag.sessions import Session, SessionLimits
 from streamrag.sessions.asking import Asked
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog
-from streamrag.tasks import cancel_regardless, run_regardless
+from streamrag.support.tasks import cancel_regardless, run_regardless
 
 SWEEP_S = 5.0
 """Seconds between two sweeps, which close idle sessions and end readers whose key is no longer valid."""

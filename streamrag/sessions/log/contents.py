@@ -16,10 +16,10 @@ from pydantic import Field
 
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import message_of
-from streamrag.reading import as_dataclass, parse_json, without_lone_surrogates
 from streamrag.retrieving import checked_chunk
 from streamrag.sessions.question import WatchOptions
+from streamrag.support.bounded_reading import as_dataclass, parse_json, without_lone_surrogates
+from streamrag.support.messages import message_of
 
 SCHEMA = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value)",

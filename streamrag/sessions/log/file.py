@@ -14,8 +14,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from streamrag.errors import SessionLogError, SessionLogInUseError
-from streamrag.files import sync
-from streamrag.reading import open_regular
 from streamrag.sessions.log.contents import (
     SCHEMA,
     Header,
@@ -25,6 +23,8 @@ from streamrag.sessions.log.contents import (
     write_contents,
 )
 from streamrag.sessions.log.lock import FileLock, is_same
+from streamrag.support.bounded_reading import open_regular
+from streamrag.support.files import sync
 
 APPLICATION_ID = 0x73726C67
 FORMAT_VERSION = 1

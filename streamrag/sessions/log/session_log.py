@@ -17,12 +17,12 @@ import anyio.to_thread
 
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SessionLogError
-from streamrag.kinds import message_of, short
 from streamrag.sessions.log.contents import Header, LogContents, LogState, encode_watch
 from streamrag.sessions.log.file import LogFile
 from streamrag.sessions.question import WatchOptions
 from streamrag.sessions.window import Numbered, num_characters
-from streamrag.tasks import LET_GO_S, Broadcast, wait_regardless
+from streamrag.support.messages import message_of, short
+from streamrag.support.tasks import LET_GO_S, Broadcast, wait_regardless
 
 MAX_CHARACTERS = 1_000_000
 """Most characters of one chunk's texts, of a watch, and of the system text."""

@@ -27,7 +27,7 @@ from streamrag.sources.http.page_errors import COSTLY_ERRORS, DisallowedError, U
 from streamrag.sources.http.politeness import is_put_off
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.pages.relevant_passages import assemble
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 
 MAX_SITEMAP_HOSTS = 5  # hosts whose sitemaps one crawl reads
 MAX_REASON_CHARS = 500  # of an unexpected error

@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 from streamrag.core import Skipped
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError, UnsafeUrlError
-from streamrag.kinds import short
 from streamrag.sources.callers import call_for_list
 from streamrag.sources.http.urls import MAX_URL_CHARS, parse_start_url
 from streamrag.sources.threads import Threads
+from streamrag.support.messages import short
 
 StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]
 """Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""

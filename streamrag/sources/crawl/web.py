@@ -13,7 +13,6 @@ import httpcore
 
 from streamrag.core import Progress, SourceEvent
 from streamrag.errors import ConfigurationError, MissingDependencyError, UnreachableError
-from streamrag.scratch import ScratchFolder, remove_left_behind
 from streamrag.sources.crawl.crawl import Crawl
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader, SharedState
@@ -25,7 +24,8 @@ from streamrag.sources.http.robots import Robots
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers.pool import WorkerPool, WorkerStartError
 from streamrag.starting import started_once
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
+from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 from streamrag.versions import __version__
 
 MAX_LOOKUPS = 32

@@ -18,8 +18,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from streamrag.errors import ConfigurationError
-from streamrag.files import write_whole
-from streamrag.reading import parse_json, read_bytes
+from streamrag.support.bounded_reading import parse_json, read_bytes
+from streamrag.support.files import write_whole
 from streamrag.support.validation import describe
 
 FORMAT = "streamrag-calibration"

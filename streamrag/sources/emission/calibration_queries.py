@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 from streamrag.core import Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError
-from streamrag.reading import read_bytes
 from streamrag.retrieving import Retrieval
 from streamrag.sources.index.index_folder import PASSAGES, read_passages
 from streamrag.sources.wrapper import SourceWrapper
+from streamrag.support.bounded_reading import read_bytes
 
 MIN_WORDS, MAX_WORDS = 5, 30
 """Words of a sentence that is taken for a query."""

@@ -9,7 +9,7 @@ from typing import Protocol
 from streamrag.core import SourceEvent
 from streamrag.retrieving import Retrieval
 from streamrag.sources.wrapper import SourceWrapper
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 _END = object()
 

@@ -15,12 +15,12 @@ from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, Sourc
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import DEFAULT_BUDGET, StepProfile
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, short
 from streamrag.modes import UpdateMode
 from streamrag.sources.emission.best_length import EngineGuess, Held, best_length, futures
 from streamrag.sources.emission.calibrate import Place, place, stages_left
 from streamrag.sources.emission.calibration import Calibration, Odds, Stage, Times
 from streamrag.sources.emission.held_updates import HoldingSource
+from streamrag.support.messages import is_number, short
 from streamrag.support.validation import Count, Number, validated
 
 NumberOrZero = Annotated[Number, Field(ge=0)]

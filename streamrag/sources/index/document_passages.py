@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.reading import open_regular
+from streamrag.support.bounded_reading import open_regular
 
 OnProgress: TypeAlias = Callable[[int, int, str], None]
 """A function of how many are done, of how many, and the step."""

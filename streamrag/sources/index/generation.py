@@ -18,8 +18,6 @@ from typing import Any
 
 from streamrag.clock import Clock
 from streamrag.errors import VectorIndexError, WorkerError
-from streamrag.files import exchange_folders, sync
-from streamrag.scratch import held, locked_folder
 from streamrag.sources.index.document_passages import OnProgress, nothing_to_index
 from streamrag.sources.index.embedder import ModelPlace
 from streamrag.sources.index.embedder_pool import num_build_threads
@@ -39,6 +37,8 @@ from streamrag.sources.index.index_folder import (
 from streamrag.sources.index.keywords import write_keywords
 from streamrag.sources.index.worker_jobs import explain
 from streamrag.sources.workers.pool import WorkerJobError, WorkerPool
+from streamrag.support.files import exchange_folders, sync
+from streamrag.support.temp_dirs import held, locked_folder
 from streamrag.versions import installed_versions
 
 NUM_TEXTS_AT_ONCE = 128

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from typing_extensions import TypedDict
 
 from streamrag.errors import IndexCorruptError, IndexMismatchError, IndexMissingError
-from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
+from streamrag.support.bounded_reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 
 IndexKind: TypeAlias = Literal["diskann", "ivf"]
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
-from streamrag.kinds import short
+from streamrag.support.messages import short
 
 INSTALL = "pip install 'streamrag[postgres]'"
 

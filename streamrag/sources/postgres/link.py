@@ -9,9 +9,9 @@ import psycopg_pool
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.kinds import message_of
 from streamrag.sources.postgres.arguments import EncodingError, StatementTimeoutError
-from streamrag.tasks import cancel_regardless, is_cancelled
+from streamrag.support.messages import message_of
+from streamrag.support.tasks import cancel_regardless, is_cancelled
 
 Connection: TypeAlias = psycopg.AsyncConnection[tuple[Any, ...]]
 

@@ -8,12 +8,12 @@ from psycopg import sql
 
 from streamrag.core import Chunk, Skipped
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import short
 from streamrag.retrieving import MAX_COUNT
 from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.postgres.arguments import storable
 from streamrag.sources.postgres.link import Connection
 from streamrag.sources.postgres.table import OPERATORS, Table, identifier
+from streamrag.support.messages import short
 
 MAX_TEXT_CHARS = 20_000
 MAX_TITLE_CHARS = 500

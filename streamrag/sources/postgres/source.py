@@ -25,8 +25,8 @@ from streamrag.sources.postgres.arguments import (
 )
 from streamrag.sources.workers.pool import Share
 from streamrag.starting import started_once
+from streamrag.support.tasks import cancel_regardless
 from streamrag.support.validation import Count, CountOrZero, GrowingCounts, Number, validated
-from streamrag.tasks import cancel_regardless
 
 if TYPE_CHECKING:
     from streamrag.sources.postgres.link import Link

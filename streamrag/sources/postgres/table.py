@@ -15,10 +15,10 @@ from psycopg import sql
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, ValidationError
 
 from streamrag.errors import IndexMissingError, StreamRagError, VectorIndexError
-from streamrag.kinds import short
 from streamrag.sources.index.embedder import EmbedderIdentity
 from streamrag.sources.postgres.arguments import DEFAULT_COLUMNS, NEEDED, TableName, table_parts
 from streamrag.sources.postgres.link import Address, Connection
+from streamrag.support.messages import short
 
 KINDS = {
     "text": ("a text", {"S"}),

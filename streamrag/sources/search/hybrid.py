@@ -14,7 +14,6 @@ from pydantic import Field
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError, IndexMismatchError
-from streamrag.kinds import short
 from streamrag.retrieving import Retrieval
 from streamrag.sources.index.embedder import embedder_of_index
 from streamrag.sources.index.index_folder import KEYWORDS, Manifest, check_index, kind_in_manifest, with_title
@@ -26,8 +25,9 @@ from streamrag.sources.search.sentences import BestSentences
 from streamrag.sources.search.vector import NUM_STAGES, IvfSource, VectorSource
 from streamrag.sources.workers.pool import Share, WorkerPool
 from streamrag.starting import start_all, started_once
+from streamrag.support.messages import short
+from streamrag.support.tasks import cancel_regardless
 from streamrag.support.validation import Count, Seconds, validated
-from streamrag.tasks import cancel_regardless
 
 KEYWORD_TIMEOUT_S = 10.0
 """A keyword search takes about a millisecond, and in a worker that replaced another, a second."""

@@ -7,10 +7,10 @@ from math import inf
 
 from streamrag.core import Chunk
 from streamrag.errors import SourceError, StreamRagError
-from streamrag.kinds import message_of
 from streamrag.sources.fusion import reciprocal_rank_fusion
 from streamrag.sources.search.reranker import TooSlowError
 from streamrag.sources.workers.pool import WorkerTimeoutError
+from streamrag.support.messages import message_of
 
 log = logging.getLogger("streamrag.sources")
 

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 
 from streamrag.core import Progress
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.kinds import message_of
-from streamrag.reading import without_lone_surrogates
 from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, ModelPlace, find_model, load_function
 from streamrag.sources.index.worker_jobs import JobHandler, run_in_each, run_job
 from streamrag.sources.workers.pool import Share, WorkerPool
-from streamrag.tasks import cancel_regardless
+from streamrag.support.bounded_reading import without_lone_surrogates
+from streamrag.support.messages import message_of
+from streamrag.support.tasks import cancel_regardless
 
 LATE_INTERACTION = "late-interaction"
 

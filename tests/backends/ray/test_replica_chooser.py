@@ -29,7 +29,7 @@ from streamrag.propagation import conversation
 from streamrag.records import RequestRecord
 from streamrag.routing import Opening, ReplicaState
 from streamrag.routing.speed import LASTS_S, QUERY_TOKENS
-from streamrag.scripted import ScriptedBackend
+from streamrag.testing import ScriptedBackend
 
 FIRST = Prompt((1, 2, 3), 0, is_complete=False, source_name="search")
 STATS = {

@@ -10,7 +10,7 @@ from streamrag.backends.ray.replica_chooser import Candidate
 from streamrag.backends.ray.wire import Opened
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
 from streamrag.errors import BackendError, EngineDeadError, PromptTooLongError, SourceError
-from streamrag.scripted import ScriptedBackend
+from streamrag.testing import ScriptedBackend
 
 
 async def settled() -> None:

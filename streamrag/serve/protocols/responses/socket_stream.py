@@ -27,7 +27,7 @@ from streamrag.serve.protocols.responses.requests import ResponseRequest, check_
 from streamrag.serve.protocols.responses.response_run import ResponseRun
 from streamrag.serve.protocols.responses.states import StateStore
 from streamrag.serve.service import Service, first_question
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 from streamrag.telemetry import Event
 
 MAX_WAITING = 64

@@ -16,15 +16,15 @@ import zstandard
 
 from experiments.public_traces.production import read_azure_llm, read_mooncake
 from experiments.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
-from streamrag import reading
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.errors import ConfigurationError, StreamRagError, TraceError
-from streamrag.reading import DamagedError, Unpacked, lines_of, parse_json, read_bytes
 from streamrag.records import read_records
+from streamrag.support import bounded_reading as reading
+from streamrag.support.bounded_reading import DamagedError, Unpacked, lines_of, parse_json, read_bytes
 from streamrag.trace import files, lines
 from streamrag.trace.read import read_trace
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 HEADER = '{"format": "streamrag-trace", "version": 1}\n'
