@@ -34,7 +34,14 @@ from streamrag import (
     VllmBackend,
     WebSource,
 )
-from streamrag.demo import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, NUM_PASSAGES, NUM_SENTENCES, TEMPLATE, prepare_demo
+from streamrag.demo.demo_folder import (
+    MAX_CONTEXT_TOKENS,
+    MAX_MODEL_LEN,
+    NUM_PASSAGES,
+    NUM_SENTENCES,
+    TEMPLATE,
+    prepare_demo,
+)
 from streamrag.telemetry import (
     Answer,
     Answered,

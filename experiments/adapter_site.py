@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from rank_bm25 import BM25Okapi
 
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 NUM_CHARS = (500, 1_800)
 """Sections with fewer are left out, of longer ones the first paragraphs are taken."""

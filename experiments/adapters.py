@@ -38,7 +38,7 @@ from rich.table import Table
 from streamrag import AppendMode, OpenAIBackend, VllmBackend
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.testing import make_tiny_llama
 
 NUM_LOADED, NUM_REMOTE = 6, 3

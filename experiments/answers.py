@@ -49,8 +49,8 @@ from streamrag import (
     build_index,
 )
 from streamrag.bench.provenance import versions
-from streamrag.demo import TEMPLATE, build_site
-from streamrag.files import write_whole
+from streamrag.demo.demo_folder import TEMPLATE, build_site
+from streamrag.support.files import write_whole
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedSource, Step, make_demo_model
 

@@ -40,11 +40,11 @@ from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes
 from streamrag.bench.provenance import versions
-from streamrag.demo import TEMPLATE
+from streamrag.demo.demo_folder import TEMPLATE
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import StreamRagError
-from streamrag.files import write_whole
 from streamrag.modes.prompt import PromptAssembler
+from streamrag.support.files import write_whole
 from streamrag.testing import make_demo_model, make_tiny_llama
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from streamrag.bench.report_canvas import make_panels, plain_log_ticks
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import digest, percentile
 from streamrag.bench.workload import load_trace
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import TracedEvent, TracedQuery, TracedUpdate
 from streamrag.trace.write import write_trace

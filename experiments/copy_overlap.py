@@ -33,7 +33,7 @@ from streamrag.backends.vllm.facts import EngineFacts
 from streamrag.bench.profiling import FreshTokens, answer, warm_up
 from streamrag.bench.provenance import versions
 from streamrag.errors import BackendError
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.testing import make_tiny_llama
 
 GOAL = 0.05

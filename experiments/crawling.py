@@ -29,10 +29,10 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag import Append, WebSource
-from streamrag.files import write_whole
 from streamrag.sources.http.robots import parse
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.relevance import Passage, assemble, relevant_stems, select, split_markdown
+from streamrag.support.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 QUERY = "How does a pipeline stream retrieved chunks into the engine?"
@@ -164,7 +164,7 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve)
         return
-    from streamrag.demo import build_site
+    from streamrag.demo.demo_folder import build_site
 
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder, "site")

@@ -13,8 +13,8 @@ from rich.table import Table
 from streamrag.bench.report_canvas import make_panels, plain_log_ticks
 from streamrag.bench.summary import percentile
 from streamrag.engine.costs import TableProfile, recompute_s
-from streamrag.files import write_whole
 from streamrag.records import RequestRecord
+from streamrag.support.files import write_whole
 
 Kind: TypeAlias = Literal["recompute", "load", "save"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

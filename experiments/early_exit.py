@@ -27,8 +27,8 @@ from session_arms import Text
 
 from streamrag import AnswerChunk, Prompt, SamplingParams, VllmBackend
 from streamrag.bench.provenance import versions
-from streamrag.files import write_whole
 from streamrag.sessions.choosing import DECISIVE_GAP, Pass, TokenIds, chosen, spelled
+from streamrag.support.files import write_whole
 from streamrag.testing import make_demo_model
 
 THRESHOLDS = (0.5, 1.0, DECISIVE_GAP, 4.0, inf)

@@ -53,9 +53,9 @@ from streamrag.bench.provenance import versions
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
-from streamrag.files import write_whole
 from streamrag.sources.emission.calibration_queries import HeldOut, sentences
 from streamrag.sources.emission.worth_sending import estimate_tokens
+from streamrag.support.files import write_whole
 from streamrag.trace.generate import LongWindow, generate
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import num_common_tokens

@@ -26,7 +26,7 @@ from rich.table import Table
 from streamrag.bench.cell import ARMS, Arm, CellResult, CellSettings, RequestResult
 from streamrag.bench.summary import percentile
 from streamrag.bench.wall import run_cell
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 

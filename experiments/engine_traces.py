@@ -35,7 +35,7 @@ from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.bench.cell import Arm, CellSettings
 from streamrag.bench.workload import NUM_TAIL_TOKENS, fitted, make_load
 from streamrag.engine.costs import TableProfile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedQuery

@@ -28,7 +28,7 @@ from streamrag.bench.summary import Digest, digest, percentile
 from streamrag.engine.costs import StepProfile
 from streamrag.engine.eviction import EVICTIONS
 from streamrag.engine.profile_files import load_profile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 
 PROFILES = ("h200-llama8b-tp2", "h200-llama8b-tp2-slow-host", "h200-llama8b-tp2-fast-host")
 SHARES = (1.0, 0.5, 0.25)

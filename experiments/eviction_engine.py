@@ -38,7 +38,7 @@ from streamrag.bench.workload import longest_prompt, make_load
 from streamrag.engine.costs import TableProfile
 from streamrag.engine.eviction import EvictionMode
 from streamrag.engine.profile_files import save_profile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedQuery
 

@@ -39,10 +39,10 @@ from rich.table import Table
 from streamrag import Chunk, HybridSource, Source, Update, VectorSource, build_index
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
-from streamrag.files import write_whole
 from streamrag.sources.index_folder import KEYWORDS, PASSAGES, stored_line
 from streamrag.sources.relevance import relevant_terms, terms
 from streamrag.sources.search.keywords import KeywordIndex, new_stem, write_keywords
+from streamrag.support.files import write_whole
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 K, CANDIDATES, BATCH_SIZE = 5, 20, 4

@@ -33,7 +33,7 @@ from streamrag.bench.summary import percentile
 from streamrag.engine.costs import AnalyticProfile
 from streamrag.engine.policies import POLICIES
 from streamrag.engine.profile_files import load_profile, save_profile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.trace.read import read_trace
 from streamrag.trace.write import write_trace
 

@@ -27,8 +27,8 @@ from rich.table import Table
 from streamrag import Pipeline, VectorSource, WebSource
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import Append, Chunk, ModelInfo, Source
-from streamrag.files import write_whole
 from streamrag.sources.index.build import build_index
+from streamrag.support.files import write_whole
 from streamrag.testing import ScriptedBackend, ScriptedSource, make_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +106,7 @@ async def read_all(source: Source, query: str) -> int:
 
 
 async def measure(rounds: int) -> list[dict[str, float | str]]:
-    from streamrag.demo import build_site
+    from streamrag.demo.demo_folder import build_site
 
     rows: list[dict[str, float | str]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -27,8 +27,15 @@ from rich.table import Table
 
 from streamrag import HybridSource, NearEnd, Pipeline, SamplingParams, Source, VllmBackend
 from streamrag.bench.provenance import versions
-from streamrag.demo import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, NUM_PASSAGES, NUM_SENTENCES, TEMPLATE, prepare_demo
-from streamrag.files import write_whole
+from streamrag.demo.demo_folder import (
+    MAX_CONTEXT_TOKENS,
+    MAX_MODEL_LEN,
+    NUM_PASSAGES,
+    NUM_SENTENCES,
+    TEMPLATE,
+    prepare_demo,
+)
+from streamrag.support.files import write_whole
 from streamrag.telemetry import Answer
 
 LEAD_S = 0.3

@@ -28,8 +28,8 @@ from rich.table import Table
 
 from streamrag import Append, Chunk, Pipeline, SamplingParams, Update, VllmBackend
 from streamrag.bench.provenance import versions
-from streamrag.demo import MAX_MODEL_LEN, docs_folder, prepare_demo, written_pages
-from streamrag.files import write_whole
+from streamrag.demo.demo_folder import MAX_MODEL_LEN, docs_folder, prepare_demo, written_pages
+from streamrag.support.files import write_whole
 
 PASSAGE_WORDS, NUM_PASSAGES = 90, 4
 MAX_TOKENS = 4

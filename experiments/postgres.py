@@ -29,12 +29,12 @@ from rich.table import Table
 from streamrag import PgVectorSource, Update
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
-from streamrag.files import write_whole
 from streamrag.sources.embedding import EmbeddingPool
 from streamrag.sources.passages import read_document, split_document
 from streamrag.sources.postgres.query import Rows
 from streamrag.sources.postgres.source import _settings
 from streamrag.sources.workers.pool import Share
+from streamrag.support.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = "streamrag_bench"

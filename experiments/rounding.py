@@ -34,7 +34,7 @@ from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
 from streamrag.bench.provenance import versions
 from streamrag.core import SamplingParams
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.testing import make_tiny_llama
 
 if TYPE_CHECKING:

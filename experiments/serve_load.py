@@ -39,9 +39,9 @@ from starlette.routing import Route
 
 from streamrag import Append, Chunk, SamplingParams, VllmBackend
 from streamrag.bench.summary import percentile
-from streamrag.files import write_whole
 from streamrag.serve import Limits, Service, create_app
 from streamrag.serve.server import listen, serve
+from streamrag.support.files import write_whole
 from streamrag.telemetry import TokensGenerated
 from streamrag.testing import ScriptedBackend, ScriptedSource, make_tiny_llama
 

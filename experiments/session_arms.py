@@ -24,7 +24,7 @@ from streamrag.records import RequestRecord
 from streamrag.sessions import Session
 from streamrag.sessions.buffer import Numbered
 from streamrag.sessions.prompts import SESSION_TEMPLATE, SessionPrompts
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 SESSION, INSIDE, BESIDE = "session", "vLLM session, inside", "vLLM session, beside"
 CACHED, UNCACHED = "plain, prefix cache", "plain, nothing cached"

@@ -30,7 +30,7 @@ from streamrag.bench.summary import percentile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import RequestClass
 from streamrag.engine.profile_files import load_profile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 
 PROFILE = load_profile("h200-llama8b-tp2")
 NUM_SESSIONS, NUM_FIRST, NUM_MORE = 12, 8_000, 64

@@ -21,10 +21,10 @@ from rich.console import Console
 
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
-from streamrag.files import write_whole
 from streamrag.serve import Limits, Service, create_app
 from streamrag.serve.server import QuietServer, config_of, listen
 from streamrag.sessions import Session
+from streamrag.support.files import write_whole
 from streamrag.testing import ScriptedBackend
 
 QUESTION = {"question": "Any over 90?", "answers": ["yes", "no"]}

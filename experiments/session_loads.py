@@ -14,7 +14,7 @@ from session_simulation import Device, Site, simulated
 from streamrag.bench.summary import percentile
 from streamrag.core import SamplingParams
 from streamrag.sessions import Session
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 NUM_OUTPUT_TOKENS = 2
 """A word and the end, as for the published questions, which are answered with a word or a number."""

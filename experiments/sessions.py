@@ -43,7 +43,7 @@ from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.backends.vllm.client.measured import running_engine
 from streamrag.bench.summary import percentile
 from streamrag.core import ModelInfo
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.testing import make_tiny_llama
 
 RATES = (0, 1, 10, 100, 1_000)

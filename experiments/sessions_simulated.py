@@ -43,7 +43,7 @@ from streamrag.bench.report_canvas import make_panels, plain_log_ticks
 from streamrag.bench.summary import percentile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.profile_files import load_profile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 
 DEVICES = {"2 x H200": "h200-llama8b-tp2", "L40S": "l40s-llama8b"}
 NUM_CYCLES = 15

@@ -26,7 +26,7 @@ from streamrag.bench.compare import Pool
 from streamrag.bench.provenance import versions
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import digest, percentile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 
 PROFILE = "h200-llama8b-tp2"
 BUDGET = 8_192

@@ -38,7 +38,7 @@ from streamrag.backends.vllm.scheduler.scheduler import StreamingScheduler
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.core import RequestClass
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 
 MOST_MORE_US = {50: 100.0, 500: 500.0}
 """Microseconds that a step may take more, by the number of requests."""

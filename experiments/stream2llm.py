@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from streamrag.cli.record import make_counter
 from streamrag.errors import StreamRagError, TraceError
-from streamrag.reading import MAX_JSON_BYTES, parse_json, read_bytes
+from streamrag.support.bounded_reading import MAX_JSON_BYTES, parse_json, read_bytes
 from streamrag.trace.lines import MAX_SECONDS, NamedChunks
 from streamrag.trace.tables import read_csv
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate

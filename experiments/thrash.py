@@ -24,7 +24,7 @@ from streamrag.bench.cell import CellSettings
 from streamrag.bench.provenance import versions
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.summary import Digest, digest, percentile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
 NUM_STREAMS, NUM_CHUNKS = 96, 10

@@ -37,7 +37,7 @@ from streamrag.bench.wall import engine_for, max_model_len, play_cell
 from streamrag.bench.workload import NUM_TAIL_TOKENS, make_load
 from streamrag.engine.costs import TableProfile
 from streamrag.engine.profile_files import save_profile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 

@@ -31,10 +31,10 @@ from transformers import LlamaForCausalLM
 
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import common_prefix_len
-from streamrag.demo import TEMPLATE
-from streamrag.files import replacing
+from streamrag.demo.demo_folder import TEMPLATE
 from streamrag.modes import PromptTemplate
 from streamrag.modes.prompt import PromptAssembler
+from streamrag.support.files import replacing
 
 RANK, SCALE = 8, 2.0
 TAUGHT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

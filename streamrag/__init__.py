@@ -10,10 +10,12 @@ is used: each name loads its own module.
 
 from typing import TYPE_CHECKING
 
-from streamrag.lazy import attributes
+from streamrag.support.lazy_imports import attributes
 from streamrag.versions import __version__ as __version__
 
 if TYPE_CHECKING:
+    from streamrag.answer_stream import AnswerStream as AnswerStream
+    from streamrag.answer_stream import EventStream as EventStream
     from streamrag.asked import QueryOptions as QueryOptions
     from streamrag.backends.openai import OpenAIBackend as OpenAIBackend
     from streamrag.backends.vllm import VllmBackend as VllmBackend
@@ -68,8 +70,6 @@ if TYPE_CHECKING:
     from streamrag.errors import UnsupportedVersionError as UnsupportedVersionError
     from streamrag.errors import VectorIndexError as VectorIndexError
     from streamrag.errors import WorkerError as WorkerError
-    from streamrag.handle import AnswerStream as AnswerStream
-    from streamrag.handle import EventStream as EventStream
     from streamrag.modes import AppendMode as AppendMode
     from streamrag.modes import PromptTemplate as PromptTemplate
     from streamrag.modes import UpdateMode as UpdateMode
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Answer": "streamrag.telemetry",
     "AnswerChunk": "streamrag.core",
-    "AnswerStream": "streamrag.handle",
+    "AnswerStream": "streamrag.answer_stream",
     "Append": "streamrag.core",
     "AppendMode": "streamrag.modes",
     "Backend": "streamrag.core",
@@ -115,7 +115,7 @@ _HOMES = {
     "CutShort": "streamrag.core",
     "DeadlineExceededError": "streamrag.errors",
     "EngineDeadError": "streamrag.errors",
-    "EventStream": "streamrag.handle",
+    "EventStream": "streamrag.answer_stream",
     "Hint": "streamrag.core",
     "HybridSource": "streamrag.sources.search.hybrid",
     "IndexCorruptError": "streamrag.errors",

@@ -7,8 +7,8 @@ from typing import TypedDict
 
 from streamrag.core import SamplingParams, Turn
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, is_whole, plain_text, short
 from streamrag.modes import PromptTemplate
+from streamrag.support.messages import is_number, is_whole, plain_text, short
 
 LATE_SHARE = 0.25
 """A third or a half found the answer no more often in experiments/context_choice.py, and leave more to compute last."""

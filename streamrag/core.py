@@ -12,8 +12,8 @@ from math import inf
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, is_whole, short
 from streamrag.records import RequestRecord
+from streamrag.support.messages import is_number, is_whole, short
 
 MAX_NAME_CHARS = 80
 

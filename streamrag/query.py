@@ -30,11 +30,11 @@ from streamrag.core import (
     part_name,
 )
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError, SourceError, StreamRagError
-from streamrag.kinds import kind_of, message_of
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.context import Context
 from streamrag.retrieving import Retrieval, closing
-from streamrag.tasks import LET_GO_S, cancel_regardless, is_cancelled
+from streamrag.support.messages import kind_of, message_of
+from streamrag.support.tasks import LET_GO_S, cancel_regardless, is_cancelled
 from streamrag.telemetry import (
     Answer,
     Answered,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from streamrag.errors import ConfigurationError
-from streamrag.reading import Unpacked, as_dataclass, lines_of, parse_json
+from streamrag.support.bounded_reading import Unpacked, as_dataclass, lines_of, parse_json
 
 Outcome: TypeAlias = Literal["finished", "aborted", "failed"]
 """Aborted: the client had enough, or went away. Failed: the engine refused it, or gave it up."""

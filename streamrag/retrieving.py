@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.kinds import is_number, is_whole, kind_of, plain_text, short
-from streamrag.tasks import cancel_regardless, is_cancelled
+from streamrag.support.messages import is_number, is_whole, kind_of, plain_text, short
+from streamrag.support.tasks import cancel_regardless, is_cancelled
 
 MAX_COUNT = (1 << 31) - 1
 """The largest number of a passage: what a trace can hold."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from streamrag.core import Progress, Startable, part_name
 from streamrag.errors import AlreadyStartedError
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 Start = TypeVar("Start", bound=Callable[..., Any])
 

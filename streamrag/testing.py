@@ -12,10 +12,10 @@ another source, slowed down.
 """
 
 from streamrag.backends.tokenizer import CodePointTokenizer
-from streamrag.demo_model import make_demo_model
-from streamrag.scripted import ScriptedBackend, ScriptedSource, Step
+from streamrag.demo.scripted import ScriptedBackend, ScriptedSource, Step
+from streamrag.demo.smollm2 import make_demo_model
+from streamrag.demo.tiny_llama import make_tiny_llama
 from streamrag.sources.stretch import StretchedSource
-from streamrag.tiny_llama import make_tiny_llama
 
 __all__ = [
     "CodePointTokenizer",

@@ -11,7 +11,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from streamrag.core import Tokenizer
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import streamrag.core
 from streamrag import Chunk, Prompt, SamplingParams
 from streamrag.core import common_prefix_len, part_name
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import short
+from streamrag.support.messages import short
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 

@@ -25,12 +25,12 @@ from streamrag import (
     Update,
 )
 from streamrag import query as query_module
-from streamrag import tasks as tasks_module
+from streamrag.answer_stream import AnswerStream
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import BackendEvent, CutShort, ModelInfo, SourceEvent
 from streamrag.errors import BackendError, DeadlineExceededError, PipelineClosedError, SourceError
-from streamrag.handle import AnswerStream
 from streamrag.retrieving import Retrieval, closing
+from streamrag.support import tasks as tasks_module
 from streamrag.telemetry import ChunkArrived
 from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource, StretchedSource
 from streamrag.trace.read import read_trace

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag.bench.summary import percentile
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 
 from .connections import connected, head
 from .service import ATTACKER, VICTIM

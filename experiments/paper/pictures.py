@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamrag.bench.report_canvas import formatter, make_panels, plain_log_ticks
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 
 GREY, GRID = "#8a8a8a", "#e3e3e3"
 # After Okabe and Ito, for any colour vision.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.bench.provenance import versions
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 
 from . import effects
 from .markdown import command

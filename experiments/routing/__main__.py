@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from streamrag.bench.provenance import versions
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 
 from .cells import PROFILE, PROFILES, RATES, SETS, Cell, cells, code_digest, digest, run_cell
 from .decisions import held_bytes, microseconds

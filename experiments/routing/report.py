@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag.bench.report_canvas import make_panels, plain_log_ticks
-from streamrag.files import write_whole
+from streamrag.support.files import write_whole
 
 from .cells import BEYOND, FLOWGUARD_WITHOUT, PARAMETERS, PROFILES, RATES, ROUTERS, SEVERAL, SHARED, SOONEST_WITHOUT
 from .loads import LOADS

@@ -22,14 +22,14 @@ from streamrag.adapters.parts import FoundChunk
 from streamrag.asked import QueryOptions, check_options
 from streamrag.core import Chunk, Progress, Skipped, SourceEvent, Turn, Update
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
-from streamrag.kinds import kind_of
 from streamrag.pipeline import Pipeline
 from streamrag.sources.fusion import reciprocal_rank_fusion
 from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
 from streamrag.starting import started_once
-from streamrag.tasks import cancel_regardless
+from streamrag.support.messages import kind_of
+from streamrag.support.tasks import cancel_regardless
 from streamrag.telemetry import Answer, ContextComplete, TokensGenerated
 
 try:

@@ -20,10 +20,10 @@ from streamrag.adapters.loop_thread import LoopThread, current_loop
 from streamrag.clock import monotonic
 from streamrag.core import Source
 from streamrag.errors import ConfigurationError, PipelineClosedError
-from streamrag.kinds import short
 from streamrag.pipeline import FORKED, Pipeline
 from streamrag.starting import start_all
-from streamrag.tasks import run_regardless
+from streamrag.support.messages import short
+from streamrag.support.tasks import run_regardless
 
 LOOK_S = 1.0
 """Who waits for another event loop looks every so many seconds whether it still runs: its end is told to nobody."""

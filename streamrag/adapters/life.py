@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from streamrag.errors import PipelineClosedError
-from streamrag.tasks import CANCEL_AGAIN_S, LET_GO_S, cancel_regardless
+from streamrag.support.tasks import CANCEL_AGAIN_S, LET_GO_S, cancel_regardless
 
 CLOSED = (
     "it has been closed, or the event loop that it was started in has ended or stands still: make a new one, or keep "

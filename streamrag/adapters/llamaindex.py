@@ -19,13 +19,13 @@ from streamrag.adapters.parts import FoundChunk, retrieve_all
 from streamrag.asked import QueryOptions, check_options
 from streamrag.core import Chunk, Source, SourceEvent, Startable, Update
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.kinds import kind_of
 from streamrag.pipeline import Pipeline
 from streamrag.sources.fusion import reciprocal_rank_fusion
 from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
-from streamrag.tasks import cancel_regardless
+from streamrag.support.messages import kind_of
+from streamrag.support.tasks import cancel_regardless
 from streamrag.telemetry import ContextComplete, TokensGenerated
 
 try:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from streamrag.tasks import CANCEL_AGAIN_S, cancel_regardless
+from streamrag.support.tasks import CANCEL_AGAIN_S, cancel_regardless
 
 CLOSE_S = 10.0
 """Most seconds that a program waits for the end of a loop that it has dropped without closing it."""

@@ -18,10 +18,10 @@ import anyio.to_thread
 
 from streamrag.core import Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
-from streamrag.kinds import is_number, is_whole, short
-from streamrag.showing import one_line
 from streamrag.sources.passage_like import TEXTS, PassageReader
 from streamrag.starting import started_once
+from streamrag.support.display_text import one_line
+from streamrag.support.messages import is_number, is_whole, short
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -30,7 +30,7 @@ from streamrag.adapters import mcp_relay
 from streamrag.adapters.mcp import said
 from streamrag.adapters.mcp_bounds import BoundedTransport, Traffic
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 
 ROOT = Path(mcp_relay.__file__).resolve().parent.parent.parent
 MAX_PENDING = 1024

@@ -32,7 +32,7 @@ def _num_values(text: bytes | bytearray) -> int:
 def main(root: str, parent: str, max_line_bytes: str, *command: str) -> None:
     """Run `command` as the server; `root` is where streamrag is found, `parent` the process that started this one."""
     sys.path.insert(0, root)
-    from streamrag.orphans import end_with_parent
+    from streamrag.support.parent_death import end_with_parent
 
     signal.signal(signal.SIGHUP, lambda number, frame: _end_group())  # so that the server's own children end too
     end_with_parent(int(parent), signal.SIGHUP)

@@ -8,7 +8,7 @@ from typing import Any
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import Retrieval
-from streamrag.tasks import LET_GO_S
+from streamrag.support.tasks import LET_GO_S
 
 
 async def retrieve(source: Source, query: str) -> AsyncGenerator[SourceEvent, None]:

@@ -12,7 +12,7 @@ from typing import Any
 from streamrag.backends.look_alikes import break_matches, folded
 from streamrag.core import Turn, plain_chat
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
-from streamrag.reading import without_lone_surrogates
+from streamrag.support.bounded_reading import without_lone_surrogates
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """`owner/name` or `name`, as the Hugging Face hub has them."""

@@ -28,7 +28,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
 from streamrag.errors import BackendError
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 Prefill: TypeAlias = Callable[[tuple[int, ...]], Awaitable[None]]
 """Computes the KV of these tokens; cancelled when that is no longer wanted."""

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.bench.report_canvas import make_panels
-from streamrag.files import write_whole
-from streamrag.showing import for_picture
 from streamrag.sources.emission.calibration import MAX_LENGTH, Calibration, Odds
+from streamrag.support.display_text import for_picture
+from streamrag.support.files import write_whole
 
 MAX_LINES = 8
 MAX_CELLS = 20

@@ -7,7 +7,7 @@ Which process that is stands in the environment.
 
 import os
 
-from streamrag.orphans import end_with_parent
+from streamrag.support.parent_death import end_with_parent
 
 end_with_parent(int(os.environ["STREAMRAG_PARENT"]))
 _nowhere = os.open(os.devnull, os.O_WRONLY)

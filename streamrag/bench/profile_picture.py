@@ -9,8 +9,8 @@ from streamrag.bench.report_canvas import make_panels
 from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import DEFAULT_BUDGET, StepProfile, recompute_s
 from streamrag.errors import ConfigurationError
-from streamrag.files import write_whole
-from streamrag.showing import for_picture
+from streamrag.support.display_text import for_picture
+from streamrag.support.files import write_whole
 
 RECOMPUTE, RESTORE, SAVE = "#d9762b", "#2f6690", "#7ba6c9"
 DEFAULT_MOST_TOKENS = 32_768

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from streamrag.bench.profiling import FreshTokens, Pass, StepTime, answer, steps_since
 from streamrag.engine.parts import Part
 from streamrag.errors import BackendError
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep

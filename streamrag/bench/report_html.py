@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrag.bench.compare import Figure
 from streamrag.errors import MissingDependencyError
-from streamrag.showing import one_line
+from streamrag.support.display_text import one_line
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from streamrag.bench.grid import describe_qps
 from streamrag.bench.report_canvas import as_svg, formatter, make_panels, plain_log_ticks, seconds_upwards
 from streamrag.bench.report_html import figure_text
 from streamrag.bench.summary import percentile
-from streamrag.showing import for_picture
+from streamrag.support.display_text import for_picture
 
 GREY = "#8a8a8a"
 GRID = "#e3e3e3"

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from streamrag.bench.cell import CellProgress, CellResult, CellSettings
 from streamrag.bench.store import CellStore, cell_key
 from streamrag.errors import StreamRagError
-from streamrag.orphans import end_with_parent
+from streamrag.support.parent_death import end_with_parent
 
 MIN_GAP_S = 0.1
 """Seconds between two reports of progress of one cell."""

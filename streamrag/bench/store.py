@@ -15,8 +15,16 @@ from streamrag.backends.vllm.version import DISTRIBUTIONS
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.grid import GENERATED, variant_name, workload_name
 from streamrag.errors import ConfigurationError
-from streamrag.files import write_whole
-from streamrag.reading import MAX_JSON_BYTES, Unpacked, as_dataclass, lines_of, open_regular, parse_json, read_bytes
+from streamrag.support.bounded_reading import (
+    MAX_JSON_BYTES,
+    Unpacked,
+    as_dataclass,
+    lines_of,
+    open_regular,
+    parse_json,
+    read_bytes,
+)
+from streamrag.support.files import write_whole
 from streamrag.versions import __version__, installed_versions
 
 FORMAT = "streamrag-cell/1"

@@ -28,7 +28,7 @@ from streamrag.bench.workload import (
 )
 from streamrag.engine.costs import TableProfile
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 from streamrag.trace.values import Trace, TracedQuery
 
 if TYPE_CHECKING:

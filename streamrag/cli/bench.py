@@ -20,8 +20,8 @@ from streamrag.cli.bench_options import DESCRIPTION, EPILOG, VERBS, grid_of
 from streamrag.cli.bench_view import CellsView, print_comparison
 from streamrag.cli.output import Output
 from streamrag.errors import ConfigurationError
-from streamrag.files import write_whole
-from streamrag.showing import json_text
+from streamrag.support.display_text import json_text
+from streamrag.support.files import write_whole
 
 TABLE_WIDTH = 120
 """Where there is no terminal, of the table of figures."""

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the model with a progress bar on stderr."""
-    from streamrag.demo_model import make_demo_model
+    from streamrag.demo.smollm2 import make_demo_model
 
     console = Output(stderr=True)
     lines = StepLines(console)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrag.errors import StreamRagError
-from streamrag.showing import json_text, one_line, shown
+from streamrag.support.display_text import json_text, one_line, shown
 
 MIN_NAMES_WIDTH = 14
 """Characters of the first column of a table, at least."""

@@ -16,7 +16,7 @@ from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.steps import StepLines, bar
 from streamrag.errors import ConfigurationError
-from streamrag.scratch import ScratchFolder, remove_left_behind
+from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
 if TYPE_CHECKING:
     from streamrag.engine.costs import TableProfile

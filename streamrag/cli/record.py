@@ -19,8 +19,8 @@ from streamrag.cli.source import add_source_arguments, make_source
 from streamrag.cli.steps import StepLines, bar
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError
-from streamrag.reading import MAX_SMALL_FILE_BYTES, read_bytes
-from streamrag.showing import one_line
+from streamrag.support.bounded_reading import MAX_SMALL_FILE_BYTES, read_bytes
+from streamrag.support.display_text import one_line
 
 if TYPE_CHECKING:
     from streamrag.trace.recorder import CountTokens

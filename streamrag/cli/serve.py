@@ -133,7 +133,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
     """Make what the demo serves, but a model if another one is named; the settings that name it."""
-    from streamrag.demo import MAX_CONTEXT_TOKENS, NUM_PASSAGES, NUM_SENTENCES, TEMPLATE, missing_for_demo, prepare_demo
+    from streamrag.demo.demo_folder import (
+        MAX_CONTEXT_TOKENS,
+        NUM_PASSAGES,
+        NUM_SENTENCES,
+        TEMPLATE,
+        missing_for_demo,
+        prepare_demo,
+    )
 
     with_model = "model.name" not in options
     missing = missing_for_demo(with_model=with_model)

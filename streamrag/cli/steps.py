@@ -10,7 +10,7 @@ from rich.text import Text
 
 from streamrag.cli.output import Output
 from streamrag.clock import Clock, monotonic
-from streamrag.showing import one_line
+from streamrag.support.display_text import one_line
 
 EVERY_S = 10.0
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from streamrag.cli.option_types import seconds
 from streamrag.cli.output import Output, markup
 from streamrag.errors import ConfigurationError, StreamRagError
-from streamrag.kinds import message_of
-from streamrag.showing import one_line
+from streamrag.support.display_text import one_line
+from streamrag.support.messages import message_of
 
 DESCRIPTION = """\
 Shows the queries that a running service has open and what each is doing, its

@@ -12,7 +12,7 @@ from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.record import WORDS, WORDS_NOTE
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.showing import one_line
+from streamrag.support.display_text import one_line
 
 if TYPE_CHECKING:
     from streamrag.trace.statistics import Distribution, TraceStatistics

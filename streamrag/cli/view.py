@@ -8,7 +8,7 @@ from rich.text import Text
 
 from streamrag.cli.output import markup
 from streamrag.cli.steps import bar
-from streamrag.showing import shown
+from streamrag.support.display_text import shown
 from streamrag.telemetry import (
     Answer,
     Answered,

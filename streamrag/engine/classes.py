@@ -15,7 +15,7 @@ from streamrag.core import RequestClass
 from streamrag.engine.places import Place, Places
 from streamrag.engine.request import RequestView
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, short
+from streamrag.support.messages import is_number, short
 
 if TYPE_CHECKING:
     from streamrag.engine.policies import Policy

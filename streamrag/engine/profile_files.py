@@ -16,8 +16,8 @@ from typing import Any
 from streamrag.engine.costs import AnalyticProfile, StepProfile, TableProfile
 from streamrag.engine.paper_profiles import is_paper_profile, read_paper_costs
 from streamrag.errors import ConfigurationError
-from streamrag.files import write_whole
-from streamrag.reading import as_dataclass, parse_json, read_bytes
+from streamrag.support.bounded_reading import as_dataclass, parse_json, read_bytes
+from streamrag.support.files import write_whole
 
 MAX_NUMBER = 10**15
 """The largest whole number in a profile."""

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from streamrag.core import Append, Chunk, Update
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import short
+from streamrag.support.messages import short
 
 
 class Context(tuple[Chunk, ...]):

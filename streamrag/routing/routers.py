@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import short
 from streamrag.routing.affinity import PrefixAffinity
 from streamrag.routing.flowguard import FlowGuard, MendedFlowGuard
 from streamrag.routing.router import Router
 from streamrag.routing.simple import ConsistentHash, PowerOfTwo, RoundRobin, ShortestQueue
 from streamrag.routing.soonest import Soonest
+from streamrag.support.messages import short
 
 ROUTERS: Mapping[str, Callable[..., Router]] = {
     "soonest": Soonest,

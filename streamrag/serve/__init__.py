@@ -7,7 +7,7 @@ them; observers are told of each query.
 
 from typing import TYPE_CHECKING
 
-from streamrag.lazy import attributes
+from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.serve.app import create_app as create_app

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from streamrag.core import Backend, Progress, Startable
 from streamrag.errors import BackendError, EngineDeadError
-from streamrag.kinds import message_of
+from streamrag.support.messages import message_of
 
 CHECK_S = 0.5
 """Between looks at whether it lives."""

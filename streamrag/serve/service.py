@@ -32,7 +32,7 @@ from streamrag.serve.fair_share import FairShare
 from streamrag.serve.limits import Limits
 from streamrag.serve.observing import AllOf, Interface, Observer, Outcome, ServedQuery, current_query
 from streamrag.starting import start_all
-from streamrag.tasks import cancel_regardless, run_regardless
+from streamrag.support.tasks import cancel_regardless, run_regardless
 from streamrag.telemetry import Answer, Answered, Event
 
 STOPPING = "the service is stopping"

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from streamrag.serve.failures import Failure, failure_of
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 MAX_UNSENT = 16
 """Events that wait for a slow reader; then its query waits, and nobody else's."""

@@ -7,9 +7,9 @@ from functools import partial
 from math import inf, isfinite
 from typing import Any
 
+from streamrag.answer_stream import Emit
 from streamrag.core import AnswerChunk, Backend, Prompt, SamplingParams
 from streamrag.errors import BackendError
-from streamrag.handle import Emit
 from streamrag.retrieving import closing
 from streamrag.sessions.asking import Asked
 from streamrag.sessions.choosing import chosen, spelled

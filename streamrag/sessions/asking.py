@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrag.core import SamplingParams
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, plain_text, short
+from streamrag.support.messages import is_number, plain_text, short
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from contextlib import aclosing
 
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.kinds import kind_of, message_of
 from streamrag.retrieving import Retrieval, checked_chunk, closing
+from streamrag.support.messages import kind_of, message_of
 
 MAX_SEEN = 4096
 """Chunks of a source that are remembered besides those of the newest update, so that the next does not repeat them."""

@@ -11,7 +11,7 @@ from streamrag.sessions.lane import Lane
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.prompts import SessionPrompts
 from streamrag.sessions.window import Piece, Window
-from streamrag.tasks import Broadcast, cancel_regardless, wait_regardless
+from streamrag.support.tasks import Broadcast, cancel_regardless, wait_regardless
 
 MAX_BATCH = 256
 """Chunks that go into the prompt at once; what comes while they are computed makes the next batch."""

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from streamrag.core import Backend, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError
 from streamrag.retrieving import closing
-from streamrag.tasks import end_or_leave
+from streamrag.support.tasks import end_or_leave
 
 SETTLE_S = 2.0
 SETTLE_TOKEN_S = 0.002

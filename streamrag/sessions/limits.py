@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManySessionsError
-from streamrag.kinds import is_whole, short
+from streamrag.support.messages import is_whole, short
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ import anyio.to_thread
 
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SessionLogError
-from streamrag.kinds import message_of, short
 from streamrag.sessions.buffer import Numbered, num_characters
 from streamrag.sessions.log_file import LogFile
 from streamrag.sessions.log_lines import (
@@ -34,7 +33,8 @@ from streamrag.sessions.log_lines import (
     num_characters_of,
 )
 from streamrag.sessions.state import LogState
-from streamrag.tasks import LET_GO_S, Broadcast, wait_regardless
+from streamrag.support.messages import message_of, short
+from streamrag.support.tasks import LET_GO_S, Broadcast, wait_regardless
 
 RETRY_S = 5.0
 """After the disk refused to take it."""

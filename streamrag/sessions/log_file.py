@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 
 from streamrag.errors import SessionLogError, SessionLogInUseError
-from streamrag.files import sync
 from streamrag.sessions.log_lines import MAX_LINE_BYTES, Entry, Header, Logged, header_of, line_of, read
+from streamrag.support.files import sync
 
 SLACK_BYTES = 1 << 20
 """What a log may have grown by, beside what it had when it was last written anew, before it is again."""

@@ -19,12 +19,12 @@ from pydantic import Field
 
 from streamrag.core import Chunk, SamplingParams
 from streamrag.errors import ConfigurationError, SessionLogError
-from streamrag.kinds import message_of
-from streamrag.reading import as_dataclass, lines_of, parse_json
 from streamrag.retrieving import MAX_COUNT
 from streamrag.sessions.asking import Asked, asked
 from streamrag.sessions.buffer import Numbered
 from streamrag.sessions.choosing import DECISIVE_GAP
+from streamrag.support.bounded_reading import as_dataclass, lines_of, parse_json
+from streamrag.support.messages import message_of
 
 FORMAT = "streamrag-session"
 VERSION = 1

@@ -8,10 +8,10 @@ from typing import Any
 
 from streamrag.core import Chunk, ModelInfo
 from streamrag.errors import ConfigurationError, PromptTooLongError
-from streamrag.kinds import plain_text, short
 from streamrag.modes import PromptAssembler, PromptTemplate
 from streamrag.sessions.buffer import Numbered, num_characters
 from streamrag.sessions.window import Piece
+from streamrag.support.messages import plain_text, short
 from streamrag.tokenizing import in_thread
 
 MAX_CHARACTERS = 50_000

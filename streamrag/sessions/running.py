@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from streamrag.errors import BackendError, DeadlineExceededError, PipelineClosedError
 from streamrag.sessions.ingestion import CLOSED
-from streamrag.tasks import cancel_regardless, end_or_leave
+from streamrag.support.tasks import cancel_regardless, end_or_leave
 
 T = TypeVar("T")
 

@@ -11,10 +11,9 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
+from streamrag.answer_stream import AnswerStream, Emit, EventStream, StartQuery
 from streamrag.core import Backend, Chunk, SamplingParams, Source
 from streamrag.errors import ConfigurationError, PipelineClosedError
-from streamrag.handle import AnswerStream, Emit, EventStream, StartQuery
-from streamrag.kinds import is_number, is_whole, plain_text, short
 from streamrag.modes import PromptTemplate
 from streamrag.propagation import conversation
 from streamrag.retrieving import checked_chunk
@@ -33,7 +32,8 @@ from streamrag.sessions.prompts import session_template
 from streamrag.sessions.running import Running
 from streamrag.sessions.sharing import KeptAnswers, UnderWay
 from streamrag.sessions.state import SessionState
-from streamrag.tasks import run_regardless
+from streamrag.support.messages import is_number, is_whole, plain_text, short
+from streamrag.support.tasks import run_regardless
 from streamrag.telemetry import Answer, Answered, TokensGenerated
 from streamrag.tokenizing import in_thread
 

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from streamrag.handle import Emit
-from streamrag.tasks import Broadcast, cancel_regardless
+from streamrag.answer_stream import Emit
+from streamrag.support.tasks import Broadcast, cancel_regardless
 from streamrag.telemetry import Answer, Event, Timings, TokensGenerated
 
 Compute: TypeAlias = Callable[[Emit], Coroutine[Any, Any, Answer]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from streamrag.errors import PipelineClosedError, StreamRagError
 from streamrag.sessions.asking import Asked
-from streamrag.tasks import Broadcast
+from streamrag.support.tasks import Broadcast
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:

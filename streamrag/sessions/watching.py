@@ -15,13 +15,13 @@ from streamrag.errors import (
     StreamRagError,
     TooManyQueriesError,
 )
-from streamrag.kinds import is_number, is_whole, plain_text, short
 from streamrag.sessions.asking import Asked
 from streamrag.sessions.at_once import AtOnce
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.log_lines import KeptWatch
 from streamrag.sessions.watch import Watch, WatchedAnswer
-from streamrag.tasks import cancel_regardless
+from streamrag.support.messages import is_number, is_whole, plain_text, short
+from streamrag.support.tasks import cancel_regardless
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, IndexMismatchError, MissingDependencyError
-from streamrag.kinds import message_of
-from streamrag.reading import without_lone_surrogates
+from streamrag.support.bounded_reading import without_lone_surrogates
+from streamrag.support.messages import message_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,12 +11,12 @@ from typing import Any
 
 from streamrag.core import Append, Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.kinds import kind_of
 from streamrag.retrieving import closing
 from streamrag.sources.callers import is_async, is_lazy, read_all, read_in_thread
 from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.retriever import name_of
 from streamrag.sources.threads import Threads
+from streamrag.support.messages import kind_of
 
 _BEGUN, _END = object(), object()
 

@@ -40,8 +40,8 @@ from streamrag.errors import (
     SourceError,
     StreamRagError,
 )
-from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 from streamrag.sources.workers.pool import WorkerJobError
+from streamrag.support.bounded_reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 
 IndexKind: TypeAlias = Literal["diskann", "ivf"]
 

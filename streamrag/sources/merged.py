@@ -20,12 +20,12 @@ from streamrag.core import (
     part_name,
 )
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.kinds import is_number, message_of, short
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import Retrieval
 from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion, without_score
 from streamrag.starting import start_all, started_once
-from streamrag.tasks import cancel_regardless
+from streamrag.support.messages import is_number, message_of, short
+from streamrag.support.tasks import cancel_regardless
 
 _Came: TypeAlias = tuple[int, SourceEvent | BaseException | None, asyncio.Event]
 """The number of a source, what came from it, or None at its end, and what is set when that has been used."""

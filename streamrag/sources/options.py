@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import TypeGuard
 
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_whole, short
+from streamrag.support.messages import is_whole, short
 
 
 def check_whole(owner: str, name: str, value: object, least: int, most: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from streamrag.core import Chunk
 from streamrag.errors import SourceError
-from streamrag.kinds import is_number, is_whole, short
+from streamrag.support.messages import is_number, is_whole, short
 
 WANTED = "passages: str, Chunk, (text, uri), a mapping with text, or an object with page_content and metadata"
 TEXTS = ("text", "page_content", "content")

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.reading import open_regular
+from streamrag.support.bounded_reading import open_regular
 
 TEXT, MARKDOWN, HTML = {".txt", ".text"}, {".md", ".markdown"}, {".html", ".htm", ".xhtml"}
 INSTALL = "pip install 'streamrag[embed]'"

@@ -6,10 +6,10 @@ from typing import Any
 
 from streamrag.core import Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.kinds import message_of
 from streamrag.sources.callers import call_for_list
 from streamrag.sources.passage_like import WANTED, PassageReader, described
 from streamrag.sources.threads import Threads
+from streamrag.support.messages import message_of
 
 MAX_CALLS = 32
 """Calls at the same time. Further queries wait: a retriever that hangs takes no threads but these."""

@@ -11,7 +11,7 @@ from streamrag.core import Append, CutShort, Skipped, Source, SourceEvent, Updat
 from streamrag.errors import ConfigurationError
 from streamrag.retrieving import Retrieval
 from streamrag.sources.wrapped import WrappedSource
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 MAX_WAITING = 1024
 """Events held back at once; with more, the source waits."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import short
+from streamrag.support.messages import short
 
 T = TypeVar("T", bound=Callable[..., Any])
 

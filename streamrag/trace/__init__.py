@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.lazy import attributes
+from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.trace.arrivals import read_azure_llm as read_azure_llm

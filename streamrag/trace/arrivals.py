@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, ValidationError
 
 from streamrag.errors import TraceError
-from streamrag.reading import parse_json
+from streamrag.support.bounded_reading import parse_json
 from streamrag.trace.files import numbered_lines_of
 from streamrag.trace.lines import MAX_COUNT, MAX_SECONDS, Count, NamedChunks, first_problem
 from streamrag.trace.tables import Row, read_csv

@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from streamrag.errors import MissingDependencyError, TraceError
-from streamrag.files import replacing
-from streamrag.reading import COMPRESSED_OTHERWISE, DamagedError, Unpacked, import_zstandard, lines_of
+from streamrag.support.bounded_reading import COMPRESSED_OTHERWISE, DamagedError, Unpacked, import_zstandard, lines_of
+from streamrag.support.files import replacing
 
 MAX_LINES = 2_000_000
 """Lines of a trace: in memory, each takes some hundreds of bytes beside its texts."""

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrag.core import Hint
 from streamrag.errors import TraceError
-from streamrag.reading import MAX_LINE_BYTES, parse_json
+from streamrag.support.bounded_reading import MAX_LINE_BYTES, parse_json
 from streamrag.trace.values import Outcome
 
 VERSION = 1

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.errors import MissingDependencyError
-from streamrag.files import write_whole
-from streamrag.showing import for_picture
+from streamrag.support.display_text import for_picture
+from streamrag.support.files import write_whole
 from streamrag.trace.statistics import Distribution, TraceStatistics
 from streamrag.trace.values import Trace
 

@@ -10,9 +10,9 @@ import anyio
 
 from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.errors import TraceError
-from streamrag.kinds import message_of
 from streamrag.starting import started_once
-from streamrag.tasks import run_regardless
+from streamrag.support.messages import message_of
+from streamrag.support.tasks import run_regardless
 from streamrag.trace.background import BackgroundWriter
 from streamrag.trace.lines import EndLine, Line, QueryLine, SkippedLine, TextMode
 from streamrag.trace.values import Outcome, TracedChunk

@@ -11,7 +11,7 @@ from streamrag.core import Append, Progress, Source, Update
 from streamrag.errors import SourceError
 from streamrag.retrieving import Retrieval
 from streamrag.starting import start_all
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 from streamrag.trace.recorder import CountTokens, TraceRecorder
 
 OnRecorded: TypeAlias = Callable[[int, int], None]

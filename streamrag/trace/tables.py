@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from streamrag.errors import TraceError
-from streamrag.reading import MAX_LINE_BYTES
+from streamrag.support.bounded_reading import MAX_LINE_BYTES
 from streamrag.trace.files import numbered_lines_of
 
 MAX_FIELDS = 1_000_000

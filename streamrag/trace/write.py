@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from streamrag.core import Hint
 from streamrag.errors import TraceError
-from streamrag.reading import parse_json, without_lone_surrogates
+from streamrag.support.bounded_reading import parse_json, without_lone_surrogates
 from streamrag.trace.files import replace_file
 from streamrag.trace.lines import (
     OF_THE_READER,

@@ -20,7 +20,7 @@ from streamrag.engine.costs import TableProfile
 from streamrag.engine.eviction import EVICTIONS
 from streamrag.engine.profile_files import load_profile, save_profile
 from streamrag.errors import ConfigurationError
-from streamrag.reading import as_dataclass
+from streamrag.support.bounded_reading import as_dataclass
 from streamrag.trace.values import Trace, TracedQuery
 
 H200 = load_profile("h200-llama8b-tp2")

@@ -168,8 +168,8 @@ async def test_a_model_that_is_gone_for_a_while_ends_nothing() -> None:
 
 @pytest.mark.parametrize("is_asked", [True, False])
 async def test_an_engine_that_does_not_let_go_is_left_behind(is_asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.tasks.LET_GO_S", 0.05)
-    monkeypatch.setattr("streamrag.tasks.CANCEL_AGAIN_S", 0.01)
+    monkeypatch.setattr("streamrag.support.tasks.LET_GO_S", 0.05)
+    monkeypatch.setattr("streamrag.support.tasks.CANCEL_AGAIN_S", 0.01)
     engine = Stubborn(is_asked=is_asked)
     session = Session(engine, window_tokens=20)
     await session.start()

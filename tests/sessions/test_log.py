@@ -20,7 +20,7 @@ from streamrag.sessions import Session
 from streamrag.sessions.buffer import Numbered
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.log_file import LogFile, read_header
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 from streamrag.testing import ScriptedSource
 from tests.sessions.test_faults import until
 from tests.sessions.test_session import Engine, lines_of, settled

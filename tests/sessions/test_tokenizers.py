@@ -5,7 +5,7 @@ import pytest
 from streamrag import Chunk
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import ModelInfo, Tokenizer
-from streamrag.demo_model import _packed_file, _write_tokenizer
+from streamrag.demo.smollm2 import _packed_file, _write_tokenizer
 from streamrag.modes import PromptAssembler
 from streamrag.sessions import Session
 from streamrag.sessions.prompts import SESSION_TEMPLATE

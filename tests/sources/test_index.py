@@ -27,11 +27,11 @@ from streamrag.errors import (
     VectorIndexError,
     WorkerError,
 )
-from streamrag.scratch import locked_folder
 from streamrag.sources import index_folder
 from streamrag.sources.embedder import find_embedder
 from streamrag.sources.index.build import build_index
 from streamrag.sources.index_folder import check_index, looks_like_index
+from streamrag.support.temp_dirs import locked_folder
 
 
 @pytest.fixture

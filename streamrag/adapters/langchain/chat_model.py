@@ -17,8 +17,8 @@ from pydantic import Field
 from streamrag.adapters.home import Home, Housed
 from streamrag.core import AnswerChunk, SamplingParams, Turn, part_name
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import kind_of
 from streamrag.pipeline import Pipeline
+from streamrag.support.messages import kind_of
 from streamrag.telemetry import Answer
 
 SAMPLING = {field.name for field in fields(SamplingParams)}

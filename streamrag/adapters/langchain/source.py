@@ -8,12 +8,12 @@ from typing import Any
 
 from streamrag.core import Append, Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.kinds import is_number, kind_of, short
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.retrieving import closing
 from streamrag.sources.fusion import RRF_K
 from streamrag.sources.merged import Merged
 from streamrag.sources.passage_like import PassageReader
+from streamrag.support.messages import is_number, kind_of, short
 
 
 def from_langchain(found_by: Any, *, name: str = "") -> "LangchainSource":

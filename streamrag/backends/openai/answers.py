@@ -7,7 +7,7 @@ from typing import Any
 from streamrag.backends.openai.http import shown
 from streamrag.core import AnswerChunk
 from streamrag.errors import ServerError
-from streamrag.reading import without_lone_surrogates
+from streamrag.support.bounded_reading import without_lone_surrogates
 
 MAX_NUMBER = 2**31 - 1
 MAX_REASON_CHARS = 100

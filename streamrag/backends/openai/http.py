@@ -17,8 +17,8 @@ from httpx_sse import EventSource, SSEError
 
 from streamrag.backends.openai.bytes import Bounds, CountingTransport, TooMuchError, bound_body
 from streamrag.errors import ConfigurationError, ServerError
-from streamrag.reading import parse_json
 from streamrag.sources.http.counted import ResponseTooLargeError
+from streamrag.support.bounded_reading import parse_json
 
 MAX_MESSAGE_CHARS = 500
 MAX_ERROR_BYTES = 1 << 16

@@ -13,7 +13,7 @@ from streamrag.backends.openai.answers import token_ids as read_ids
 from streamrag.backends.openai.http import Server
 from streamrag.core import Turn, plain_chat
 from streamrag.errors import ServerError
-from streamrag.reading import without_lone_surrogates
+from streamrag.support.bounded_reading import without_lone_surrogates
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from streamrag.clock import monotonic
 from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError
 from streamrag.routing import Router
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 
 class Connects(Protocol):

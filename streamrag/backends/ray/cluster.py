@@ -19,9 +19,9 @@ from ray.serve.schema import ApplicationStatus
 from streamrag.clock import monotonic
 from streamrag.core import Progress
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.kinds import message_of
 from streamrag.starting import started_once
-from streamrag.tasks import run_regardless
+from streamrag.support.messages import message_of
+from streamrag.support.tasks import run_regardless
 
 log = logging.getLogger("streamrag.ray")
 

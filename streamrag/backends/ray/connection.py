@@ -12,7 +12,7 @@ from streamrag.backends.ray.replaying import ReplicaLostError
 from streamrag.backends.ray.replica import Facts
 from streamrag.backends.ray.wire import Delta, Open, WireEvent
 from streamrag.errors import BackendError
-from streamrag.kinds import message_of
+from streamrag.support.messages import message_of
 
 
 class RayReplicas:

@@ -17,8 +17,8 @@ from streamrag.backends.ray.scaling import QUEUED_TOKENS
 from streamrag.backends.ray.wire import Failed
 from streamrag.core import Source, SourceEvent, Startable, part_name
 from streamrag.errors import ConfigurationError, StreamRagError
-from streamrag.kinds import message_of, short
 from streamrag.retrieving import closing
+from streamrag.support.messages import message_of, short
 
 ENGINES, SOURCES = "engines", "sources"
 """The deployments' names."""

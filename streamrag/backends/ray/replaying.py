@@ -18,8 +18,8 @@ from streamrag.backends.ray.choosing import Choosing, Ticket
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, EngineDeadError
-from streamrag.kinds import kind_of
-from streamrag.tasks import cancel_regardless
+from streamrag.support.messages import kind_of
+from streamrag.support.tasks import cancel_regardless
 
 NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
 

@@ -12,7 +12,7 @@ from streamrag.core import AnswerChunk, Backend, BackendEvent, Prefilled, Prompt
 from streamrag.errors import EngineDeadError, StreamRagError
 from streamrag.routing import Report
 from streamrag.routing.speed import Speed
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 MakeBackend: TypeAlias = Callable[[], Backend]
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from streamrag.core import BackendEvent, Hint, Prompt, RequestClass, SamplingParams
 from streamrag.errors import BackendError, MissingDependencyError, StreamRagError
-from streamrag.kinds import message_of
+from streamrag.support.messages import message_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from streamrag.backends.simulated.client import SimulatedClient
 from streamrag.backends.simulated.stream import SimulatedStream
 from streamrag.core import BackendEvent, ModelInfo, Prompt, SamplingParams
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 
 class SimulatedBackend:

@@ -34,7 +34,7 @@ from streamrag.engine.copies import CopyCosts
 from streamrag.engine.costs import Part
 from streamrag.errors import BackendError
 from streamrag.records import RequestRecord
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.engine.eviction import EvictionMode, check_eviction
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, is_whole, short
+from streamrag.support.messages import is_number, is_whole, short
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -18,7 +18,6 @@ from starlette.routing import Route
 from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update, part_name
 from streamrag.errors import SourceError, StreamRagError
-from streamrag.kinds import short
 from streamrag.retrieving import Retrieval
 from streamrag.serve.bodies import StrictModel, read_body
 from streamrag.serve.failures import RequestError
@@ -27,7 +26,8 @@ from streamrag.serve.interfaces.ask import Telling, told_failure
 from streamrag.serve.service import OpenQuery, Service
 from streamrag.serve.sse import Write, respond
 from streamrag.serve.wire import json_of
-from streamrag.tasks import LET_GO_S
+from streamrag.support.messages import short
+from streamrag.support.tasks import LET_GO_S
 from streamrag.telemetry import ChunkArrived, DocumentSkipped, RetrievalCutShort, RetrievalStarted
 
 NAMES: dict[type[SourceEvent], str] = {

@@ -22,7 +22,7 @@ from streamrag.sessions import Session, SessionLimits, Watch
 from streamrag.sessions.asking import Asked
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog
-from streamrag.tasks import Broadcast, cancel_regardless, run_regardless
+from streamrag.support.tasks import Broadcast, cancel_regardless, run_regardless
 
 MAX_KEPT_EVENTS = 256
 """Of a session, for readers that come back with the id of the last event that they saw."""

@@ -17,7 +17,7 @@ from streamrag.serve.interfaces.ask import Telling, told_failure
 from streamrag.serve.interfaces.lines import Lines
 from streamrag.serve.service import Service
 from streamrag.serve.sse import Write, respond
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 
 class PushedSource:

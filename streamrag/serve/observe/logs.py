@@ -17,7 +17,7 @@ from urllib.parse import quote, quote_plus
 
 from streamrag.serve.failures import failure_of
 from streamrag.serve.observing import Interface, Outcome, Refusal, ServedQuery, current_query
-from streamrag.showing import one_line, shown
+from streamrag.support.display_text import one_line, shown
 from streamrag.telemetry import Answer, Event
 
 Form: TypeAlias = Literal["json", "text"]

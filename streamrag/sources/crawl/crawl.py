@@ -26,7 +26,7 @@ from streamrag.sources.http.politeness import PutOffError, is_busy
 from streamrag.sources.http.robots import DisallowedError
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.relevance import Passage, assemble
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 
 MAX_COSTLY_PAGES = 2
 """Pages of one host that may take too much before it is given up for the rest of the crawl."""

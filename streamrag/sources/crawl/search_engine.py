@@ -9,9 +9,9 @@ from typing import cast
 import httpx
 
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.kinds import is_number, is_whole
 from streamrag.propagation import trace_headers
 from streamrag.sources.http.addresses import parse_start_url
+from streamrag.support.messages import is_number, is_whole
 
 MAX_ANSWER_BYTES = 512 << 10
 """It is read on the event loop. A page of results is some tens of kilobytes."""

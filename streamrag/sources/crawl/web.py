@@ -20,8 +20,6 @@ from streamrag.errors import (
     UnreachableError,
     UnsafeUrlError,
 )
-from streamrag.kinds import short
-from streamrag.scratch import ScratchFolder, remove_left_behind
 from streamrag.sources.callers import call_for_list
 from streamrag.sources.crawl.crawl import Crawl
 from streamrag.sources.crawl.options import CrawlOptions
@@ -35,7 +33,9 @@ from streamrag.sources.http.robots import Robots
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers.pool import WorkerPool, WorkerStartError
 from streamrag.starting import started_once
-from streamrag.tasks import wait_regardless
+from streamrag.support.messages import short
+from streamrag.support.tasks import wait_regardless
+from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 from streamrag.versions import __version__
 
 StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]

@@ -11,7 +11,6 @@ from typing import TypeAlias
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Chunk, CutShort, Hint, Source, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.kinds import is_whole, message_of
 from streamrag.modes import UpdateMode
 from streamrag.retrieving import Retrieval
 from streamrag.sources.emission.calibration import (
@@ -26,6 +25,7 @@ from streamrag.sources.emission.calibration import (
     Times,
     What,
 )
+from streamrag.support.messages import is_whole, message_of
 from streamrag.versions import __version__
 
 Place: TypeAlias = "tuple[str, int, str]"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from streamrag.errors import ConfigurationError
-from streamrag.files import write_whole
-from streamrag.reading import as_dataclass, parse_json, read_bytes
+from streamrag.support.bounded_reading import as_dataclass, parse_json, read_bytes
+from streamrag.support.files import write_whole
 
 FORMAT = "streamrag-calibration"
 VERSION = 1

@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 from streamrag.core import Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError
-from streamrag.reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 from streamrag.retrieving import Retrieval
 from streamrag.sources.index_folder import PASSAGES, corrupt
 from streamrag.sources.wrapped import WrappedSource
+from streamrag.support.bounded_reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 
 MIN_WORDS, MAX_WORDS = 5, 30
 """Of a sentence that is taken for a query."""

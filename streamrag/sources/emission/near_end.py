@@ -8,10 +8,10 @@ from math import inf
 from streamrag.clock import Clock, monotonic
 from streamrag.core import Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, short
 from streamrag.retrieving import Retrieval
 from streamrag.sources.emission.silence import with_silences
 from streamrag.sources.wrapped import WrappedSource
+from streamrag.support.messages import is_number, short
 
 
 class NearEnd(WrappedSource):

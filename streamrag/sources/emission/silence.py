@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 
 from streamrag.core import SourceEvent
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 _END = object()
 

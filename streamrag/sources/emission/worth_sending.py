@@ -12,7 +12,6 @@ from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, Sourc
 from streamrag.engine.costs import DEFAULT_BUDGET, StepProfile
 from streamrag.engine.profile_files import load_profile
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import is_number, is_whole, short
 from streamrag.modes import UpdateMode
 from streamrag.retrieving import Retrieval
 from streamrag.sources.emission.best_length import EngineGuess, Held, best_length, futures
@@ -20,6 +19,7 @@ from streamrag.sources.emission.calibrating import Place, place, stages_left
 from streamrag.sources.emission.calibration import Calibration, Odds, Stage, Times
 from streamrag.sources.emission.silence import with_silences
 from streamrag.sources.wrapped import WrappedSource
+from streamrag.support.messages import is_number, is_whole, short
 
 CHARACTERS_PER_TOKEN = 4
 """Of English, with the tokenizers of current models."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from streamrag.errors import ConfigurationError
-from streamrag.reading import open_regular
+from streamrag.support.bounded_reading import open_regular
 
 MAGIC = b"streamrag cache 1\n"
 SUM_BYTES = 32

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrag.reading import parse_json, read_bytes
+from streamrag.support.bounded_reading import parse_json, read_bytes
 
 if TYPE_CHECKING:
     from streamrag.sources.embedder import Embedder, Vectors

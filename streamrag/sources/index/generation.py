@@ -21,8 +21,6 @@ from typing import Any
 
 from streamrag.core import Chunk
 from streamrag.errors import VectorIndexError, WorkerError
-from streamrag.files import exchange_folders, sync
-from streamrag.scratch import held, locked_folder
 from streamrag.sources.building import OnProgress
 from streamrag.sources.embedder import EmbedderPlace
 from streamrag.sources.index.embedded import KEPT
@@ -40,6 +38,8 @@ from streamrag.sources.index_folder import (
 )
 from streamrag.sources.search.keywords import write_keywords
 from streamrag.sources.workers.pool import WorkerJobError, WorkerPool
+from streamrag.support.files import exchange_folders, sync
+from streamrag.support.temp_dirs import held, locked_folder
 from streamrag.versions import installed_versions
 
 NUM_TEXTS_AT_ONCE = 128

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
-from streamrag.kinds import message_of
-from streamrag.tasks import cancel_regardless, is_cancelled
+from streamrag.support.messages import message_of
+from streamrag.support.tasks import cancel_regardless, is_cancelled
 
 if TYPE_CHECKING:
     import psycopg

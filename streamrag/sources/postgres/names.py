@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import short
 from streamrag.sources.options import is_growing
+from streamrag.support.messages import short
 
 if TYPE_CHECKING:
     from psycopg import sql

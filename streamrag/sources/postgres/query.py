@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamrag.core import Chunk, Skipped
 from streamrag.errors import ConfigurationError
-from streamrag.kinds import short
 from streamrag.retrieving import MAX_COUNT
 from streamrag.sources.passage_like import PassageReader
 from streamrag.sources.postgres.names import identifier
 from streamrag.sources.postgres.table import OPERATORS, Table
+from streamrag.support.messages import short
 
 if TYPE_CHECKING:
     from psycopg import sql

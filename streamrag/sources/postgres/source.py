@@ -8,7 +8,6 @@ from typing import Any
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
 from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
-from streamrag.kinds import is_number, short
 from streamrag.sources.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.embedding import EmbeddingPool, Loaded
 from streamrag.sources.options import check_whole
@@ -18,7 +17,8 @@ from streamrag.sources.postgres.query import Row, Rows, Search, storable
 from streamrag.sources.postgres.table import Ladder, Table, at_start, inspect_table
 from streamrag.sources.workers.pool import Share
 from streamrag.starting import started_once
-from streamrag.tasks import cancel_regardless
+from streamrag.support.messages import is_number, short
+from streamrag.support.tasks import cancel_regardless
 
 NUM_STAGES = 5
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamrag.errors import IndexMissingError, StreamRagError, VectorIndexError
-from streamrag.kinds import is_number, is_whole, short
 from streamrag.sources.embedding import Loaded
 from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.names import (
@@ -20,6 +19,7 @@ from streamrag.sources.postgres.names import (
     TableName,
     table_parts,
 )
+from streamrag.support.messages import is_number, is_whole, short
 
 if TYPE_CHECKING:
     from streamrag.sources.postgres.link import Connection

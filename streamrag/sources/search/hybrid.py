@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
-from streamrag.kinds import is_number, short
 from streamrag.retrieving import Retrieval
 from streamrag.sources.embedder import embedder_of_index, find_embedder
 from streamrag.sources.index_folder import KEYWORDS, Manifest, check_index, explain, said_kind, with_title
@@ -24,7 +23,8 @@ from streamrag.sources.search.sentences import Narrowing
 from streamrag.sources.search.vector import VectorSource
 from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
 from streamrag.starting import start_all, started_once
-from streamrag.tasks import cancel_regardless
+from streamrag.support.messages import is_number, short
+from streamrag.support.tasks import cancel_regardless
 
 START_TIMEOUT_S = 300.0
 """Loading a reranker; a model may be downloaded."""

@@ -6,8 +6,8 @@ from math import inf
 
 from streamrag.core import Chunk
 from streamrag.errors import SourceError, StreamRagError
-from streamrag.kinds import message_of
 from streamrag.sources.fusion import reciprocal_rank_fusion
+from streamrag.support.messages import message_of
 
 PACE_WEIGHT = 0.2
 """Weight of the newest time in a running mean."""

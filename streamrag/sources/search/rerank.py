@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.kinds import message_of
-from streamrag.reading import without_lone_surrogates
 from streamrag.sources.embedder import FUNCTION, NUM_CACHED_QUERIES, EmbedderPlace
+from streamrag.support.bounded_reading import without_lone_surrogates
+from streamrag.support.messages import message_of
 
 if TYPE_CHECKING:
     from streamrag.sources.workers.worker_main import Handler

@@ -22,7 +22,7 @@ from streamrag.sources.workers.worker_process import CANCEL_GRACE_S, WorkerProce
 from streamrag.sources.workers.worker_process import WorkerJobError as WorkerJobError
 from streamrag.sources.workers.worker_process import WorkerStartError as WorkerStartError
 from streamrag.sources.workers.worker_process import WorkerTimeoutError as WorkerTimeoutError
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 
 T = TypeVar("T")
 

@@ -82,7 +82,7 @@ def main() -> None:
     header = first[0]
     threading.Thread(target=_end_with_parent, args=[header["parent"]], daemon=True).start()
     sys.path[:] = header["sys_path"]
-    from streamrag.orphans import end_with_parent  # it can be found only now
+    from streamrag.support.parent_death import end_with_parent  # it can be found only now
 
     end_with_parent(header["parent"])
     try:

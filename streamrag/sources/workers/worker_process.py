@@ -13,7 +13,7 @@ from typing import Any
 from streamrag.errors import WorkerError
 from streamrag.sources.workers import worker_main
 from streamrag.sources.workers.worker_main import LENGTHS, WORN
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 
 CANCEL_GRACE_S = 0.5
 """How long what was told to end may take before it is killed. Most jobs are shorter than starting a worker."""

@@ -27,7 +27,7 @@ from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
 from streamrag.records import KvHeld, KvUse
 from streamrag.starting import started_once
-from streamrag.tasks import run_regardless
+from streamrag.support.tasks import run_regardless
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamrag.backends.vllm.client.errors import vllm_errors_translated
 from streamrag.errors import BackendError, EngineDeadError
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

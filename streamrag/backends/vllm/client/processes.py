@@ -28,8 +28,8 @@ from streamrag.backends.vllm.client.log import EngineLog
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.version import INSTALL, check_version
 from streamrag.errors import BackendError, ConfigurationError, ModelError
-from streamrag.scratch import ScratchFolder, remove_left_behind
-from streamrag.tasks import run_regardless
+from streamrag.support.tasks import run_regardless
+from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[4]))
 
-from streamrag.orphans import end_with_parent
+from streamrag.support.parent_death import end_with_parent
 
 CODE = """\
 import atexit, gc, os, sys

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 
 NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
 

@@ -29,7 +29,7 @@ from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.core import Hint, Prefilled, RequestClass, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError
 from streamrag.records import RequestRecord
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput

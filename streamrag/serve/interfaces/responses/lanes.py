@@ -22,7 +22,7 @@ from streamrag.serve.interfaces.responses.brought import Brought
 from streamrag.serve.interfaces.responses.requests import ResponseRequest, understood
 from streamrag.serve.service import first_question
 from streamrag.serve.sse import MAX_UNSENT
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 from streamrag.telemetry import Event
 
 if TYPE_CHECKING:

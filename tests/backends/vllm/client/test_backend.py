@@ -25,7 +25,7 @@ from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream
 from streamrag.core import AnswerChunk, BackendEvent, Hint, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError, StreamRagError
-from streamrag.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_regardless
 from streamrag.testing import make_tiny_llama
 
 tokens_input = pytest.importorskip("vllm.inputs.engine").tokens_input

@@ -21,15 +21,15 @@ from streamrag.bench.summary import digest
 from streamrag.bench.workload import make_load
 from streamrag.engine.profile_files import load_profile
 from streamrag.errors import StreamRagError
-from streamrag.reading import as_dataclass
 from streamrag.records import read_records
 from streamrag.sources.index_folder import check_index
+from streamrag.support.bounded_reading import as_dataclass
 from streamrag.trace.arrivals import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import describe
 from streamrag.trace.values import Trace
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 TRACE_LINES = [
     json.dumps(line)

@@ -14,7 +14,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from streamrag.core import AnswerChunk
 from streamrag.errors import StreamRagError
-from streamrag.tasks import wait_regardless
+from streamrag.support.tasks import wait_regardless
 from streamrag.telemetry import Answer, Answered, Event, TokensGenerated
 
 MAX_UNREAD_EVENTS = 4096

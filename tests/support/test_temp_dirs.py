@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from streamrag import scratch
-from streamrag.scratch import OWNER, ScratchFolder, remove_left_behind
+from streamrag.support import temp_dirs as scratch
+from streamrag.support.temp_dirs import OWNER, ScratchFolder, remove_left_behind
 
 OWNING = """
 import sys
-from streamrag.scratch import ScratchFolder
+from streamrag.support.temp_dirs import ScratchFolder
 folder = ScratchFolder("test")
 (folder.path / "file").touch()
 print(folder.path, flush=True)

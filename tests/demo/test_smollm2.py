@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrag import demo_model
 from streamrag.cli import main
+from streamrag.demo import smollm2 as demo_model
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 from streamrag.testing import make_demo_model
 

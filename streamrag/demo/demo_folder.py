@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from streamrag.demo_model import INSTALL, PACKAGE, make_demo_model
+from streamrag.demo.smollm2 import INSTALL, PACKAGE, make_demo_model
 from streamrag.errors import MissingDependencyError
 from streamrag.modes import PromptTemplate
 from streamrag.sources.index.build import build_index
 
-DOCS = (Path(__file__).parent.parent / "docs", Path(__file__).parent / "docs")
+DOCS = (Path(__file__).parents[2] / "docs", Path(__file__).parents[1] / "docs")
 """In a checkout, and in a wheel."""
 
 PASSAGE_WORDS, NUM_PASSAGES, NUM_SENTENCES = 60, 2, 2
@@ -134,7 +134,7 @@ def prepare_demo(
         ),
     )
     if model == "tiny":
-        from streamrag.tiny_llama import make_tiny_llama
+        from streamrag.demo.tiny_llama import make_tiny_llama
 
         make_tiny_llama(folder / "model", corpus=texts, **TINY)
         on_step("made a tiny Llama with random weights: it writes noise", 1, 1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.showing import for_picture, one_line, shown
+from streamrag.support.display_text import for_picture, one_line, shown
 from streamrag.trace.picture import draw_trace
 from streamrag.trace.statistics import describe
 from streamrag.trace.values import Trace, TracedQuery

@@ -4,7 +4,7 @@ import sys
 
 ENDING = """
 import os, sys, threading
-from streamrag.orphans import end_with_parent
+from streamrag.support.parent_death import end_with_parent
 end_with_parent({parent})
 print("lives", flush=True)
 sys.stdin.read()

@@ -15,16 +15,16 @@ import pytest
 import zstandard
 
 from experiments.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
-from streamrag import reading
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.errors import ConfigurationError, StreamRagError, TraceError
-from streamrag.reading import DamagedError, Unpacked, lines_of, parse_json, read_bytes
 from streamrag.records import read_records
+from streamrag.support import bounded_reading as reading
+from streamrag.support.bounded_reading import DamagedError, Unpacked, lines_of, parse_json, read_bytes
 from streamrag.trace import files, lines
 from streamrag.trace.arrivals import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 HEADER = '{"format": "streamrag-trace", "version": 1}\n'
@@ -188,7 +188,7 @@ def test_nothing_that_is_read_can_name_code() -> None:
     assert importers == {
         "cli/program.py",  # a command of ours
         "engine/policies.py",  # a policy of the caller's
-        "lazy.py",  # a public name of ours
+        "support/lazy_imports.py",  # a public name of ours
         "sources/embedder.py",  # an embedder of the caller's
         "sources/search/rerank.py",  # a reranker of the caller's
         "sources/workers/worker_main.py",  # a handler of ours

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrag.errors import ConfigurationError
-from streamrag.files import exchange_folders, replacing, write_whole
+from streamrag.support.files import exchange_folders, replacing, write_whole
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def test_an_interrupted_block_leaves_what_was_there(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------------------------- what the program writes
 
-TRACES = Path(__file__).parent.parent / "traces"
+TRACES = Path(__file__).parents[2] / "traces"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def run_on_a_full_disk(arguments: list[str]) -> "subprocess.CompletedProcess[str
 @pytest.mark.parametrize("at_once", [True, False])
 def test_two_folders_are_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
     if not at_once:  # as on NFS
-        monkeypatch.setattr("streamrag.files._exchange_at_once", lambda one, other: False)
+        monkeypatch.setattr("streamrag.support.files._exchange_at_once", lambda one, other: False)
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()

