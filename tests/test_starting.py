@@ -9,7 +9,7 @@ import pytest
 
 import streamrag
 from streamrag import Append, Chunk, Merged, Pipeline, TraceRecorder
-from streamrag.adapters.home import Home
+from streamrag.adapters.portal import LoopPortal
 from streamrag.core import Progress
 from streamrag.errors import AlreadyStartedError
 from streamrag.serve import Service
@@ -53,7 +53,7 @@ async def test_a_second_owner_of_a_source_is_refused_and_the_first_goes_on() -> 
             with pytest.raises(AlreadyStartedError, match="ScriptedSource"):
                 async with second:
                     pass
-        home = Home.of_source(source)
+        home = LoopPortal.to_source(source)
         with pytest.raises(AlreadyStartedError, match="ScriptedSource"):
             await home.settle()
         await home.aclose()

@@ -17,8 +17,8 @@ from functools import partial
 from inspect import isawaitable
 from typing import Any, Unpack
 
-from streamrag.adapters.home import Home
 from streamrag.adapters.parts import FoundChunk
+from streamrag.adapters.portal import LoopPortal
 from streamrag.asked import QueryOptions, check_options
 from streamrag.core import Chunk, Progress, Skipped, SourceEvent, Turn, Update
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
@@ -77,23 +77,23 @@ class StreamragGenerator:
         self._pipeline = pipeline
         self._streaming_callback = streaming_callback
         self._options = options
-        self._home = Home.of_pipeline(pipeline)
+        self._portal = LoopPortal.to_pipeline(pipeline)
 
     def warm_up(self) -> None:
         """Start the pipeline."""
-        self._home.start()
+        self._portal.start()
 
     async def warm_up_async(self) -> None:
         """Start the pipeline in this event loop."""
-        await self._home.settle()
+        await self._portal.settle()
 
     def close(self) -> None:
         """Close the pipeline, if it was started here."""
-        self._home.close()
+        self._portal.close()
 
     async def close_async(self) -> None:
         """Close the pipeline, if it was started here."""
-        await self._home.aclose()
+        await self._portal.aclose()
 
     @component.output_types(replies=list[ChatMessage], documents=list[Document])
     def run(
@@ -110,7 +110,7 @@ class StreamragGenerator:
         """
         callback = select_streaming_callback(self._streaming_callback, streaming_callback, requires_async=False)
         outputs: dict[str, Any] = {}
-        with closing(self._home.iterate(lambda: self._answered(query, history))) as parts:
+        with closing(self._portal.iterate(lambda: self._answered(query, history))) as parts:
             for part in parts:
                 if not isinstance(part, StreamingChunk):
                     outputs = part
@@ -128,8 +128,8 @@ class StreamragGenerator:
         """As `run`; the callback may be async."""
         callback = select_streaming_callback(self._streaming_callback, streaming_callback, requires_async=True)
         outputs: dict[str, Any] = {}
-        await self._home.settle()
-        async with aclosing(self._home.aiterate(lambda: self._answered(query, history))) as parts:
+        await self._portal.settle()
+        async with aclosing(self._portal.aiterate(lambda: self._answered(query, history))) as parts:
             async for part in parts:
                 if not isinstance(part, StreamingChunk):
                     outputs = part

@@ -35,6 +35,11 @@ def one_line(text: str) -> str:
     return shown(text).replace("\n", " ").replace("\t", " ")
 
 
+def excerpt(text: object, max_chars: int = 300) -> str:
+    """Return the beginning of what someone else says, such as a server, for one line of a message."""
+    return one_line(str(text)[: 2 * max_chars])[:max_chars].strip()
+
+
 def for_picture(text: str) -> str:
     """The same as a text of matplotlib, which takes what stands between dollar signs for a formula."""
     line = one_line(text)

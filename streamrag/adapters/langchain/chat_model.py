@@ -14,7 +14,7 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from pydantic import Field
 
-from streamrag.adapters.home import Home, Housed
+from streamrag.adapters.portal import LoopPortal, PortalOwner
 from streamrag.core import AnswerChunk, SamplingParams, Turn, part_name
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
@@ -24,7 +24,7 @@ from streamrag.telemetry import Answer
 SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
-class StreamragChatModel(Housed, BaseChatModel):
+class StreamragChatModel(PortalOwner, BaseChatModel):
     """A pipeline as a LangChain chat model: the last human message is the query, and its documents are retrieved while
     the model reads them.
 
@@ -54,13 +54,13 @@ class StreamragChatModel(Housed, BaseChatModel):
     """The most seconds for an answer, retrieval included."""
     cache: BaseCache | bool | None = Field(default=False, exclude=True)
     """LangChain's, off by default: the same question has another answer when other documents are found."""
-    home: Any = Field(default=None, exclude=True, repr=False)
+    portal: Any = Field(default=None, exclude=True, repr=False)
     """Where the pipeline runs; copies of this share it."""
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.home is None:
-            self.home = Home.of_pipeline(self.pipeline)
+        if self.portal is None:
+            self.portal = LoopPortal.to_pipeline(self.pipeline)
 
     @property
     def _llm_type(self) -> str:
@@ -105,7 +105,7 @@ class StreamragChatModel(Housed, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         query, options = self._asked(messages, stop, kwargs)
-        for part in self.home.iterate(lambda: _answer(self.pipeline, query, options)):
+        for part in self.portal.iterate(lambda: _answer(self.pipeline, query, options)):
             yield self._chunk(part)
 
     async def _astream(
@@ -116,7 +116,7 @@ class StreamragChatModel(Housed, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
         query, options = self._asked(messages, stop, kwargs)
-        async with aclosing(self.home.aiterate(lambda: _answer(self.pipeline, query, options))) as parts:
+        async with aclosing(self.portal.aiterate(lambda: _answer(self.pipeline, query, options))) as parts:
             async for part in parts:
                 yield self._chunk(part)
 

@@ -14,14 +14,14 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import Field, PositiveInt
 
-from streamrag.adapters.home import Home, Housed
 from streamrag.adapters.parts import retrieve
+from streamrag.adapters.portal import LoopPortal, PortalOwner
 from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError
 from streamrag.modes.context import Context, UpdateMode
 
 
-class StreamragRetriever(Housed, BaseRetriever):
+class StreamragRetriever(PortalOwner, BaseRetriever):
     """Any source of streamrag as a LangChain retriever: the documents are the context as it is when the source ends.
 
     Each document has `source`, `title`, `passage` and, if the source has one, `score` as its metadata, and an `id` that
@@ -40,20 +40,20 @@ class StreamragRetriever(Housed, BaseRetriever):
     """The most documents, the first of the context; by default all. A call may have its own: `invoke(query, k=3)`."""
     owns_source: bool = True
     """False if somebody else starts and closes the source."""
-    home: Any = Field(default=None, exclude=True, repr=False)
+    portal: Any = Field(default=None, exclude=True, repr=False)
     """Where the source lives; copies of this share it."""
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.home is None:
-            self.home = Home.of_source(self.source, is_owned=self.owns_source)
+        if self.portal is None:
+            self.portal = LoopPortal.to_source(self.source, is_owned=self.owns_source)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
         found = _Found(self._num_wanted(k))
         config = {"callbacks": run_manager.get_child()}
-        for event in self.home.iterate(lambda: retrieve(self.source, query)):
+        for event in self.portal.iterate(lambda: retrieve(self.source, query)):
             dispatch_custom_event(*found.told(event), config=config)  # type: ignore[arg-type]
         return found.documents()
 
@@ -62,7 +62,7 @@ class StreamragRetriever(Housed, BaseRetriever):
     ) -> list[Document]:
         found = _Found(self._num_wanted(k))
         config = {"callbacks": run_manager.get_child()}
-        async with aclosing(self.home.aiterate(lambda: retrieve(self.source, query))) as events:
+        async with aclosing(self.portal.aiterate(lambda: retrieve(self.source, query))) as events:
             async for event in events:
                 await adispatch_custom_event(*found.told(event), config=config)  # type: ignore[arg-type]
         return found.documents()

@@ -26,13 +26,13 @@ from mcp.types import (
 )
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
-from streamrag.adapters import mcp_relay
-from streamrag.adapters.mcp import said
-from streamrag.adapters.mcp_bounds import BoundedTransport, Traffic
+from streamrag.adapters.mcp import relay
+from streamrag.adapters.mcp.bounds import BoundedTransport, Traffic
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
+from streamrag.support.display_text import excerpt
 from streamrag.support.tasks import wait_regardless
 
-ROOT = Path(mcp_relay.__file__).resolve().parent.parent.parent
+ROOT = Path(relay.__file__).resolve().parents[3]
 MAX_PENDING = 1024
 """Resources that have changed and were not read yet."""
 FAREWELL_S = 1.0
@@ -87,11 +87,11 @@ class Connection:
         except MCPError as error:
             if error.code == CONNECTION_CLOSED or error.message == "Session terminated":
                 held.is_lost = True
-                why = held.reason or said(error)
+                why = held.reason or excerpt(error)
                 raise SourceError(f"{self._name}: the connection to the MCP server is lost: {why}") from error
-            raise SourceError(f"{self._name}: the MCP server refused: {said(error)}") from error
+            raise SourceError(f"{self._name}: the MCP server refused: {excerpt(error)}") from error
         except Exception as error:  # what a server sends fails in many ways
-            raise SourceError(f"{self._name} failed: {type(error).__name__}: {said(error)}") from error
+            raise SourceError(f"{self._name} failed: {type(error).__name__}: {excerpt(error)}") from error
         finally:
             held.num_calls -= 1
             if held.is_lost and not held.num_calls:
@@ -241,7 +241,7 @@ class Connection:
             error = error.exceptions[0]
         if isinstance(error, StreamRagError):
             return error
-        what = f"{type(error).__name__}: {said(error)}"
+        what = f"{type(error).__name__}: {excerpt(error)}"
         return SourceError(f"{self._name} cannot connect to the MCP server: {what}. Is it running?")
 
     @asynccontextmanager
@@ -273,9 +273,9 @@ class Connection:
             raise ConfigurationError(f"{self._name}: there is no program {server.command!r} to start the MCP server")
         if os.name != "posix":
             return server
-        relay = ["-P", mcp_relay.__file__, str(ROOT), str(os.getpid()), str(self._max_bytes)]
+        command = ["-P", relay.__file__, str(ROOT), str(os.getpid()), str(self._max_bytes)]
         return server.model_copy(
-            update={"command": sys.executable, "args": [*relay, server.command, *server.args]},
+            update={"command": sys.executable, "args": [*command, server.command, *server.args]},
         )
 
 

@@ -1,6 +1,6 @@
 """What an MCP server may send: how much in one message, and how much that nobody has asked for.
 
-A message is bounded before it is parsed, since that blocks the event loop: here, over HTTP, and by `mcp_relay` for a
+A message is bounded before it is parsed, since that blocks the event loop: here, over HTTP, and by `relay` for a
 server that was started. Whatever has no bound of its own is counted when it has been parsed.
 """
 
@@ -15,7 +15,7 @@ import httpx2
 from mcp.types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
 from pydantic import ValidationError
 
-from streamrag.adapters.mcp_relay import MAX_VALUES, has_too_many_values
+from streamrag.adapters.mcp.relay import MAX_VALUES, has_too_many_values
 
 MAX_OPEN_REQUESTS = 64
 """Requests of the server that were not answered yet; it may not read the answers."""
