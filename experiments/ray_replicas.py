@@ -45,11 +45,10 @@ from streamrag.backends.ray.replaying import Replaying
 from streamrag.backends.ray.wire import Delta, Open, Opened, WireEvent
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
-from streamrag.demo.scripted import ScriptedBackend
 from streamrag.routing import Opening, ReplicaState, make_router
 from streamrag.routing.simple import RoundRobin
 from streamrag.support.files import write_whole
-from streamrag.testing import make_tiny_llama
+from streamrag.testing import ScriptedBackend, make_tiny_llama
 from streamrag.versions import installed_versions
 
 MODEL: dict[str, Any] = {

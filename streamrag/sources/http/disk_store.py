@@ -8,7 +8,6 @@ thread.
 import hashlib
 import os
 import re
-import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import open_regular
+from streamrag.support.files import replacing
 
 MAGIC = b"streamrag cache 1\n"
 SUM_BYTES = 32
@@ -49,7 +49,8 @@ class DiskStore:
         """
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._write(self._path(""), b"")
+            with replacing(self._path(""), is_private=True):
+                pass
             self.remove("")
         except OSError as error:
             raise ConfigurationError(
@@ -81,22 +82,12 @@ class DiskStore:
         if num_bytes > self._max_bytes * SWEEP_SHARE:
             return
         with suppress(OSError):  # the disk is full, say
-            self._write(self._path(key), MAGIC + _sum(key, content) + content)
+            with replacing(self._path(key), is_private=True) as unfinished:
+                unfinished.write_bytes(MAGIC + _sum(key, content) + content)
             self._num_new_bytes += num_bytes
         if self._num_new_bytes > self._max_bytes * SWEEP_SHARE:
             self._num_new_bytes = 0
             self._sweep()
-
-    def _write(self, path: Path, entry: bytes) -> None:
-        """Whole or not at all, in place of whatever has this name: a link or a pipe is replaced itself."""
-        unfinished = path.with_name(f".writing-{secrets.token_hex(4)}-{path.name}")
-        try:
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(entry)
-            unfinished.replace(path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
 
     def remove(self, key: str) -> None:
         """Forget what is under `key`."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import anyio
 
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
-from streamrag.demo.scripted import ScriptedBackend
 from streamrag.errors import EngineDeadError
+from streamrag.testing import ScriptedBackend
 
 DIED = Path(os.environ.get("STREAMRAG_TEST_FOLDER", ".")) / "died"
 PAUSES_S = {"slow": 0.05, "slower": 60.0}

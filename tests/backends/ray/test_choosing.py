@@ -24,12 +24,12 @@ from streamrag.backends.ray.request_router import OfStreams, StreamRouter
 from streamrag.backends.ray.scaling import QUEUED_TOKENS, QueuedTokensPolicy
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
-from streamrag.demo.scripted import ScriptedBackend
 from streamrag.errors import ConfigurationError, PromptTooLongError
 from streamrag.propagation import conversation
 from streamrag.records import RequestRecord
 from streamrag.routing import Opening, ReplicaState
 from streamrag.routing.speed import LASTS_S, QUERY_TOKENS
+from streamrag.testing import ScriptedBackend
 
 FIRST = Prompt((1, 2, 3), 0, is_complete=False, source_name="search")
 STATS = {

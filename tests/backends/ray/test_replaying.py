@@ -9,8 +9,8 @@ from in_process import Fewest, InProcess, after, answer, growing, replaying
 from streamrag.backends.ray.choosing import Candidate
 from streamrag.backends.ray.wire import Opened
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
-from streamrag.demo.scripted import ScriptedBackend
 from streamrag.errors import BackendError, EngineDeadError, PromptTooLongError, SourceError
+from streamrag.testing import ScriptedBackend
 
 
 async def settled() -> None:
