@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 from streamrag.asked import QueryOptions
 from streamrag.backends.vllm.client.arguments import Strategy
+from streamrag.cli.answer_display import print_sources, print_timings, watch
 from streamrag.cli.conversation import Conversation, converse
 from streamrag.cli.output import Output
-from streamrag.cli.source import add_source_arguments, make_source
-from streamrag.cli.steps import shown_starting
-from streamrag.cli.view import print_sources, print_timings, watch
+from streamrag.cli.progress import shown_starting
+from streamrag.cli.source_options import add_source_arguments, make_source
 from streamrag.core import Backend, SamplingParams, Turn
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline

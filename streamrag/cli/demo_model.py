@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from streamrag.cli.output import Output
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import StepLines, bar
 
 DESCRIPTION = """\
 Writes SmolLM2-135M-Instruct (Apache-2.0) as a Llama that vLLM and transformers

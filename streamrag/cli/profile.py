@@ -14,7 +14,7 @@ from rich.table import Table
 
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import StepLines, bar
 from streamrag.errors import ConfigurationError
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 

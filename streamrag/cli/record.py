@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
-from streamrag.cli.source import add_source_arguments, make_source
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import StepLines, bar
+from streamrag.cli.source_options import add_source_arguments, make_source
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import MAX_SMALL_FILE_BYTES, read_bytes

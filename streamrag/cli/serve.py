@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from streamrag.cli.output import Output, markup
-from streamrag.cli.steps import StepLines, shown_starting
+from streamrag.cli.progress import StepLines, shown_starting
 from streamrag.errors import ConfigurationError, MissingDependencyError
 
 if TYPE_CHECKING:

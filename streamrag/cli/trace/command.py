@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from streamrag.cli import trace_generate
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.record import WORDS, WORDS_NOTE
+from streamrag.cli.trace import generation
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.support.display_text import one_line
 
@@ -67,9 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("--queries", type=positive, metavar="N", help="only the first N")
     convert.add_argument("--force", action="store_true", help="replace the file that is there")
     convert.set_defaults(run=_convert)
-    trace_generate.add_arguments(
-        verbs.add_parser("generate", help="make a workload like those of the Stream2LLM paper")
-    )
+    generation.add_arguments(verbs.add_parser("generate", help="make a workload like those of the Stream2LLM paper"))
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
-from streamrag.cli import index_calibrate as calibrate
+from streamrag.cli.index import calibration
 from streamrag.cli.output import Output
-from streamrag.cli.source import DSN_HELP
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import StepLines, bar
+from streamrag.cli.source_options import DSN_HELP
 from streamrag.serve.config.source import dsn_of
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     verify.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
     verify.set_defaults(run=run_verify)
-    calibrate.add_parser(verbs)
+    calibration.add_parser(verbs)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.text import Text
 
 from streamrag.cli.output import markup
-from streamrag.cli.steps import bar
+from streamrag.cli.progress import bar
 from streamrag.support.display_text import shown
 from streamrag.telemetry import (
     Answer,

@@ -16,8 +16,8 @@ from streamrag.bench.runner import CellFailed, CellProgressed, CellStarted, run_
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
 from streamrag.bench.timeline import make_timeline
-from streamrag.cli.bench_options import DESCRIPTION, EPILOG, VERBS, grid_of
-from streamrag.cli.bench_view import CellsView, print_comparison
+from streamrag.cli.bench.display import CellsView, print_comparison
+from streamrag.cli.bench.options import DESCRIPTION, EPILOG, VERBS, grid_of
 from streamrag.cli.output import Output
 from streamrag.errors import ConfigurationError
 from streamrag.support.display_text import json_text

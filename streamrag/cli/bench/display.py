@@ -17,7 +17,7 @@ from streamrag.bench.report_html import figure_text
 from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed, CellStarted
 from streamrag.bench.summary import PERCENTILES
 from streamrag.cli.output import Output, markup
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import StepLines, bar
 from streamrag.support.display_text import one_line
 
 LEGEND = (

@@ -8,8 +8,8 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from streamrag.cli.output import Output
-from streamrag.cli.source import add_search_arguments, make_index_source
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import StepLines, bar
+from streamrag.cli.source_options import add_search_arguments, make_index_source
 from streamrag.errors import ConfigurationError
 from streamrag.sources.emission.calibration import Calibration, Odds
 from streamrag.starting import start_all
