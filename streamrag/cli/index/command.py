@@ -6,11 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
-
 from streamrag.cli.index import calibration
 from streamrag.cli.output import Output
-from streamrag.cli.progress import StepLines, bar
+from streamrag.cli.progress import step_bars
 from streamrag.cli.source_options import DSN_HELP
 from streamrag.serve.config.source import dsn_of
 
@@ -212,17 +210,7 @@ def _shown() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
     """What shows progress, on stderr, and what tells at the end what was made, and what was skipped, with reasons."""
     console = Output(stderr=True)
     told: list[str] = []
-    steps = StepLines(console)
-    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with bar(console, *columns) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def show(num_done: int, num_total: int, what: str) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=num_total)
-            progress.update(tasks[what], completed=num_done, total=num_total)
-            steps.show(what, f"{num_done:,} of {num_total:,}")
-
+    with step_bars(console) as show:
         yield show, lambda lines, skipped: told.extend([*lines, *_reasons(skipped)])
     for line in told:
         console.print_line(line)
