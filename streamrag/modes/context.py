@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Literal, Self
 
 from streamrag.core import Append, Chunk, Update
-from streamrag.errors import ConfigurationError
-from streamrag.support.messages import short
+from streamrag.support.validation import validated
 
 
 class Context(tuple[Chunk, ...]):
@@ -49,9 +48,8 @@ class UpdateMode:
     :raises ConfigurationError: another order.
     """
 
+    @validated
     def __init__(self, order: Literal["rank", "stable"] = "rank") -> None:
-        if order not in ("rank", "stable"):
-            raise ConfigurationError(f"UpdateMode: order={short(order)} must be 'rank' or 'stable'")
         self.order = order
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:

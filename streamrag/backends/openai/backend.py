@@ -18,6 +18,7 @@ from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, ServerError
 from streamrag.starting import started_once
+from streamrag.support.validation import Count, CountOrZero, Seconds, SecondsOrZero, validated
 from streamrag.tokenizing import in_thread
 
 PROBE = "The server says which tokens it was sent."
@@ -66,6 +67,7 @@ class OpenAIBackend:
     :raises ConfigurationError: values that cannot work.
     """
 
+    @validated
     def __init__(
         self,
         base_url: str,
@@ -73,14 +75,12 @@ class OpenAIBackend:
         *,
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         api_key: str | None = None,
-        max_model_len: int | None = None,
-        timeout_s: float = 60.0,
-        max_retries: int = 2,
-        retry_delay_s: float = 0.25,
-        block_size: int = 16,
+        max_model_len: Count | None = None,
+        timeout_s: Seconds = 60.0,
+        max_retries: CountOrZero = 2,
+        retry_delay_s: SecondsOrZero = 0.25,
+        block_size: Count = 16,
     ) -> None:
-        if max_model_len is not None and max_model_len < 1:
-            raise ConfigurationError(f"max_model_len={max_model_len!r} must be at least 1, or None to ask the server")
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"base_url={base_url!r} is not an http or https address, as http://host:8000/v1")
