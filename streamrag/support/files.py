@@ -83,7 +83,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = RENAME_SWAP = 2
-"""Of Linux and of macOS."""
+"""Flags of Linux and of macOS."""
 
 
 def exchange_folders(one: Path, other: Path) -> None:

@@ -39,7 +39,7 @@ def is_cancelled() -> bool:
 
 
 async def run_regardless(work: Coroutine[Any, Any, T], name: str) -> T:
-    """What `work` returns or raises; it runs to its end in a task, however often this one is cancelled meanwhile."""
+    """Return or raise what `work` does; it runs to its end in a task, however often this one is cancelled meanwhile."""
     task = asyncio.create_task(work, name=name)
     await wait_regardless([task])
     return task.result()

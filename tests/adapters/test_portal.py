@@ -14,10 +14,10 @@ from functools import partial
 import pytest
 
 from streamrag import Append, Chunk, ConfigurationError, Pipeline, PipelineClosedError, Progress, SourceEvent
-from streamrag.adapters import parts, portal_tasks
 from streamrag.adapters import portal as portal_module
-from streamrag.adapters.parts import retrieve_all
+from streamrag.adapters import portal_tasks, retrieved_chunks
 from streamrag.adapters.portal import LoopPortal
+from streamrag.adapters.retrieved_chunks import retrieve_all
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 
@@ -206,7 +206,7 @@ async def test_a_call_that_is_cancelled_while_a_source_starts_leaves_it_to_start
 
 @pytest.mark.parametrize("is_starting", [False, True])
 def test_a_source_that_swallows_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch, is_starting: bool) -> None:
-    for module, name in ((parts, "LET_GO_S"), (portal_tasks, "END_S")):
+    for module, name in ((retrieved_chunks, "LET_GO_S"), (portal_tasks, "END_S")):
         monkeypatch.setattr(module, name, 0.05)
     begins, is_over = threading.Event(), threading.Event()
 

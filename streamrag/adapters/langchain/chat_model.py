@@ -41,9 +41,9 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     """
 
     pipeline: Pipeline
-    """What retrieves and answers."""
+    """The pipeline that retrieves and answers."""
     temperature: float | None = None
-    """Of sampling, which is greedy by default."""
+    """Temperature of sampling, which is greedy by default."""
     top_p: float | None = None
     max_tokens: int | None = None
     """The most tokens of the answer; 256 by default."""
@@ -55,7 +55,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     cache: BaseCache | bool | None = Field(default=False, exclude=True)
     """LangChain's, off by default: the same question has another answer when other documents are found."""
     portal: Any = Field(default=None, exclude=True, repr=False)
-    """Where the pipeline runs; copies of this share it."""
+    """The portal to the loop in which the pipeline runs; copies of the model share it."""
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -104,7 +104,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        query, options = self._asked(messages, stop, kwargs)
+        query, options = self._parse_messages(messages, stop, kwargs)
         for part in self.portal.iterate(lambda: _answer(self.pipeline, query, options)):
             yield self._chunk(part)
 
@@ -115,15 +115,15 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        query, options = self._asked(messages, stop, kwargs)
+        query, options = self._parse_messages(messages, stop, kwargs)
         async with aclosing(self.portal.aiterate(lambda: _answer(self.pipeline, query, options))) as parts:
             async for part in parts:
                 yield self._chunk(part)
 
-    def _asked(
+    def _parse_messages(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]]:
-        """The query and its options."""
+        """Return the query and its options."""
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop", "timeout")}
         given = {
             name: value for name, value in {**own, **call, "stop": stop or own["stop"]}.items() if value is not None
@@ -165,7 +165,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
 async def _answer(
     pipeline: Pipeline, query: str, options: Mapping[str, Any]
 ) -> AsyncGenerator[AnswerChunk | Answer, None]:
-    """The answer's chunks that have text, and then all of it."""
+    """Yield the chunks that have text, and then the whole answer."""
     async with pipeline.stream(query, **options) as stream:
         async for chunk in stream:
             if chunk.text:

@@ -14,8 +14,8 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import Field, PositiveInt
 
-from streamrag.adapters.parts import retrieve
 from streamrag.adapters.portal import LoopPortal, PortalOwner
+from streamrag.adapters.retrieved_chunks import retrieve
 from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError
 from streamrag.modes.context import Context, UpdateMode
@@ -35,13 +35,13 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
     """
 
     source: Any
-    """Where chunks come from."""
+    """The source of the chunks."""
     k: PositiveInt | None = None
     """The most documents, the first of the context; by default all. A call may have its own: `invoke(query, k=3)`."""
     owns_source: bool = True
     """False if somebody else starts and closes the source."""
     portal: Any = Field(default=None, exclude=True, repr=False)
-    """Where the source lives; copies of this share it."""
+    """The portal to the loop in which the source lives; copies of the retriever share it."""
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -54,7 +54,7 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
         found = _Found(self._num_wanted(k))
         config = {"callbacks": run_manager.get_child()}
         for event in self.portal.iterate(lambda: retrieve(self.source, query)):
-            dispatch_custom_event(*found.told(event), config=config)  # type: ignore[arg-type]
+            dispatch_custom_event(*found.custom_event(event), config=config)  # type: ignore[arg-type]
         return found.documents()
 
     async def _aget_relevant_documents(
@@ -64,7 +64,7 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
         config = {"callbacks": run_manager.get_child()}
         async with aclosing(self.portal.aiterate(lambda: retrieve(self.source, query))) as events:
             async for event in events:
-                await adispatch_custom_event(*found.told(event), config=config)  # type: ignore[arg-type]
+                await adispatch_custom_event(*found.custom_event(event), config=config)  # type: ignore[arg-type]
         return found.documents()
 
     def _num_wanted(self, k: int | None) -> int | None:
@@ -80,8 +80,8 @@ class _Found:
         self._chunks = Context()
         self._num_wanted = num_wanted
 
-    def told(self, event: SourceEvent) -> tuple[str, dict[str, Any]]:
-        """The name and the data of the custom event."""
+    def custom_event(self, event: SourceEvent) -> tuple[str, dict[str, Any]]:
+        """Return the name and the data of the custom event."""
         if isinstance(event, Append | Update):
             self._chunks = self._chunks.become(UpdateMode().fold(self._chunks, event))
         match event:

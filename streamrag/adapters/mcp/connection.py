@@ -53,7 +53,7 @@ class Connection:
         self._max_bytes = max_bytes
         self._held: _Held | None = None
         self._all_held: set[_Held] = set()
-        """Those too that calls still wait for."""
+        """The connections in use, and those that calls still wait for."""
         self._opening: asyncio.Task[_Held] | None = None
         self._ending: set[asyncio.Task[Any]] = set()
         self._is_closed = False
@@ -98,26 +98,26 @@ class Connection:
                 self._end(held)
 
     async def in_time(self, call: Coroutine[Any, Any, T]) -> T:
-        """What `call` returns. One that is given up ends by itself: mcp may take seconds to tell the server.
+        """Return the result of `call`. One that is given up ends by itself: mcp may take seconds to tell the server.
 
         :raises TimeoutError: it took longer than `timeout_s`.
         """
-        task = self._begun(call)
+        task = self._begin_task(call)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.shield(task)
         finally:
             task.cancel()
 
-    def _begun(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """A task that ends with the connection, if not before."""
+    def _begin_task(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Begin a task that ends with the connection, if not before."""
         task = asyncio.create_task(call, name=f"{self._name} call")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         return task
 
     def doubt(self, client: Client) -> None:
-        """Something is wrong: connect anew for the next call."""
+        """Connect anew for the next call, as something is wrong."""
         if self._held is not None and self._held.client is client:
             self._held.is_lost = True
 
@@ -154,7 +154,7 @@ class Connection:
         finally:
             held.watches.discard(changes)
             if self._is_used(client):
-                farewell = self._begun(self._unsubscribe(client, held, uris))
+                farewell = self._begin_task(self._unsubscribe(client, held, uris))
                 await wait_regardless([farewell], at_most_s=FAREWELL_S)
                 farewell.cancel()
 
@@ -246,7 +246,7 @@ class Connection:
 
     @asynccontextmanager
     async def _transport(self, traffic: Traffic) -> AsyncGenerator[Any, None]:
-        """What the client takes: all that a server says is bounded, but for what else `mcp.Client` takes."""
+        """Open the client's transport. What a server says is bounded, but not for what else `mcp.Client` takes."""
         match self._server:
             case str(url):
                 limits = httpx2.AsyncHTTPTransport(trust_env=False)
@@ -280,7 +280,7 @@ class Connection:
 
 
 class _Held:
-    """One client, in a task of its own, since it must be closed by the task that opened it."""
+    """A client in a task of its own, since it must be closed by the task that opened it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.client: Client | None = None
@@ -294,7 +294,7 @@ class _Held:
         self.is_lost = False
         """New calls take another one; this is closed when those that wait for it have ended."""
         self.reason = ""
-        """Why it was dropped, if it was."""
+        """The reason for which it was dropped, if it was."""
 
     async def hear(self, message: object) -> None:
         if isinstance(message, ResourceUpdatedNotification):
@@ -308,7 +308,7 @@ class _Held:
 
 
 class _Changes:
-    """What a server of the older protocol says has changed, each once until it is taken."""
+    """An iterator of the changes that a server of the older protocol reports, each once until it is taken."""
 
     def __init__(self, uris: Sequence[str]) -> None:
         self.uris = frozenset(uris)
@@ -333,5 +333,5 @@ class _Changes:
 
 
 def _errors() -> TextIO:
-    """Where a server's own log goes: the standard error of the program, as it was when it started."""
+    """Return the file for a server's own log: the standard error of the program, as it was when it started."""
     return sys.__stderr__ or sys.stderr

@@ -130,7 +130,7 @@ class McpToolSource(_McpSource):
         self._passages = passages
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """One `Update`.
+        """Yield one `Update`.
 
         :raises SourceError: the tool or the server failed, or did not answer in time.
         """
@@ -211,7 +211,7 @@ class McpResourceSource(_McpSource):
         self._watch_s = watch_s
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """An `Update` for each resource that is read, and for each change.
+        """Yield an `Update` for each resource that is read, and for each change.
 
         :raises SourceError: no resource can be read, or the connection is lost before they are.
         """
@@ -245,7 +245,7 @@ class McpResourceSource(_McpSource):
                             yield event
 
     async def _next(self, changes: AsyncIterator[str], end_s: float) -> str | CutShort | None:
-        """The next resource that changes, or None when it is time to end or the server says no more."""
+        """Return the next resource that changes, or None when it is time to end or the server says no more."""
         if asyncio.get_running_loop().time() >= end_s:  # a change that is there already is no wait that could time out
             return None
         try:
@@ -288,7 +288,7 @@ class McpResourceSource(_McpSource):
 
 
 def _structured(value: Any) -> list[Any] | None:
-    """The passages of structured content, or None where its shape is another."""
+    """Return the passages of structured content, or None where its shape is another."""
     if isinstance(value, Mapping) and len(value) == 1:
         (inner,) = value.values()
         value = inner if isinstance(inner, list) else value
@@ -304,7 +304,7 @@ def _text(entry: Mapping[str, Any]) -> Any:
 
 
 def _content(content: Any, name: str) -> Any:
-    """A passage, or why it is none."""
+    """Return a passage, or the reason for which it is none."""
     match content.type:
         case "text":
             return content.text

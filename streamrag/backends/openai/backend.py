@@ -235,7 +235,7 @@ class OpenAIBackend:
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Ask for one token, whatever it is."""
         body = {"model": self._model_name, "max_tokens": 1, "temperature": 0.0, **body}
-        return await self._running().ask("POST", "/completions", body)
+        return await self._started_server().ask("POST", "/completions", body)
 
     async def _stream(
         self, body: dict[str, Any], num_prompt_tokens: int, max_tokens: int
@@ -244,7 +244,7 @@ class OpenAIBackend:
         is_finished = False
         num_tokens = min(max_tokens, self.model.max_model_len)
         num_prompt_bytes = num_prompt_tokens * MAX_PROMPT_TOKEN_BYTES
-        events = self._running().stream(
+        events = self._started_server().stream(
             "/completions",
             body,
             max_bytes=min(MAX_ANSWER_BYTES + num_prompt_bytes + num_tokens * MAX_TOKEN_BYTES, MAX_STREAM_BYTES),
@@ -263,7 +263,7 @@ class OpenAIBackend:
         if not is_finished:
             raise ServerError(f"{self._url} broke off in the middle of an answer")
 
-    def _running(self) -> Server:
+    def _started_server(self) -> Server:
         if self._server is None:
             raise BackendError("the backend is not running: it was closed, or not started")
         return self._server

@@ -1,4 +1,4 @@
-"""`streamrag bench`: loads on a simulated or a real engine, and what came of them."""
+"""`streamrag bench`: loads on a simulated or a real engine, and their results."""
 
 import argparse
 import json
@@ -24,11 +24,11 @@ from streamrag.support.display_text import json_text
 from streamrag.support.files import write_whole
 
 TABLE_WIDTH = 120
-"""Where there is no terminal, of the table of figures."""
+"""Columns of the table of figures where there is no terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, dest="verb")
     runs = {"report": _report, "timeline": _timeline}
@@ -110,7 +110,7 @@ def _print_figures(digests: Sequence[Digest], console: Output) -> None:
 
 
 def _cut(digest: Digest) -> str:
-    """What the contexts lost, if they did."""
+    """Return a note on what was left out of contexts, or an empty text."""
     num_cut, budget = (digest.provenance.get(name) for name in ("num_contexts_cut", "max_context_tokens"))
     if not (isinstance(num_cut, int) and isinstance(budget, int) and num_cut):
         return ""

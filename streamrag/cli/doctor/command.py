@@ -39,7 +39,7 @@ question behind it. Nothing else should use the server meanwhile.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.usage = "%(prog)s [--server URL] [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("--server", metavar="URL", help="an OpenAI-compatible server")

@@ -27,7 +27,7 @@ ROOM = 64
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One context that the server had not seen, and one that it had been sent: seconds to the first token of each."""
+    """A context that the server had not seen and one that it had been sent: seconds to the first token of each."""
 
     cold_ttft_s: float
     warm_ttft_s: float
@@ -37,7 +37,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found out."""
+    """The result of an examination."""
 
     server: str
     model: str
@@ -89,7 +89,7 @@ class ServerExaminer:
 
     @classmethod
     async def of(cls, backend: OpenAIBackend, num_prompt_tokens: int, clock: Clock) -> "ServerExaminer":
-        """One that asks `backend`, which has started.
+        """Return an examiner that asks `backend`, which has started.
 
         :raises ConfigurationError: the model takes no prompt of that length.
         """
@@ -106,19 +106,19 @@ class ServerExaminer:
         return cls(backend, num_prompt_tokens * per_token, counts_tokens, clock)
 
     async def pairs(self, num_pairs: int, show: Progress) -> tuple[Pair, ...]:
-        """So many pairs, behind one that does not count, in which the server loads what it loads at first."""
+        """Measure so many pairs, after one that does not count, in which the server loads what it loads at first."""
         found = []
         for number in range(num_pairs + 1):
             show(f"asking, {number} of {num_pairs}" if number else "asking once, to begin")
             is_warm_first = number % 2 == 0  # whatever gets slower or quicker meanwhile is in both
-            warm = await self._asked(is_warm=True) if is_warm_first else None
-            cold_s, _ = await self._asked(is_warm=False)
-            warm_s, warming_s = warm or await self._asked(is_warm=True)
+            warm = await self._measure(is_warm=True) if is_warm_first else None
+            cold_s, _ = await self._measure(is_warm=False)
+            warm_s, warming_s = warm or await self._measure(is_warm=True)
             found.append(Pair(cold_s, warm_s, warming_s))
         return tuple(found[1:])
 
-    async def _asked(self, *, is_warm: bool) -> tuple[float, float]:
-        """Seconds to the first token, and those that warming took before; the context is new each time."""
+    async def _measure(self, *, is_warm: bool) -> tuple[float, float]:
+        """Return the seconds to the first token, and those that warming took before; the context is new each time."""
         context = await self._context()
         whole = (*context, *await self._encoded(QUESTION))
         is_warmed = asyncio.Event()
@@ -159,6 +159,6 @@ class ServerExaminer:
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
-    """What was found, as `--json` prints it."""
+    """Return the findings as `--json` prints them."""
     derived = ("cold_ttft_s", "warm_ttft_s", "saved", "helps", "verdict")
     return {**asdict(finding), **{name: getattr(finding, name) for name in derived}}

@@ -40,7 +40,7 @@ FORMATS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     show = verbs.add_parser(
