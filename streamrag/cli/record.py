@@ -126,8 +126,8 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
     console = Output(stderr=True)
     source = make_source(arguments)
     tokenizer, count = make_counter(arguments.tokenizer)
-    provenance = {"note": arguments.note} if arguments.note else {}
     is_new = not arguments.output.exists()
+    provenance = {"note": arguments.note} if arguments.note else {}
     recorder = TraceRecorder(arguments.output, text=arguments.text, provenance=provenance)
     began_s = time.monotonic()
     lines = StepLines(console)
@@ -140,8 +140,7 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
             lines.show(line)
 
         def show_recorded(num_queries: int, num_events: int) -> None:
-            retrieving = f"retrieving, {num_events} chunk events"
-            progress.update(task, completed=num_queries, description=retrieving)
+            progress.update(task, completed=num_queries, description=f"retrieving, {num_events} chunk events")
             lines.show("retrieving", f"{num_queries} of {len(questions)} questions, {num_events} chunk events")
 
         failed = await record_queries(

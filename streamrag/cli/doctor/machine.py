@@ -34,7 +34,7 @@ PARTS: Mapping[str, str] = {
 
 CPU_FLAGS = ("avx2", "avx512_f", *sum(DTYPE_INSTRUCTIONS.values(), ()))
 PROCESS_BYTES = 3 * GIB
-"""What the engine's processes take beside weights and KV, about: torch, vLLM, an embedder."""
+"""Approximate memory of the engine's processes beside weights and KV: torch, vLLM, an embedder."""
 CPU_KV_BYTES = 4 * GIB
 """vLLM's KV cache on a CPU, unless it is told otherwise."""
 MIN_SHM_BYTES = 256 << 20
